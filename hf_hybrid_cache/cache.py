@@ -1,0 +1,168 @@
+"""The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from .layer import HybridLayer, LayerStores
+from .placement import Placement
+from .storage import Room, TransferStats, require_host_bytes
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """
+    What a cache holds, measured from its buffers.
+
+    Attributes:
+        device_bytes: in the memory of accelerators.
+        host_bytes: in host memory.
+        num_tokens: tokens of each sequence.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    num_tokens: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes held for each token of each sequence's context, wherever they are; 0 for an empty cache."""
+        return (self.device_bytes + self.host_bytes) / self.num_tokens if self.num_tokens else 0.0
+
+
+class HybridCache(Cache):
+    """
+    A KV cache whose full-attention layers live where `placement` says.
+
+    Layers of other types (sliding window, chunked, linear attention, ...) get transformers' own layer, so that every
+    decoder model works. Tokens are the same as with transformers' `DynamicCache`, in every generation mode.
+
+    Args:
+        config: the model's config (`model.config`).
+        placement: where layers live.
+        max_length: tokens that will be stored, if known: memory of an accelerator is then taken once instead of in
+            chunks. A hint: more tokens still fit.
+
+    Raises:
+        TypeError: `config` is not a transformers config.
+        ValueError: a negative `max_length`, more resident layers than layers, or page-locking without CUDA.
+    """
+
+    def __init__(self, config: PreTrainedConfig, placement: Placement | None = None, max_length: int | None = None):
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
+        if max_length is not None and max_length < 0:
+            raise ValueError(f"max_length must be at least 0, got {max_length}.")
+        placement = placement or Placement()
+        if placement.pin_memory and not torch.cuda.is_available():
+            raise ValueError(
+                "pin_memory=True needs CUDA, which is not available here. Use pin_memory=None to decide by device."
+            )
+
+        layers: list[Any] = DynamicCache(config=config).layers
+        ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+        room = Room(max_length or 0, max(Room.host_tokens, max_length or 0, context))
+        self._stores = LayerStores(placement, room, num_layers=len(ours))
+        for ordinal, index in enumerate(ours):
+            layers[index] = HybridLayer(index, ordinal, self._stores)
+        super().__init__(layers=layers)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        """Keys, values and sliding window of each layer, as `DynamicCache` gives them."""
+        for layer in self.layers:
+            yield tuple(getattr(layer, name, None) for name in ("keys", "values", "_sliding_window_tensor"))
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was copied between host and device since the cache was built or reset."""
+        return self._stores.stats
+
+    def memory(self) -> MemoryReport:
+        """What the cache holds now, layers of transformers' own included."""
+        sizes = {"host": 0, "device": 0}
+        for device, num_bytes in self._holdings():
+            sizes["host" if device.type == "cpu" else "device"] += num_bytes
+        return MemoryReport(sizes["device"], sizes["host"], self.get_seq_length())
+
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back; the cache can be used again."""
+        super().reset()
+        self.stats.clear()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """
+        Repeat every sequence `repeats` times, copies side by side.
+
+        Raises:
+            HostMemoryError: host memory would not suffice; nothing has changed then.
+        """
+        copies = self.memory().host_bytes * (repeats - 1)
+        require_host_bytes(copies, f"{repeats} copies of {self.get_seq_length():,} tokens")
+        super().batch_repeat_interleave(repeats)
+
+    def _holdings(self) -> Iterable[tuple[torch.device, int]]:
+        for staging in self._stores.stagings.values():
+            for slot in staging.slots:
+                yield from ((buffer.device, buffer.num_bytes) for buffer in (slot.keys, slot.values))
+        for layer in self.layers:
+            if not isinstance(layer, HybridLayer):
+                yield from ((tensor.device, tensor.nbytes) for tensor in _tensors_of(layer))
+            elif layer.store is not None:
+                yield from ((buffer.device, buffer.num_bytes) for buffer in (layer.store.keys, layer.store.values))
+
+
+class DynamicHybridCache(HybridCache):
+    """
+    A cache on the compute device that grows in place: a new token costs the write of one token.
+
+    Args:
+        config: the model's config (`model.config`).
+        max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
+
+    Example:
+        >>> cache = DynamicHybridCache(model.config)
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_length: int | None = None):
+        super().__init__(config, Placement(), max_length)
+
+
+class OffloadedHybridCache(HybridCache):
+    """
+    A cache in host memory whose layers are streamed to the compute device ahead of use.
+
+    Only new tokens go back to the host. The device holds `prefetch_layers + 1` layers, and the resident ones.
+
+    Args:
+        config: the model's config (`model.config`).
+        prefetch_layers: how many layers are on their way to the device while one is attended to.
+        resident_layers: how many layers keep a copy on the device that is never given up.
+        pin_memory: page-lock the host memory; `None` does so for CUDA.
+
+    Example:
+        >>> cache = OffloadedHybridCache(model.config)
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        prefetch_layers: int = 1,
+        resident_layers: int = 0,
+        pin_memory: bool | None = None,
+    ):
+        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory))
+
+
+def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a layer of transformers' own keeps, in attributes or in dicts of them."""
+    for value in vars(layer).values():
+        for item in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield item

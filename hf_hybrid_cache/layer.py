@@ -1,0 +1,202 @@
+"""One full-attention layer of a hybrid cache."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .placement import Placement
+from .storage import (
+    HostBudget,
+    KVShape,
+    KVStore,
+    ResidentStore,
+    Room,
+    Staging,
+    StreamedStore,
+    TransferStats,
+    streams_for,
+)
+
+
+class LayerStores:
+    """
+    Makes the stores of a cache's layers, and holds what they share: the budget, the counters, a staging per device.
+
+    Args:
+        placement: where the layers live.
+        room: to make before the first token.
+        num_layers: how many layers will ask for a store.
+
+    Raises:
+        ValueError: `placement` asks for more resident layers than there are.
+    """
+
+    def __init__(self, placement: Placement, room: Room, num_layers: int):
+        self.placement = placement
+        self.room = room
+        self.budget = HostBudget(num_layers)
+        self.stats = TransferStats()
+        self.stagings: dict[torch.device, Staging] = {}
+        self._resident = placement.resident_ordinals(num_layers)
+
+    def make(self, ordinal: int, shape: KVShape) -> KVStore:
+        """The store of the `ordinal`-th full-attention layer."""
+        if not self.placement.offload:
+            return ResidentStore(shape, self.room, self.budget)
+        if shape.device not in self.stagings:
+            streams = streams_for(shape.device)
+            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
+        pinned = self.placement.pin_memory if self.placement.pin_memory is not None else shape.device.type == "cuda"
+        return StreamedStore(
+            shape, self.room, self.budget, self.stagings[shape.device], ordinal in self._resident, pinned
+        )
+
+
+class HybridLayer(CacheLayerMixin):
+    """
+    Keys and values of one full-attention layer, kept where the cache's placement says.
+
+    It stands in for transformers' `DynamicLayer`: every token is kept, and `update` returns all of them.
+
+    Args:
+        layer_idx: index in the model, for messages.
+        ordinal: index among the full-attention layers.
+        stores: where the layer gets its store, once the first states tell their shape.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, layer_idx: int, ordinal: int, stores: LayerStores):
+        # Not the parent's: it assigns `keys` and `values`, which are read from the store here.
+        self.layer_idx = layer_idx
+        self._ordinal = ordinal
+        self._stores = stores
+        self.store: KVStore | None = None
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.store is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first."""
+        return None if self.store is None else self.store.read()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All values, like `keys`."""
+        return None if self.store is None else self.store.read()[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.store = self._stores.make(self._ordinal, KVShape.of(key_states, value_states))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Store the states of new tokens and return those of all tokens.
+
+        Args:
+            key_states: `[batch, num_kv_heads, new_tokens, head_dim]`.
+            value_states: the same, but for its own head_dim where the model has one.
+            *args: ignored, as in transformers' `DynamicLayer`.
+            **kwargs: ignored likewise.
+
+        Returns:
+            Keys and values, `[batch, num_kv_heads, tokens, head_dim]`. Views of what is stored: to be read, not kept
+            while tokens are removed.
+
+        Raises:
+            ValueError: the states do not fit each other, or what is stored.
+            RuntimeError: the states require gradients, which a cache that writes in place does not keep.
+            HostMemoryError: host memory would not suffice; nothing has changed then.
+        """
+        self._check(key_states, value_states)
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        return self.store.append(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.store is None else self.store.num_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover when `query_length` tokens come next."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Remove the last `-tokens_to_remove` tokens, or all if there are not that many.
+
+        Raises:
+            ValueError: a positive number, which older versions of transformers took for the length to keep.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is ambiguous: pass a negative number of tokens to remove. To keep "
+                f"{tokens_to_remove} of {self.get_seq_length()} tokens, use "
+                f"crop({min(0, tokens_to_remove - self.get_seq_length())})."
+            )
+        if self.store is not None:
+            self.store.truncate(max(0, self.store.num_tokens + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back."""
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `beam_idx[i]` was."""
+        self._select_batch(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times, copies side by side."""
+        if self.store is not None:
+            self._select_batch(torch.arange(self.store.shape.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
+        if self.store is not None:
+            self._select_batch(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
+
+    def offload(self) -> None:
+        """Nothing to do: the placement decides where a layer lives."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: a layer fetches those that follow it."""
+
+    def _select_batch(self, indices: torch.Tensor) -> None:
+        if self.store is not None and self.store.num_tokens > 0:
+            self.store.select_batch(indices)
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
+            raise ValueError(
+                "Keys and values must be [batch, num_kv_heads, tokens, head_dim] with the same first three sizes on "
+                f"one device, got {list(keys.shape)} on {keys.device} and {list(values.shape)} on {values.device}."
+            )
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise RuntimeError(
+                "This cache writes in place and keeps no gradients, but the new states require them. Run the model "
+                "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
+            )
+        if self.store is None:
+            return
+        shape = KVShape.of(keys, values)
+        if shape == self.store.shape:
+            return
+        if self.store.num_tokens > 0:
+            raise ValueError(
+                f"Layer {self.layer_idx} holds {self.store.num_tokens:,} tokens of {self.store.shape}; the new states "
+                f"are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
+                "batch_repeat_interleave or batch_select_indices."
+            )
+        self.reset()

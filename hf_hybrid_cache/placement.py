@@ -1,0 +1,47 @@
+"""Which layers stay on the compute device and which are streamed to it from host memory. Plain ints, no tensors."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """
+    Where the keys and values of the full-attention layers live.
+
+    Args:
+        offload: keep them in host memory and stream them to the compute device; `False` keeps them on the device.
+        prefetch_layers: how many layers are on their way to the device while one is attended to.
+        resident_layers: how many layers keep a copy on the device that is never given up.
+        pin_memory: page-lock the host memory, so that copies run beside the computation; `None` does so for CUDA.
+
+    Raises:
+        ValueError: a negative count.
+    """
+
+    offload: bool = False
+    prefetch_layers: int = 1
+    resident_layers: int = 0
+    pin_memory: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_layers", "resident_layers"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {count!r}.")
+
+    def resident_ordinals(self, num_layers: int) -> frozenset[int]:
+        """
+        Ordinals, among the `num_layers` layers that could be streamed, of those that stay on the device.
+
+        Layers are used in a cycle, so the least recently used one is always the next one needed: a fixed set beats any
+        eviction policy. It is spread evenly, so that the bus works through the whole step instead of part of it.
+
+        Raises:
+            ValueError: more resident layers than layers.
+        """
+        if self.resident_layers > num_layers:
+            raise ValueError(
+                f"resident_layers={self.resident_layers}, but the model has {num_layers} full-attention layers. "
+                f"Use at most {num_layers}, or DynamicHybridCache to keep every layer on the device."
+            )
+        return frozenset(i * num_layers // self.resident_layers for i in range(self.resident_layers))

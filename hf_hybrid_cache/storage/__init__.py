@@ -1,0 +1,26 @@
+"""Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
+
+from .growth import Room
+from .host_memory import HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
+from .kv_store import KVShape, KVStore
+from .resident_store import ResidentStore
+from .staging import Staging
+from .stats import TransferStats
+from .streamed_store import StreamedStore
+from .streams import Streams, streams_for
+
+__all__ = [
+    "HostBudget",
+    "HostMemoryError",
+    "KVShape",
+    "KVStore",
+    "ResidentStore",
+    "Room",
+    "Staging",
+    "StreamedStore",
+    "Streams",
+    "TransferStats",
+    "available_host_bytes",
+    "require_host_bytes",
+    "streams_for",
+]

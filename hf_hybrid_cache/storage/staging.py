@@ -1,0 +1,215 @@
+"""Device copies of the layers that live in host memory: fetched ahead of use, given up without a transfer."""
+
+import copy
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from .kv_store import KVShape
+from .stats import TransferStats
+from .streams import Event, Streams
+from .token_buffer import TokenBuffer
+
+if TYPE_CHECKING:
+    from .streamed_store import StreamedStore
+
+
+class Slot:
+    """
+    Room on the device for one layer's keys and values, reused for one layer after another.
+
+    Attributes:
+        owner: the layer whose tokens are here, or on their way.
+        num_tokens: how many of them.
+        arrived: the copy that brings them.
+        saved: the copy that takes the newest of them to the host.
+    """
+
+    def __init__(self, shape: KVShape, streams: Streams):
+        self._streams = streams
+        self.owner: StreamedStore | None = None
+        self.num_tokens = 0
+        self.arrived: Event = None
+        self.saved: Event = None
+        self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._build(shape)
+
+    def __del__(self) -> None:
+        # A copy in flight must not outlive the memory it reads or writes.
+        if not sys.is_finalizing():
+            self._streams.wait(self.arrived)
+            self._streams.wait(self.saved)
+
+    def _build(self, shape: KVShape) -> None:
+        self.shape = shape
+        self.keys = TokenBuffer(shape.keys, shape.key_dtype, shape.device, token_major=True)
+        self.values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
+
+    def make_room(self, shape: KVShape, num_tokens: int, keep: int) -> None:
+        """Room for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
+        # Memory that is given back is reused by computation at once, so computation waits for copies that use it.
+        if shape != self.shape or num_tokens > min(self.keys.capacity, self.values.capacity):
+            self._streams.compute_after(self.arrived)
+            self._streams.compute_after(self.saved)
+        if shape != self.shape:
+            assert keep == 0
+            self._build(shape)
+        self.keys.ensure(num_tokens, keep)
+        self.values.ensure(num_tokens, keep)
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new tokens from `start` on, once the copy to the host of what was there is done."""
+        self._streams.compute_after(self.saved)
+        self.keys.write(start, keys)
+        self.values.write(start, values)
+
+    def lend(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first `num_tokens`. The slot keeps its content as long as anyone holds them."""
+        views = self.keys.read(num_tokens), self.values.read(num_tokens)
+        self._lent = [weakref.ref(view) for view in views]
+        return views
+
+    @property
+    def is_lent(self) -> bool:
+        return any(view() is not None for view in self._lent)
+
+
+class Staging:
+    """
+    The slots of one device, and the order in which its layers take turns in them.
+
+    Each resident layer has a slot of its own. The others share `prefetch_layers + 1`: one for the layer that is
+    attended to, the rest for those that follow, in the cycle in which the model uses its layers.
+
+    Every hand-over is ordered by events in both directions. A copy to the device waits for the computation that read
+    the slot before, for the copy to the host of the slot's old content, and for the copy to the host of the tokens
+    that it reads. Computation waits for the copy that it needs, and for the copy to the host of what it overwrites.
+
+    Args:
+        streams: of the device.
+        prefetch_layers: layers to fetch ahead.
+        stats: counted into.
+    """
+
+    def __init__(self, streams: Streams, prefetch_layers: int, stats: TransferStats):
+        self.streams = streams
+        self.prefetch_layers = prefetch_layers
+        self.stats = stats
+        self.slots: list[Slot] = []
+        # All stores in the order of their first use, which is the order of the model's layers.
+        self._stores: list[StreamedStore] = []
+
+    def __deepcopy__(self, memo: dict) -> "Staging":
+        twin = Staging(self.streams, self.prefetch_layers, copy.deepcopy(self.stats, memo))
+        memo[id(self)] = twin
+        twin._stores = [copy.deepcopy(store, memo) for store in self._stores]
+        return twin
+
+    def register(self, store: "StreamedStore") -> None:
+        self._stores.append(store)
+
+    def release(self, store: "StreamedStore") -> None:
+        """Forget `store`; its slot is free, and gone when it was resident or the last."""
+        self.settle(store)
+        self._stores.remove(store)
+        slot = self._slot_of(store)
+        if slot is not None:
+            slot.owner = None
+            if store.resident:
+                self.slots.remove(slot)
+        if not self._stores:
+            self.slots.clear()
+
+    def open(self, store: "StreamedStore", num_tokens: int) -> Slot:
+        """A slot in which computation finds the past tokens of `store`, with room for `num_tokens`."""
+        slot = self._slot_of(store)
+        if slot is None or slot.num_tokens < store.num_tokens:
+            if store.num_tokens > 0:
+                slot = self._fetch(store, current=store)
+                self.stats.waits += 1
+            elif slot is None:
+                slot = self._claim(store, current=store)
+        elif store.num_tokens > 0 and not store.resident:
+            self.stats.prefetch_hits += 1
+        slot.make_room(store.shape, num_tokens, keep=store.num_tokens)
+        self.streams.compute_after(slot.arrived)
+        slot.num_tokens = store.num_tokens
+        return slot
+
+    def save(self, store: "StreamedStore", slot: Slot, start: int, end: int) -> Event:
+        """Copy tokens `start` to `end` from the slot to the host."""
+
+        def copy_rows() -> None:
+            for host, device in ((store.keys, slot.keys), (store.values, slot.values)):
+                for first, last in host.segments(start, end):
+                    host.rows(first, last).copy_(device.rows(first, last), non_blocking=True)
+
+        slot.saved = self.streams.copy_to_host(copy_rows, after=[self.streams.computed()])
+        self.stats.bytes_to_host += (end - start) * store.bytes_per_token
+        return slot.saved
+
+    def prefetch_after(self, store: "StreamedStore") -> None:
+        """Start fetching the layers that follow `store` and are not on the device yet."""
+        position = self._stores.index(store)
+        upcoming = [other for other in self._stores[position + 1 :] + self._stores[:position] if not other.resident]
+        for other in upcoming[: self.prefetch_layers]:
+            slot = self._slot_of(other)
+            if other.num_tokens > 0 and (slot is None or slot.num_tokens < other.num_tokens):
+                self._fetch(other, current=store)
+
+    def invalidate(self, store: "StreamedStore") -> None:
+        """The device copy of `store` is no longer what the host holds."""
+        slot = self._slot_of(store)
+        if slot is not None:
+            slot.num_tokens = 0
+            if slot.is_lent:
+                slot.owner = None
+
+    def settle(self, store: "StreamedStore") -> None:
+        """Let the calling thread wait until no copy reads or writes the host memory of `store`."""
+        self.streams.wait(store.saved)
+        slot = self._slot_of(store)
+        if slot is not None:
+            self.streams.wait(slot.arrived)
+
+    def _slot_of(self, store: "StreamedStore") -> Slot | None:
+        return next((slot for slot in self.slots if slot.owner is store), None)
+
+    def _fetch(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
+        num_tokens = store.num_tokens
+        slot = self._claim(store, current)
+        slot.make_room(store.shape, num_tokens, keep=0)
+
+        def copy_rows() -> None:
+            for host, device in ((store.keys, slot.keys), (store.values, slot.values)):
+                for first, last in host.segments(0, num_tokens):
+                    device.rows(first, last).copy_(host.rows(first, last), non_blocking=True)
+
+        slot.arrived = self.streams.copy_to_device(copy_rows, after=[self.streams.computed(), slot.saved, store.saved])
+        slot.num_tokens = num_tokens
+        self.stats.bytes_to_device += num_tokens * store.bytes_per_token
+        return slot
+
+    def _claim(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
+        """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
+        slot = self._slot_of(store)
+        if slot is not None:
+            return slot
+        shared = [slot for slot in self.slots if slot.owner is None or not slot.owner.resident]
+        free = [slot for slot in shared if slot.owner is not current and not slot.is_lent]
+        if store.resident or len(shared) <= self.prefetch_layers or not free:
+            slot = Slot(store.shape, self.streams)
+            self.slots.append(slot)
+        else:
+            slot = max(free, key=lambda slot: self._steps_until(slot.owner, current))
+            self.stats.evictions += slot.num_tokens > 0
+        slot.owner, slot.num_tokens = store, 0
+        return slot
+
+    def _steps_until(self, owner: "StreamedStore | None", current: "StreamedStore") -> int:
+        """Layers until `owner` is used; an unowned slot is never used."""
+        if owner is None:
+            return len(self._stores)
+        return (self._stores.index(owner) - self._stores.index(current)) % len(self._stores)

@@ -1,0 +1,26 @@
+"""Counters of what moved between host and device."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TransferStats:
+    """
+    Counts since the cache was built or last reset.
+
+    Attributes:
+        bytes_to_device: keys and values copied from host memory to the compute device.
+        bytes_to_host: keys and values copied from the compute device to host memory.
+        prefetch_hits: layers whose past was on the device, or on its way, when the layer came to use it.
+        waits: layers whose past had to be fetched when it was already needed.
+        evictions: device copies given up for another layer. Nothing is copied then: the host holds the truth.
+    """
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    prefetch_hits: int = 0
+    waits: int = 0
+    evictions: int = 0
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]

@@ -1,0 +1,102 @@
+"""Running copies beside the computation, in an order that is always stated. Nothing here knows what is copied."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+# Something that happens once; `None` has always happened.
+Event = Any
+
+
+class Streams(ABC):
+    """
+    The three timelines of one device: the computation, copies to the device, and copies to the host.
+
+    Work on one timeline runs in order; between timelines only events order it. One subclass per way to run a copy.
+    """
+
+    @abstractmethod
+    def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        """Run `copy` on its own timeline once all of `after` has happened; the event says when it is done."""
+
+    @abstractmethod
+    def copy_to_host(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        """Like `copy_to_device`, on the timeline of the other direction."""
+
+    @abstractmethod
+    def computed(self) -> Event:
+        """Happens when all computation issued so far is done."""
+
+    @abstractmethod
+    def compute_after(self, event: Event) -> None:
+        """Let computation issued from now on wait for `event`."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let the calling thread wait for `event`."""
+
+
+class SynchronousStreams(Streams):
+    """For devices without streams, such as the CPU: a copy is done when the call returns."""
+
+    def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        copy()
+
+    def copy_to_host(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        copy()
+
+    def computed(self) -> Event:
+        return None
+
+    def compute_after(self, event: Event) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+class AcceleratorStreams(Streams):
+    """Side streams of a CUDA device, or of another accelerator that `torch.Stream` supports."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._to_device = torch.Stream(device)
+        self._to_host = torch.Stream(device)
+
+    def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        return self._run(self._to_device, copy, after)
+
+    def copy_to_host(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        return self._run(self._to_host, copy, after)
+
+    def computed(self) -> Event:
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def compute_after(self, event: Event) -> None:
+        if event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            event.synchronize()
+
+    @staticmethod
+    def _run(stream: torch.Stream, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with stream:
+            copy()
+        return stream.record_event()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of `device`; synchronous ones where torch has none for it."""
+    if device.type == "cpu":
+        return SynchronousStreams()
+    try:
+        return AcceleratorStreams(device)
+    except RuntimeError:
+        return SynchronousStreams()

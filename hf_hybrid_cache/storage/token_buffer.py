@@ -1,0 +1,120 @@
+"""Room for the keys or the values of one layer, written token after token and read as one tensor."""
+
+import copy
+from typing import Self
+
+import torch
+
+from .growth import grown_capacity
+
+_COPY_BYTES = 16 * 2**20
+
+
+class TokenBuffer:
+    """
+    States of one layer on one device, seen as `[batch, num_kv_heads, tokens, head_dim]`.
+
+    Appending writes the new tokens only. When the room is used up, more of it is made in chunks, which here means one
+    copy of what this one tensor holds, once in thousands of tokens; `HostBuffer` grows without any.
+
+    The buffer does not know how many of its tokens are valid: its owner says so in every call.
+
+    Args:
+        shape: `(batch, num_kv_heads, head_dim)`.
+        dtype: as stored.
+        device: where.
+        token_major: store as `[tokens, batch, heads, head_dim]`, so that any run of tokens is contiguous (for copies
+            between devices), instead of `[batch, heads, tokens, head_dim]` (for attention).
+        expected_tokens: make this much room at once.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        token_major: bool = False,
+        expected_tokens: int = 0,
+    ):
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.token_major = token_major
+        self.expected_tokens = expected_tokens
+        self._adopt(self._allocate(0))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that can be written without growing."""
+        return self._seen.shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        batch, heads, head_dim = self.shape
+        return batch * heads * head_dim * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the buffer holds."""
+        return self._data.numel() * self._data.element_size()
+
+    def ensure(self, num_tokens: int, keep: int) -> None:
+        """Make room for `num_tokens`; the first `keep` stay as they are."""
+        if num_tokens > self.capacity:
+            old = self._seen
+            self._adopt(self._allocate(max(grown_capacity(num_tokens), self.expected_tokens)))
+            self._seen.narrow(2, 0, keep).copy_(old.narrow(2, 0, keep))
+
+    def write(self, start: int, states: torch.Tensor) -> None:
+        """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, where room must have been made."""
+        self._seen.narrow(2, start, states.shape[2]).copy_(states)
+
+    def read(self, num_tokens: int) -> torch.Tensor:
+        """View of the first `num_tokens`, `[batch, heads, num_tokens, head_dim]`."""
+        return self._seen.narrow(2, 0, num_tokens)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Tokens `start` to `end` as stored, `[tokens, batch, heads, head_dim]`, contiguous; token-major only."""
+        assert self.token_major
+        return self._data[start:end]
+
+    def select_batch(self, indices: torch.Tensor, num_tokens: int) -> "TokenBuffer":
+        """
+        The buffer whose sequence `i` is this one's sequence `indices[i]`, for the first `num_tokens`.
+
+        Works in place, a few MiB at a time, when the batch size stays; this buffer must not be used afterwards.
+        """
+        batch, heads, head_dim = self.shape
+        target = self
+        if len(indices) != batch:
+            target = self._emptied((len(indices), heads, head_dim))
+            target.ensure(num_tokens, keep=0)
+        step = max(1, _COPY_BYTES // max(1, self.bytes_per_token))
+        for start in range(0, num_tokens, step):
+            piece = self._seen[:, :, start : min(start + step, num_tokens)]
+            target.write(start, piece.index_select(0, indices))
+        return target
+
+    def duplicate(self, num_tokens: int) -> "TokenBuffer":
+        """An independent copy of the first `num_tokens`."""
+        twin = self._emptied(self.shape)
+        twin.ensure(num_tokens, keep=0)
+        twin.write(0, self.read(num_tokens))
+        return twin
+
+    def _emptied(self, shape: tuple[int, int, int]) -> Self:
+        twin = copy.copy(self)
+        twin.shape = shape
+        twin._adopt(twin._allocate(0))
+        return twin
+
+    def _allocate(self, num_tokens: int) -> torch.Tensor:
+        # Inference tensors could not be written to outside inference mode later on.
+        with torch.inference_mode(False):
+            return torch.empty(self._stored_shape(num_tokens), dtype=self.dtype, device=self.device)
+
+    def _stored_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
+        batch, heads, head_dim = self.shape
+        return (num_tokens, batch, heads, head_dim) if self.token_major else (batch, heads, num_tokens, head_dim)
+
+    def _adopt(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._seen = data.permute(1, 2, 0, 3) if self.token_major else data
