@@ -15,6 +15,8 @@ from .token_buffer import TokenBuffer
 if TYPE_CHECKING:
     from .streamed_store import StreamedStore
 
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 class Slot:
     """
@@ -135,18 +137,12 @@ class Staging:
             self.stats.prefetch_hits += 1
         slot.make_room(store.shape, num_tokens, keep=store.num_tokens)
         self.streams.compute_after(slot.arrived)
-        slot.num_tokens = store.num_tokens
         return slot
 
     def save(self, store: "StreamedStore", slot: Slot, start: int, end: int) -> Event:
         """Copy tokens `start` to `end` from the slot to the host."""
-
-        def copy_rows() -> None:
-            for host, device in ((store.keys, slot.keys), (store.values, slot.values)):
-                for first, last in host.segments(start, end):
-                    host.rows(first, last).copy_(device.rows(first, last), non_blocking=True)
-
-        slot.saved = self.streams.copy_to_host(copy_rows, after=[self.streams.computed()])
+        pairs = [(host, device) for device, host in self._paired_rows(store, slot, start, end)]
+        slot.saved = self.streams.copy_to_host(lambda: _copy_all(pairs), after=[self.streams.computed()])
         self.stats.bytes_to_host += (end - start) * store.bytes_per_token
         return slot.saved
 
@@ -181,16 +177,21 @@ class Staging:
         num_tokens = store.num_tokens
         slot = self._claim(store, current)
         slot.make_room(store.shape, num_tokens, keep=0)
-
-        def copy_rows() -> None:
-            for host, device in ((store.keys, slot.keys), (store.values, slot.values)):
-                for first, last in host.segments(0, num_tokens):
-                    device.rows(first, last).copy_(host.rows(first, last), non_blocking=True)
-
-        slot.arrived = self.streams.copy_to_device(copy_rows, after=[self.streams.computed(), slot.saved, store.saved])
+        pairs = self._paired_rows(store, slot, 0, num_tokens)
+        before = [self.streams.computed(), slot.saved, store.saved]
+        slot.arrived = self.streams.copy_to_device(lambda: _copy_all(pairs), after=before)
         slot.num_tokens = num_tokens
         self.stats.bytes_to_device += num_tokens * store.bytes_per_token
         return slot
+
+    @staticmethod
+    def _paired_rows(store: "StreamedStore", slot: Slot, start: int, end: int) -> Pairs:
+        """The same tokens on the device and on the host, in pieces that one copy can move."""
+        return [
+            (device.rows(first, last), host.rows(first, last))
+            for device, host in ((slot.keys, store.keys), (slot.values, store.values))
+            for first, last in host.segments(start, end)
+        ]
 
     def _claim(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
         """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
@@ -213,3 +214,8 @@ class Staging:
         if owner is None:
             return len(self._stores)
         return (self._stores.index(owner) - self._stores.index(current)) % len(self._stores)
+
+
+def _copy_all(pairs: Pairs) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,115 @@
+"""Slots: which layer gets which, what is fetched ahead, and that nothing in use is overwritten."""
+
+import pytest
+import torch
+
+from hf_hybrid_cache.storage import HostBudget, KVShape, Room, Staging, StreamedStore, TransferStats
+from hf_hybrid_cache.storage.streams import SynchronousStreams
+from lazy_streams import LazyStreams
+
+STREAMS = {"copies_at_once": SynchronousStreams, "copies_late": LazyStreams}
+
+
+def states(layer: int, num_tokens: int) -> torch.Tensor:
+    return torch.full((1, 2, num_tokens, 4), float(layer + 1)) + torch.arange(num_tokens)[:, None] / 1000
+
+
+def make_stores(num_layers: int, prefetch_layers: int, resident: set[int] = frozenset(), streams=SynchronousStreams):
+    staging = Staging(streams(), prefetch_layers, TransferStats())
+    shape = KVShape.of(states(0, 1), states(0, 1))
+    budget = HostBudget(num_layers)
+    return staging, [StreamedStore(shape, Room(), budget, staging, i in resident) for i in range(num_layers)]
+
+
+def step(stores: list[StreamedStore], num_tokens: int) -> None:
+    for layer, store in enumerate(stores):
+        store.append(states(layer, num_tokens), states(layer, num_tokens))
+
+
+@pytest.mark.parametrize("prefetch_layers", [0, 1, 2, 5])
+def test_the_device_holds_one_layer_and_those_fetched_ahead(prefetch_layers: int):
+    staging, stores = make_stores(8, prefetch_layers)
+    for _ in range(4):
+        step(stores, 3)
+    assert len(staging.slots) == prefetch_layers + 1
+
+
+def test_every_layer_is_fetched_ahead_once_a_step():
+    staging, stores = make_stores(6, prefetch_layers=1)
+    step(stores, 10)
+    stats = staging.stats
+    assert (stats.prefetch_hits, stats.waits) == (0, 0)
+    sent = stats.bytes_to_host
+    assert sent == 6 * 10 * stores[0].bytes_per_token
+    step(stores, 1)
+    assert (stats.prefetch_hits, stats.waits) == (6, 0)
+    assert stats.bytes_to_host - sent == 6 * stores[0].bytes_per_token
+    # The first layer was still there after the prefill, and is on its way for the step after this one.
+    assert stats.bytes_to_device == (5 * 10 + 11) * stores[0].bytes_per_token
+
+
+def test_without_prefetch_every_layer_waits():
+    staging, stores = make_stores(3, prefetch_layers=0)
+    step(stores, 10)
+    step(stores, 1)
+    assert (staging.stats.prefetch_hits, staging.stats.waits) == (0, 3)
+
+
+def test_resident_layers_are_never_fetched():
+    staging, stores = make_stores(4, prefetch_layers=1, resident={0, 1, 2, 3})
+    for _ in range(3):
+        step(stores, 5)
+    assert staging.stats.bytes_to_device == 0
+    assert staging.stats.evictions == 0
+    assert len(staging.slots) == 4
+
+
+def test_a_resident_layer_keeps_its_slot_when_its_sequences_are_reordered():
+    staging, stores = make_stores(2, prefetch_layers=1, resident={0})
+    step(stores, 5)
+    for _ in range(3):
+        for store in stores:
+            store.select_batch(torch.tensor([0, 0]))
+            store.select_batch(torch.tensor([1]))
+        step(stores, 1)
+    assert len(staging.slots) <= 3
+
+
+@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("prefetch_layers", [0, 1, 2])
+@pytest.mark.parametrize("held_layer", [0, 1, 3])
+def test_what_is_held_is_not_overwritten_by_later_layers(streams, prefetch_layers: int, held_layer: int):
+    """Models that share keys and values between layers read them long after the layer that stored them."""
+    _, stores = make_stores(5, prefetch_layers, streams=streams)
+    step(stores, 70)
+    held = None
+    for layer, store in enumerate(stores):
+        keys, values = store.append(states(layer, 1), states(layer, 1))
+        expected = torch.cat([states(layer, 70), states(layer, 1)], dim=2)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, expected)
+        if layer == held_layer:
+            held = keys, values, expected
+        del keys, values
+        if held is not None:
+            assert torch.equal(held[0], held[2])
+            assert torch.equal(held[1], held[2])
+
+
+def test_slots_grown_for_what_was_held_are_used_again():
+    staging, stores = make_stores(6, prefetch_layers=1)
+    step(stores, 4)
+    for _ in range(20):
+        held = stores[0].append(states(0, 1), states(0, 1))
+        for layer, store in enumerate(stores[1:], start=1):
+            store.append(states(layer, 1), states(layer, 1))
+        del held
+    assert len(staging.slots) <= 3
+
+
+def test_released_stores_leave_nothing_on_the_device():
+    staging, stores = make_stores(4, prefetch_layers=2, resident={1})
+    step(stores, 4)
+    for store in stores:
+        store.close()
+    assert staging.slots == []

@@ -1,0 +1,142 @@
+"""Random sequences of everything a cache can be asked, beside `DynamicCache`: the same states, to the last bit."""
+
+import copy
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from transformers import LlamaConfig
+from transformers.cache_utils import DynamicCache
+
+from caches import CACHES
+from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
+from hf_hybrid_cache.storage import Staging
+from lazy_streams import LazyStreams
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
+CONFIG = LlamaConfig(
+    num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=NUM_KV_HEADS, hidden_size=16, vocab_size=8
+)
+
+
+def with_lazy_streams(prefetch_layers: int, resident_layers: int) -> HybridCache:
+    cache = OffloadedHybridCache(CONFIG, prefetch_layers, resident_layers)
+    cache._stores.stagings[torch.device("cpu")] = Staging(LazyStreams(), prefetch_layers, cache.stats)
+    return cache
+
+
+VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items()} | {
+    "no_prefetch": lambda: OffloadedHybridCache(CONFIG, prefetch_layers=0),
+    "all_prefetch": lambda: OffloadedHybridCache(CONFIG, prefetch_layers=9),
+    "all_resident": lambda: HybridCache(CONFIG, Placement(offload=True, resident_layers=NUM_LAYERS)),
+    "lazy_copies": lambda: with_lazy_streams(1, 0),
+    "lazy_copies_no_prefetch": lambda: with_lazy_streams(0, 1),
+    "lazy_copies_partly": lambda: with_lazy_streams(2, 1),
+}
+
+
+class CacheMachine(RuleBasedStateMachine):
+    variant: str
+
+    @initialize(batch=st.integers(1, 3))
+    def start(self, batch: int) -> None:
+        self.batch = batch
+        self.generator = torch.Generator().manual_seed(0)
+        self.ours = VARIANTS[self.variant]()
+        self.stock = DynamicCache(config=CONFIG)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stock.get_seq_length()
+
+    @rule(new_tokens=st.sampled_from([1, 1, 2, 63, 64, 65, 255, 257]), layers=st.just(NUM_LAYERS))
+    def update(self, new_tokens: int, layers: int) -> None:
+        # As a model does it: attention reads what `update` returned before the next layer's `update`.
+        for layer in range(layers):
+            shape = (self.batch, NUM_KV_HEADS, new_tokens, HEAD_DIM)
+            keys, values = (torch.randn(shape, generator=self.generator) for _ in range(2))
+            ours, theirs = (cache.update(keys, values, layer) for cache in (self.ours, self.stock))
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+            del ours
+
+    @rule(tokens=st.integers(0, 400))
+    def crop(self, tokens: int) -> None:
+        for cache in (self.ours, self.stock):
+            cache.crop(-tokens)
+
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        sequences = st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch)
+        indices = torch.tensor(data.draw(sequences))
+        for cache in (self.ours, self.stock):
+            cache.reorder_cache(indices)
+
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        indices = torch.tensor(data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=3)))
+        for cache in (self.ours, self.stock):
+            cache.batch_select_indices(indices)
+        self.batch = len(indices)
+
+    @precondition(lambda self: self.num_tokens > 0 and self.batch <= 3)
+    @rule(repeats=st.integers(1, 3))
+    def repeat(self, repeats: int) -> None:
+        for cache in (self.ours, self.stock):
+            cache.batch_repeat_interleave(repeats)
+        self.batch *= repeats
+
+    @rule(batch=st.integers(1, 3))
+    def reset(self, batch: int) -> None:
+        self.ours.reset()
+        # Not `reset`: transformers 5.17 only zeroes what is stored.
+        self.stock = DynamicCache(config=CONFIG)
+        self.batch = batch
+
+    @rule()
+    def copy(self) -> None:
+        self.ours = copy.deepcopy(self.ours)
+
+    @rule(layer=st.integers(0, NUM_LAYERS - 1))
+    def look(self, layer: int) -> None:
+        if self.num_tokens > 0:
+            assert torch.equal(self.ours.layers[layer].keys, self.stock.layers[layer].keys)
+
+    @invariant()
+    def holds_the_same_after_each_step(self) -> None:
+        # Copies that are run late stay late: looking at what is stored would run them.
+        if hasattr(self, "ours") and not self.variant.startswith("lazy"):
+            self.holds_the_same()
+
+    def teardown(self) -> None:
+        if hasattr(self, "ours"):
+            self.holds_the_same()
+
+    def holds_the_same(self) -> None:
+        assert self.ours.get_seq_length() == self.num_tokens
+        assert self.ours.get_mask_sizes(3, 0) == self.stock.get_mask_sizes(3, 0)
+        if self.num_tokens == 0:
+            return
+        # A copy is looked at, so that looking does not fetch what the next step should find fetched, or not.
+        for ours, theirs in zip(copy.deepcopy(self.ours).layers, self.stock.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_sequence_of_operations_leaves_what_dynamic_cache_holds(variant: str):
+    machine = type("Machine", (CacheMachine,), {"variant": variant})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=20,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
