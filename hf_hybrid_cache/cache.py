@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .layer import HybridLayer, LayerStores
-from .placement import Placement
+from .placement import Placement, require_count
 from .storage import Room, TransferStats, require_host_bytes
 
 
@@ -49,14 +49,15 @@ class HybridCache(Cache):
 
     Raises:
         TypeError: `config` is not a transformers config.
-        ValueError: a negative `max_length`, more resident layers than layers, or page-locking without CUDA.
+        ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, or memory
+            is to be page-locked without CUDA.
     """
 
     def __init__(self, config: PreTrainedConfig, placement: Placement | None = None, max_length: int | None = None):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
-        if max_length is not None and max_length < 0:
-            raise ValueError(f"max_length must be at least 0, got {max_length}.")
+        if max_length is not None:
+            require_count("max_length", max_length)
         placement = placement or Placement()
         if placement.pin_memory and not torch.cuda.is_available():
             raise ValueError(

@@ -3,6 +3,17 @@
 from dataclasses import dataclass
 
 
+def require_count(name: str, count: object) -> None:
+    """
+    Check a number of layers or tokens that a user gave.
+
+    Raises:
+        ValueError: it is not an integer of at least 0.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {count!r}.")
+
+
 @dataclass(frozen=True)
 class Placement:
     """
@@ -24,10 +35,8 @@ class Placement:
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prefetch_layers", "resident_layers"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {count!r}.")
+        require_count("prefetch_layers", self.prefetch_layers)
+        require_count("resident_layers", self.resident_layers)
 
     def resident_ordinals(self, num_layers: int) -> frozenset[int]:
         """

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from caches import CACHES, stock
+from tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 
 NEW_TOKENS = 24
 MakeCache = Callable[[PreTrainedConfig], Cache]

@@ -6,13 +6,21 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
-from caches import CACHES
 from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
 from hf_hybrid_cache.storage import Staging
+
+from caches import CACHES
 from lazy_streams import LazyStreams
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4

@@ -44,12 +44,21 @@ def mistral_sliding() -> PreTrainedConfig:
 def gemma3() -> PreTrainedConfig:
     """Sliding and full layers mixed."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    return Gemma3TextConfig(**COMMON, num_hidden_layers=4, sliding_window=16, layer_types=kinds, query_pre_attn_scalar=16)
+    return Gemma3TextConfig(
+        **COMMON, num_hidden_layers=4, sliding_window=16, layer_types=kinds, query_pre_attn_scalar=16
+    )
 
 
 def gemma4_shared() -> PreTrainedConfig:
     """The last two layers read the keys and values of earlier ones."""
-    kinds = ["full_attention", "full_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+    kinds = [
+        "full_attention",
+        "full_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "full_attention",
+    ]
     return Gemma4TextConfig(
         **COMMON,
         num_hidden_layers=6,

@@ -13,6 +13,7 @@ from .growth import GRANULE, grown_capacity
 from .token_buffer import TokenBuffer
 
 _MAX_RESERVED_BYTES = 2**40
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class HostBuffer(TokenBuffer):
@@ -97,7 +98,7 @@ class HostBuffer(TokenBuffer):
 
 
 def _lock(address: int, num_bytes: int) -> bool:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
     if error == 0:
         return True
     warnings.warn(

@@ -23,20 +23,29 @@ class Slot:
     Room on the device for one layer's keys and values, reused for one layer after another.
 
     Attributes:
-        owner: the layer whose tokens are here, or on their way.
-        num_tokens: how many of them.
+        num_tokens: how many tokens of its owner are here, or on their way.
         arrived: the copy that brings them.
         saved: the copy that takes the newest of them to the host.
     """
 
     def __init__(self, shape: KVShape, streams: Streams):
         self._streams = streams
-        self.owner: StreamedStore | None = None
+        self._owner: weakref.ref[StreamedStore] | None = None
         self.num_tokens = 0
         self.arrived: Event = None
         self.saved: Event = None
         self._lent: list[weakref.ref[torch.Tensor]] = []
         self._build(shape)
+
+    @property
+    def owner(self) -> "StreamedStore | None":
+        """The layer whose tokens are here, or on their way."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, store: "StreamedStore | None") -> None:
+        # Weak, so that a cache that is dropped gives its memory back at once.
+        self._owner = None if store is None else weakref.ref(store)
 
     def __del__(self) -> None:
         # A copy in flight must not outlive the memory it reads or writes.
@@ -101,27 +110,32 @@ class Staging:
         self.stats = stats
         self.slots: list[Slot] = []
         # All stores in the order of their first use, which is the order of the model's layers.
-        self._stores: list[StreamedStore] = []
+        self._registered: list[weakref.ref[StreamedStore]] = []
 
     def __deepcopy__(self, memo: dict) -> "Staging":
         twin = Staging(self.streams, self.prefetch_layers, copy.deepcopy(self.stats, memo))
         memo[id(self)] = twin
-        twin._stores = [copy.deepcopy(store, memo) for store in self._stores]
+        for store in self._stores:
+            twin.register(copy.deepcopy(store, memo))
         return twin
 
+    @property
+    def _stores(self) -> "list[StreamedStore]":
+        return [store for reference in self._registered if (store := reference()) is not None]
+
     def register(self, store: "StreamedStore") -> None:
-        self._stores.append(store)
+        self._registered.append(weakref.ref(store))
 
     def release(self, store: "StreamedStore") -> None:
         """Forget `store`; its slot is free, and gone when it was resident or the last."""
         self.settle(store)
-        self._stores.remove(store)
+        self._registered.remove(weakref.ref(store))
         slot = self._slot_of(store)
         if slot is not None:
             slot.owner = None
             if store.resident:
                 self.slots.remove(slot)
-        if not self._stores:
+        if not self._registered:
             self.slots.clear()
 
     def open(self, store: "StreamedStore", num_tokens: int) -> Slot:
@@ -148,8 +162,9 @@ class Staging:
 
     def prefetch_after(self, store: "StreamedStore") -> None:
         """Start fetching the layers that follow `store` and are not on the device yet."""
-        position = self._stores.index(store)
-        upcoming = [other for other in self._stores[position + 1 :] + self._stores[:position] if not other.resident]
+        stores = self._stores
+        position = stores.index(store)
+        upcoming = [other for other in stores[position + 1 :] + stores[:position] if not other.resident]
         for other in upcoming[: self.prefetch_layers]:
             slot = self._slot_of(other)
             if other.num_tokens > 0 and (slot is None or slot.num_tokens < other.num_tokens):
@@ -211,9 +226,10 @@ class Staging:
 
     def _steps_until(self, owner: "StreamedStore | None", current: "StreamedStore") -> int:
         """Layers until `owner` is used; an unowned slot is never used."""
+        stores = self._stores
         if owner is None:
-            return len(self._stores)
-        return (self._stores.index(owner) - self._stores.index(current)) % len(self._stores)
+            return len(stores)
+        return (stores.index(owner) - stores.index(current)) % len(stores)
 
 
 def _copy_all(pairs: Pairs) -> None:

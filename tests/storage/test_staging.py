@@ -5,6 +5,7 @@ import torch
 
 from hf_hybrid_cache.storage import HostBudget, KVShape, Room, Staging, StreamedStore, TransferStats
 from hf_hybrid_cache.storage.streams import SynchronousStreams
+
 from lazy_streams import LazyStreams
 
 STREAMS = {"copies_at_once": SynchronousStreams, "copies_late": LazyStreams}

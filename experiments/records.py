@@ -1,0 +1,70 @@
+"""Records: what was measured, on what machine, with which versions. Written whole or not at all."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+RESULTS = Path(__file__).parent.parent / "results"
+_PACKAGES = ("hf_hybrid_cache", "torch", "transformers", "numpy", "numba")
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the software that a result belongs to."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_clean": _git("status", "--porcelain", "--untracked-files=no") == "",
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _PACKAGES},
+    }
+
+
+def machine_name() -> str:
+    """A folder name for results of this machine, such as `intel-xeon-processor-2-cores`."""
+    parts = [_cpu_name(), f"{psutil.cpu_count(logical=False)} cores"]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)", "", " ".join(parts).lower())).strip("-")
+
+
+def save(experiment: str, record: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write `record` with its environment to `results/EXPERIMENT/MACHINE.json`, or into `folder`; returns the path."""
+    path = (folder or RESULTS / experiment) / f"{machine_name()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(
+        json.dumps({"experiment": experiment, **record, "environment": environment()}, indent=1) + "\n"
+    )
+    unfinished.replace(path)
+    return path
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

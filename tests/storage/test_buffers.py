@@ -1,0 +1,155 @@
+"""Growing buffers: what is stored stays where it is, sizes straddle the chunks, reserved room takes no memory."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from hf_hybrid_cache.storage.growth import GRANULE, grown_capacity
+from hf_hybrid_cache.storage.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+
+SHAPE = (2, 3, 8)
+CPU = torch.device("cpu")
+LENGTHS = [1, GRANULE - 1, GRANULE, GRANULE + 1, 255, 256, 257, 320, 321, 1000, 4095, 4097, 9000]
+
+
+def host(token_major: bool = False, expected_tokens: int = 20_000) -> HostBuffer:
+    return HostBuffer(SHAPE, torch.float32, token_major, expected_tokens)
+
+
+def chunked(token_major: bool = False) -> TokenBuffer:
+    return TokenBuffer(SHAPE, torch.float32, CPU, token_major)
+
+
+def short_reservation(token_major: bool = False) -> HostBuffer:
+    return host(token_major, expected_tokens=100)
+
+
+BUFFERS = [host, chunked, short_reservation]
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("make", BUFFERS)
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_what_is_written_in_pieces_is_read_as_one(make, token_major: bool, num_tokens: int):
+    states = torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2])
+    buffer = make(token_major)
+    start = 0
+    for end in [*(length for length in LENGTHS if length < num_tokens), num_tokens]:
+        buffer.ensure(end, keep=start)
+        buffer.write(start, states[:, :, start:end])
+        start = end
+    assert torch.equal(buffer.read(num_tokens), states)
+    if token_major:
+        assert torch.equal(buffer.rows(num_tokens // 3, num_tokens), states.permute(2, 0, 1, 3)[num_tokens // 3 :])
+
+
+def test_host_memory_grows_without_moving_or_copying_what_is_stored():
+    buffer = host()
+    buffer.ensure(1, keep=0)
+    first = buffer.read(1)
+    for num_tokens in LENGTHS:
+        buffer.ensure(num_tokens, keep=num_tokens)
+        buffer.write(num_tokens - 1, torch.full((2, 3, 1, 8), float(num_tokens)))
+        assert buffer.read(num_tokens).data_ptr() == first.data_ptr()
+    # Nothing was rewritten either: the first view sees what was written last, to its own token.
+    assert first[0, 0, 0, 0] == 1.0
+
+
+def test_a_view_outlives_its_buffer():
+    buffer = host()
+    buffer.ensure(5, keep=0)
+    buffer.write(0, torch.ones(2, 3, 5, 8))
+    view = buffer.read(5)
+    del buffer
+    assert view.sum() == view.numel()
+
+
+def test_reserved_room_takes_no_memory():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    buffer = HostBuffer((1, 8, 64), torch.bfloat16, expected_tokens=2**27)
+    buffer.ensure(64, keep=0)
+    buffer.write(0, torch.zeros(1, 8, 64, 64, dtype=torch.bfloat16))
+    assert buffer.capacity == 2**27
+    assert buffer.num_bytes == 64 * 8 * 64 * 2
+    assert process.memory_info().rss - before < 64 * 2**20
+
+
+def test_expected_tokens_are_allocated_at_once():
+    buffer = TokenBuffer(SHAPE, torch.float32, CPU, expected_tokens=5000)
+    assert buffer.num_bytes == 0
+    buffer.ensure(1, keep=0)
+    pointer = buffer.read(1).data_ptr()
+    buffer.ensure(5000, keep=1)
+    assert buffer.capacity == 5000
+    assert buffer.read(1).data_ptr() == pointer
+
+
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 4096, 32_768, 131_072])
+def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
+    extra = grown_capacity(num_tokens) - num_tokens
+    assert 256 <= extra <= 4096 + GRANULE
+    assert grown_capacity(num_tokens) % GRANULE == 0
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+@pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]])
+def test_selected_sequences_are_those_of_index_select(make, indices: list[int], monkeypatch: pytest.MonkeyPatch):
+    # A few tokens at a time, so that several pieces are needed.
+    monkeypatch.setattr("hf_hybrid_cache.storage.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
+    states = torch.randn(2, 3, 300, 8)
+    buffer = make()
+    buffer.ensure(300, keep=0)
+    buffer.write(0, states)
+    selected = buffer.select_batch(torch.tensor(indices), 300)
+    assert torch.equal(selected.read(300), states[indices])
+    selected.ensure(400, keep=300)
+    assert torch.equal(selected.read(300), states[indices])
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+def test_a_duplicate_is_independent(make):
+    buffer = make()
+    buffer.ensure(300, keep=0)
+    buffer.write(0, torch.ones(2, 3, 300, 8))
+    twin = buffer.duplicate(200)
+    buffer.write(0, torch.zeros(2, 3, 300, 8))
+    assert torch.equal(twin.read(200), torch.ones(2, 3, 200, 8))
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+def test_buffers_made_in_inference_mode_are_written_outside_it(make):
+    buffer = make()
+    with torch.inference_mode():
+        buffer.ensure(3, keep=0)
+        buffer.write(0, torch.ones(2, 3, 3, 8))
+    buffer.write(0, torch.zeros(2, 3, 3, 8))
+    buffer.ensure(10_000, keep=3)
+    buffer.write(3, torch.ones(2, 3, 9, 8))
+    assert buffer.read(12).sum() == 2 * 3 * 9 * 8
+
+
+LIMITED = """
+import resource, torch
+from hf_hybrid_cache.storage.address_space import reserve
+from hf_hybrid_cache.storage.host_buffer import HostBuffer
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
+assert reserve(2**30) is None
+buffer = HostBuffer((1, 2, 64), torch.float32, expected_tokens=2**24)
+expected = torch.arange(3000.0).view(1, 1, -1, 1).expand(1, 2, -1, 64)
+for end in range(100, 3001, 100):
+    buffer.ensure(end, keep=end - 100)
+    buffer.write(end - 100, expected[:, :, end - 100 : end])
+assert torch.equal(buffer.read(3000), expected)
+assert buffer.capacity < 4096
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits address space, which Linux enforces")
+def test_without_address_space_to_reserve_the_buffer_grows_in_chunks():
+    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=120)

@@ -1,0 +1,81 @@
+"""Imports run one way, as docs/design.md draws it, and importing the package does nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_hybrid_cache
+
+PACKAGE = Path(hf_hybrid_cache.__file__).parent
+REPOSITORY = PACKAGE.parent
+
+# Room -> the rooms of the package, and the heavy libraries, that it may import.
+ALLOWED = {
+    "storage": {"storage", "torch"},
+    "placement": set(),
+    "layer": {"placement", "storage", "torch", "transformers"},
+    "cache": {"layer", "placement", "storage", "torch", "transformers"},
+}
+WATCHED = {"torch", "transformers", "numba"}
+
+
+def imported_names(path: Path, room: str) -> set[str]:
+    """Rooms and watched libraries that the module at `path` imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            prefix = {0: "", 1: f"{room}." if path.parent != PACKAGE else "hf_hybrid_cache."}
+            modules = [prefix.get(node.level, "hf_hybrid_cache.") + (node.module or "")]
+        else:
+            continue
+        for module in modules:
+            parts = module.split(".")
+            names.add(parts[1] if parts[0] == "hf_hybrid_cache" and len(parts) > 1 else parts[0])
+    return names
+
+
+def modules_of(room: str) -> list[Path]:
+    folder = PACKAGE / room
+    return sorted(folder.glob("**/*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_what_stands_below_it(room: str):
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    for path in modules_of(room):
+        imported = imported_names(path, room) & (rooms | WATCHED)
+        assert imported <= ALLOWED[room], f"{path.name} imports {imported - ALLOWED[room]}"
+
+
+def test_experiments_use_only_public_names():
+    for path in (REPOSITORY / "experiments").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
+                assert node.module in {"hf_hybrid_cache", "hf_hybrid_cache.models"}, f"{path.name}: {node.module}"
+                assert not any(alias.name.startswith("_") for alias in node.names), path.name
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in hf_hybrid_cache.__all__:
+        assert name == "__version__" or getattr(hf_hybrid_cache, name).__doc__
+
+
+def test_importing_changes_nothing_and_needs_no_extra():
+    program = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch, transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+before = dict(ALL_ATTENTION_FUNCTIONS), torch.nn.functional.scaled_dot_product_attention, torch.get_num_threads()
+import hf_hybrid_cache
+after = dict(ALL_ATTENTION_FUNCTIONS), torch.nn.functional.scaled_dot_product_attention, torch.get_num_threads()
+assert before == after
+extras = {"typer", "gguf", "matplotlib", "hypothesis", "pytest", "optimum"}
+assert not extras & set(sys.modules), extras & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
