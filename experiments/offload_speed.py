@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments import records
@@ -54,6 +54,7 @@ def decode(model: PreTrainedModel, cache: Cache, num_tokens: int) -> list[float]
 
 def measure(model: PreTrainedModel, context: int, rounds: int, tokens_per_round: int, bus: float) -> dict[str, Any]:
     """Let both caches decode in turns; raw samples in seconds."""
+    assert isinstance(model.config, LlamaConfig)
     ours = OffloadedHybridCache(model.config)
     caches: dict[str, Cache] = {"stock": DynamicCache(config=model.config, offloading=True), "ours": ours}
     for cache in caches.values():
@@ -98,10 +99,8 @@ def main() -> None:
     for context in arguments.contexts:
         cell = measure(model, context, arguments.rounds, arguments.tokens_per_round, bus)
         stock, ours = (cell["tokens_per_second"][name] for name in ("stock", "ours"))
-        rate = cell["bytes_to_device_per_second"] / 1e9
-        print(
-            f"{context:>8,} {stock:>12.2f} {ours:>11.2f} {cell['ratio']:>5.1f}x {rate:>6.1f} {cell['share_of_bus']:>7.0%}"
-        )
+        bus_use = f"{cell['bytes_to_device_per_second'] / 1e9:>6.1f} {cell['share_of_bus']:>7.0%}"
+        print(f"{context:>8,} {stock:>12.2f} {ours:>11.2f} {cell['ratio']:>5.1f}x {bus_use}")
         cells.append(cell)
     path = records.save("offload_speed", {"bus_bytes_per_second": bus, "cells": cells}, arguments.out)
     print(f"record: {path}")
