@@ -1,4 +1,4 @@
-"""Decode attention on the CPU by layout of the cache: head-major against token-major, the two that docs/design.md names."""
+"""Decode attention on the CPU by layout of the cache: the head-major and token-major of docs/design.md."""
 
 import argparse
 import json

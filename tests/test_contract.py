@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
 from transformers.cache_utils import Cache
@@ -147,7 +149,13 @@ NOT_IN_TRANSFORMERS = {("qwen3_next", "prompt_lookup"), ("qwen3_next", "assistan
 
 @functools.cache
 def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
-    return MODES[mode](tiny_model(family, dtype), stock)
+    try:
+        return MODES[mode](tiny_model(family, dtype), stock)
+    except RuntimeError as error:
+        if Version(transformers.__version__) >= Version("5.23"):
+            raise
+        # Assisted decoding over sliding windows, for one, was mended between 5.17 and 5.23.
+        return pytest.skip(f"DynamicCache of transformers {transformers.__version__} fails here itself: {error}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -162,8 +170,9 @@ def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
 )
 @pytest.mark.parametrize("cache", CACHES)
 def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str, mode: str, dtype: torch.dtype):
+    reference = expected(family, mode, dtype)
     actual = MODES[mode](tiny_model(family, dtype), CACHES[cache])
-    for ours, theirs in zip(actual, expected(family, mode, dtype), strict=True):
+    for ours, theirs in zip(actual, reference, strict=True):
         if isinstance(theirs, torch.Tensor):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=False)
         else:

@@ -72,8 +72,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(0, 400))
     def crop(self, tokens: int) -> None:
-        for cache in (self.ours, self.stock):
-            cache.crop(-tokens)
+        self.ours.crop(-tokens)
+        # transformers 5.17 cannot crop what was never filled.
+        if self.num_tokens > 0:
+            self.stock.crop(-tokens)
 
     @precondition(lambda self: self.num_tokens > 0)
     @rule(data=st.data())
