@@ -8,7 +8,6 @@ its peak is reached with the first.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import textwrap
@@ -44,7 +43,8 @@ def measure(name: str, prefill_tokens: int, new_tokens: int) -> dict[str, Any]:
     content = sum(
         states.nbytes for layer in range(len(cache)) for states in cache.update(new[:, :, :0], new[:, :, :0], layer)
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss, which starts at what the parent process held.
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     return {
         "cache": name,
         "prefill_tokens": prefill_tokens,

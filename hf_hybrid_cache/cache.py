@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .layer import HybridLayer, LayerStores
+from .layer import HybridLayer, LayerStores, tensors_of
 from .placement import Placement, require_count
 from .storage import Room, TransferStats, require_host_bytes
 
@@ -112,7 +112,7 @@ class HybridCache(Cache):
                 yield from ((buffer.device, buffer.num_bytes) for buffer in (slot.keys, slot.values))
         for layer in self.layers:
             if not isinstance(layer, HybridLayer):
-                yield from ((tensor.device, tensor.nbytes) for tensor in _tensors_of(layer))
+                yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))
             elif layer.store is not None:
                 yield from ((buffer.device, buffer.num_bytes) for buffer in (layer.store.keys, layer.store.values))
 
@@ -159,11 +159,3 @@ class OffloadedHybridCache(HybridCache):
         pin_memory: bool | None = None,
     ):
         super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory))
-
-
-def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a layer of transformers' own keeps, in attributes or in dicts of them."""
-    for value in vars(layer).values():
-        for item in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(item, torch.Tensor):
-                yield item

@@ -1,5 +1,6 @@
 """One full-attention layer of a hybrid cache."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -200,3 +201,11 @@ class HybridLayer(CacheLayerMixin):
                 "batch_repeat_interleave or batch_select_indices."
             )
         self.reset()
+
+
+def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a layer of transformers' own keeps, in attributes or in dicts of them."""
+    for value in vars(layer).values():
+        for item in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield item

@@ -1,0 +1,344 @@
+"""The `hf-hybrid-cache` command: ask a question about a long document, with any of the caches."""
+
+import sys
+import unicodedata
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from huggingface_hub.utils import disable_progress_bars
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.cache_utils import Cache
+from transformers.utils import logging as transformers_logging
+
+from . import __version__
+from .demo import (
+    CACHES,
+    DEFAULT_QUESTION,
+    CacheOptions,
+    Prompt,
+    PromptError,
+    Run,
+    context_length,
+    default_document,
+    document_prompt,
+    random_prompt,
+    timed_generate,
+    verbatim_prompt,
+    warm_up,
+)
+from .models import NAMED_MODELS, ModelLoadError, load
+
+try:
+    import typer
+    from rich import box
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
+
+# Plain usage errors: boxes would be cut to 80 columns where there is no terminal.
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+class UsageError(ValueError):
+    """An argument that cannot be used; the message names it and the way out."""
+
+
+def main() -> None:
+    """Run the command, as the installed script does."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal cannot show
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """KV caches for Hugging Face transformers that keep long contexts in host memory."""
+
+
+@app.command()
+def generate(
+    document: Annotated[
+        Path | None, typer.Option(help="Text to ask about, cut to fit. Default: Python's language reference.")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help=f"Default: {DEFAULT_QUESTION}")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="The whole prompt, used as it is, instead of document and question.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")
+    ] = next(iter(NAMED_MODELS)),
+    cache: Annotated[str, typer.Option(help=f"One of {', '.join(CACHES)}.")] = "offloaded",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Generate with every cache and print a table; --cache is not used.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 64,
+    context_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the document to keep at most.")] = 2000,
+    prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
+    prefetch_layers: Annotated[
+        int, typer.Option(min=0, help="offloaded: layers on their way to the device ahead of use.")
+    ] = 1,
+    resident_layers: Annotated[int, typer.Option(min=0, help="offloaded: layers that stay on the device.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")] = None,
+) -> None:
+    """
+    Answer a question about a document.
+
+    The answer and the table go to stdout, progress and remarks to stderr. Decoding is greedy.
+    """
+    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    with _exit_codes(notes):
+        _check_choice("--cache", cache, CACHES)
+        if dtype is not None:
+            _check_choice("--dtype", dtype, DTYPES)
+        if prompt_file and (document or question is not None):
+            raise UsageError("--prompt-file is the whole prompt: drop it, or --document and --question.")
+        if question is not None and not question.strip():
+            raise UsageError("--question is empty.")
+        source = prompt_file or document
+        text = _read_text(source) if source else None
+        if not notes.is_interactive:
+            disable_progress_bars()
+            transformers_logging.disable_progress_bar()
+
+        chosen_device = _checked_device(device)
+        _note(notes, f"loading {model}")
+        language_model, tokenizer = load(model, DTYPES[dtype] if dtype else None, chosen_device)
+        context = context_length(language_model)
+        precision = str(language_model.dtype).removeprefix("torch.")
+        _note(notes, f"model: {precision} on {language_model.device}, context of {context:,} tokens")
+        room = context - max_new_tokens
+        if room < 1:
+            raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {context:,} tokens.")
+        if tokenizer is None:
+            if text is not None or question is not None:
+                raise UsageError(f"{model} has no tokenizer: it takes no text, only the random tokens it gets without.")
+            prompt = random_prompt(language_model, min(context_tokens, room))
+            _note(notes, f"prompt: {prompt.input_ids.shape[1]:,} random tokens")
+        elif prompt_file and text is not None:
+            prompt = verbatim_prompt(tokenizer, text, room)
+            _note(notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens")
+        else:
+            prompt = document_prompt(
+                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context_tokens, room
+            )
+            kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
+            _note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
+
+        options = CacheOptions(prefetch_layers, resident_layers)
+        task = _Task(language_model, prompt, options, max_new_tokens, prefill_chunk_size, notes)
+        stream = _Stream(out, tokenizer)
+        if not compare:
+            run = task.run(cache, stream.put)
+            stream.end()
+            _note(notes, _summary(cache, run))
+            return
+        runs = {}
+        for name in CACHES:
+            task.warm_up(name)
+            runs[name] = task.run(name)
+            if name == "stock":
+                for token in runs[name].tokens:  # only now: writing while it runs would be timed
+                    stream.put(token)
+                stream.end()
+        out.print(_table(runs))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One prompt for one model, to be run with any cache, each time a new one."""
+
+    model: PreTrainedModel
+    prompt: Prompt
+    options: CacheOptions
+    max_new_tokens: int
+    prefill_chunk_size: int
+    notes: Console
+
+    def warm_up(self, name: str) -> None:
+        warm_up(self.model, self.prompt.input_ids, self._new_cache(name))
+
+    def run(self, name: str, on_token: Callable[[int], None] | None = None) -> Run:
+        """Generate once; on a terminal a bar shows the prefill."""
+        input_ids = self.prompt.input_ids
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.notes, transient=True, disable=not self.notes.is_interactive) as progress:
+            bar = progress.add_task(f"{name}: prefill", total=input_ids.shape[1])
+
+            def on_each_token(token: int) -> None:
+                progress.stop()  # before the answer is written where the bar was
+                if on_token:
+                    on_token(token)
+
+            return timed_generate(
+                self.model,
+                input_ids,
+                self._new_cache(name),
+                self.max_new_tokens,
+                self.prefill_chunk_size,
+                on_prefill=lambda num_tokens: progress.advance(bar, num_tokens),
+                on_token=on_each_token,
+            )
+
+    def _new_cache(self, name: str) -> Cache:
+        try:
+            return CACHES[name](self.model.config, self.options)
+        except ValueError as error:  # a cache checks its options against the model
+            raise UsageError(str(error)) from error
+
+
+class _Stream:
+    """Writes tokens as they come: words with a tokenizer, token numbers without."""
+
+    def __init__(self, out: Console, tokenizer: PreTrainedTokenizerBase | None):
+        self._out = out
+        self._words = _Words(out, tokenizer) if tokenizer else None
+
+    def put(self, token: int) -> None:
+        if self._words:
+            self._words.put(torch.tensor([token]))
+        else:
+            _write(self._out, f"{token} ")
+
+    def end(self) -> None:
+        if self._words:
+            self._words.end()
+        _write(self._out, "\n")
+
+
+class _Words(TextStreamer):
+    def __init__(self, out: Console, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._out = out
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        _write(self._out, text)
+
+
+def _write(out: Console, text: str) -> None:
+    # A model can produce any character, and an escape sequence would act on the terminal.
+    text = "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
+    out.print(text, end="", markup=False, highlight=False, emoji=False)
+    out.file.flush()
+
+
+def _note(notes: Console, text: str) -> None:
+    notes.print(text, markup=False, highlight=False, emoji=False, style="dim")
+
+
+def _summary(name: str, run: Run) -> str:
+    return (
+        f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
+        f"KV {_mebibytes(run.device_bytes)} on the device, {_mebibytes(run.host_bytes)} on the host"
+    )
+
+
+def _table(runs: dict[str, Run]) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("cache")
+    for heading in ("prefill\nseconds", "decode\ntokens/s", "KV on\ndevice", "KV on\nhost"):
+        table.add_column(heading, justify="right")
+    table.add_column("same tokens\nas stock")
+    for name, run in runs.items():
+        different = run.first_difference(runs["stock"])
+        table.add_row(
+            name,
+            f"{run.prefill_seconds:.2f}",
+            _rate(run),
+            _mebibytes(run.device_bytes),
+            _mebibytes(run.host_bytes),
+            "yes" if different is None else f"no, from {different}",
+        )
+    return table
+
+
+def _rate(run: Run) -> str:
+    return "-" if run.decode_tokens_per_second is None else f"{run.decode_tokens_per_second:.1f}"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8 text (byte {error.start:,} is {error.object[error.start]:#04x})."
+        ) from None
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
+    if "\0" in text:
+        raise UsageError(f"{path} is a binary file, not text.")
+    if not text.strip():
+        raise UsageError(f"{path} is empty.")
+    return text
+
+
+def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
+
+
+def _checked_device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = ["cpu"] + (
+        [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())] if accelerator else []
+    )
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    wanted = device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+    if wanted not in here:
+        raise UsageError(f"--device {name!r} is not here: this machine has {', '.join(here)}.")
+    return device
+
+
+@contextmanager
+def _exit_codes(notes: Console) -> Iterator[None]:
+    """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (UsageError, PromptError, ModelLoadError) as error:
+        message = str(error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
+            raise
+        message = next(iter(str(error).splitlines()), "") or "Out of memory. Use fewer --context-tokens."
+    else:
+        return
+    notes.print(f"error: {message}", markup=False, highlight=False, emoji=False)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    main()

