@@ -1,0 +1,72 @@
+"""The measurements run, their records are whole, and what the README says is what the records say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+import torch
+
+from experiments import records, report
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def run(*command: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=300
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "answers"),
+    [
+        ("append_cost", ["--tokens", "64", "300", "--repeats", "3"], {"64", "300"}),
+        ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
+        ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
+    ],
+)
+def test_an_experiment_prints_its_answer_and_keeps_a_record(
+    tmp_path: Path, experiment: str, options: list[str], answers: set[str]
+):
+    printed = run(f"experiments.{experiment}", *options, "--out", str(tmp_path))
+    assert set(json.loads(printed.splitlines()[-1])) == answers
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert record["experiment"] == experiment
+    assert record["cells"]
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_the_gpu_experiment_says_that_there_is_no_gpu():
+    command = [sys.executable, "-m", "experiments.offload_speed"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 1
+    assert result.stderr.strip() == ("This measures copies over the bus of a GPU, and no CUDA device is available.")
+
+
+def test_a_record_is_written_whole_over_an_older_one(tmp_path: Path):
+    for value in (1, 2):
+        path = records.save("anything", {"value": value}, tmp_path)
+    assert json.loads(path.read_text())["value"] == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_figure_is_drawn_from_the_record(tmp_path: Path):
+    mpl.use("Agg")
+    machine, record = report.load_records("append_cost").popitem()
+    report.draw_append_cost(record, tmp_path / machine)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
+
+
+def test_the_readme_states_what_the_records_hold():
+    readme = (REPOSITORY / "README.md").read_text()
+    machine = readme.split("results/append_cost/")[1].split(".png")[0]
+    for cell in report.load_records("append_cost")[machine]["cells"]:
+        ratio = f"{cell['ratio']:.1f}x" if cell["ratio"] < 10 else f"{cell['ratio']:.0f}x"
+        assert ratio in readme
+    for cell in report.load_records("host_peak")[machine]["cells"]:
+        assert f"{cell['ratio']:.4f}" in readme or f"{cell['ratio']:.3f}" in readme
