@@ -1,6 +1,6 @@
 """The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class MemoryReport:
         return (self.device_bytes + self.host_bytes) / self.num_tokens if self.num_tokens else 0.0
 
 
-class HybridCache(Cache):
+class HybridCache(DynamicCache):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
@@ -71,12 +71,8 @@ class HybridCache(Cache):
         self._stores = LayerStores(placement, room, num_layers=len(ours))
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
-        super().__init__(layers=layers)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
-        """Keys, values and sliding window of each layer, as `DynamicCache` gives them."""
-        for layer in self.layers:
-            yield tuple(getattr(layer, name, None) for name in ("keys", "values", "_sliding_window_tensor"))
+        # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
+        Cache.__init__(self, layers=layers)
 
     @property
     def stats(self) -> TransferStats:
@@ -103,7 +99,7 @@ class HybridCache(Cache):
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
         copies = self.memory().host_bytes * (repeats - 1)
-        require_host_bytes(copies, f"{repeats} copies of {self.get_seq_length():,} tokens")
+        require_host_bytes(copies, f"{repeats} copies of {self.get_seq_length():,} tokens need")
         super().batch_repeat_interleave(repeats)
 
     def _holdings(self) -> Iterable[tuple[torch.device, int]]:

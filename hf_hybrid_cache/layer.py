@@ -48,7 +48,7 @@ class LayerStores:
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
-        pinned = self.placement.pin_memory if self.placement.pin_memory is not None else shape.device.type == "cuda"
+        pinned = shape.device.type == "cuda" and self.placement.pin_memory is not False
         return StreamedStore(
             shape, self.room, self.budget, self.stagings[shape.device], ordinal in self._resident, pinned
         )

@@ -165,6 +165,12 @@ def test_an_encoder_decoder_model_takes_a_hybrid_cache_for_its_decoder(cache: Hy
     assert torch.equal(*outputs)
 
 
+def test_an_encoder_decoder_model_may_crop_its_decoders_cache(cache: HybridCache):
+    both = EncoderDecoderCache(fill(cache), DynamicCache(config=CONFIG))
+    both.crop(-2)
+    assert cache.get_seq_length() == 3
+
+
 @pytest.mark.parametrize("wrong", [None, {}, tiny_model("llama")], ids=["none", "dict", "model"])
 @pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, HybridCache])
 def test_what_is_not_a_config_is_refused(make, wrong):
@@ -269,6 +275,13 @@ def test_a_context_that_cannot_fit_is_refused_before_anything_is_stored(cache: H
         cache.update(endless, endless, 0)
     assert cache.memory() == before
     assert fill(cache).get_seq_length() == 10
+
+
+def test_after_its_batch_grew_a_cache_asks_for_what_the_larger_batch_needs(cache: HybridCache):
+    fill(cache)
+    before = sum(tokens * size for tokens, size in cache._stores.budget._held.values())
+    cache.batch_repeat_interleave(4)
+    assert sum(tokens * size for tokens, size in cache._stores.budget._held.values()) == 4 * before
 
 
 def test_repeating_more_than_fits_is_refused_before_anything_changes(cache: HybridCache):

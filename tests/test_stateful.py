@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
-from hf_hybrid_cache.storage import Staging
+from hf_hybrid_cache.storage import Room, Staging
 
 from caches import CACHES
 from lazy_streams import LazyStreams
@@ -29,8 +29,9 @@ CONFIG = LlamaConfig(
 )
 
 
-def with_lazy_streams(prefetch_layers: int, resident_layers: int) -> HybridCache:
+def with_lazy_streams(prefetch_layers: int, resident_layers: int, host_tokens: int = 131_072) -> HybridCache:
     cache = OffloadedHybridCache(CONFIG, prefetch_layers, resident_layers)
+    cache._stores.room = Room(host_tokens=host_tokens)
     cache._stores.stagings[torch.device("cpu")] = Staging(LazyStreams(), prefetch_layers, cache.stats)
     return cache
 
@@ -42,6 +43,7 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
     "lazy_copies": lambda: with_lazy_streams(1, 0),
     "lazy_copies_no_prefetch": lambda: with_lazy_streams(0, 1),
     "lazy_copies_partly": lambda: with_lazy_streams(2, 1),
+    "lazy_copies_growing": lambda: with_lazy_streams(1, 2, host_tokens=70),
 }
 
 

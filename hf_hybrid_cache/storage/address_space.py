@@ -1,5 +1,6 @@
 """Address space without memory: pages are committed by the operating system when they are first written."""
 
+import contextlib
 import mmap
 import sys
 
@@ -9,9 +10,14 @@ import torch
 _MAP_NORESERVE = 0x4000
 
 
-def reserve(num_bytes: int) -> torch.Tensor | None:
+def reserve(num_bytes: int, huge_pages: bool = True) -> torch.Tensor | None:
     """
     Map `num_bytes` of anonymous memory that takes no room until it is written to.
+
+    Args:
+        num_bytes: of address space.
+        huge_pages: leave it to the system whether to commit 2 MiB at a time; `False` where many places are written
+            first, each of which would take so much.
 
     Returns:
         uint8 tensor of `num_bytes`, zeros, page aligned; `None` where the system commits at once (Windows) or refuses
@@ -26,4 +32,7 @@ def reserve(num_bytes: int) -> torch.Tensor | None:
         mapping = mmap.mmap(-1, num_bytes, flags=flags)
     except (OSError, OverflowError):
         return None
+    if sys.platform == "linux" and not huge_pages:
+        with contextlib.suppress(OSError):  # a kernel without huge pages does not know the advice
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)

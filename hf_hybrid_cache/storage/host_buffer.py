@@ -1,5 +1,6 @@
 """A token buffer in host memory that grows in place."""
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -39,6 +40,7 @@ class HostBuffer(TokenBuffer):
     ):
         assert pinned_for is None or token_major
         self.pinned_for = pinned_for
+        self._can_lock = False
         super().__init__(shape, dtype, torch.device("cpu"), token_major, expected_tokens)
 
     @property
@@ -47,16 +49,14 @@ class HostBuffer(TokenBuffer):
         return self._committed_tokens * self.bytes_per_token
 
     def ensure(self, num_tokens: int, keep: int) -> None:
-        old, release_old = None, self._release
         if num_tokens > self.capacity:
-            old = self._seen
             reserved = self._reserve(max(num_tokens, self.expected_tokens, 2 * self.capacity))
-            self._adopt(reserved if reserved is not None else self._allocate(grown_capacity(num_tokens)))
+            release_old = self._release
+            self._move_to(reserved if reserved is not None else self._allocate(grown_capacity(num_tokens)), keep)
+            release_old()
+            self._can_lock = reserved is not None
         if num_tokens > self._committed_tokens:
             self._commit(num_tokens)
-        if old is not None:
-            self._seen.narrow(2, 0, keep).copy_(old.narrow(2, 0, keep))
-            release_old()
 
     def segments(self, start: int, end: int) -> list[tuple[int, int]]:
         """Tokens `start` to `end`, cut where separately page-locked ranges meet: a copy must not span two of them."""
@@ -68,7 +68,8 @@ class HostBuffer(TokenBuffer):
         if not 0 < num_bytes <= _MAX_RESERVED_BYTES:
             return None
         with torch.inference_mode(False):
-            raw = reserve(num_bytes)
+            # Each head's tokens start at a page of their own in the head-major layout.
+            raw = reserve(num_bytes, huge_pages=self.token_major)
             return None if raw is None else raw.view(self.dtype).view(self._stored_shape(num_tokens))
 
     def _adopt(self, data: torch.Tensor) -> None:
@@ -81,26 +82,29 @@ class HostBuffer(TokenBuffer):
         self._release.atexit = False
 
     def _commit(self, num_tokens: int) -> None:
-        if self.pinned_for is None:
+        # What was not reserved does not start at a page, and might share one with other memory.
+        if self.pinned_for is None or not self._can_lock:
             self._committed_tokens = num_tokens
             return
         # Locked ranges must not share a page.
         page_tokens = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
         granule = math.lcm(GRANULE, page_tokens)
-        end = min(-(-grown_capacity(num_tokens) // granule) * granule, self.capacity)
-        start, self._committed_tokens = self._committed_tokens, end
+        start, end = self._committed_tokens, min(-(-grown_capacity(num_tokens) // granule) * granule, self.capacity)
         address = self._data.data_ptr() + start * self.bytes_per_token
-        if _lock(address, (end - start) * self.bytes_per_token):
+        if _lock(address, (end - start) * self.bytes_per_token, self.pinned_for):
             self._cuts.append(end)
             self._locked.append(address)
         else:
-            self.pinned_for = None
+            self._can_lock = False
+        self._committed_tokens = end
 
 
-def _lock(address: int, num_bytes: int) -> bool:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
+def _lock(address: int, num_bytes: int, device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
     if error == 0:
         return True
+    _clear_error(device)
     warnings.warn(
         f"The system refused to page-lock {num_bytes / 2**20:.0f} MiB of host memory (CUDA error {error}); copies "
         "between it and the device will not overlap with the computation. Raise the limit of locked memory, or pass "
@@ -110,9 +114,16 @@ def _lock(address: int, num_bytes: int) -> bool:
     return False
 
 
+def _clear_error(device: torch.device) -> None:
+    """Let the error of a refused call end here: CUDA reports it again with the next kernel, whoever launches that."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(1)
+
+
 def _unlock(addresses: list[int], device: torch.device | None, data: torch.Tensor) -> None:
     if addresses:
         # A copy may still be reading or writing the memory.
         torch.cuda.synchronize(device)
-        for address in addresses:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(device):
+            for address in addresses:
+                torch.cuda.cudart().cudaHostUnregister(address)

@@ -82,7 +82,11 @@ class HostBudget:
         need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token
         need += sum(max(0, num_tokens - tokens) * size for tokens, size in held.values())
         need += max(0, self.num_stores - len(held) - 1) * num_tokens * bytes_per_token
-        require_host_bytes(need, f"{num_tokens:,} tokens")
+        require_host_bytes(need, f"{num_tokens:,} tokens need")
+        self.note(store, num_tokens, bytes_per_token)
+
+    def note(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
+        """Note what `store` holds, without asking."""
         self._held[store] = (num_tokens, bytes_per_token)
 
 
@@ -91,11 +95,11 @@ def require_host_bytes(num_bytes: int, purpose: str) -> None:
     Check that `num_bytes` more can be allocated.
 
     Raises:
-        HostMemoryError: they cannot; the message names `purpose`.
+        HostMemoryError: they cannot; the message begins with `purpose`, such as "5 tokens need".
     """
     free = available_host_bytes()
     if num_bytes > free:
         raise HostMemoryError(
-            f"{purpose} need {num_bytes / 2**30:.2f} GiB more host memory and {free / 2**30:.2f} GiB are free. "
+            f"{purpose} {num_bytes / 2**30:.2f} GiB more host memory and {free / 2**30:.2f} GiB are free. "
             "Use a shorter context, a smaller batch or fewer beams, or free memory first."
         )

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from .growth import grown_capacity
-from .host_memory import HostBudget, HostMemoryError
+from .host_memory import HostBudget, HostMemoryError, require_host_bytes
 from .token_buffer import TokenBuffer
 
 
@@ -97,12 +97,15 @@ class KVStore(ABC):
         self.keys = self.keys.select_batch(indices, self.num_tokens)
         self.values = self.values.select_batch(indices, self.num_tokens)
         self.shape = dataclasses.replace(self.shape, batch=len(indices))
+        self._budget.note(self, self._approved_tokens, self.bytes_per_token)
 
     def close(self) -> None:  # noqa: B027
         """Give back what is shared with other layers. The store must not be used afterwards."""
 
     def _duplicate(self, memo: dict) -> Self:
         """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""
+        if self.keys.device.type == "cpu":
+            require_host_bytes(self.num_tokens * self.bytes_per_token, f"A copy of {self.num_tokens:,} tokens needs")
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._budget = copy.deepcopy(self._budget, memo)

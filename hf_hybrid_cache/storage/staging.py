@@ -77,9 +77,9 @@ class Slot:
         self.values.write(start, values)
 
     def lend(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the first `num_tokens`. The slot keeps its content as long as anyone holds them."""
+        """Views of the first `num_tokens`. The slot keeps its content as long as anyone holds one of them."""
         views = self.keys.read(num_tokens), self.values.read(num_tokens)
-        self._lent = [weakref.ref(view) for view in views]
+        self._lent = [view for view in self._lent if view() is not None] + [weakref.ref(view) for view in views]
         return views
 
     @property
@@ -138,17 +138,20 @@ class Staging:
         if not self._registered:
             self.slots.clear()
 
+    def count_use(self, store: "StreamedStore") -> None:
+        """Note whether the past of `store` is here, or on its way, now that it is needed."""
+        slot = self._slot_of(store)
+        if slot is None or slot.num_tokens < store.num_tokens:
+            self.stats.waits += store.num_tokens > 0
+        elif store.num_tokens > 0 and not store.resident:
+            self.stats.prefetch_hits += 1
+
     def open(self, store: "StreamedStore", num_tokens: int) -> Slot:
         """A slot in which computation finds the past tokens of `store`, with room for `num_tokens`."""
         slot = self._slot_of(store)
         if slot is None or slot.num_tokens < store.num_tokens:
-            if store.num_tokens > 0:
-                slot = self._fetch(store, current=store)
-                self.stats.waits += 1
-            elif slot is None:
-                slot = self._claim(store, current=store)
-        elif store.num_tokens > 0 and not store.resident:
-            self.stats.prefetch_hits += 1
+            fetch = self._fetch if store.num_tokens > 0 else self._claim
+            slot = fetch(store, current=store)
         slot.make_room(store.shape, num_tokens, keep=store.num_tokens)
         self.streams.compute_after(slot.arrived)
         return slot

@@ -16,7 +16,8 @@ class StreamedStore(KVStore):
     """
     Keys and values in host memory, which is the truth about them; the device holds copies in staging slots.
 
-    What `append` and `read` return stays valid as long as it is held and the tokens are stored.
+    What `append` and `read` return stays valid as long as it is held, itself and not a slice of it, and the tokens are
+    stored.
 
     Args:
         shape: of the states.
@@ -58,7 +59,11 @@ class StreamedStore(KVStore):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
+        if end > min(self.keys.capacity, self.values.capacity):
+            # Growing copies host memory on this thread, so the newest tokens must have arrived there.
+            self.settle()
         self._make_room(end)
+        self.staging.count_use(self)
         slot = self.staging.open(self, end)
         slot.write(start, keys, values)
         self.saved = self.staging.save(self, slot, start, end)

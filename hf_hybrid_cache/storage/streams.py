@@ -94,9 +94,10 @@ class AcceleratorStreams(Streams):
 
 def streams_for(device: torch.device) -> Streams:
     """The streams of `device`; synchronous ones where torch has none for it."""
-    if device.type == "cpu":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type:
         return SynchronousStreams()
     try:
         return AcceleratorStreams(device)
-    except RuntimeError:
+    except RuntimeError:  # an accelerator without streams
         return SynchronousStreams()

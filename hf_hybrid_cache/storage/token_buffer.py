@@ -59,9 +59,7 @@ class TokenBuffer:
     def ensure(self, num_tokens: int, keep: int) -> None:
         """Make room for `num_tokens`; the first `keep` stay as they are."""
         if num_tokens > self.capacity:
-            old = self._seen
-            self._adopt(self._allocate(max(grown_capacity(num_tokens), self.expected_tokens)))
-            self._seen.narrow(2, 0, keep).copy_(old.narrow(2, 0, keep))
+            self._move_to(self._allocate(max(grown_capacity(num_tokens), self.expected_tokens)), keep)
 
     def write(self, start: int, states: torch.Tensor) -> None:
         """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, where room must have been made."""
@@ -115,6 +113,14 @@ class TokenBuffer:
         batch, heads, head_dim = self.shape
         return (num_tokens, batch, heads, head_dim) if self.token_major else (batch, heads, num_tokens, head_dim)
 
+    def _move_to(self, data: torch.Tensor, keep: int) -> None:
+        """Copy the first `keep` tokens, and only then give up the memory that held them."""
+        self._as_seen(data).narrow(2, 0, keep).copy_(self._seen.narrow(2, 0, keep))
+        self._adopt(data)
+
     def _adopt(self, data: torch.Tensor) -> None:
         self._data = data
-        self._seen = data.permute(1, 2, 0, 3) if self.token_major else data
+        self._seen = self._as_seen(data)
+
+    def _as_seen(self, data: torch.Tensor) -> torch.Tensor:
+        return data.permute(1, 2, 0, 3) if self.token_major else data

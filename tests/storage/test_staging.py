@@ -97,6 +97,23 @@ def test_what_is_held_is_not_overwritten_by_later_layers(streams, prefetch_layer
             assert torch.equal(held[1], held[2])
 
 
+def test_every_view_that_was_lent_counts_as_held_not_only_the_last():
+    _, stores = make_stores(4, prefetch_layers=1)
+    step(stores, 5)
+    held = stores[0].read()[0]
+    stores[0].read()
+    step(stores[1:], 1)
+    assert torch.equal(held, states(0, 5))
+
+
+def test_looking_at_a_layer_counts_as_no_use():
+    staging, stores = make_stores(4, prefetch_layers=1)
+    step(stores, 5)
+    for store in stores:
+        store.read()
+    assert (staging.stats.prefetch_hits, staging.stats.waits) == (0, 0)
+
+
 def test_slots_grown_for_what_was_held_are_used_again():
     staging, stores = make_stores(6, prefetch_layers=1)
     step(stores, 4)
