@@ -18,6 +18,9 @@ ALLOWED = {
     "placement": set(),
     "layer": {"placement", "storage", "torch", "transformers"},
     "cache": {"layer", "placement", "storage", "torch", "transformers"},
+    "models": {"models", "torch", "transformers"},
+    "demo": {"cache", "layer", "torch", "transformers"},
+    "cli": {"demo", "models", "torch", "transformers"},
 }
 WATCHED = {"torch", "transformers", "numba"}
 

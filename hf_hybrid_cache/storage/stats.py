@@ -1,6 +1,6 @@
 """Counters of what moved between host and device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -23,4 +23,5 @@ class TransferStats:
     evictions: int = 0
 
     def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        for field in fields(self):
+            setattr(self, field.name, 0)
