@@ -123,6 +123,12 @@ def test_a_copy_is_independent(cache: HybridCache):
     assert fill(twin).get_seq_length() == 10
 
 
+def test_a_copy_does_not_ask_again_for_what_it_holds(cache: HybridCache):
+    twin = copy.deepcopy(fill(cache))
+    assert twin._stores.budget is twin.layers[0].store._budget is twin.layers[3].store._budget
+    assert list(twin._stores.budget._held.values()) == [(5, TOKEN_BYTES)] * 4
+
+
 def test_selection_takes_masks_lists_and_negative_indices(cache: HybridCache):
     fill(cache, (4, 2, 5, 16))
     cache.batch_select_indices(torch.tensor([True, False, True, True]))

@@ -1,7 +1,7 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
 from .growth import Room
-from .host_memory import HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
+from .host_memory import HostBudget, HostMemoryError, require_host_bytes
 from .kv_store import KVShape, KVStore
 from .resident_store import ResidentStore
 from .staging import Staging
@@ -20,7 +20,6 @@ __all__ = [
     "StreamedStore",
     "Streams",
     "TransferStats",
-    "available_host_bytes",
     "require_host_bytes",
     "streams_for",
 ]

@@ -68,6 +68,7 @@ class HostBudget:
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
+        """An empty budget: the copies of the layers note themselves in it."""
         return HostBudget(self.num_stores)
 
     def grow(self, store: object, num_tokens: int, bytes_per_token: int) -> None:

@@ -104,12 +104,15 @@ class KVStore(ABC):
 
     def _duplicate(self, memo: dict) -> Self:
         """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""
-        if self.keys.device.type == "cpu":
-            require_host_bytes(self.num_tokens * self.bytes_per_token, f"A copy of {self.num_tokens:,} tokens needs")
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._budget = copy.deepcopy(self._budget, memo)
         twin._approved_tokens = 0
+        if self.keys.device.type == "cpu":
+            require_host_bytes(self.num_tokens * self.bytes_per_token, f"A copy of {self.num_tokens:,} tokens needs")
+            # What the copy holds from the start must not be asked for again when it grows.
+            twin._approved_tokens = self.num_tokens
+            twin._budget.note(twin, self.num_tokens, self.bytes_per_token)
         twin.keys = self.keys.duplicate(self.num_tokens)
         twin.values = self.values.duplicate(self.num_tokens)
         return twin

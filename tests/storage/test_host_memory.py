@@ -94,3 +94,4 @@ def test_layers_that_are_gone_are_forgotten():
     budget, size = HostBudget(num_stores=1), available_host_bytes() // 100
     for _ in range(300):
         budget.grow(Holder(), num_tokens=size, bytes_per_token=1)
+    assert not budget._held
