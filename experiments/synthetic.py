@@ -4,17 +4,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 
+from hf_hybrid_cache.models import llama_3_2_1b_config
+
 
 def llama_1b_config(num_layers: int = 16) -> LlamaConfig:
-    """The attention shape of Llama-3.2-1B; other sizes do not matter to a cache."""
-    return LlamaConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=2048,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131_072,
-    )
+    """The shape of Llama-3.2-1B, with fewer layers where one tells as much."""
+    config = llama_3_2_1b_config()
+    config.num_hidden_layers = num_layers
+    return config
 
 
 def random_states(config: LlamaConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:

@@ -44,9 +44,9 @@ def load(name: str, dtype: torch.dtype | None = None, device_map: Device | None 
         name: `smollm2-135m`, `llama-3.2-1b-random`, a local folder, or a model of the Hugging Face Hub. Code that
             comes with a model is never run.
         dtype: of the weights. None means bfloat16 for the two named models and the checkpoint's own dtype for others,
-            with one exception: float32 for `smollm2-135m` on a CPU. The two decode equally fast there, and the prefill
-            is three times faster in bfloat16 on a CPU with AMX but six times slower without bfloat16 instructions. In
-            float32, two ways to compute the same attention also agree on the greedy tokens.
+            with one exception: float32 for `smollm2-135m` on a CPU, because the prefill in bfloat16 is fast on a CPU
+            with AMX but very slow on one without bfloat16 instructions. In float32, two ways to compute the same
+            attention also agree on the greedy tokens.
         device_map: a device, or "auto" to spread the weights with accelerate. None means the accelerator if there is
             one, else the CPU.
 
