@@ -2,16 +2,21 @@
 
 from ._version import __version__
 from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache
+from .handles import StaleHandleError
+from .kernels import get_num_threads, set_num_threads
 from .placement import Placement
-from .storage import HostMemoryError, TransferStats
+from .storage import CacheStats, HostMemoryError
 
 __all__ = [
+    "CacheStats",
     "DynamicHybridCache",
     "HostMemoryError",
     "HybridCache",
     "MemoryReport",
     "OffloadedHybridCache",
     "Placement",
-    "TransferStats",
+    "StaleHandleError",
     "__version__",
+    "get_num_threads",
+    "set_num_threads",
 ]

@@ -1,6 +1,6 @@
 """The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .layer import HybridLayer, LayerStores, tensors_of
+from .layer import HybridLayer, LayerStores, move_tensors_of, tensors_of
 from .placement import Placement, require_count
-from .storage import Room, TransferStats, require_host_bytes
+from .storage import CacheStats, Room, require_host_bytes
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class HybridCache(DynamicCache):
 
     Raises:
         TypeError: `config` is not a transformers config.
-        ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, or memory
-            is to be page-locked without CUDA.
+        ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, memory is
+            to be page-locked without CUDA, or `cpu_decode` names a layer that is not one of full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, placement: Placement | None = None, max_length: int | None = None):
@@ -66,6 +66,8 @@ class HybridCache(DynamicCache):
 
         layers: list[Any] = DynamicCache(config=config).layers
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        if unknown := sorted(placement.cpu_layers.difference(ours)):
+            raise ValueError(f"cpu_decode names layers {unknown}; the model's full-attention layers are {ours}.")
         context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
         room = Room(max_length or 0, max(Room.host_tokens, max_length or 0, context))
         self._stores = LayerStores(placement, room, num_layers=len(ours))
@@ -75,7 +77,7 @@ class HybridCache(DynamicCache):
         Cache.__init__(self, layers=layers)
 
     @property
-    def stats(self) -> TransferStats:
+    def stats(self) -> CacheStats:
         """What was copied between host and device since the cache was built or reset."""
         return self._stores.stats
 
@@ -85,6 +87,28 @@ class HybridCache(DynamicCache):
         for device, num_bytes in self._holdings():
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
         return MemoryReport(sizes["device"], sizes["host"], self.get_seq_length())
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+        """
+        Move what is stored to where a model on `device` can use it, layer by layer; where it is already, nothing moves.
+
+        Args:
+            device: of the model that will use the cache next. Layers that live in host memory stay there.
+            dtype: of the states of that model; `None` if it does not change.
+
+        Raises:
+            HostMemoryError: host memory would not suffice; everything is where it was then.
+        """
+        device = torch.empty(0, device=device).device  # with its index, as the states of the model have it
+        before = [(layer, *_whereabouts(layer)) for layer in self.layers]
+        try:
+            for layer in self.layers:
+                _move(layer, device, dtype)
+        except BaseException:
+            for layer, old_device, old_dtype in before:
+                if old_device is not None:
+                    _move(layer, old_device, old_dtype)
+            raise
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back; the cache can be used again."""
@@ -113,6 +137,21 @@ class HybridCache(DynamicCache):
                 yield from ((buffer.device, buffer.num_bytes) for buffer in (layer.store.keys, layer.store.values))
 
 
+def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Device and type of what a layer holds; `None` for an empty one."""
+    if isinstance(layer, HybridLayer):
+        return (layer.store.shape.device, layer.store.shape.key_dtype) if layer.store is not None else (None, None)
+    floating = [tensor for tensor in tensors_of(layer) if tensor.is_floating_point()]
+    return (floating[0].device, floating[0].dtype) if floating else (None, None)
+
+
+def _move(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
+    if isinstance(layer, HybridLayer):
+        layer.to(device, dtype)
+    else:
+        move_tensors_of(layer, device, dtype)
+
+
 class DynamicHybridCache(HybridCache):
     """
     A cache on the compute device that grows in place: a new token costs the write of one token.
@@ -120,14 +159,21 @@ class DynamicHybridCache(HybridCache):
     Args:
         config: the model's config (`model.config`).
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
+        cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
+            `True`, `False`, `None` (if the model is on the CPU) or the indices of some layers.
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
         >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
     """
 
-    def __init__(self, config: PreTrainedConfig, max_length: int | None = None):
-        super().__init__(config, Placement(), max_length)
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        max_length: int | None = None,
+        cpu_decode: bool | Collection[int] | None = None,
+    ):
+        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length)
 
 
 class OffloadedHybridCache(HybridCache):
@@ -141,6 +187,8 @@ class OffloadedHybridCache(HybridCache):
         prefetch_layers: how many layers are on their way to the device while one is attended to.
         resident_layers: how many layers keep a copy on the device that is never given up.
         pin_memory: page-lock the host memory; `None` does so for CUDA.
+        cpu_decode: attend to layers in host memory, with a kernel, when few tokens come at once: `True`, `False`,
+            `None` (if the model is on the CPU) or the indices of some layers.
 
     Example:
         >>> cache = OffloadedHybridCache(model.config)
@@ -153,5 +201,6 @@ class OffloadedHybridCache(HybridCache):
         prefetch_layers: int = 1,
         resident_layers: int = 0,
         pin_memory: bool | None = None,
+        cpu_decode: bool | Collection[int] | None = None,
     ):
-        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory))
+        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode))

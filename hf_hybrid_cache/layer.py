@@ -1,23 +1,29 @@
 """One full-attention layer of a hybrid cache."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from .cpu_attention import MAX_QUERIES, CpuAttention
+from .handles import handles_of
 from .placement import Placement
 from .storage import (
+    CacheStats,
     HostBudget,
+    HostStore,
     KVShape,
     KVStore,
     ResidentStore,
     Room,
     Staging,
     StreamedStore,
-    TransferStats,
     streams_for,
 )
+
+_MOVED_TOKENS = 4096
 
 
 class LayerStores:
@@ -37,21 +43,43 @@ class LayerStores:
         self.placement = placement
         self.room = room
         self.budget = HostBudget(num_layers)
-        self.stats = TransferStats()
+        self.stats = CacheStats()
+        self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
         self.stagings: dict[torch.device, Staging] = {}
         self._resident = placement.resident_ordinals(num_layers)
 
-    def make(self, ordinal: int, shape: KVShape) -> KVStore:
-        """The store of the `ordinal`-th full-attention layer."""
-        if not self.placement.offload:
+    def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
+        """
+        Whether a layer is attended to on the CPU when few tokens come at once.
+
+        Raises:
+            ValueError: it was asked for, and there is no kernel for the type of its states.
+        """
+        if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
+            return False
+        if shape.element is None and self.placement.cpu_decode is not None:
+            raise ValueError(
+                f"cpu_decode needs keys and values of one type, float32, float16 or bfloat16; layer {layer_idx} has "
+                f"{shape.key_dtype} and {shape.value_dtype}. Load the model in one of these, or pass cpu_decode=False."
+            )
+        return shape.element is not None
+
+    def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:
+        """The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer."""
+        on_cpu = self.attends_on_cpu(layer_idx, shape)
+        if on_cpu:
+            assert shape.element is not None
+            self.attention.prepare(shape.element)
+            if shape.device.type == "cpu":
+                return HostStore(shape, self.room, self.budget)
+        elif not self.placement.offload:
             return ResidentStore(shape, self.room, self.budget)
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
         pinned = shape.device.type == "cuda" and self.placement.pin_memory is not False
-        return StreamedStore(
-            shape, self.room, self.budget, self.stagings[shape.device], ordinal in self._resident, pinned
-        )
+        resident = ordinal in self._resident and not on_cpu
+        return StreamedStore(shape, self.room, self.budget, self.stagings[shape.device], resident, pinned)
 
 
 class HybridLayer(CacheLayerMixin):
@@ -75,6 +103,7 @@ class HybridLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self._ordinal = ordinal
         self._stores = stores
+        self._is_attended_on_cpu = False
         self.store: KVStore | None = None
 
     @property
@@ -92,7 +121,7 @@ class HybridLayer(CacheLayerMixin):
         return None if self.store is None else self.store.read()[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.store = self._stores.make(self._ordinal, KVShape.of(key_states, value_states))
+        self.store = self._make_store(KVShape.of(key_states, value_states))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -108,7 +137,8 @@ class HybridLayer(CacheLayerMixin):
 
         Returns:
             Keys and values, `[batch, num_kv_heads, tokens, head_dim]`. Views of what is stored: to be read, not kept
-            while tokens are removed.
+            while tokens are removed. Handles (`handles.py`) where a few tokens are attended to on the CPU: to be used
+            before the cache changes.
 
         Raises:
             ValueError: the states do not fit each other, or what is stored.
@@ -119,7 +149,14 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        return self.store.append(key_states, value_states)
+        if self._is_attended_on_cpu != self._stores.attends_on_cpu(self.layer_idx, self.store.shape):
+            self._move(self.store.shape)
+        store = self.store
+        if self._is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
+            assert isinstance(store, HostStore)
+            store.extend(key_states, value_states)
+            return handles_of(store, self._stores.attention)
+        return store.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
         return 0 if self.store is None else self.store.num_tokens
@@ -148,6 +185,22 @@ class HybridLayer(CacheLayerMixin):
         if self.store is not None:
             self.store.truncate(max(0, self.store.num_tokens + tokens_to_remove))
 
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """
+        Move what is stored to where a model on `device` uses it, as `dtype` or as it is.
+
+        Raises:
+            HostMemoryError: host memory would not suffice; nothing has changed then.
+        """
+        if self.store is None:
+            return
+        now = self.store.shape
+        shape = dataclasses.replace(
+            now, device=device, key_dtype=dtype or now.key_dtype, value_dtype=dtype or now.value_dtype
+        )
+        if shape != now:
+            self._move(shape)
+
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
         if self.store is not None:
@@ -173,6 +226,27 @@ class HybridLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: a layer fetches those that follow it."""
+
+    def _move(self, shape: KVShape) -> None:
+        """Put what is stored into the store that `shape` asks for now."""
+        old = self.store
+        assert old is not None
+        old.settle()
+        new = self._make_store(shape)
+        try:
+            for start in range(0, old.num_tokens, _MOVED_TOKENS):
+                end = min(start + _MOVED_TOKENS, old.num_tokens)
+                new.extend(old.keys.read_range(start, end), old.values.read_range(start, end))
+            new.settle()
+        except BaseException:
+            new.close()
+            raise
+        self.store = new
+        old.close()
+
+    def _make_store(self, shape: KVShape) -> KVStore:
+        self._is_attended_on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
+        return self._stores.make(self.layer_idx, self._ordinal, shape)
 
     def _select_batch(self, indices: torch.Tensor) -> None:
         if self.store is not None and self.store.num_tokens > 0:
@@ -209,3 +283,19 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
         for item in value.values() if isinstance(value, dict) else (value,):
             if isinstance(item, torch.Tensor):
                 yield item
+
+
+def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move those tensors to `device`, floating ones as `dtype`."""
+
+    def moved(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.to(device, dtype if item.is_floating_point() else None)
+        return item
+
+    for name, value in vars(layer).items():
+        setattr(
+            layer, name, {key: moved(item) for key, item in value.items()} if isinstance(value, dict) else moved(value)
+        )
+    if getattr(layer, "is_initialized", False) and hasattr(layer, "device"):
+        layer.device, layer.dtype = device, dtype or layer.dtype

@@ -1,5 +1,6 @@
-"""Which layers stay on the compute device and which are streamed to it from host memory. Plain ints, no tensors."""
+"""Which layers stay on the device, are streamed to it, or are attended to on the CPU. Plain ints, no tensors."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -24,19 +25,35 @@ class Placement:
         prefetch_layers: how many layers are on their way to the device while one is attended to.
         resident_layers: how many layers keep a copy on the device that is never given up.
         pin_memory: page-lock the host memory, so that copies run beside the computation; `None` does so for CUDA.
+        cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
+            `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
 
     Raises:
-        ValueError: a negative count.
+        ValueError: a negative count or index.
     """
 
     offload: bool = False
     prefetch_layers: int = 1
     resident_layers: int = 0
     pin_memory: bool | None = None
+    cpu_decode: bool | Collection[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.cpu_decode is not None and not isinstance(self.cpu_decode, bool):
+            object.__setattr__(self, "cpu_decode", _layer_indices(self.cpu_decode))
         require_count("prefetch_layers", self.prefetch_layers)
         require_count("resident_layers", self.resident_layers)
+
+    @property
+    def cpu_layers(self) -> frozenset[int]:
+        """Indices of layers that were named to be attended to on the CPU."""
+        return self.cpu_decode if isinstance(self.cpu_decode, frozenset) else frozenset()
+
+    def attends_on_cpu(self, layer: int, computes_on_cpu: bool) -> bool:
+        """Whether `layer` is attended to on the CPU, in a model that computes there or elsewhere."""
+        if self.cpu_decode is None:
+            return computes_on_cpu
+        return self.cpu_decode if isinstance(self.cpu_decode, bool) else layer in self.cpu_layers
 
     def resident_ordinals(self, num_layers: int) -> frozenset[int]:
         """
@@ -54,3 +71,10 @@ class Placement:
                 f"Use at most {num_layers}, or DynamicHybridCache to keep every layer on the device."
             )
         return frozenset(i * num_layers // self.resident_layers for i in range(self.resident_layers))
+
+
+def _layer_indices(given: object) -> frozenset[int]:
+    indices = given if isinstance(given, Collection) else [None]
+    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices):
+        raise ValueError(f"cpu_decode must be True, False, None or a collection of layer indices, got {given!r}.")
+    return frozenset(index for index in indices if isinstance(index, int))

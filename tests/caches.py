@@ -16,13 +16,40 @@ def stock(config: PreTrainedConfig) -> Cache:
     return DynamicCache(config=config)
 
 
+def dynamic(config: PreTrainedConfig) -> HybridCache:
+    return DynamicHybridCache(config, cpu_decode=False)
+
+
+def offloaded(config: PreTrainedConfig) -> HybridCache:
+    return OffloadedHybridCache(config, cpu_decode=False)
+
+
 def offloaded_partly(config: PreTrainedConfig) -> HybridCache:
     """Two layers ahead, and one that stays, where the model has one."""
-    return OffloadedHybridCache(config, prefetch_layers=2, resident_layers=min(1, num_full_attention_layers(config)))
+    resident_layers = min(1, num_full_attention_layers(config))
+    return OffloadedHybridCache(config, prefetch_layers=2, resident_layers=resident_layers, cpu_decode=False)
 
 
-CACHES: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
-    "dynamic": DynamicHybridCache,
-    "offloaded": OffloadedHybridCache,
+def cpu_decode(config: PreTrainedConfig) -> HybridCache:
+    return DynamicHybridCache(config, cpu_decode=True)
+
+
+def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
+    """The last full-attention layer on the CPU, the others streamed."""
+    layers = [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
+    return OffloadedHybridCache(config, cpu_decode=layers[-1:])
+
+
+# Attention is torch's own: results are those of `DynamicCache` to the last bit.
+SAME_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
+    "dynamic": dynamic,
+    "offloaded": offloaded,
     "offloaded_partly": offloaded_partly,
 }
+# Attention is the kernel's: results differ by rounding.
+OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
+    "default": DynamicHybridCache,
+    "cpu_decode": cpu_decode,
+    "cpu_decode_partly": cpu_decode_partly,
+}
+CACHES = SAME_ATTENTION | OWN_ATTENTION

@@ -30,9 +30,14 @@ def cache(request: pytest.FixtureRequest) -> HybridCache:
 
 
 def test_memory_is_what_the_buffers_hold():
-    report = fill(DynamicHybridCache(CONFIG)).memory()
+    report = fill(DynamicHybridCache(CONFIG, cpu_decode=False)).memory()
     assert (report.device_bytes, report.host_bytes, report.num_tokens) == (0, 5 * 4 * TOKEN_BYTES, 5)
     assert report.bytes_per_token == 4 * TOKEN_BYTES
+
+
+def test_memory_of_blocks_is_that_of_whole_blocks():
+    report = fill(DynamicHybridCache(CONFIG)).memory()
+    assert (report.device_bytes, report.host_bytes, report.num_tokens) == (0, 64 * 4 * TOKEN_BYTES, 5)
 
 
 def test_memory_of_an_empty_cache_is_nothing(cache: HybridCache):
@@ -41,16 +46,16 @@ def test_memory_of_an_empty_cache_is_nothing(cache: HybridCache):
 
 
 def test_memory_counts_the_staging_slots_of_an_offloaded_cache():
-    cache = fill(OffloadedHybridCache(CONFIG))
+    cache = fill(OffloadedHybridCache(CONFIG, cpu_decode=False))
     slots = [slot for staging in cache._stores.stagings.values() for slot in staging.slots]
     staged = sum(slot.keys.num_bytes + slot.values.num_bytes for slot in slots)
     assert staged > 0
-    assert cache.memory().host_bytes == 5 * 4 * TOKEN_BYTES + staged
+    assert cache.memory().host_bytes == 64 * 4 * TOKEN_BYTES + staged
 
 
 def test_memory_counts_layers_of_transformers_own():
     model = tiny_model("gemma3")
-    cache = DynamicHybridCache(model.config)
+    cache = DynamicHybridCache(model.config, cpu_decode=False)
     ids = random_prompt(1, 40)
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=2, do_sample=False)
     stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -228,6 +233,12 @@ def test_states_of_another_dtype_are_refused(cache: HybridCache):
 
 def test_keys_and_values_may_differ_in_dtype_and_width(cache: HybridCache):
     keys, values = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 8).bfloat16()
+    if cache._stores.placement.cpu_decode is True:
+        with pytest.raises(
+            ValueError, match=r"cpu_decode needs keys and values of one type.*float32 and torch.bfloat16"
+        ):
+            cache.update(keys, values, 0)
+        return
     cache.update(keys, values, 0)
     ours = cache.update(keys, values, 0)
     assert torch.equal(ours[0], torch.cat([keys, keys], dim=2))

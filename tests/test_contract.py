@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from caches import CACHES, stock
+from caches import CACHES, OWN_ATTENTION, SAME_ATTENTION, stock
 from tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 
 NEW_TOKENS = 24
@@ -158,8 +158,7 @@ def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
         return pytest.skip(f"DynamicCache of transformers {transformers.__version__} fails here itself: {error}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
+EVERY_MODE = pytest.mark.parametrize(
     ("family", "mode"),
     [
         pytest.param(family, mode, marks=pytest.mark.xdist_group(f"{family}"))
@@ -168,7 +167,11 @@ def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
         if (family, mode) not in NOT_IN_TRANSFORMERS
     ],
 )
-@pytest.mark.parametrize("cache", CACHES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@EVERY_MODE
+@pytest.mark.parametrize("cache", SAME_ATTENTION)
 def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str, mode: str, dtype: torch.dtype):
     reference = expected(family, mode, dtype)
     actual = MODES[mode](tiny_model(family, dtype), CACHES[cache])
@@ -179,6 +182,23 @@ def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str,
             assert ours == theirs
 
 
+# Keys and values of DeepSeek-V3 are not attended to as they are stored, so every step asks for them.
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@EVERY_MODE
+@pytest.mark.parametrize("cache", OWN_ATTENTION)
+def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str, family: str, mode: str):
+    reference = expected(family, mode, torch.float32)
+    actual = MODES[mode](tiny_model(family), OWN_ATTENTION[cache])
+    for ours, theirs in zip(actual, reference, strict=True):
+        if isinstance(theirs, torch.Tensor) and theirs.is_floating_point():
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        elif isinstance(theirs, torch.Tensor):
+            assert torch.equal(ours, theirs)
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_any_attention_implementation_gets_the_stored_states(cache: str, implementation: str):

@@ -14,9 +14,12 @@ REPOSITORY = PACKAGE.parent
 
 # Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
+    "kernels": {"kernels", "numba"},
     "storage": {"storage", "torch"},
     "placement": set(),
-    "layer": {"placement", "storage", "torch", "transformers"},
+    "cpu_attention": {"kernels", "storage", "torch"},
+    "handles": {"cpu_attention", "storage", "torch"},
+    "layer": {"cpu_attention", "handles", "placement", "storage", "torch", "transformers"},
     "cache": {"layer", "placement", "storage", "torch", "transformers"},
     "models": {"models", "torch", "transformers"},
     "demo": {"cache", "layer", "torch", "transformers"},

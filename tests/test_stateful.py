@@ -14,11 +14,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
-from hf_hybrid_cache.storage import Room, Staging
+from hf_hybrid_cache.layer import LayerStores
+from hf_hybrid_cache.storage import KVShape, Room, Staging, StreamedStore
 
 from caches import CACHES
 from lazy_streams import LazyStreams
@@ -29,8 +31,22 @@ CONFIG = LlamaConfig(
 )
 
 
-def with_lazy_streams(prefetch_layers: int, resident_layers: int, host_tokens: int = 131_072) -> HybridCache:
-    cache = OffloadedHybridCache(CONFIG, prefetch_layers, resident_layers)
+class StreamsOnCpu(LayerStores):
+    """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
+
+    def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> StreamedStore:
+        return StreamedStore(shape, self.room, self.budget, self.stagings[shape.device])
+
+
+def with_lazy_streams(
+    prefetch_layers: int,
+    resident_layers: int,
+    host_tokens: int = 131_072,
+    cpu_decode: bool | tuple[int, ...] = False,
+) -> HybridCache:
+    cache = OffloadedHybridCache(CONFIG, prefetch_layers, resident_layers, cpu_decode=cpu_decode)
+    if cpu_decode:
+        cache._stores.__class__ = StreamsOnCpu
     cache._stores.room = Room(host_tokens=host_tokens)
     cache._stores.stagings[torch.device("cpu")] = Staging(LazyStreams(), prefetch_layers, cache.stats)
     return cache
@@ -44,6 +60,8 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
     "lazy_copies_no_prefetch": lambda: with_lazy_streams(0, 1),
     "lazy_copies_partly": lambda: with_lazy_streams(2, 1),
     "lazy_copies_growing": lambda: with_lazy_streams(1, 2, host_tokens=70),
+    "lazy_copies_cpu_decode": lambda: with_lazy_streams(1, 0, cpu_decode=True),
+    "lazy_copies_cpu_decode_partly": lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=(1, 3)),
 }
 
 
@@ -68,6 +86,9 @@ class CacheMachine(RuleBasedStateMachine):
             shape = (self.batch, NUM_KV_HEADS, new_tokens, HEAD_DIM)
             keys, values = (torch.randn(shape, generator=self.generator) for _ in range(2))
             ours, theirs = (cache.update(keys, values, layer) for cache in (self.ours, self.stock))
+            query = torch.randn((self.batch, 2 * NUM_KV_HEADS, new_tokens, HEAD_DIM), generator=self.generator)
+            attended = [scaled_dot_product_attention(query, *states, enable_gqa=True) for states in (ours, theirs)]
+            torch.testing.assert_close(*attended)
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
             del ours
@@ -139,6 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.equal(ours.values, theirs.values)
 
 
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_sequence_of_operations_leaves_what_dynamic_cache_holds(variant: str):
     machine = type("Machine", (CacheMachine,), {"variant": variant})

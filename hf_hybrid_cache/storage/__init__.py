@@ -2,16 +2,19 @@
 
 from .growth import Room
 from .host_memory import HostBudget, HostMemoryError, require_host_bytes
+from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .resident_store import ResidentStore
 from .staging import Staging
-from .stats import TransferStats
+from .stats import CacheStats
 from .streamed_store import StreamedStore
 from .streams import Streams, streams_for
 
 __all__ = [
+    "CacheStats",
     "HostBudget",
     "HostMemoryError",
+    "HostStore",
     "KVShape",
     "KVStore",
     "ResidentStore",
@@ -19,7 +22,6 @@ __all__ = [
     "Staging",
     "StreamedStore",
     "Streams",
-    "TransferStats",
     "require_host_bytes",
     "streams_for",
 ]

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 
+from .block_buffer import kernel_element
 from .growth import grown_capacity
 from .host_memory import HostBudget, HostMemoryError, require_host_bytes
 from .token_buffer import TokenBuffer
@@ -38,6 +40,11 @@ class KVShape:
     @property
     def values(self) -> tuple[int, int, int]:
         return (self.batch, self.num_kv_heads, self.value_dim)
+
+    @property
+    def element(self) -> np.dtype | None:
+        """What kernels see blocks of these states as; `None` if they cannot read them."""
+        return kernel_element(self.key_dtype) if self.key_dtype == self.value_dtype else None
 
     def __str__(self) -> str:
         dims = f"{self.key_dim}" if self.key_dim == self.value_dim else f"{self.key_dim} and {self.value_dim}"
@@ -84,8 +91,15 @@ class KVStore(ABC):
         """
 
     @abstractmethod
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states like `append`, without bringing the others to the device; any device and type will do."""
+
+    @abstractmethod
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, on the compute device."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Let the calling thread wait until no copy reads or writes the truth, and all of it is there."""
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens`, which are at most as many as there are."""

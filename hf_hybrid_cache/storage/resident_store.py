@@ -29,12 +29,15 @@ class ResidentStore(KVStore):
         return self._duplicate(memo)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.extend(keys, values)
+        return self.read()
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         end = self.num_tokens + keys.shape[2]
         self._make_room(end)
         self.keys.write(self.num_tokens, keys)
         self.values.write(self.num_tokens, values)
         self.num_tokens = end
-        return self.read()
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys.read(self.num_tokens), self.values.read(self.num_tokens)

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .block_buffer import BLOCK
 from .kv_store import KVShape
-from .stats import TransferStats
+from .stats import CacheStats
 from .streams import Event, Streams
 from .token_buffer import TokenBuffer
 
 if TYPE_CHECKING:
     from .streamed_store import StreamedStore
-
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Slot:
@@ -104,7 +103,7 @@ class Staging:
         stats: counted into.
     """
 
-    def __init__(self, streams: Streams, prefetch_layers: int, stats: TransferStats):
+    def __init__(self, streams: Streams, prefetch_layers: int, stats: CacheStats):
         self.streams = streams
         self.prefetch_layers = prefetch_layers
         self.stats = stats
@@ -157,17 +156,24 @@ class Staging:
         return slot
 
     def save(self, store: "StreamedStore", slot: Slot, start: int, end: int) -> Event:
-        """Copy tokens `start` to `end` from the slot to the host."""
-        pairs = [(host, device) for device, host in self._paired_rows(store, slot, start, end)]
-        slot.saved = self.streams.copy_to_host(lambda: _copy_all(pairs), after=[self.streams.computed()])
-        self.stats.bytes_to_host += (end - start) * store.bytes_per_token
+        """Copy tokens `start` to `end` from the slot to the host, as the whole blocks that they are part of."""
+
+        def copy_both() -> None:
+            store_keys.save(slot_keys, start, end)
+            store_values.save(slot_values, start, end)
+
+        # The buffers, not their owners, which may have others by the time the copy runs.
+        store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
+        slot.saved = self.streams.copy_to_host(copy_both, after=[self.streams.computed()])
+        self.stats.bytes_to_host += (-(-end // BLOCK) - start // BLOCK) * BLOCK * store.bytes_per_token
         return slot.saved
 
     def prefetch_after(self, store: "StreamedStore") -> None:
         """Start fetching the layers that follow `store` and are not on the device yet."""
         stores = self._stores
         position = stores.index(store)
-        upcoming = [other for other in stores[position + 1 :] + stores[:position] if not other.resident]
+        following = stores[position + 1 :] + stores[:position]
+        upcoming = [other for other in following if other.is_streamed and not other.resident]
         for other in upcoming[: self.prefetch_layers]:
             slot = self._slot_of(other)
             if other.num_tokens > 0 and (slot is None or slot.num_tokens < other.num_tokens):
@@ -180,6 +186,12 @@ class Staging:
             slot.num_tokens = 0
             if slot.is_lent:
                 slot.owner = None
+
+    def vacate(self, store: "StreamedStore") -> None:
+        """Give up the device copy of `store`, and the memory it is in."""
+        slot = self._slot_of(store)
+        if slot is not None:
+            self.slots.remove(slot)
 
     def settle(self, store: "StreamedStore") -> None:
         """Let the calling thread wait until no copy reads or writes the host memory of `store`."""
@@ -195,21 +207,17 @@ class Staging:
         num_tokens = store.num_tokens
         slot = self._claim(store, current)
         slot.make_room(store.shape, num_tokens, keep=0)
-        pairs = self._paired_rows(store, slot, 0, num_tokens)
+
+        def copy_both() -> None:
+            store_keys.load(slot_keys, num_tokens)
+            store_values.load(slot_values, num_tokens)
+
+        store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
         before = [self.streams.computed(), slot.saved, store.saved]
-        slot.arrived = self.streams.copy_to_device(lambda: _copy_all(pairs), after=before)
+        slot.arrived = self.streams.copy_to_device(copy_both, after=before)
         slot.num_tokens = num_tokens
         self.stats.bytes_to_device += num_tokens * store.bytes_per_token
         return slot
-
-    @staticmethod
-    def _paired_rows(store: "StreamedStore", slot: Slot, start: int, end: int) -> Pairs:
-        """The same tokens on the device and on the host, in pieces that one copy can move."""
-        return [
-            (device.rows(first, last), host.rows(first, last))
-            for device, host in ((slot.keys, store.keys), (slot.values, store.values))
-            for first, last in host.segments(start, end)
-        ]
 
     def _claim(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
         """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
@@ -233,8 +241,3 @@ class Staging:
         if owner is None:
             return len(stores)
         return (stores.index(owner) - stores.index(current)) % len(stores)
-
-
-def _copy_all(pairs: Pairs) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)

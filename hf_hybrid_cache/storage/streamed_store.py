@@ -5,14 +5,14 @@ import copy
 import torch
 
 from .growth import Room
-from .host_buffer import HostBuffer
 from .host_memory import HostBudget
-from .kv_store import KVShape, KVStore
+from .host_store import HostStore
+from .kv_store import KVShape
 from .staging import Staging
 from .streams import Event
 
 
-class StreamedStore(KVStore):
+class StreamedStore(HostStore):
     """
     Keys and values in host memory, which is the truth about them; the device holds copies in staging slots.
 
@@ -26,10 +26,11 @@ class StreamedStore(KVStore):
         staging: the slots of the compute device, shared by its layers.
         resident: keep the device copy for good.
         pinned: page-lock the host memory.
-    """
 
-    keys: HostBuffer
-    values: HostBuffer
+    Attributes:
+        is_streamed: the next use is expected on the device; `False` while tokens are only added and attended to on the
+            host.
+    """
 
     def __init__(
         self,
@@ -40,38 +41,53 @@ class StreamedStore(KVStore):
         resident: bool = False,
         pinned: bool = False,
     ):
-        pinned_for = shape.device if pinned else None
-        keys = HostBuffer(shape.keys, shape.key_dtype, True, room.host_tokens, pinned_for)
-        values = HostBuffer(shape.values, shape.value_dtype, True, room.host_tokens, pinned_for)
-        super().__init__(shape, keys, values, budget)
+        super().__init__(shape, room, budget, pinned_for=shape.device if pinned else None)
         self.resident = resident
         self.staging = staging
-        # The copy to the host of the newest tokens.
+        self.is_streamed = True
+        # The copy to the host of the newest tokens, and those of them that must be put into their blocks after it.
         self.saved: Event = None
+        self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         staging.register(self)
 
     def __deepcopy__(self, memo: dict) -> "StreamedStore":
         self.settle()
         twin = self._duplicate(memo)
-        twin.saved = None
+        twin.saved, twin._arriving = None, []
         twin.staging = copy.deepcopy(self.staging, memo)
         return twin
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
-        if end > min(self.keys.capacity, self.values.capacity):
+        if self._arriving or end > min(self.keys.capacity, self.values.capacity):
             # Growing copies host memory on this thread, so the newest tokens must have arrived there.
             self.settle()
+        self.is_streamed = True
         self._make_room(end)
         self.staging.count_use(self)
         slot = self.staging.open(self, end)
         slot.write(start, keys, values)
         self.saved = self.staging.save(self, slot, start, end)
-        self.num_tokens = slot.num_tokens = end
+        slot.num_tokens = end
+        self._set_length(end)
         self.staging.prefetch_after(self)
         return slot.lend(end)
 
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.settle()
+        if self.is_streamed:
+            self.is_streamed = False
+            self.staging.vacate(self)
+        start, end = self.num_tokens, self.num_tokens + keys.shape[2]
+        self._make_room(end)
+        # torch copies to page-locked memory here, which it uses again once the copy is done.
+        self._arriving.append((start, keys.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
+        self.saved = self.staging.streams.computed()
+        self._set_length(end)
+
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._arriving:
+            self.settle()
         return self.staging.open(self, self.num_tokens).lend(self.num_tokens)
 
     def select_batch(self, indices: torch.Tensor) -> None:
@@ -84,6 +100,11 @@ class StreamedStore(KVStore):
 
     def settle(self) -> None:
         self.staging.settle(self)
+        for start, keys, values in self._arriving:
+            self.keys.write(start, keys)
+            self.values.write(start, values)
+        self._arriving = []
 
     def close(self) -> None:
+        super().close()
         self.staging.release(self)

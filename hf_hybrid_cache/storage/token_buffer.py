@@ -65,14 +65,13 @@ class TokenBuffer:
         """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, where room must have been made."""
         self._seen.narrow(2, start, states.shape[2]).copy_(states)
 
-    def read(self, num_tokens: int) -> torch.Tensor:
-        """View of the first `num_tokens`, `[batch, heads, num_tokens, head_dim]`."""
-        return self._seen.narrow(2, 0, num_tokens)
+    def read_range(self, start: int, end: int) -> torch.Tensor:
+        """Tokens `start` to `end`, `[batch, heads, end - start, head_dim]`: a view where the layout allows one."""
+        return self._seen.narrow(2, start, end - start)
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Tokens `start` to `end` as stored, `[tokens, batch, heads, head_dim]`, contiguous; token-major only."""
-        assert self.token_major
-        return self._data[start:end]
+    def read(self, num_tokens: int) -> torch.Tensor:
+        """The first `num_tokens`, like `read_range`."""
+        return self.read_range(0, num_tokens)
 
     def select_batch(self, indices: torch.Tensor, num_tokens: int) -> "TokenBuffer":
         """
@@ -109,9 +108,11 @@ class TokenBuffer:
         with torch.inference_mode(False):
             return torch.empty(self._stored_shape(num_tokens), dtype=self.dtype, device=self.device)
 
-    def _stored_shape(self, num_tokens: int) -> tuple[int, int, int, int]:
+    def _stored_shape(self, num_tokens: int) -> torch.Size:
         batch, heads, head_dim = self.shape
-        return (num_tokens, batch, heads, head_dim) if self.token_major else (batch, heads, num_tokens, head_dim)
+        if self.token_major:
+            return torch.Size((num_tokens, batch, heads, head_dim))
+        return torch.Size((batch, heads, num_tokens, head_dim))
 
     def _move_to(self, data: torch.Tensor, keep: int) -> None:
         """Copy the first `keep` tokens, and only then give up the memory that held them."""

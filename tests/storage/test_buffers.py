@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from hf_hybrid_cache.kernels import BLOCK, value_width
+from hf_hybrid_cache.storage.block_buffer import BlockBuffer
 from hf_hybrid_cache.storage.growth import GRANULE, grown_capacity
 from hf_hybrid_cache.storage.host_buffer import HostBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
@@ -16,35 +19,125 @@ CPU = torch.device("cpu")
 LENGTHS = [1, GRANULE - 1, GRANULE, GRANULE + 1, 255, 256, 257, 320, 321, 1000, 4095, 4097, 9000]
 
 
-def host(token_major: bool = False, expected_tokens: int = 20_000) -> HostBuffer:
-    return HostBuffer(SHAPE, torch.float32, token_major, expected_tokens)
+def host(expected_tokens: int = 20_000) -> HostBuffer:
+    return HostBuffer(SHAPE, torch.float32, expected_tokens)
 
 
-def chunked(token_major: bool = False) -> TokenBuffer:
-    return TokenBuffer(SHAPE, torch.float32, CPU, token_major)
+def short_reservation() -> HostBuffer:
+    return host(expected_tokens=100)
 
 
-def short_reservation(token_major: bool = False) -> HostBuffer:
-    return host(token_major, expected_tokens=100)
+def chunked() -> TokenBuffer:
+    return TokenBuffer(SHAPE, torch.float32, CPU)
 
 
-BUFFERS = [host, chunked, short_reservation]
+def chunked_token_major() -> TokenBuffer:
+    return TokenBuffer(SHAPE, torch.float32, CPU, token_major=True)
 
 
-@pytest.mark.parametrize("token_major", [False, True])
+def key_blocks(expected_tokens: int = 20_000) -> BlockBuffer:
+    return BlockBuffer(SHAPE, torch.float32, transposed=True, expected_tokens=expected_tokens)
+
+
+def value_blocks(expected_tokens: int = 20_000) -> BlockBuffer:
+    return BlockBuffer(SHAPE, torch.float32, transposed=False, expected_tokens=expected_tokens)
+
+
+def key_blocks_short_reservation() -> BlockBuffer:
+    return key_blocks(expected_tokens=100)
+
+
+BUFFERS = [
+    host,
+    short_reservation,
+    chunked,
+    chunked_token_major,
+    key_blocks,
+    value_blocks,
+    key_blocks_short_reservation,
+]
+
+
 @pytest.mark.parametrize("make", BUFFERS)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_what_is_written_in_pieces_is_read_as_one(make, token_major: bool, num_tokens: int):
+def test_what_is_written_in_pieces_is_read_as_one(make, num_tokens: int):
     states = torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2])
-    buffer = make(token_major)
+    buffer = make()
     start = 0
     for end in [*(length for length in LENGTHS if length < num_tokens), num_tokens]:
         buffer.ensure(end, keep=start)
         buffer.write(start, states[:, :, start:end])
         start = end
     assert torch.equal(buffer.read(num_tokens), states)
-    if token_major:
-        assert torch.equal(buffer.rows(num_tokens // 3, num_tokens), states.permute(2, 0, 1, 3)[num_tokens // 3 :])
+    third = num_tokens // 3
+    assert torch.equal(buffer.read_range(third, num_tokens), states[:, :, third:])
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("make", [key_blocks, value_blocks])
+def test_blocks_go_to_a_device_and_come_back(make, dtype: torch.dtype, num_tokens: int):
+    states = torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2]).to(dtype)
+    device = TokenBuffer(SHAPE, dtype, CPU, token_major=True)
+    device.ensure(num_tokens, keep=0)
+    device.write(0, states)
+    blocks = BlockBuffer(SHAPE, dtype, make is key_blocks, expected_tokens=20_000)
+    blocks.ensure(num_tokens, keep=0)
+    blocks.save(device, 0, num_tokens // 2 + 1)
+    blocks.save(device, num_tokens // 2, num_tokens)
+    assert torch.equal(blocks.read(num_tokens), states)
+    back = TokenBuffer(SHAPE, dtype, CPU, token_major=True)
+    back.ensure(num_tokens, keep=0)
+    blocks.load(back, num_tokens)
+    assert torch.equal(back.read(num_tokens), states)
+
+
+def test_a_block_is_what_the_kernels_read():
+    states = torch.arange(100.0).view(1, 1, 100, 1) + torch.arange(20.0) / 32
+    keys, values = (BlockBuffer((1, 1, 20), torch.float32, transposed) for transposed in (True, False))
+    for buffer in (keys, values):
+        buffer.ensure(100, keep=0)
+        buffer.write(0, states)
+    assert GRANULE == BLOCK
+    assert keys.array().shape[1:] == (1, 20, BLOCK)
+    assert values.array().shape[1:] == (1, BLOCK, value_width(20))
+    assert (keys.array()[1, 0, :, 5] == states[0, 0, BLOCK + 5].numpy()).all()
+    assert (values.array()[1, 0, 5, :20] == states[0, 0, BLOCK + 5].numpy()).all()
+    assert (values.array()[:, :, :, 20:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_see_the_bits_that_were_written(dtype: torch.dtype):
+    states = torch.randn(1, 1, 64, 16).to(dtype)
+    buffer = BlockBuffer((1, 1, 16), dtype, transposed=False)
+    buffer.ensure(64, keep=0)
+    buffer.write(0, states)
+    seen = torch.from_numpy(buffer.array().copy()).view(dtype)
+    assert torch.equal(seen[0, 0], states[0, 0])
+
+
+def _huge_kib() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+
+def _has_huge_pages() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not _has_huge_pages(), reason="the system has no transparent huge pages, or has them switched off")
+@pytest.mark.parametrize("step", [16_384, 100])
+def test_full_huge_pages_are_used_and_no_memory_beyond_what_is_written(step: int):
+    before, huge_before = psutil.Process().memory_info().rss, _huge_kib()
+    buffer = BlockBuffer((1, 8, 64), torch.bfloat16, transposed=True, expected_tokens=131_072)
+    buffer.ensure(1, keep=0)
+    for start in range(0, 16_384, step):
+        end = min(start + step, 16_384)
+        buffer.ensure(end, keep=start)
+        buffer.write(start, torch.ones(1, 8, end - start, 64, dtype=torch.bfloat16))
+    assert _huge_kib() - huge_before >= 12 * 1024
+    assert psutil.Process().memory_info().rss - before < 16 * 2**20 + 8 * 2**20
 
 
 def test_host_memory_grows_without_moving_or_copying_what_is_stored():
@@ -101,6 +194,7 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
 def test_selected_sequences_are_those_of_index_select(make, indices: list[int], monkeypatch: pytest.MonkeyPatch):
     # A few tokens at a time, so that several pieces are needed.
     monkeypatch.setattr("hf_hybrid_cache.storage.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
+    monkeypatch.setattr("hf_hybrid_cache.storage.block_buffer._COPY_BLOCKS", 2)
     states = torch.randn(2, 3, 300, 8)
     buffer = make()
     buffer.ensure(300, keep=0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_cache.storage import HostBudget, KVShape, Room, Staging, StreamedStore, TransferStats
+from hf_hybrid_cache.storage import CacheStats, HostBudget, KVShape, Room, Staging, StreamedStore
 from hf_hybrid_cache.storage.streams import SynchronousStreams
 
 from lazy_streams import LazyStreams
@@ -16,7 +16,7 @@ def states(layer: int, num_tokens: int) -> torch.Tensor:
 
 
 def make_stores(num_layers: int, prefetch_layers: int, resident: set[int] = frozenset(), streams=SynchronousStreams):
-    staging = Staging(streams(), prefetch_layers, TransferStats())
+    staging = Staging(streams(), prefetch_layers, CacheStats())
     shape = KVShape.of(states(0, 1), states(0, 1))
     budget = HostBudget(num_layers)
     return staging, [StreamedStore(shape, Room(), budget, staging, i in resident) for i in range(num_layers)]
@@ -41,10 +41,11 @@ def test_every_layer_is_fetched_ahead_once_a_step():
     stats = staging.stats
     assert (stats.prefetch_hits, stats.waits) == (0, 0)
     sent = stats.bytes_to_host
-    assert sent == 6 * 10 * stores[0].bytes_per_token
+    # Whole blocks of 64 tokens.
+    assert sent == 6 * 64 * stores[0].bytes_per_token
     step(stores, 1)
     assert (stats.prefetch_hits, stats.waits) == (6, 0)
-    assert stats.bytes_to_host - sent == 6 * stores[0].bytes_per_token
+    assert stats.bytes_to_host - sent == 6 * 64 * stores[0].bytes_per_token
     # The first layer was still there after the prefill, and is on its way for the step after this one.
     assert stats.bytes_to_device == (5 * 10 + 11) * stores[0].bytes_per_token
 

@@ -1,0 +1,156 @@
+"""Attention of a few queries over a layer's blocks in host memory: from torch tensors to the kernel and back."""
+
+import copy
+import time
+import warnings
+from collections import OrderedDict
+
+import numpy as np
+import torch
+
+from .kernels import Shape, Workspace, compile_in_background
+from .storage import CacheStats, HostStore
+
+# Assisted decoding checks up to this many tokens at once; with more, attention is bound by arithmetic.
+MAX_QUERIES = 16
+_MAX_WORKSPACES = 8
+
+
+class CpuAttention:
+    """
+    Attends on the CPU, for all layers of a cache.
+
+    Queries and results cross between a device and the host through page-locked memory.
+
+    Args:
+        stats: counted into.
+        is_asked_for: whether the user wants it, or gets it where it is of use.
+
+    Attributes:
+        is_declined: something other than this reads the states, so that they are better kept as tensors.
+    """
+
+    def __init__(self, stats: CacheStats, is_asked_for: bool):
+        self._stats = stats
+        self._is_asked_for = is_asked_for
+        self.is_declined = False
+        # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
+        self._workspaces: OrderedDict[Shape, _TorchWorkspace] = OrderedDict()
+        self._mask = _HostMask()
+        self._has_warned = False
+
+    def __deepcopy__(self, memo: dict) -> "CpuAttention":
+        twin = CpuAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
+        twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
+        return twin
+
+    def prepare(self, element: np.dtype) -> None:
+        """Have the kernel for blocks of `element` compiled by the time it is needed."""
+        compile_in_background(element)
+
+    def __call__(
+        self, query: torch.Tensor, store: HostStore, group: int, mask: torch.Tensor | None, scale: float | None
+    ) -> torch.Tensor:
+        """
+        Attend to all tokens of `store`.
+
+        Args:
+            query: `[batch, query_heads, query_length, head_dim]`, on any device.
+            store: its keys and values share batch and head_dim with the query.
+            group: query heads that share a KV head.
+            mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length,
+                tokens]`, where any of the first three may be 1.
+            scale: of the scores; `None` for `head_dim ** -0.5`.
+
+        Returns:
+            `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
+        """
+        batch, query_heads, query_length, head_dim = query.shape
+        shape = Shape(batch, query_heads // group, group, query_length, head_dim, store.shape.value_dim)
+        workspace = self._workspace(shape)
+        on_host = query.to("cpu", non_blocking=query.is_cuda)
+        visible, bias = self._mask.arrays(mask)
+        if query.is_cuda:
+            torch.cuda.current_stream(query.device).synchronize()
+        store.settle()
+        workspace.query.copy_(on_host.unflatten(1, (shape.num_kv_heads, group)))
+        start = time.perf_counter()
+        workspace.kernel.attend(
+            store.keys.array(),
+            store.values.array(),
+            store.num_tokens,
+            head_dim**-0.5 if scale is None else scale,
+            visible=visible,
+            bias=bias,
+        )
+        self._stats.kernel_seconds += time.perf_counter() - start
+        result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
+        result.copy_(workspace.out)
+        return result.flatten(1, 2).to(query.device, non_blocking=query.is_cuda)
+
+    def decline(self) -> None:
+        """Note that something needs the states themselves; say, once, how to be fast if this was asked for."""
+        if not self._is_asked_for:
+            self.is_declined = True
+        elif not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "Attention asks for the keys and values that are kept for attention on the CPU: at every step all of "
+                "them are copied, which is right and slow. Load the model with attn_implementation='sdpa' to attend "
+                "where they are, or pass cpu_decode=False to the cache.",
+                stacklevel=2,
+            )
+
+    def _workspace(self, shape: Shape) -> "_TorchWorkspace":
+        if shape not in self._workspaces:
+            self._workspaces[shape] = _TorchWorkspace(shape)
+            if len(self._workspaces) > _MAX_WORKSPACES:
+                self._workspaces.popitem(last=False)
+        self._workspaces.move_to_end(shape)
+        return self._workspaces[shape]
+
+
+class _TorchWorkspace:
+    """
+    A kernel's workspace, seen by torch.
+
+    Attributes:
+        query: `[batch, num_kv_heads, group, query_length, head_dim]`, to be written.
+        out: `[batch, num_kv_heads, group, query_length, value_dim]`, to be read.
+    """
+
+    def __init__(self, shape: Shape):
+        self.kernel = Workspace(shape)
+
+        def seen(array: np.ndarray, width: int) -> torch.Tensor:
+            rows = torch.from_numpy(array)[:, : shape.rows, :width]
+            return rows.unflatten(0, (shape.batch, shape.num_kv_heads)).unflatten(2, (shape.group, shape.query_length))
+
+        with torch.inference_mode(False):
+            self.query = seen(self.kernel.query, shape.key_dim)
+            self.out = seen(self.kernel.out, shape.value_dim)
+
+
+class _HostMask:
+    """The last mask as the kernel takes it: the layers of a model get the same one after each other."""
+
+    def __init__(self) -> None:
+        self._mask: torch.Tensor | None = None
+        self._key: object = None
+        self._arrays: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+
+    def arrays(self, mask: torch.Tensor | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """`mask` as (visible, bias), of which at least one is `None`."""
+        if mask is None:
+            return None, None
+        # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
+        key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device)
+        version = None if mask.is_inference() else mask._version
+        if self._mask is None or (key, version) != self._key or version is None:
+            host = mask.detach().to("cpu")
+            if host.dtype == torch.bool:
+                self._arrays = host.contiguous().view(torch.uint8).numpy(), None
+            else:
+                self._arrays = None, host.to(torch.float32).contiguous().numpy()
+            self._mask, self._key = mask, (key, version)
+        return self._arrays

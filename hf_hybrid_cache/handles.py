@@ -1,0 +1,211 @@
+"""
+What `update` returns when a layer is attended to on the CPU: tensors in shape, type and device, without the states.
+
+In transformers the attention function never sees the cache, only what `update` returned. Handles answer
+`torch.nn.functional.scaled_dot_product_attention`, which the default implementation calls, by running the kernel over
+host memory. Any other operation on them gets the real states, so that every other implementation is right too, if
+slower. Nothing of torch or transformers is patched.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
+
+from .cpu_attention import CpuAttention
+from .storage import HostStore
+
+
+class StaleHandleError(RuntimeError):
+    """The states that `update` returned were used after the cache had changed."""
+
+
+class LayerView:
+    """
+    One layer as it was when its handles were made.
+
+    Args:
+        store: of the layer.
+        attention: runs the kernel.
+    """
+
+    def __init__(self, store: HostStore, attention: CpuAttention):
+        self.attention = attention
+        self._store = store
+        self._version = store.version
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def store(self) -> HostStore:
+        """
+        The layer's store.
+
+        Raises:
+            StaleHandleError: it has changed since.
+        """
+        if self._store.version != self._version:
+            raise StaleHandleError(
+                "The keys and values that update() returned were used after the cache had changed. Use them before the "
+                "next update, crop or reset, or pass cpu_decode=False to get tensors of their own."
+            )
+        return self._store
+
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The real keys and values, on the device of the model; brought once for both."""
+        store = self.store
+        if self._states is None:
+            self.attention.decline()
+            self._states = store.read()
+        return self._states
+
+
+class KVHandle(torch.Tensor):
+    """
+    All keys, or all values, of a layer in host memory, or a view that transformers' `repeat_kv` takes of them.
+
+    Attributes:
+        layer: what it stands for.
+        role: 0 for keys, 1 for values.
+        views: functions that make this view out of the real states.
+    """
+
+    layer: LayerView
+    role: int
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+
+    @staticmethod
+    def make(
+        layer: LayerView, role: int, shape: torch.Size, views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    ) -> "KVHandle":
+        states = layer.store.shape
+        dtype = (states.key_dtype, states.value_dtype)[role]
+        with torch.inference_mode(False):
+            handle = torch.Tensor._make_wrapper_subclass(KVHandle, shape, dtype=dtype, device=states.device)
+        handle.layer, handle.role, handle.views = layer, role, views
+        return handle
+
+    def states(self) -> torch.Tensor:
+        """The real tensor."""
+        states = self.layer.states()[self.role]
+        for view in self.views:
+            states = view(states)
+        return states
+
+    def seen_as(self, shape: torch.Size, view: Callable[[torch.Tensor], torch.Tensor]) -> "KVHandle":
+        """The handle of what `view`, which gives `shape`, makes of this one."""
+        return KVHandle.make(self.layer, self.role, shape, (*self.views, view))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            result = _attend(*args, **kwargs)
+            if result is not None:
+                return result
+        elif func in _REPEATING and isinstance(args[0], KVHandle) and not kwargs:
+            handle, *arguments = args
+            shape = _REPEATING[func](handle, *arguments)
+            if shape is not None:
+                return handle.seen_as(shape, lambda states: func(states, *arguments))
+        # Shape, type and device are answered by the handle itself; what needs data ends in __torch_dispatch__.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def handles_of(store: HostStore, attention: CpuAttention) -> tuple[KVHandle, KVHandle]:
+    """Handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
+    layer, shape = LayerView(store, attention), store.shape
+    common = (shape.batch, shape.num_kv_heads, store.num_tokens)
+    return (
+        KVHandle.make(layer, 0, torch.Size((*common, shape.key_dim))),
+        KVHandle.make(layer, 1, torch.Size((*common, shape.value_dim))),
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """What `scaled_dot_product_attention` returns, from the kernel; `None` for a call that it does not cover."""
+    if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or isinstance(query, KVHandle):
+        return None
+    batch, heads, tokens, head_dim = key.shape if key.dim() == 4 else (0, 0, 0, 0)
+    fits = (
+        key.layer is value.layer
+        and (key.role, value.role) == (0, 1)
+        and value.shape[:3] == key.shape[:3]
+        and query.dim() == 4
+        and (query.shape[0], query.shape[3]) == (batch, head_dim)
+        and (query.dtype, query.device) == (key.dtype, key.device)
+        and (query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
+    )
+    needs_more = dropout_p > 0 or is_causal or (torch.is_grad_enabled() and query.requires_grad)
+    if not fits or needs_more or not _covers(attn_mask, query, tokens):
+        return None
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    store = key.layer.store
+    group = query.shape[1] // store.shape.num_kv_heads
+    return key.layer.attention(query, store, group, attn_mask, scale)
+
+
+def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:
+    """Whether the kernel takes `mask`: one value for each token, shared by sequences, heads and queries or not."""
+    if mask is None:
+        return True
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    full = (*query.shape[:3], tokens)
+    return (
+        len(shape) == 4
+        and shape[3] == tokens
+        and all(size in (1, expected) for size, expected in zip(shape, full, strict=True))
+        and (mask.dtype == torch.bool or mask.dtype.is_floating_point)
+        and not isinstance(mask, KVHandle)
+    )
+
+
+def _new_axis(handle: KVHandle, index: Any) -> torch.Size | None:
+    whole = slice(None)
+    if handle.dim() != 4 or not isinstance(index, tuple) or any(isinstance(item, torch.Tensor) for item in index):
+        return None
+    wanted = torch.Size((*handle.shape[:2], 1, *handle.shape[2:]))
+    return wanted if index == (whole, whole, None, whole, whole) else None
+
+
+def _expanded(handle: KVHandle, *sizes: Any) -> torch.Size | None:
+    wanted, shape = _as_size(sizes), handle.shape
+    same = len(wanted) == len(shape) == 5 and wanted[:2] + wanted[3:] == shape[:2] + shape[3:]
+    return wanted if same and shape[2] == 1 else None
+
+
+def _flattened(handle: KVHandle, *sizes: Any) -> torch.Size | None:
+    wanted, shape = _as_size(sizes), handle.shape
+    same = len(shape) == 5 and wanted == (shape[0], shape[1] * shape[2], *shape[3:])
+    return wanted if same else None
+
+
+def _as_size(sizes: tuple[Any, ...]) -> torch.Size:
+    return torch.Size(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
+
+
+# The three operations of transformers' `repeat_kv`, and the shape each gives, or `None` for another use of it.
+_REPEATING: dict[Any, Callable[..., torch.Size | None]] = {
+    torch.Tensor.__getitem__: _new_axis,
+    torch.Tensor.expand: _expanded,
+    torch.Tensor.reshape: _flattened,
+}

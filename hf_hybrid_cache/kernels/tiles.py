@@ -1,0 +1,215 @@
+"""
+The three steps of attention for a tile: four query rows and one block of 64 tokens, of one KV head.
+
+A tile's accumulators stay in registers: four rows by 64 columns are sixteen of the 32 registers of AVX-512. Where there
+are fewer or narrower registers, a tile is 16 columns wide. Addresses are integers, because the kernel walks through
+blocks whose element type Numba has no name for.
+
+Element types: `float32`; `uint16` is bfloat16, the upper half of a float32; `int16` is IEEE half precision.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .blocks import BLOCK
+from .vector_ir import FLOAT, FLOATS, INT16, INT64, INTS, LANES
+
+ROWS = 4
+_ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2}
+
+
+def _has(context: Any, feature: str) -> bool:
+    """Whether code is compiled for a processor with `feature`."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
+
+
+def _wide_vectors(context: Any) -> int:
+    """Vectors of sixteen side by side in a tile whose accumulators fit the registers."""
+    return 4 if _has(context, "avx512f") else 1
+
+
+@intrinsic
+def tile_columns(typing_context: Any) -> Any:
+    """Columns of a wide tile, a constant of the processor."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return INT64(_wide_vectors(context) * LANES)
+
+    return types.int64(), generate
+
+
+@intrinsic
+def score_tile(
+    typing_context: Any, element: Any, query: Any, keys: Any, head_dim: Any, scores: Any, column: Any, ahead: Any
+) -> Any:
+    """
+    Write `scores[:, column : column + tile_columns()] = query @ keys[:, ...]`.
+
+    query: address of float32 `[ROWS, head_dim]`; keys: address of one block of `element`, `[head_dim, BLOCK]`;
+    scores: address of float32 `[ROWS, BLOCK]`; ahead: address of what is read next, prefetched row by row.
+    """
+    item = _ITEM_BYTES[element.dtype]
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        _, query, keys, head_dim, scores, column, ahead = arguments
+        vectors = _wide_vectors(context)
+        add, multiply = builder.add, builder.mul
+        first = multiply(column, INT64(item))
+
+        def body(d: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
+            offset = add(multiply(d, INT64(BLOCK * item)), first)
+            loaded = _load_vectors(context, builder, element.dtype, add(keys, offset), vectors)
+            vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
+            results = []
+            for row in range(ROWS):
+                position = multiply(add(multiply(INT64(row), head_dim), d), INT64(4))
+                number = vec.splat(builder, vec.load(builder, add(query, position), FLOAT))
+                for key, accumulator in zip(loaded, accumulators[row * vectors :], strict=False):
+                    results.append(vec.multiply_add(builder, number, key, accumulator))
+            return results
+
+        results = vec.loop(builder, head_dim, [vec.floats(0.0)] * (ROWS * vectors), body)
+        for index, result in enumerate(results):
+            row, vector = divmod(index, vectors)
+            offset = add(multiply(column, INT64(4)), INT64((row * BLOCK + vector * LANES) * 4))
+            vec.store(builder, result, add(scores, offset))
+        return context.get_dummy_value()
+
+    integers = [types.int64] * 6
+    return types.void(element, *integers), generate
+
+
+@intrinsic
+def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums: Any, corrections: Any) -> Any:
+    """
+    Turn scores into weights relative to a running maximum (online softmax, arXiv:1805.02867).
+
+    Replaces `scores` by `exp(scale * scores - maximum)`, raises the maximum and the sum of each row to cover this
+    block, and writes the factor that corrects what was summed relative to the old maximum.
+
+    scores: address of float32 `[ROWS, BLOCK]`; maxima, sums, corrections: addresses of float32 `[ROWS]`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        scores, scale, maxima, sums, corrections = arguments
+        add, log2_e = builder.add, vec.floats(1.4426950408889634)
+        factor = vec.splat(builder, scale)
+        for row in range(ROWS):
+            addresses = [add(scores, INT64((row * BLOCK + column) * 4)) for column in range(0, BLOCK, LANES)]
+            x = [builder.fmul(vec.load(builder, address, FLOATS), factor) for address in addresses]
+            highest = x[0]
+            for vector in x[1:]:
+                highest = vec.maximum(builder, vector, highest)
+            at_row = INT64(row * 4)
+            old = vec.load(builder, add(maxima, at_row), FLOAT)
+            new = vec.maximum(builder, vec.largest(builder, highest), old)
+            vec.store(builder, new, add(maxima, at_row))
+            # A row that has seen nothing but masked tokens: minus infinity less itself would not be a number.
+            nothing = builder.fcmp_ordered("==", new, FLOAT(float("-inf")))
+            base = builder.select(nothing, FLOAT(0.0), new)
+            below = builder.fmul(vec.splat(builder, builder.fsub(old, base)), log2_e)
+            correction = builder.extract_element(vec.exp2(builder, below), INT64(0))
+            vec.store(builder, correction, add(corrections, at_row))
+            bases = vec.splat(builder, base)
+            weights = [vec.exp2(builder, builder.fmul(builder.fsub(vector, bases), log2_e)) for vector in x]
+            for address, weight in zip(addresses, weights, strict=True):
+                vec.store(builder, weight, address)
+            added = weights[0]
+            for weight in weights[1:]:
+                added = builder.fadd(added, weight)
+            before = builder.fmul(vec.load(builder, add(sums, at_row), FLOAT), correction)
+            vec.store(builder, builder.fadd(before, vec.total(builder, added)), add(sums, at_row))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), generate
+
+
+def _weigh(wide: bool) -> Any:
+    def weigh(
+        typing_context: Any,
+        element: Any,
+        weights: Any,
+        values: Any,
+        num_tokens: Any,
+        width: Any,
+        column: Any,
+        corrections: Any,
+        out: Any,
+        ahead: Any,
+    ) -> Any:
+        item = _ITEM_BYTES[element.dtype]
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+            _, weights, values, num_tokens, width, column, corrections, out, ahead = arguments
+            vectors = _wide_vectors(context) if wide else 1
+            add, multiply = builder.add, builder.mul
+            outputs, sums = [], []
+            for row in range(ROWS):
+                correction = vec.splat(builder, vec.load(builder, add(corrections, INT64(row * 4)), FLOAT))
+                start = add(multiply(INT64(row), width), column)
+                for vector in range(vectors):
+                    address = add(out, multiply(add(start, INT64(vector * LANES)), INT64(4)))
+                    outputs.append(address)
+                    sums.append(builder.fmul(vec.load(builder, address, FLOATS), correction))
+
+            def body(token: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
+                offset = multiply(add(multiply(token, width), column), INT64(item))
+                loaded = _load_vectors(context, builder, element.dtype, add(values, offset), vectors)
+                vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
+                results = []
+                for row in range(ROWS):
+                    position = add(INT64(row * BLOCK * 4), multiply(token, INT64(4)))
+                    weight = vec.splat(builder, vec.load(builder, add(weights, position), FLOAT))
+                    for value, accumulator in zip(loaded, accumulators[row * vectors :], strict=False):
+                        results.append(vec.multiply_add(builder, weight, value, accumulator))
+                return results
+
+            for result, address in zip(vec.loop(builder, num_tokens, sums, body), outputs, strict=True):
+                vec.store(builder, result, address)
+            return context.get_dummy_value()
+
+        integers = [types.int64] * 8
+        return types.void(element, *integers), generate
+
+    weigh.__doc__ = f"""
+    Correct `out[:, column : column + {"tile_columns()" if wide else LANES}]` and add `weights @ values` to it.
+
+    weights: address of float32 `[ROWS, BLOCK]`; values: address of one block of `element`, `[BLOCK, width]`, of which
+    the first `num_tokens` rows are read; corrections: address of float32 `[ROWS]`; out: address of float32
+    `[ROWS, width]`; ahead: address of what is read next, prefetched row by row.
+    """
+    return intrinsic(weigh)
+
+
+weigh_tile = _weigh(wide=True)
+weigh_narrow_tile = _weigh(wide=False)
+
+
+def _load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.Value, count: int) -> list[ir.Value]:
+    """Load `count` vectors of sixteen elements that follow each other, as floats."""
+    step = LANES * _ITEM_BYTES[dtype]
+    addresses = [builder.add(address, INT64(index * step)) for index in range(count)]
+    if dtype == types.float32:
+        return [vec.load(builder, each, FLOATS) for each in addresses]
+    if dtype == types.int16 and _has(context, "f16c"):
+        halves = ir.VectorType(ir.HalfType(), LANES)
+        return [builder.fpext(vec.load(builder, each, halves), FLOATS) for each in addresses]
+    bits = [builder.zext(vec.load(builder, each, ir.VectorType(INT16, LANES)), INTS) for each in addresses]
+    if dtype == types.uint16:
+        return [builder.bitcast(builder.shl(each, vec.ints(16)), FLOATS) for each in bits]
+    return [_half_to_float(builder, each) for each in bits]
+
+
+def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Half precision by integer arithmetic: shift the exponent into place and correct its bias."""
+    magnitude = builder.bitcast(builder.shl(builder.and_(bits, vec.ints(0x7FFF)), vec.ints(13)), FLOATS)
+    number = builder.bitcast(builder.fmul(magnitude, vec.floats(2.0**112)), INTS)
+    exponent = builder.and_(bits, vec.ints(0x7C00))
+    not_finite = builder.icmp_unsigned("==", exponent, vec.ints(0x7C00))
+    number = builder.select(not_finite, builder.or_(number, vec.ints(0x7F800000)), number)
+    sign = builder.shl(builder.and_(bits, vec.ints(0x8000)), vec.ints(16))
+    return builder.bitcast(builder.or_(number, sign), FLOATS)

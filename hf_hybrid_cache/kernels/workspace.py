@@ -1,0 +1,131 @@
+"""What a call of the attention kernel works on: shapes, and memory that is used again."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .attention import attend
+from .blocks import BLOCK, value_width
+from .threads import threads
+from .tiles import ROWS
+
+# float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
+_SEGMENT_BLOCKS = 64
+_NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    Of one call of attention.
+
+    Attributes:
+        batch: sequences.
+        num_kv_heads: of each sequence.
+        group: query heads that share a KV head.
+        query_length: queries of each head, the last tokens of the sequence.
+        key_dim: width of a key.
+        value_dim: width of a value.
+    """
+
+    batch: int
+    num_kv_heads: int
+    group: int
+    query_length: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all sequences."""
+        return self.batch * self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows that share a KV head: row `g * query_length + i` is query `i` of the group's query head `g`."""
+        return self.group * self.query_length
+
+
+@dataclass
+class Workspace:
+    """
+    What a call reads and writes besides keys and values, used again for every call of the same shape.
+
+    Attributes:
+        query: float32 `[heads, padded rows, key_dim]`, after rotary embedding. Rows beyond `shape.rows` stay zero.
+        out: float32 `[heads, padded rows, padded value_dim]`: softmax(scale * query @ keys.T + mask) @ values; zeros
+            where everything is masked.
+        lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score); minus infinity likewise.
+    """
+
+    shape: Shape
+    query: np.ndarray = field(init=False)
+    out: np.ndarray = field(init=False)
+    lse: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        rows = -(-shape.rows // ROWS) * ROWS
+        self.query = np.zeros((shape.heads, rows, shape.key_dim), np.float32)
+        self.out = np.empty((shape.heads, rows, value_width(shape.value_dim)), np.float32)
+        self.lse = np.empty((shape.heads, rows), np.float32)
+        self._make_partial(0)
+
+    def _make_partial(self, segments: int) -> None:
+        heads, rows, width = self.out.shape
+        self.scores = np.empty((segments, ROWS, BLOCK), np.float32)
+        self.corrections = np.empty((segments, ROWS), np.float32)
+        self.maxima = np.empty((segments, heads, rows), np.float32)
+        self.sums = np.empty((segments, heads, rows), np.float32)
+        self.partial = np.empty((segments, heads, rows, width), np.float32)
+
+    def attend(
+        self,
+        keys: np.ndarray,
+        values: np.ndarray,
+        num_tokens: int,
+        scale: float,
+        causal: bool = False,
+        visible: np.ndarray | None = None,
+        bias: np.ndarray | None = None,
+    ) -> None:
+        """
+        Attend `query` to the first `num_tokens`; the result is in `out` and `lse`.
+
+        Args:
+            keys: `[blocks, heads, key_dim, 64]`, see `kernels.blocks`; float32, uint16 (bfloat16 bits) or int16 (half
+                precision bits).
+            values: `[blocks, heads, 64, padded value_dim]`, of the same type; what fills the rows up is zero.
+            num_tokens: at least 1.
+            scale: of the scores.
+            causal: query `i` does not see the `query_length - 1 - i` last tokens.
+            visible: uint8 `[batch, query heads, query_length, tokens]`, 0 where a token is not seen. Any of the first
+                three sizes may be 1, for all.
+            bias: float32, likewise, added to the scaled scores.
+        """
+        shape = self.shape
+        blocks = -(-num_tokens // BLOCK)
+        with threads() as num_threads:
+            segments = min(blocks * shape.heads, num_threads * -(-blocks // (num_threads * _SEGMENT_BLOCKS)))
+            if segments != len(self.maxima):
+                self._make_partial(segments)
+            attend(
+                self.query,
+                keys,
+                values,
+                num_tokens,
+                shape.num_kv_heads,
+                shape.group,
+                shape.query_length,
+                causal,
+                np.float32(scale),
+                _NOT_GIVEN[np.uint8] if visible is None else visible,
+                _NOT_GIVEN[np.float32] if bias is None else bias,
+                self.scores,
+                self.corrections,
+                self.maxima,
+                self.sums,
+                self.partial,
+                self.out,
+                self.lse,
+            )

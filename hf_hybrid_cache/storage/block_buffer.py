@@ -1,0 +1,191 @@
+"""The keys, or the values, of one layer in host memory, in the blocks that the kernels read."""
+
+import itertools
+import math
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from .growth import GRANULE, grown_capacity
+from .host_buffer import HostBuffer
+from .page_lock import PageLock
+from .token_buffer import TokenBuffer
+
+BLOCK = GRANULE
+_LANES = 16
+_COPY_BLOCKS = 64
+# Types for which Numba has no name go by their bits; the kernels tell bfloat16 and half precision by the sign.
+_ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+
+
+def kernel_element(dtype: torch.dtype) -> np.dtype | None:
+    """What kernels see blocks of `dtype` as; `None` if there is no kernel for it."""
+    return np.dtype(_ELEMENTS[dtype]) if dtype in _ELEMENTS else None
+
+
+class BlockBuffer(HostBuffer):
+    """
+    States of one layer in blocks of 64 tokens, `[blocks, batch, heads, head_dim, 64]` or `[..., 64, head_dim]`.
+
+    Any run of blocks is one piece of memory, for kernels and for copies to a device. Values are filled up to a
+    multiple of 16 with zeros.
+
+    Args:
+        shape: `(batch, num_kv_heads, head_dim)`.
+        dtype: as stored.
+        transposed: tokens along the last axis, as the kernels want keys.
+        expected_tokens: reserve address space for this many.
+        pinned_for: page-lock the memory, chunk by chunk as it is used, for copies to and from this CUDA device. Where
+            the system refuses, one warning is given and copies are slower.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        transposed: bool,
+        expected_tokens: int = 0,
+        pinned_for: torch.device | None = None,
+    ):
+        self.transposed = transposed
+        self.pinned_for = pinned_for
+        super().__init__(shape, dtype, expected_tokens)
+
+    @property
+    def capacity(self) -> int:
+        return self._data.shape[0] * BLOCK
+
+    @property
+    def stored_dim(self) -> int:
+        """Elements of a stored row: head_dim, filled up for values."""
+        head_dim = self.shape[2]
+        return head_dim if self.transposed else -(-head_dim // _LANES) * _LANES
+
+    @property
+    def bytes_per_token(self) -> int:
+        batch, heads, _ = self.shape
+        return batch * heads * self.stored_dim * self.dtype.itemsize
+
+    def array(self) -> np.ndarray:
+        """
+        What is stored, for a kernel: `[blocks, batch * heads, head_dim, 64]` or `[..., 64, head_dim]`, not a copy.
+
+        bfloat16 is seen as uint16, half precision as int16.
+        """
+        return self._array
+
+    def write(self, start: int, states: torch.Tensor) -> None:
+        for first, place in self._runs(start, start + states.shape[2]):
+            place.copy_(_like(place, states, first - start))
+
+    def read_range(self, start: int, end: int) -> torch.Tensor:
+        """A copy of tokens `start` to `end`, `[batch, heads, end - start, head_dim]`."""
+        batch, heads, head_dim = self.shape
+        with torch.inference_mode(False):
+            states = torch.empty(batch, heads, end - start, head_dim, dtype=self.dtype)
+        for first, place in self._runs(start, end):
+            _like(place, states, first - start).copy_(place)
+        return states
+
+    def load(self, target: TokenBuffer, num_tokens: int) -> None:
+        """Copy the first `num_tokens` to a buffer on a device, where the blocks are taken apart."""
+        for first, last in self._pieces(0, -(-num_tokens // BLOCK)):
+            piece = self._data[first:last].to(target.device, non_blocking=True)
+            rows = self._as_seen(piece).flatten(2, 3)
+            count = min(num_tokens - first * BLOCK, rows.shape[2])
+            target.write(first * BLOCK, rows.narrow(2, 0, count))
+
+    def save(self, source: TokenBuffer, start: int, end: int) -> None:
+        """Copy the blocks that hold tokens `start` to `end` from a buffer on a device, where they are put together."""
+        for first, last in self._pieces(start // BLOCK, -(-end // BLOCK)):
+            piece = torch.zeros_like(self._data[first:last], device=source.device)
+            rows = source.read(last * BLOCK).narrow(2, first * BLOCK, (last - first) * BLOCK)
+            self._as_seen(piece).copy_(rows.unflatten(2, (last - first, BLOCK)))
+            self._data[first:last].copy_(piece, non_blocking=True)
+
+    def select_batch(self, indices: torch.Tensor, num_tokens: int) -> "BlockBuffer":
+        batch, heads, head_dim = self.shape
+        target = self
+        if len(indices) != batch:
+            target = self._emptied((len(indices), heads, head_dim))
+            target.ensure(num_tokens, keep=0)
+        for first, last in self._pieces(0, -(-num_tokens // BLOCK)):
+            target._data[first:last] = self._data[first:last].index_select(1, indices)
+        return target
+
+    def duplicate(self, num_tokens: int) -> "BlockBuffer":
+        twin = self._emptied(self.shape)
+        twin.ensure(num_tokens, keep=0)
+        blocks = -(-num_tokens // BLOCK)
+        twin._data[:blocks] = self._data[:blocks]
+        return twin
+
+    def _runs(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where tokens `start` to `end` are: the first of each run, and `[batch, heads, blocks, tokens, head_dim]`."""
+        while start < end:
+            block, offset = divmod(start, BLOCK)
+            blocks = (end - start) // BLOCK if offset == 0 and end - start >= BLOCK else 1
+            tokens = min(BLOCK - offset, end - start)
+            yield start, self._seen[:, :, block : block + blocks, offset : offset + tokens]
+            start += blocks * tokens
+
+    def _pieces(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Blocks `first` to `last` in pieces that one copy can move: not across separately page-locked ranges."""
+        regular = range(first, last, _COPY_BLOCKS)
+        cuts = {cut // BLOCK for cut in self._lock.cuts if first < cut // BLOCK < last}
+        return list(itertools.pairwise(sorted({*regular, *cuts, last})))
+
+    def _allocate(self, num_tokens: int) -> torch.Tensor:
+        data = super()._allocate(num_tokens)
+        if self.stored_dim != self.shape[2]:
+            data.zero_()
+        return data
+
+    def _grow(self, num_tokens: int, keep: int) -> None:
+        release_old = self._lock.release
+        super()._grow(num_tokens, keep)
+        release_old()
+
+    def _commit(self, num_tokens: int) -> None:
+        start, end = self._committed_tokens, -(-num_tokens // BLOCK) * BLOCK
+        # What was not reserved does not start at a page, and might share one with other memory.
+        if self.pinned_for is not None and self._space is not None and not self._lock.refused:
+            page_tokens = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
+            granule = math.lcm(BLOCK, page_tokens)
+            end = min(-(-grown_capacity(num_tokens) // granule) * granule, self.capacity)
+        if self._space is not None:
+            self._space.use_huge_pages(start * self.bytes_per_token, end * self.bytes_per_token)
+            if self.pinned_for is not None:
+                self._lock.extend(start, end, self.bytes_per_token)
+        self._committed_tokens = end
+
+    def _stored_shape(self, num_tokens: int) -> torch.Size:
+        batch, heads, _ = self.shape
+        rows = (self.stored_dim, BLOCK) if self.transposed else (BLOCK, self.stored_dim)
+        return torch.Size((-(-num_tokens // BLOCK), batch, heads, *rows))
+
+    def _move_to(self, data: torch.Tensor, keep: int) -> None:
+        blocks = -(-keep // BLOCK)
+        data[:blocks] = self._data[:blocks]
+        self._adopt(data)
+
+    def _adopt(self, data: torch.Tensor) -> None:
+        super()._adopt(data)
+        self._lock = PageLock(data, self.pinned_for)
+        element = kernel_element(self.dtype)
+        if element is not None:
+            bits = data.view(torch.uint8).flatten(1, 2).numpy()
+            self._array = bits.view(element)
+
+    def _as_seen(self, data: torch.Tensor) -> torch.Tensor:
+        """`[batch, heads, blocks, 64, head_dim]`, whichever way it is stored."""
+        seen = data.permute(1, 2, 0, 4, 3) if self.transposed else data.permute(1, 2, 0, 3, 4)
+        return seen[..., : self.shape[2]]
+
+
+def _like(place: torch.Tensor, states: torch.Tensor, start: int) -> torch.Tensor:
+    """The part of `states` from token `start` on that belongs in `place`, in its shape."""
+    blocks, tokens = place.shape[2:4]
+    return states.narrow(2, start, blocks * tokens).unflatten(2, (blocks, tokens))

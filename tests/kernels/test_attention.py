@@ -1,0 +1,263 @@
+"""The kernel against attention in float64 on the values that are stored."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, set_num_threads, value_width
+from kernels.reference import ELEMENTS, Case, attention, stored, to_blocks
+
+STORAGES = list(ELEMENTS)
+# Of the largest value, for scores of at most this size: float32 holds a score to 6e-8 of itself.
+BOUND, SCORES = 2e-6, 20.0
+
+
+def run(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks) -> tuple[np.ndarray, np.ndarray]:
+    batch, heads, length, key_dim = case.query.shape
+    num_kv_heads, value_dim = case.keys.shape[1], case.values.shape[3]
+    shape = Shape(batch, num_kv_heads, case.group, length, key_dim, value_dim)
+    workspace = Workspace(shape)
+    workspace.query[:, : shape.rows] = case.query.reshape(shape.heads, shape.rows, key_dim)
+    keys = to_blocks(bits[0], transposed=True, width=key_dim)
+    values = to_blocks(bits[1], transposed=False, width=value_width(value_dim))
+    workspace.attend(keys, values, case.tokens, scale, **masks)
+    out = workspace.out[:, : shape.rows, :value_dim].reshape(batch, heads, length, value_dim)
+    return out, workspace.lse[:, : shape.rows].reshape(batch, heads, length)
+
+
+def make(
+    storage: str,
+    tokens: int,
+    batch: int = 1,
+    num_kv_heads: int = 1,
+    group: int = 1,
+    length: int = 1,
+    key_dim: int = 64,
+    value_dim: int | None = None,
+    seed: int = 0,
+) -> tuple[Case, tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(np.float32)
+
+    query = normal(batch, num_kv_heads * group, length, key_dim).astype(np.float64)
+    key_bits, keys = stored(normal(batch, num_kv_heads, tokens, key_dim), storage)
+    value_bits, values = stored(normal(batch, num_kv_heads, tokens, value_dim or key_dim), storage)
+    return Case(query, keys, values), (key_bits, value_bits)
+
+
+def check(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks) -> None:
+    out, lse = run(case, bits, scale, **masks)
+    expected, expected_lse = attention(case, scale, **masks)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=BOUND * np.abs(case.values).max())
+    np.testing.assert_allclose(lse, expected_lse, rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000, 64 * BLOCK + 1, 20_000])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_lengths_straddle_blocks_and_segments(storage: str, group: int, tokens: int):
+    check(*make(storage, tokens, num_kv_heads=2, group=group), scale=0.125)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_any_group_of_query_heads(storage: str, group: int):
+    check(*make(storage, 300, num_kv_heads=2, group=group), scale=0.125)
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (24, 12), (1, 1), (40, 72)]
+)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_any_width_of_keys_and_values(storage: str, dims: tuple[int, int]):
+    check(*make(storage, 200, num_kv_heads=2, group=3, key_dim=dims[0], value_dim=dims[1]), scale=dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("tokens", [16, 17, 64, 65, 70, 500])
+def test_later_queries_see_more_tokens(tokens: int, length: int):
+    check(*make("bfloat16", tokens, batch=2, num_kv_heads=2, group=2, length=length), scale=0.125, causal=True)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(data=st.data())
+def test_random_shapes_masks_and_scores(data: st.DataObject):
+    draw = data.draw
+    storage = draw(st.sampled_from(STORAGES))
+    tokens = draw(st.one_of(st.integers(1, 200), st.integers(1, 5000)))
+    sizes = {
+        "batch": draw(st.integers(1, 3)),
+        "num_kv_heads": draw(st.integers(1, 3)),
+        "group": draw(st.integers(1, 8)),
+        "length": draw(st.integers(1, min(16, tokens))),
+        "key_dim": draw(st.integers(1, 140)),
+        "value_dim": draw(st.integers(1, 140)),
+    }
+    seed = draw(st.integers(0, 2**32 - 1))
+    case, bits = make(storage, tokens, **sizes, seed=seed)
+    generator = np.random.default_rng(seed)
+    highest = np.abs(np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))).max()
+    scale = float(np.float32(draw(st.floats(0.01, 1)) * SCORES / highest))
+    full = (*case.query.shape[:3], tokens)
+    shape = tuple(size if draw(st.booleans()) else 1 for size in full[:3]) + (tokens,)
+    masks = {"causal": draw(st.booleans())}
+    kind = draw(st.sampled_from(["none", "visible", "bias"]))
+    if kind == "visible":
+        masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
+    elif kind == "bias":
+        masks["bias"] = generator.standard_normal(shape).astype(np.float32)
+        masks["bias"][generator.random(shape) < 0.3] = -np.inf
+    check(case, bits, scale, **masks)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("hidden", [slice(0, 64), slice(0, 100), slice(64, 128), slice(30, 290), slice(0, 299)])
+def test_masks_that_hide_whole_blocks(storage: str, hidden: slice):
+    case, bits = make(storage, 300, batch=2, num_kv_heads=2, group=2)
+    visible = np.ones((2, 1, 1, 300), np.uint8)
+    visible[1, :, :, hidden] = 0
+    check(case, bits, 0.125, visible=visible)
+
+
+def test_a_row_that_sees_nothing_is_zero_with_a_log_sum_of_minus_infinity():
+    case, bits = make("bfloat16", 150, batch=2, group=3)
+    for masks in (
+        {"visible": np.array([1, 0], np.uint8).reshape(2, 1, 1, 1).repeat(150, axis=3)},
+        {"bias": np.array([0, -np.inf], np.float32).reshape(2, 1, 1, 1).repeat(150, axis=3)},
+    ):
+        out, lse = run(case, bits, 0.125, **masks)
+        assert (out[1] == 0).all()
+        assert np.isneginf(lse[1]).all()
+        assert np.isfinite(lse[0]).all()
+        check(case, bits, 0.125, **masks)
+
+
+def test_the_lowest_finite_mask_everywhere_is_attention_to_all_alike():
+    """Transformers masks with it; a row that is masked throughout must not become empty."""
+    case, bits = make("float32", 100)
+    bias = np.full((1, 1, 1, 100), np.finfo(np.float32).min)
+    out, _ = run(case, bits, 0.125, bias=bias)
+    np.testing.assert_allclose(out[0, 0, 0], case.values[0, 0].mean(axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_one_dominant_key_takes_all_the_weight(storage: str, size: float):
+    case, bits = make(storage, 200, group=4)
+    keys = np.zeros(case.keys.shape, np.float32)
+    keys[0, 0, 77] = np.float32(size)
+    key_bits, case.keys = stored(keys, storage)
+    case.query = np.full(case.query.shape, np.copysign(1.0, size))
+    out, lse = run(case, (key_bits, bits[1]), 1 / 64)
+    assert (out[0] == case.values[0, 0, 77].astype(np.float32)).all()
+    np.testing.assert_allclose(lse, np.abs(case.keys[0, 0, 77, 0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("score", [0.0, 1e4, -1e4])
+def test_equal_scores_give_the_mean(score: float):
+    case, bits = make("float32", 3000, group=2)
+    key_bits, case.keys = stored(np.full(case.keys.shape, score / 64), "float32")
+    case.query = np.ones(case.query.shape)
+    out, lse = run(case, (key_bits, bits[1]), 1.0)
+    np.testing.assert_allclose(out[0, 0, 0], case.values[0, 0].mean(axis=0), atol=BOUND * 4)
+    np.testing.assert_allclose(lse, score + np.log(3000), rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16"])
+def test_denormal_keys_and_values_count(storage: str):
+    case, bits = make(storage, 130)
+    tiny = {"float32": 1e-40, "float16": 1e-6}[storage]
+    value_bits, case.values = stored(case.values * tiny, storage)
+    out, _ = run(case, (bits[0], value_bits), 0.125)
+    expected, _ = attention(case, 0.125)
+    np.testing.assert_allclose(
+        out, expected, atol=2e-6 * np.abs(case.values).max() + np.finfo(np.float32).smallest_subnormal
+    )
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_a_number_is_not_hidden(storage: str, bad: float):
+    case, bits = make(storage, 130)
+    values = case.values.copy()
+    values[0, 0, 100, 3] = bad
+    value_bits, _ = stored(values, storage)
+    out, _ = run(case, (bits[0], value_bits), 0.125)
+    assert not np.isfinite(out[0, 0, 0, 3])
+    assert np.isfinite(np.delete(out[0, 0, 0], 3)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 5000, 20_000])
+def test_results_hardly_depend_on_the_number_of_threads(tokens: int):
+    case, bits = make("bfloat16", tokens, num_kv_heads=2, group=4)
+    results = []
+    try:
+        for num_threads in (1, 2):
+            set_num_threads(num_threads)
+            results.append(run(case, bits, 0.125))
+    finally:
+        set_num_threads(None)
+    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-6)
+
+
+def test_the_same_call_gives_the_same_bits():
+    case, bits = make("bfloat16", 5000, num_kv_heads=3, group=4)
+    first, second = (run(case, bits, 0.125)[0] for _ in range(2))
+    assert (first == second).all()
+
+
+def test_offsets_beyond_the_reach_of_32_bits():
+    """Keys of more than 2^31 elements; address space is mapped, and only the blocks that are visible get memory."""
+    tokens, heads, dim = 131_072 + 10, 136, 128
+    blocks = -(-tokens // BLOCK)
+    # One page of zeros stands behind every block that is only read.
+    keys = np.zeros((blocks, heads, dim, BLOCK), np.uint16)
+    values = np.zeros((blocks, heads, BLOCK, dim), np.uint16)
+    assert keys.size > 2**31
+    keys[-1, -1] = np.uint16(0x3F80)
+    values[-1, -1, 9] = np.uint16(0x4040)
+    workspace = Workspace(Shape(1, heads, 1, 1, dim, dim))
+    workspace.query[:, 0] = 1.0
+    workspace.attend(keys, values, tokens, 1.0)
+    expected = 3 * np.exp(128.0) / (10 * np.exp(128.0) + tokens - 10)
+    np.testing.assert_allclose(workspace.out[-1, 0], expected, rtol=1e-6)
+    assert (workspace.out[:-1, 0] == 0).all()
+    np.testing.assert_allclose(workspace.lse[:-1, 0], np.log(tokens), rtol=1e-6)
+
+
+PORTABLE = {
+    "without any extension": ("x86-64", ""),
+    "AVX2 without half precision": ("x86-64", "+avx,+avx2,+fma"),
+    "AVX2": ("x86-64-v3", "+avx,+avx2,+fma,+f16c"),
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
+@pytest.mark.parametrize("processor", PORTABLE)
+def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
+    """Compiled anew for them, in a process of its own."""
+    name, features = PORTABLE[processor]
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": name,
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1])),
+    }
+    program = """
+from kernels import test_attention as tests
+from hf_hybrid_cache.kernels import tiles
+for storage in tests.STORAGES:
+    tests.check(*tests.make(storage, 300, num_kv_heads=2, group=5, key_dim=80, value_dim=96), scale=0.1)
+    tests.check(*tests.make(storage, 129, batch=2, length=3, key_dim=24, value_dim=12), scale=0.2, causal=True)
+    tests.test_what_is_not_a_number_is_not_hidden(storage, float("inf"))
+tests.test_denormal_keys_and_values_count("float16")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
