@@ -109,6 +109,8 @@ class KVHandle(torch.Tensor):
             shape = _REPEATING[func](handle, *arguments)
             if shape is not None:
                 return handle.seen_as(shape, lambda states: func(states, *arguments))
+        elif func in _NOT_DISPATCHED:
+            args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs))
         # Shape, type and device are answered by the handle itself; what needs data ends in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -202,6 +204,9 @@ def _flattened(handle: KVHandle, *sizes: Any) -> torch.Size | None:
 def _as_size(sizes: tuple[Any, ...]) -> torch.Size:
     return torch.Size(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
 
+
+# What torch refuses to do for a subclass before it asks the subclass.
+_NOT_DISPATCHED = {torch.Tensor.tolist, torch.Tensor.numpy}
 
 # The three operations of transformers' `repeat_kv`, and the shape each gives, or `None` for another use of it.
 _REPEATING: dict[Any, Callable[..., torch.Size | None]] = {

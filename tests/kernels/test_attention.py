@@ -107,7 +107,7 @@ def test_random_shapes_masks_and_scores(data: st.DataObject):
     highest = np.abs(np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))).max()
     scale = float(np.float32(draw(st.floats(0.01, 1)) * SCORES / highest))
     full = (*case.query.shape[:3], tokens)
-    shape = tuple(size if draw(st.booleans()) else 1 for size in full[:3]) + (tokens,)
+    shape = (*(size if draw(st.booleans()) else 1 for size in full[:3]), tokens)
     masks = {"causal": draw(st.booleans())}
     kind = draw(st.sampled_from(["none", "visible", "bias"]))
     if kind == "visible":
