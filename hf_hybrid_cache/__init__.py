@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache
+from .decode import DecodeOnCPU, decode_on_cpu
 from .handles import StaleHandleError
 from .kernels import get_num_threads, set_num_threads
 from .placement import Placement
@@ -9,6 +10,7 @@ from .storage import CacheStats, HostMemoryError
 
 __all__ = [
     "CacheStats",
+    "DecodeOnCPU",
     "DynamicHybridCache",
     "HostMemoryError",
     "HybridCache",
@@ -17,6 +19,7 @@ __all__ = [
     "Placement",
     "StaleHandleError",
     "__version__",
+    "decode_on_cpu",
     "get_num_threads",
     "set_num_threads",
 ]

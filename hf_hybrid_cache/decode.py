@@ -1,0 +1,281 @@
+"""The prompt on the model's device, the tokens after it on the CPU: `generate(..., custom_generate=decode_on_cpu)`."""
+
+import copy
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from .cache import HybridCache
+from .journey import Journey, on_device
+from .weights import HOST, HostCopy, TravellingWeights
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OTHERWISE = "or leave out custom_generate to decode where the model is."
+
+
+@dataclass(frozen=True)
+class DecodeOnCPU:
+    """
+    What `generate` takes as `custom_generate` to compute the prompt where the model is and the rest on the CPU.
+
+    `decode_on_cpu` is one with default options. The model's own decoding loop runs, so every option of `generate`
+    works: sampling, beams, prompt lookup, an assistant, processors, criteria, streamers, chunked prefill. Once the
+    prompt is in the cache, weights, keys and values are in host memory only and the device's memory is given back.
+    Processors and criteria go on seeing tokens and logits on the device of the inputs. An assistant stays where it is.
+    With a model that already is on the CPU nothing is moved.
+
+    Afterwards model and cache are back where they were, after an exception or Ctrl-C too. With `restore=False` they
+    are on the CPU, unless the call ended before the prompt did. If the device has no room for them any more, they stay
+    on the CPU and a warning says so. Outputs are where the inputs were. After an exception the cache holds the tokens
+    computed so far, as after an exception in `generate`.
+
+    Args:
+        dtype: of weights, keys and values on the CPU; `None` for the model's. The weights come back exactly as they
+            were. Keys and values are converted there and back.
+        restore: bring model and cache back.
+        keep_weights: keep the copies of the weights in host memory for the next call with this same object, as long
+            as the model lives and its weights do not change.
+
+    Raises:
+        TypeError: an argument has the wrong type, or `past_key_values` is not one of this package's caches.
+        ValueError: options contradict each other; or it cannot be decoded on the CPU: an encoder-decoder model, weights
+            that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`.
+        HostMemoryError: host memory would not suffice; everything is where it was then.
+
+    Example:
+        >>> cache = DynamicHybridCache(model.config)
+        >>> model.generate(**inputs, past_key_values=cache, custom_generate=decode_on_cpu)
+        >>> in_float32 = decode_on_cpu.configure(dtype=torch.float32, keep_weights=True)
+        >>> for inputs in questions:
+        ...     cache = DynamicHybridCache(model.config)
+        ...     model.generate(**inputs, past_key_values=cache, custom_generate=in_float32)
+    """
+
+    dtype: torch.dtype | None = None
+    restore: bool = True
+    keep_weights: bool = False
+    _kept: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, HostCopy]] = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise TypeError(
+                f"dtype must be None or one of {', '.join(map(str, DTYPES))}, got {self.dtype!r}. None decodes in the "
+                "dtype of the model."
+            )
+        for name in ("restore", "keep_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.keep_weights and not self.restore:
+            raise ValueError(
+                "keep_weights=True keeps copies for when the weights are back on their device, and restore=False "
+                "leaves them on the CPU. Use one of the two."
+            )
+
+    def configure(
+        self, dtype: torch.dtype | None = None, restore: bool = True, keep_weights: bool = False
+    ) -> "DecodeOnCPU":
+        """Another one, with these options. See the class."""
+        return DecodeOnCPU(dtype, restore, keep_weights)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """
+        The decoding loop of `generate`, which calls this with what it has prepared.
+
+        Args:
+            model: generates.
+            input_ids: the prompt, `[sequences, tokens]`, repeated for beams.
+            logits_processor: change the logits.
+            stopping_criteria: end sequences.
+            generation_config: the other options.
+            synced_gpus: refused if true.
+            streamer: gets the new tokens.
+            inputs_tensor: the prompt before it was repeated.
+            assistant_model: drafts tokens.
+            **model_kwargs: what the model takes: cache, attention mask, ...
+
+        Returns:
+            What `generate` returns, on the device of `input_ids`.
+        """
+        kept_back = _arguments_kept_back()
+        synced_gpus = synced_gpus or bool(kept_back.get("synced_gpus"))
+        streamer = kept_back.get("streamer") if streamer is None else streamer
+        assistant_model = kept_back.get("assistant_model") if assistant_model is None else assistant_model
+        cache = _checked_cache(model, model_kwargs, synced_gpus)
+        loop = _loop_of(model, generation_config, streamer, assistant_model)
+
+        caller = input_ids.device
+        prompt_length = _prompt_length(input_ids, generation_config, model_kwargs)
+        offered = {"streamer": streamer, "inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
+        taken = {name: value for name, value in offered.items() if name in inspect.signature(loop).parameters}
+        inputs = on_device({"input_ids": input_ids} | taken | model_kwargs, HOST)
+        inputs |= {
+            "logits_processor": _ProcessorsOn(caller, logits_processor),
+            "stopping_criteria": _CriteriaOn(caller, stopping_criteria),
+            "generation_config": _with_special_tokens_on_host(generation_config),
+        }
+
+        dtype = None if self.dtype == model.dtype else self.dtype
+        if model.device.type == "cpu" and dtype is None:
+            return on_device(loop(model, **inputs), caller)
+        _require_movable(model)
+        kept = self._kept.setdefault(model, {}) if self.keep_weights else None
+        weights = TravellingWeights(model, dtype, self.restore, kept)
+        journey = Journey(model, cache, weights, dtype, self.restore, prompt_length)
+        return on_device(journey.run(loop, inputs), caller)
+
+
+decode_on_cpu = DecodeOnCPU()
+
+
+class _ProcessorsOn(LogitsProcessorList):
+    """Logits processors that compute on `device`, where they may hold tensors, for a loop that runs on the CPU."""
+
+    def __init__(self, device: torch.device, processors: LogitsProcessorList):
+        super().__init__(processors)
+        self.device = device
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        if not self:
+            return scores
+        return super().__call__(input_ids.to(self.device), scores.to(self.device), **kwargs).to(HOST)
+
+
+class _CriteriaOn(StoppingCriteriaList):
+    """Stopping criteria that get tokens on `device`. Scores of all steps, if recorded, stay in host memory."""
+
+    def __init__(self, device: torch.device, criteria: StoppingCriteriaList):
+        super().__init__(criteria)
+        self.device = device
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return super().__call__(input_ids.to(self.device), scores, **kwargs).to(HOST)
+
+
+def _arguments_kept_back() -> dict[str, Any]:
+    """
+    Arguments of the `generate` that has called our caller, if one has.
+
+    transformers (5.17 to 5.23) hands a callable none of those that its own loops get, and does not say so: whoever
+    reads from the streamer would wait forever.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
+        return {}
+    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+
+
+def _with_special_tokens_on_host(config: GenerationConfig) -> GenerationConfig:
+    """A copy of the config whose tensors, which `generate` has made for its loop, are in host memory."""
+    config = copy.copy(config)
+    vars(config).update({name: value.to(HOST) for name, value in vars(config).items() if torch.is_tensor(value)})
+    return config
+
+
+def _prompt_length(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    """Tokens in the cache after the prefill: as many as the mask has, also where `input_ids` are only the new ones."""
+    mask = model_kwargs.get("attention_mask")
+    # Where transformers drops a mask of ones, it notes the length.
+    return getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+
+
+def _loop_of(
+    model: Any, config: GenerationConfig, streamer: Any, assistant_model: PreTrainedModel | None
+) -> Callable[..., Any]:
+    """
+    The model's own decoding loop for what is asked.
+
+    Raises:
+        ValueError: transformers has no such loop, or the loop does not take the streamer or the assistant.
+    """
+    mode = config.get_generation_mode(assistant_model)
+    name = GENERATION_MODES_MAPPING[mode]
+    if not hasattr(type(model), name):
+        raise ValueError(f"{mode} is not part of transformers any more ({name}). Choose another mode, {OTHERWISE}")
+    if assistant_model is not None:
+        drafted, verified = (each.config.get_text_config().vocab_size for each in (assistant_model, model))
+        if drafted != verified:
+            raise ValueError(
+                f"The assistant's vocabulary has {drafted:,} tokens and the model's {verified:,}, but transformers "
+                f"hands no tokenizers to a custom_generate. Use an assistant with the model's vocabulary, {OTHERWISE}"
+            )
+    given = {"streamer": streamer, "assistant_model": assistant_model}
+    # `generate` has checked only the arguments that it does not keep back.
+    model._validate_generation_mode(mode, config, {key: value for key, value in given.items() if value is not None})
+    return getattr(type(model), name)
+
+
+def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_gpus: bool) -> HybridCache:
+    """
+    The cache that was passed to `generate`.
+
+    Raises:
+        TypeError: it is not one of this package's.
+        ValueError: the model is an encoder-decoder, `use_cache=False`, or several processes generate together.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"decode_on_cpu is for decoder-only models, and {type(model).__name__} is an encoder-decoder. Leave out "
+            "custom_generate."
+        )
+    if not isinstance(cache, HybridCache):
+        raise TypeError(
+            "decode_on_cpu moves caches of hf_hybrid_cache only, got past_key_values of type "
+            f"{type(cache).__name__}. Pass past_key_values=DynamicHybridCache(model.config) to generate."
+        )
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError(
+            f"decode_on_cpu fills the cache, and use_cache=False forbids it. Use use_cache=True, {OTHERWISE}"
+        )
+    if synced_gpus:
+        raise ValueError(f"synced_gpus=True, but weights shared out to processes cannot be moved. Use one, {OTHERWISE}")
+    return cache
+
+
+def _require_movable(model: Any) -> None:
+    """
+    Check that the model's weights can be moved, and computed with on the CPU.
+
+    Raises:
+        ValueError: they are managed by accelerate, quantized, sharded or on several devices, or attention is flash
+            attention.
+    """
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            "accelerate manages where this model's weights are (several devices, or offloading). Load it onto one "
+            f"device, such as device_map='cuda:0', {OTHERWISE}"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        method = type(model.hf_quantizer.quantization_config).__name__
+        raise ValueError(f"Quantized weights ({method}) cannot be moved. Load the model unquantized, {OTHERWISE}")
+    kinds = {type(tensor.data) for tensor in (*model.parameters(), *model.buffers())} - {torch.Tensor}
+    if kinds:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"Weights of type {names} cannot be moved. Load the model with plain tensors, {OTHERWISE}")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ValueError(f"Weights are on {' and '.join(devices)}. Move the model to one device, {OTHERWISE}")
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention is not None and "flash" in attention:
+        raise ValueError(f"{attention} runs only on GPUs. Use model.set_attn_implementation('sdpa'), {OTHERWISE}")

@@ -1,0 +1,187 @@
+"""A model's weights, moved between its device and host memory while the modules that hold them stay the same."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from .storage import require_host_bytes
+
+HOST = torch.device("cpu")
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """
+    One weight in host memory.
+
+    Attributes:
+        data: what decoding reads.
+        original: the weight as it was, where `data` does not tell it exactly and the host has no other copy.
+        fingerprint: of the weight that was copied.
+    """
+
+    data: torch.Tensor
+    original: torch.Tensor | None
+    fingerprint: tuple
+
+
+@dataclass
+class Weight:
+    """One weight: the module's own tensor, its data at home, `None` while it is not there, and its data in the host."""
+
+    tensor: torch.Tensor
+    home: torch.Tensor | None
+    home_dtype: torch.dtype
+    host: HostCopy
+
+
+class TravellingWeights:
+    """
+    Copies of a model's weights in host memory, and the exchange of the two.
+
+    Parameters and buffers stay the same objects, so ties, optimizers and references to them hold; only the data they
+    point to is exchanged. Buffers that a checkpoint does not have, such as rotary frequencies, keep their dtype.
+
+    Args:
+        model: all its weights must be on one device; nothing of it is changed yet.
+        dtype: of the weights in host memory, for those that have the model's dtype; `None` for no change.
+        returns: whether the weights will go home, exactly as they were.
+        kept: copies of an earlier call by name; those that still fit are used, and new ones added.
+
+    Raises:
+        HostMemoryError: host memory would not suffice for the copies.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype | None = None,
+        returns: bool = True,
+        kept: dict[str, HostCopy] | None = None,
+    ):
+        self.home = model.device
+        self._model = model
+        self._returns = returns
+        dtype_of = _target_dtypes(model, dtype)
+        with _plain_tensors():
+            weights = _unique_weights(model)
+            prints = {name: _fingerprint(tensor) if kept is not None else () for name, tensor in weights.items()}
+            kept = {} if kept is None else kept
+            for name in [name for name, copy in kept.items() if prints.get(name) != copy.fingerprint]:
+                del kept[name]
+            missing = [(name, tensor) for name, tensor in weights.items() if name not in kept]
+            num_bytes = sum(self._host_bytes(tensor, dtype_of(name, tensor)) for name, tensor in missing)
+            require_host_bytes(num_bytes, "Weights to decode with on the CPU need")
+            for name, tensor in missing:
+                kept[name] = self._host_copy(tensor, dtype_of(name, tensor), prints[name])
+            self._weights = [Weight(tensor, tensor.data, tensor.dtype, kept[name]) for name, tensor in weights.items()]
+
+    def use_home(self) -> None:
+        """Let the model compute with the weights on its own device, which must be there."""
+        with _plain_tensors():
+            for weight in self._weights:
+                assert weight.home is not None
+                _exchange(weight.tensor, weight.home)
+            self._move_other_buffers(self.home)
+
+    def use_host(self) -> None:
+        """Let the model compute with the weights in host memory."""
+        with _plain_tensors():
+            for weight in self._weights:
+                _exchange(weight.tensor, weight.host.data)
+            self._move_other_buffers(HOST)
+
+    def leave_home(self) -> None:
+        """Give the memory at home back; the host's copies must be in use. Originals already in the host stay there."""
+        if self.home.type != "cpu" or not self._returns:
+            for weight in self._weights:
+                weight.home = None
+        give_back = getattr(getattr(torch, self.home.type, None), "empty_cache", None)
+        if give_back is not None:
+            give_back()
+
+    def load_home(self) -> None:
+        """
+        Fill the weights at home again, bit by bit as they were; they are not in use yet.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for them; `leave_home` gives back what was filled.
+        """
+        with _plain_tensors():
+            for weight in self._weights:
+                if weight.home is None:
+                    source = weight.host.data if weight.host.original is None else weight.host.original
+                    # Converted first: the device may have room for the smaller dtype only.
+                    weight.home = source.to(weight.home_dtype).to(self.home)
+
+    def _host_bytes(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+        new = 0 if tensor.device.type == "cpu" and dtype == tensor.dtype else tensor.numel() * dtype.itemsize
+        return new + (tensor.nbytes if self._needs_original(tensor, dtype) else 0)
+
+    def _needs_original(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        loses = torch.promote_types(tensor.dtype, dtype) != dtype
+        return loses and self._returns and tensor.device.type != "cpu"
+
+    def _host_copy(self, tensor: torch.Tensor, dtype: torch.dtype, fingerprint: tuple) -> HostCopy:
+        # The device has no room to convert on, perhaps.
+        original = tensor.data.to(HOST)
+        return HostCopy(original.to(dtype), original if self._needs_original(tensor, dtype) else None, fingerprint)
+
+    def _move_other_buffers(self, device: torch.device) -> None:
+        # Looked for each time: rotary embeddings that scale with the length replace theirs during a forward pass.
+        weights = {id(weight.tensor) for weight in self._weights}
+        for buffer in self._model.buffers():
+            if id(buffer) not in weights:
+                _exchange(buffer, buffer.data.to(device))
+
+
+def _unique_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the model holds, tied weights once: the module's own tensors by their first name."""
+    first_names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first_names.setdefault(id(tensor), name)
+    return {name: state[name] for name in first_names.values()}
+
+
+def _target_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The dtype that a weight has after loading the model with `dtype`: some models keep a few weights in float32."""
+    plan = model._get_dtype_plan(dtype) if dtype is not None else {}
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in plan) or "(?!)")
+    model_dtype = model.dtype
+
+    def dtype_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        return tensor.dtype if dtype is None or tensor.dtype != model_dtype or kept.search(name) else dtype
+
+    return dtype_of
+
+
+def _exchange(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Let `tensor` be `data` and stay the same object, as `Module.to` does it."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    twin = torch.nn.Parameter(data, tensor.requires_grad) if is_parameter else data.detach()
+    vars(twin).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, twin)
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple:
+    """What tells a changed weight, read at memory speed: `weight.data += 1` moves no version counter."""
+    flat = tensor.data.reshape(-1)
+    word = math.gcd(8, flat.nbytes, flat.storage_offset() * flat.element_size())
+    return tensor.shape, tensor.dtype, flat.view(INTEGER_OF_SIZE[word]).sum(dtype=torch.int64).item()
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Tensors made inside would otherwise be inference tensors where the caller is in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

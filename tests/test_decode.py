@@ -1,0 +1,722 @@
+"""`custom_generate=decode_on_cpu`: the same tokens, and model and cache where they should be, whatever happens."""
+
+import copy
+import functools
+import gc
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from test_contract import FAMILIES, MODES, NOT_IN_TRANSFORMERS, expected, similar_model
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+    TextIteratorStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, decode_on_cpu
+
+from caches import dynamic, offloaded, stock
+from tiny_models import gemma3, llama, random_prompt, tiny_model
+
+# Another dtype on the CPU makes the CPU a place to move to: weights, keys and values are exchanged as between devices.
+IN_FLOAT64 = decode_on_cpu.configure(dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
+def second_device() -> torch.device:
+    """
+    A device that is not the CPU, on any machine: torch's lazy tensors.
+
+    They are computed on the CPU, but refuse operands there as a GPU does.
+    """
+    lazy = pytest.importorskip("torch._lazy.ts_backend", reason="torch was built without lazy tensors")
+    lazy.init()
+    return torch.device("lazy:0")
+
+
+@pytest.fixture(params=["float64", "second_device"])
+def moving(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, DecodeOnCPU]:
+    """A Llama of one's own, and what takes it elsewhere to decode."""
+    if request.param == "float64":
+        return copy.deepcopy(tiny_model("llama")), IN_FLOAT64
+    return copy.deepcopy(tiny_model("llama")).to(request.getfixturevalue("second_device")), decode_on_cpu
+
+
+def run(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    """What `generate` returns for a prompt moved to the model; greedy unless the options say otherwise."""
+    ids = ids.to(model.device)
+    cache = DynamicHybridCache(model.config) if cache is None else cache
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False} | options
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
+    """The same of a copy of the model on the CPU, with transformers' `DynamicCache`."""
+    return run(copy.deepcopy(model).to("cpu"), ids, stock(model.config), **options)
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Copies of everything the model computes with."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+
+
+def assert_as_before(model: PreTrainedModel, before: dict[str, torch.Tensor], device: torch.device) -> None:
+    assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {device}
+    after = snapshot(model)
+    assert list(after) == list(before)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def whereabouts(cache: DynamicHybridCache) -> set[tuple[torch.device, torch.dtype]]:
+    return {(layer.store.shape.device, layer.store.shape.key_dtype) for layer in cache.layers}
+
+
+class Watcher(BaseStreamer):
+    """Notes what `observe` says while tokens are decoded; the first call is the prompt, put there by `generate`."""
+
+    def __init__(self, observe: Callable[[], Any]):
+        self.observe = observe
+        self.notes: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.notes.append(self.observe())
+
+    def end(self) -> None:
+        pass
+
+
+# --- tokens
+
+
+@pytest.fixture
+def every_call_decodes_on_cpu() -> Iterator[Callable[..., None]]:
+    """Lets `model.generate` pass `custom_generate`, on `device` if the model is to be there; undone at the end."""
+    changed = []
+
+    def change(model: PreTrainedModel, decode: DecodeOnCPU, device: torch.device | None = None) -> None:
+        @functools.wraps(model.generate)
+        def generate(*inputs: Any, **options: Any) -> Any:
+            if device is not None:
+                inputs = tuple(tensor.to(device) for tensor in inputs)
+                options = {key: value.to(device) if torch.is_tensor(value) else value for key, value in options.items()}
+            output = type(model).generate(model, *inputs, **options, custom_generate=decode)
+            if device is not None:
+                assert {tensor.device for tensor in (output.sequences, *output.logits)} == {device}
+                output.sequences = output.sequences.cpu()
+                output.logits = tuple(logits.cpu() for logits in output.logits)
+            return output
+
+        if device is None:
+            similar_model(model)  # which is a copy of a model that has not been changed
+        model.generate = generate
+        changed.append(model)
+
+    yield change
+    for model in changed:
+        del model.generate
+
+
+def assert_results_agree(actual: list[Any], reference: list[Any], tolerance: float) -> None:
+    for ours, theirs in zip(actual, reference, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        else:
+            assert ours == theirs
+
+
+EVERY_MODE = [
+    pytest.param(family, mode, marks=pytest.mark.xdist_group(family))
+    for family in FAMILIES
+    for mode in MODES
+    if (family, mode) not in NOT_IN_TRANSFORMERS
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), EVERY_MODE)
+def test_tokens_equal_those_of_dynamic_cache_when_weights_and_cache_move(
+    family: str, mode: str, every_call_decodes_on_cpu: Any
+):
+    reference = expected(family, mode, torch.float32)
+    model = tiny_model(family)
+    every_call_decodes_on_cpu(model, IN_FLOAT64)
+    assert_results_agree(MODES[mode](model, dynamic), reference, tolerance=1e-3)
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.xdist_group("llama")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make_cache", [dynamic, offloaded])
+def test_a_model_on_the_cpu_decodes_as_without_custom_generate(mode: str, make_cache: Any, every_call_decodes_on_cpu):
+    reference = expected("llama", mode, torch.float32)
+    model = tiny_model("llama")
+    every_call_decodes_on_cpu(model, decode_on_cpu)
+    assert_results_agree(MODES[mode](model, make_cache), reference, tolerance=0)
+
+
+@pytest.mark.xdist_group("second_device")
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("llama", "greedy"),
+        ("llama", "sampling"),
+        ("llama", "beams"),
+        ("llama", "prompt_lookup"),
+        ("llama", "left_padding"),
+        ("llama", "continued"),
+        ("llama", "chunked_prefill"),
+        ("gemma3", "greedy"),
+        ("gemma4_shared", "beams"),
+        ("mistral_sliding", "greedy"),
+    ],
+)
+def test_tokens_on_another_device_equal_those_on_the_cpu(
+    family: str, mode: str, second_device: torch.device, every_call_decodes_on_cpu: Any
+):
+    reference = expected(family, mode, torch.float32)
+    model = copy.deepcopy(tiny_model(family)).to(second_device)
+    every_call_decodes_on_cpu(model, decode_on_cpu, second_device)
+    assert_results_agree(MODES[mode](model, DynamicHybridCache), reference, tolerance=1e-3)
+    assert model.device == second_device
+
+
+def test_an_assistant_drafts_from_where_it_is(moving):
+    model, decode = moving
+    assistant = similar_model(tiny_model("llama"))
+    drafts = Watcher(lambda: assistant.device.type)
+    with assistant.register_forward_hook(lambda *_: drafts.put(torch.empty(0))):
+        tokens = run(model, random_prompt(1, 30), custom_generate=decode, assistant_model=assistant)
+    assert torch.equal(tokens.cpu(), plain(model, random_prompt(1, 30)))
+    assert len(drafts.notes) > 1
+    assert set(drafts.notes) == {"cpu"}
+
+
+@pytest.mark.parametrize("options", [{"assistant_early_exit": 2}, {"prompt_lookup_num_tokens": 3}])
+def test_other_ways_to_draft_tokens(moving, options: dict[str, Any]):
+    model, decode = moving
+    tokens = run(model, random_prompt(1, 20), custom_generate=decode, **options)
+    assert torch.equal(tokens.cpu(), plain(model, random_prompt(1, 20)))
+
+
+def test_new_tokens_alone_continue_a_conversation(moving):
+    model, decode = moving
+    ids = random_prompt(2, 30)
+    cache = DynamicHybridCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :18].to(model.device), past_key_values=cache)
+    mask = torch.ones_like(ids).to(model.device)
+    tokens = run(model, ids[:, 18:], cache, attention_mask=mask, custom_generate=decode)
+    assert torch.equal(tokens[:, 12:].cpu(), plain(model, ids)[:, 30:])
+
+
+def test_embeddings_may_be_the_prompt(moving):
+    model, decode = moving
+    ids = random_prompt(2, 20)
+    embeddings = model.get_input_embeddings()(ids.to(model.device)).detach()
+    cache = DynamicHybridCache(model.config)
+    tokens = model.generate(
+        inputs_embeds=embeddings, past_key_values=cache, max_new_tokens=12, do_sample=False, custom_generate=decode
+    )
+    assert torch.equal(tokens.cpu(), plain(model, ids)[:, 20:])
+
+
+def test_images_are_computed_with_the_prompt():
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+    }
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=gemma3(), vision_config=vision, mm_tokens_per_image=4, image_token_index=127)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    ids = random_prompt(1, 20).clamp(max=126)
+    ids[0, 5:9] = 127
+    inputs = {
+        "pixel_values": torch.rand(1, 3, 28, 28),
+        "token_type_ids": (ids == 127).long(),
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 12,
+        "do_sample": False,
+    }
+    tokens = model.generate(ids, past_key_values=DynamicHybridCache(config), custom_generate=IN_FLOAT64, **inputs)
+    assert torch.equal(tokens, model.generate(ids, past_key_values=stock(config), **inputs))
+
+
+def test_everything_that_is_asked_for_is_returned(moving):
+    model, decode = moving
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+    cache = DynamicHybridCache(model.config)
+    ours = run(model, random_prompt(2, 20), cache, custom_generate=decode, **options)
+    theirs = plain(model, random_prompt(2, 20), **options)
+    assert ours.keys() == theirs.keys()
+    assert ours.past_key_values is cache
+    assert ours.scores[3].device == model.device
+    for step, layers in enumerate(theirs.hidden_states):
+        assert [states.shape for states in ours.hidden_states[step]] == [states.shape for states in layers]
+        assert {states.device for states in ours.hidden_states[step]} == {model.device}
+
+
+class Favour(LogitsProcessor):
+    """Prefers a token, with a tensor on the device of the inputs."""
+
+    def __init__(self, device: torch.device):
+        self.bias = torch.zeros(128, device=device)
+        self.bias[9] = 4.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids.device == scores.device
+        return scores + self.bias
+
+
+class StopAt(StoppingCriteria):
+    """Ends sequences at a token, with a tensor on the device of the inputs."""
+
+    def __init__(self, device: torch.device):
+        self.token = torch.tensor(9, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=["", "beams", "drafts"]
+)
+def test_processors_and_criteria_work_where_the_inputs_are(moving, options: dict[str, Any]):
+    model, decode = moving
+    options |= {"pad_token_id": 0, "eos_token_id": [7, 11], "repetition_penalty": 1.2, "min_new_tokens": 3}
+
+    def theirs(device: torch.device) -> dict[str, Any]:
+        return {"logits_processor": [Favour(device)], "stopping_criteria": [StopAt(device)]}
+
+    ids = random_prompt(1, 20)
+    tokens = run(model, ids, custom_generate=decode, **options, **theirs(model.device))
+    assert torch.equal(tokens.cpu(), plain(model, ids, **options, **theirs(torch.device("cpu"))))
+
+
+def test_a_streamer_gets_every_token_and_ends():
+    class Words:
+        def decode(self, ids: list[int], **kwargs: Any) -> str:
+            return "".join(f"{index} " for index in ids)
+
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)
+    options = {"streamer": streamer, "custom_generate": IN_FLOAT64}
+    thread = threading.Thread(target=run, args=(tiny_model("llama"), random_prompt(1, 20)), kwargs=options)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert [int(word) for word in text.split()] == plain(tiny_model("llama"), random_prompt(1, 20))[0, 20:].tolist()
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("dtype", "decode_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["lossy", "wider"],
+)
+def test_weights_come_back_bit_by_bit(family: str, dtype: torch.dtype, decode_dtype: torch.dtype):
+    model = tiny_model(family, dtype)
+    before, objects = snapshot(model), [id(tensor) for tensor in model.parameters()]
+    watcher = Watcher(lambda: (model.dtype, model.get_output_embeddings().weight.dtype))
+    cache = DynamicHybridCache(model.config)
+    run(model, random_prompt(1, 20), cache, custom_generate=decode_on_cpu.configure(decode_dtype), streamer=watcher)
+    assert set(watcher.notes[1:]) == {(decode_dtype, decode_dtype)}
+    assert_as_before(model, before, torch.device("cpu"))
+    assert [id(tensor) for tensor in model.parameters()] == objects
+    assert {dtype for _, dtype in whereabouts_of_any(cache)} <= {dtype, torch.float32}
+
+
+def whereabouts_of_any(cache: DynamicHybridCache) -> set[tuple[torch.device, torch.dtype]]:
+    return {(layer.keys.device, layer.keys.dtype) for layer in cache.layers if getattr(layer, "keys", None) is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("decode_dtype", [torch.bfloat16, None, torch.float64], ids=["lossy", "same", "wider"])
+def test_weights_come_back_to_another_device_bit_by_bit(
+    family: str, decode_dtype: torch.dtype | None, keep_weights: bool, second_device: torch.device
+):
+    model = copy.deepcopy(tiny_model(family)).to(second_device)
+    before, objects = snapshot(model), [id(tensor) for tensor in model.parameters()]
+    decode = decode_on_cpu.configure(decode_dtype, keep_weights=keep_weights)
+    watcher = Watcher(lambda: {tensor.device.type for tensor in (*model.parameters(), *model.buffers())})
+    for _ in range(2):
+        run(model, random_prompt(1, 5), max_new_tokens=3, custom_generate=decode, streamer=watcher)
+        assert_as_before(model, before, second_device)
+        assert [id(tensor) for tensor in model.parameters()] == objects
+    assert watcher.notes[1] == watcher.notes[-1] == {"cpu"}
+
+
+def test_without_restore_model_and_cache_stay_on_the_cpu(second_device: torch.device):
+    model = copy.deepcopy(tiny_model("llama")).to(second_device)
+    before, cache = snapshot(model), DynamicHybridCache(model.config)
+    tokens = run(model, random_prompt(2, 20), cache, custom_generate=decode_on_cpu.configure(restore=False))
+    assert tokens.device == second_device
+    assert_as_before(model, before, torch.device("cpu"))
+    assert whereabouts(cache) == {(torch.device("cpu"), torch.float32)}
+    # The next turn finds everything there, and inputs where they always were.
+    longer = torch.cat([tokens.cpu(), random_prompt(2, 5, seed=1)], dim=1)
+    with pytest.warns(UserWarning, match="input_ids` being on a device type different"):
+        again = model.generate(
+            longer.to(second_device),
+            attention_mask=torch.ones_like(longer).to(second_device),
+            past_key_values=cache,
+            max_new_tokens=12,
+            do_sample=False,
+            custom_generate=decode_on_cpu,
+        )
+    assert again.device == second_device
+    assert torch.equal(again.cpu(), plain(model, longer))
+
+
+def test_without_restore_the_model_keeps_the_dtype_it_decoded_in():
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = DynamicHybridCache(model.config)
+    run(model, random_prompt(1, 9), cache, custom_generate=decode_on_cpu.configure(torch.bfloat16, restore=False))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert whereabouts(cache) == {(torch.device("cpu"), torch.bfloat16)}
+
+
+def test_the_dtype_that_the_model_has_moves_nothing():
+    model = tiny_model("llama")
+    watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
+    decode = decode_on_cpu.configure(torch.float32)
+    run(model, random_prompt(1, 9), custom_generate=decode, streamer=watcher)
+    assert watcher.notes[0] == watcher.notes[1] == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_weights_that_a_model_keeps_in_float32_stay_so():
+    model = copy.deepcopy(tiny_model("deepseek_v3"))
+    model._keep_in_fp32_modules_strict = {"q_a_layernorm"}
+    watcher = Watcher(lambda: {name for name, weight in model.named_parameters() if weight.dtype == torch.float32})
+    decode = decode_on_cpu.configure(torch.bfloat16)
+    run(model, random_prompt(1, 9), max_new_tokens=1, custom_generate=decode, streamer=watcher)
+    assert watcher.notes[1] == {name for name, _ in model.named_parameters() if "q_a_layernorm" in name}
+
+
+def test_frequencies_that_a_model_replaces_on_its_way_go_with_it(second_device: torch.device):
+    config = llama()
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config.max_position_embeddings = 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().to(second_device)
+    reference = plain(model, random_prompt(1, 20), prefill_chunk_size=8)
+    tokens = run(model, random_prompt(1, 20), custom_generate=decode_on_cpu, prefill_chunk_size=8)
+    assert torch.equal(tokens.cpu(), reference)
+    assert {buffer.device for buffer in model.buffers()} == {second_device}
+
+
+# Lazy tensors do not support inference mode.
+@pytest.mark.parametrize("moving", ["float64"], indirect=True)
+def test_inference_mode_leaves_ordinary_weights(moving):
+    model, decode = moving
+    with torch.inference_mode():
+        tokens = run(model, random_prompt(1, 20), custom_generate=decode)
+    assert torch.equal(tokens.cpu(), plain(model, random_prompt(1, 20)))
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+
+
+# --- keep_weights
+
+
+def test_kept_weights_are_not_copied_again():
+    model = copy.deepcopy(tiny_model("llama"))
+    watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
+    decode = decode_on_cpu.configure(torch.float64, keep_weights=True)
+    outputs = [run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher) for _ in range(2)]
+    home, decoding = watcher.notes[0], watcher.notes[1]
+    assert not set(home) & set(decoding)
+    assert watcher.notes[13] == home
+    assert watcher.notes[14] == decoding
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("how", ["unnoticed by version counters", "in place", "replaced"])
+def test_a_changed_weight_is_copied_again_and_only_that(how: str):
+    model = copy.deepcopy(tiny_model("llama"))
+    decode = decode_on_cpu.configure(torch.float64, keep_weights=True)
+    watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
+    before = run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    if how == "replaced":
+        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(weight.detach() * 3)
+    elif how == "in place":
+        with torch.no_grad():
+            weight *= 3
+    else:
+        weight.data *= 3
+    after = run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, plain(model, random_prompt(1, 20)))
+    changed = [first != second for first, second in zip(watcher.notes[1], watcher.notes[-1], strict=True)]
+    assert sum(changed) <= 1
+
+
+def test_kept_weights_live_as_long_as_the_model():
+    decode = decode_on_cpu.configure(torch.float64, keep_weights=True)
+    model = copy.deepcopy(tiny_model("llama"))
+    run(model, random_prompt(1, 9), max_new_tokens=1, custom_generate=decode)
+    assert len(decode._kept) == 1
+    del model
+    gc.collect()
+    assert len(decode._kept) == 0
+
+
+# --- what ends a call early
+
+
+class Fails(LogitsProcessor):
+    """Raises at its fourth call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            raise ZeroDivisionError("from a processor")
+        return scores
+
+
+class Interrupts(BaseStreamer):
+    """Ctrl-C after three tokens."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 4:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        raise AssertionError("It did not end.")
+
+
+@pytest.mark.parametrize("restore", [True, False])
+@pytest.mark.parametrize("end", ["processor", "interrupt"])
+def test_an_exception_while_decoding_leaves_model_and_cache_whole(end: str, restore: bool, moving):
+    model, decode = moving
+    before, home, cache, ids = snapshot(model), model.device, DynamicHybridCache(model.config), random_prompt(1, 20)
+    reference = plain(model, ids)
+    options: Any = {"logits_processor": [Fails()]} if end == "processor" else {"streamer": Interrupts()}
+    with pytest.raises(ZeroDivisionError if end == "processor" else KeyboardInterrupt):
+        run(model, ids, cache, custom_generate=decode.configure(decode.dtype, restore), **options)
+    if restore:
+        assert_as_before(model, before, home)
+    assert model.device == (home if restore else torch.device("cpu"))
+    assert whereabouts(cache) == {(model.device, model.dtype)}
+    # The prompt is there, and what was computed after it.
+    assert cache.get_seq_length() > 20
+    cache.crop(19 - cache.get_seq_length())
+    assert torch.equal(run(model, ids, cache).cpu(), reference)
+
+
+def test_an_exception_in_the_prompt_leaves_model_and_cache_at_home(moving):
+    model, decode = moving
+    before, home, cache, ids = snapshot(model), model.device, DynamicHybridCache(model.config), random_prompt(1, 20)
+    reference = plain(model, ids)
+
+    def stop_at_the_third_chunk(*_: Any) -> None:
+        if cache.get_seq_length() >= 10:
+            raise KeyboardInterrupt
+
+    with model.model.register_forward_pre_hook(stop_at_the_third_chunk), pytest.raises(KeyboardInterrupt):
+        run(model, ids, cache, custom_generate=decode.configure(decode.dtype, restore=False), prefill_chunk_size=5)
+    assert_as_before(model, before, home)
+    assert whereabouts(cache) == {(home, torch.float32)}
+    assert cache.get_seq_length() == 10
+    assert torch.equal(run(model, ids, cache).cpu(), reference)
+
+
+class Homebound(DynamicHybridCache):
+    """A cache that can be moved to the host, or from it, only once."""
+
+    def __init__(self, config: Any, refused: torch.dtype, error: BaseException):
+        super().__init__(config)
+        self.refused, self.error = refused, error
+
+    def to(self, device: Any, dtype: torch.dtype | None = None) -> None:
+        super().to(device, dtype)
+        if dtype == self.refused and self.get_seq_length():
+            self.refused = torch.int8
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [HostMemoryError("no room"), KeyboardInterrupt()], ids=repr)
+def test_a_cache_that_cannot_leave_keeps_the_model_at_home(error: BaseException):
+    model = tiny_model("llama")
+    before, cache = snapshot(model), Homebound(model.config, torch.float64, error)
+    with pytest.raises(type(error)):
+        run(model, random_prompt(1, 20), cache, custom_generate=IN_FLOAT64)
+    assert_as_before(model, before, torch.device("cpu"))
+    assert whereabouts(cache) == {(torch.device("cpu"), torch.float32)}
+    assert cache.get_seq_length() == 20
+
+
+def test_a_device_without_room_leaves_model_and_cache_on_the_cpu_and_says_so():
+    model = copy.deepcopy(tiny_model("llama"))
+    reference = plain(model, random_prompt(1, 20))
+    cache = Homebound(model.config, torch.float32, torch.OutOfMemoryError("8 GiB are too many."))
+    with pytest.warns(UserWarning, match=r"stay on the CPU.*use model\.to\('cpu'\).*8 GiB are too many"):
+        tokens = run(model, random_prompt(1, 20), cache, custom_generate=IN_FLOAT64)
+    assert torch.equal(tokens, reference)
+    assert model.dtype == torch.float64
+    assert whereabouts(cache) == {(torch.device("cpu"), torch.float64)}
+    assert run(model, torch.cat([tokens, tokens], dim=1), cache).shape == (1, 76)
+
+
+def test_an_interrupted_return_leaves_model_and_cache_on_the_cpu():
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = Homebound(model.config, torch.float32, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(model, random_prompt(1, 20), cache, custom_generate=IN_FLOAT64)
+    assert model.dtype == torch.float64
+    assert whereabouts(cache) == {(torch.device("cpu"), torch.float64)}
+
+
+def test_too_little_host_memory_is_noticed_before_the_prompt():
+    model = copy.deepcopy(tiny_model("llama"))
+    # A view of one number: 2**40 of them cost the test nothing.
+    model.lm_head.weight.data = torch.ones(1).expand(2**20, 2**20)
+    cache = DynamicHybridCache(model.config)
+    with pytest.raises(HostMemoryError, match=r"Weights to decode with on the CPU need 8192\.\d+ GiB more host memory"):
+        run(model, random_prompt(1, 20), cache, custom_generate=IN_FLOAT64)
+    assert cache.get_seq_length() == 0
+    assert model.dtype == torch.float32
+
+
+# --- arguments
+
+
+def test_what_generate_asks_of_a_callable():
+    parameters = inspect.signature(decode_on_cpu).parameters
+    assert "inputs_tensor" in parameters
+    assert not {"tokenizer", "assistant_tokenizer"} & set(parameters)
+    assert decode_on_cpu == DecodeOnCPU(dtype=None, restore=True, keep_weights=False)
+    assert decode_on_cpu.configure(torch.float32) == DecodeOnCPU(torch.float32)
+    assert repr(decode_on_cpu) == "DecodeOnCPU(dtype=None, restore=True, keep_weights=False)"
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.float8_e4m3fn, 32])
+def test_dtypes_that_no_model_decodes_in_are_refused(dtype: Any):
+    with pytest.raises(TypeError, match=r"dtype must be None or one of torch\.float64, .*, got "):
+        decode_on_cpu.configure(dtype)
+
+
+@pytest.mark.parametrize("name", ["restore", "keep_weights"])
+def test_flags_must_be_flags(name: str):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 1"):
+        decode_on_cpu.configure(**{name: 1})
+
+
+def test_kept_weights_must_come_back():
+    with pytest.raises(ValueError, match=r"keep_weights=True .* restore=False .* Use one of the two"):
+        decode_on_cpu.configure(restore=False, keep_weights=True)
+
+
+def test_other_caches_are_refused():
+    model = tiny_model("llama")
+    with pytest.raises(TypeError, match=r"type DynamicCache\. Pass past_key_values=DynamicHybridCache"):
+        run(model, random_prompt(1, 5), stock(model.config), custom_generate=decode_on_cpu)
+    with pytest.raises(TypeError, match=r"type DynamicCache\. Pass"):
+        model.generate(random_prompt(1, 5), max_new_tokens=2, custom_generate=decode_on_cpu)
+
+
+def test_encoder_decoders_are_refused():
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 128}
+    layers = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    model = BartForConditionalGeneration(BartConfig(**sizes, **layers)).eval()
+    with pytest.raises(ValueError, match="decoder-only models, and BartForConditionalGeneration is an encoder-decoder"):
+        model.generate(random_prompt(1, 5), max_new_tokens=2, num_beams=1, custom_generate=decode_on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_cache": False}, "use_cache=False forbids it. Use use_cache=True"),
+        ({"synced_gpus": True}, "synced_gpus=True, but weights shared out to processes cannot be moved"),
+        (
+            {"dola_layers": "high"},
+            r"DOLA_GENERATION is not part of transformers any more \(transformers-community/dola\)",
+        ),
+        ({"num_beams": 2, "streamer": Interrupts()}, "`streamer` cannot be used with beam search"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        run(tiny_model("llama"), random_prompt(1, 5), custom_generate=decode_on_cpu, **options)
+
+
+def test_an_assistant_with_another_vocabulary_is_refused():
+    config = llama()
+    config.vocab_size = 99
+    assistant = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match=r"vocabulary has 99 tokens and the model's 128.*Use an assistant with"):
+        run(tiny_model("llama"), random_prompt(1, 5), custom_generate=decode_on_cpu, assistant_model=assistant)
+
+
+def test_models_that_accelerate_manages_are_refused():
+    model = dispatch_model(copy.deepcopy(tiny_model("llama")), {"": "cpu"}, force_hooks=True)
+    with pytest.raises(ValueError, match=r"accelerate manages .* device_map='cuda:0'"):
+        run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
+    assert torch.equal(
+        run(model, random_prompt(1, 5), custom_generate=decode_on_cpu), plain(tiny_model("llama"), random_prompt(1, 5))
+    )
+
+
+def test_quantized_weights_are_refused():
+    class Quantizer:
+        quantization_config = ("bits", 4)
+
+    model = copy.deepcopy(tiny_model("llama"))
+    model.hf_quantizer = Quantizer()
+    with pytest.raises(ValueError, match=r"Quantized weights \(dict\) cannot be moved. Load the model unquantized"):
+        run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
+
+
+def test_weights_that_are_not_plain_tensors_are_refused():
+    class Sharded(torch.Tensor):
+        pass
+
+    model = copy.deepcopy(tiny_model("llama"))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Sharded), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"Weights of type Sharded cannot be moved\. Load the model with plain tensors"
+    ):
+        run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
+
+
+def test_weights_on_several_devices_are_refused(second_device: torch.device):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.lm_head.to(second_device)
+    with pytest.raises(ValueError, match=r"Weights are on cpu and lazy:0\. Move the model to one device"):
+        run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
+
+
+def test_attention_that_needs_a_gpu_is_refused():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"flash_attention_2 runs only on GPUs. Use model\.set_attn_implementation"):
+        run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
