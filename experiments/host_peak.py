@@ -11,23 +11,14 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from transformers import LlamaConfig
-from transformers.cache_utils import Cache, DynamicCache
 
 from experiments import records
-from experiments.synthetic import fill, llama_1b_config, random_states
-from hf_hybrid_cache import DynamicHybridCache
-
-CACHES: dict[str, Callable[[LlamaConfig], Cache]] = {
-    "stock": lambda config: DynamicCache(config=config),
-    "ours": DynamicHybridCache,
-}
+from experiments.synthetic import CACHES, fill, llama_1b_config, random_states
 
 
 def measure(name: str, prefill_tokens: int, new_tokens: int) -> dict[str, Any]:

@@ -5,14 +5,16 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from experiments import records
+from experiments.decoding import prefill
+from experiments.timing import seconds_of
 from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.models import load
 
@@ -40,15 +42,6 @@ class TimedOurs(_Timed, DynamicHybridCache):
 CACHES: dict[str, Callable[[Any], Any]] = {"stock": lambda config: TimedStock(config=config), "ours": TimedOurs}
 
 
-@torch.inference_mode()
-def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int) -> float:
-    """Seconds of the whole prefill."""
-    start = time.perf_counter()
-    for piece in ids.split(chunk, dim=1):
-        model(piece, past_key_values=cache, logits_to_keep=1)
-    return time.perf_counter() - start
-
-
 def measure(num_tokens: int, chunk: int, rounds: int) -> dict[str, Any]:
     """Let both caches take turns, in an order that alternates; raw samples in seconds."""
     model, _ = load("smollm2-135m", torch.float32, "cpu")
@@ -59,7 +52,7 @@ def measure(num_tokens: int, chunk: int, rounds: int) -> dict[str, Any]:
     for turn in range(rounds):
         for name in list(CACHES)[:: 1 if turn % 2 else -1]:
             cache = CACHES[name](model.config)
-            samples[name].append(prefill(model, cache, ids, chunk))
+            samples[name].append(seconds_of(partial(prefill, model, cache, ids, chunk)))
             updates[name].append(cache.seconds)
             del cache
     medians = {name: statistics.median(values) for name, values in samples.items()}

@@ -1,10 +1,18 @@
-"""A cache filled with random keys and values, as a stand-in for a prefill that would take too long."""
+"""Caches filled with random keys and values, as a stand-in for a prefill that would take too long."""
+
+from collections.abc import Callable
 
 import torch
 from transformers import LlamaConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
+from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.models import llama_3_2_1b_config
+
+CACHES: dict[str, Callable[[LlamaConfig], Cache]] = {
+    "stock": lambda config: DynamicCache(config=config),
+    "ours": DynamicHybridCache,
+}
 
 
 def llama_1b_config(num_layers: int = 16) -> LlamaConfig:
@@ -30,3 +38,27 @@ def fill(
         states = random_states(config, min(chunk, num_tokens - start), dtype, device)
         for layer in range(config.num_hidden_layers):
             cache.update(states, states, layer)
+
+
+def kv_bytes(config: LlamaConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """Keys and values of `num_tokens` tokens in all layers."""
+    assert config.num_key_value_heads is not None
+    assert config.head_dim is not None
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens * dtype.itemsize
+
+
+def decode_states(
+    config: LlamaConfig, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    What a model attends with and to in a decode step of one layer: a random query, and what our cache hands out.
+
+    Args:
+        config: of the layer.
+        keys: [1, num_kv_heads, tokens, head_dim]; all but the last are put in as a prefill, the last is decoded.
+        values: as the keys.
+    """
+    cache = DynamicHybridCache(config, cpu_decode=True)
+    cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
+    query = torch.randn(1, config.num_attention_heads, 1, keys.shape[-1]).to(keys.dtype)
+    return query, *cache.update(keys[:, :, -1:], values[:, :, -1:], 0)

@@ -688,7 +688,8 @@ def test_models_that_accelerate_manages_are_refused():
 
 def test_quantized_weights_are_refused():
     class Quantizer:
-        quantization_config = ("bits", 4)
+        def __init__(self) -> None:
+            self.quantization_config = {"bits": 4}
 
     model = copy.deepcopy(tiny_model("llama"))
     model.hf_quantizer = Quantizer()

@@ -1,0 +1,38 @@
+"""A model and a cache that decode together, one token a step, and what they are given to read."""
+
+from pydoc_data import topics
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+
+def english_ids(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Tensor:
+    """The first tokens of the language reference of Python's own help(), `[1, num_tokens]`."""
+    text = "\n\n".join(topics.topics[key] for key in sorted(topics.topics))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
+    if ids.shape[1] < num_tokens:
+        raise ValueError(f"The text has {ids.shape[1]:,} tokens, fewer than {num_tokens:,}.")
+    return ids
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int = 512) -> torch.Tensor:
+    """Run a prompt through the model in chunks; logits after its last token, `[vocabulary]`."""
+    for piece in ids.split(chunk, dim=1):
+        logits = model(piece, past_key_values=cache, logits_to_keep=1).logits
+    return logits[0, -1]
+
+
+class GreedyDecoder:
+    """Decodes greedily from a filled cache: `step` is one forward pass of one token."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, first_token: int = 1):
+        self.cache = cache
+        self.tokens = [first_token]
+        self._model = model
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        output = self._model(torch.tensor([self.tokens[-1:]]), past_key_values=self.cache)
+        self.tokens.append(int(output.logits[0, -1].argmax()))

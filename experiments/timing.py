@@ -1,0 +1,36 @@
+"""Timing things against each other: in turns, because the speed of a shared machine drifts."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def in_turns(
+    actions: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[str], object]
+) -> dict[str, list[float]]:
+    """
+    Seconds of each action in each round, in an order that alternates; a first round warms up and is not counted.
+
+    Args:
+        actions: what to time, by name.
+        rounds: samples of each.
+        before: called with the name before each action, untimed.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(rounds + 1):
+        for name in list(actions)[:: 1 if turn % 2 else -1]:
+            before(name)
+            seconds = seconds_of(actions[name])
+            if turn:
+                samples[name].append(seconds)
+    return samples
+
+
+def medians(samples: Mapping[str, Iterable[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in samples.items()}
