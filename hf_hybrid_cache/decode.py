@@ -28,8 +28,10 @@ class DecodeOnCPU:
     `decode_on_cpu` is one with default options. The model's own decoding loop runs, so every option of `generate`
     works: sampling, beams, prompt lookup, an assistant, processors, criteria, streamers, chunked prefill. Once the
     prompt is in the cache, weights, keys and values are in host memory only and the device's memory is given back.
-    Processors and criteria go on seeing tokens and logits on the device of the inputs. An assistant stays where it is.
-    With a model that already is on the CPU nothing is moved.
+    Processors and criteria go on seeing tokens and logits on the device of the inputs; samples are drawn by the CPU's
+    generator. An assistant stays where it is. With a model that already is on the CPU nothing is moved. transformers
+    hands no tokenizer to any `custom_generate`: instead of `stop_strings` pass
+    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
     Afterwards model and cache are back where they were, after an exception or Ctrl-C too. With `restore=False` they
     are on the CPU, unless the call ended before the prompt did. If the device has no room for them any more, they stay
@@ -76,8 +78,8 @@ class DecodeOnCPU:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.keep_weights and not self.restore:
             raise ValueError(
-                "keep_weights=True keeps copies for when the weights are back on their device, and restore=False "
-                "leaves them on the CPU. Use one of the two."
+                "keep_weights=True keeps copies for when the weights are back on their device, and with restore=False "
+                "they never are. Use one of the two."
             )
 
     def configure(

@@ -116,7 +116,7 @@ class Journey:
 
 
 def on_device(tree: Any, device: torch.device) -> Any:
-    """The same dicts, lists, tuples and outputs with tensors on `device`; caches and other objects as they are."""
+    """The same dicts, lists, tuples and model outputs with tensors on `device`; caches and the like stay."""
     if isinstance(tree, torch.Tensor):
         return tree.to(device)
     if isinstance(tree, ModelOutput):

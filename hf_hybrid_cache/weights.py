@@ -70,7 +70,7 @@ class TravellingWeights:
         self._returns = returns
         dtype_of = _target_dtypes(model, dtype)
         with _plain_tensors():
-            weights = _unique_weights(model)
+            weights = _weights_of(model)
             prints = {name: _fingerprint(tensor) if kept is not None else () for name, tensor in weights.items()}
             kept = {} if kept is None else kept
             for name in [name for name, copy in kept.items() if prints.get(name) != copy.fingerprint]:
@@ -129,7 +129,7 @@ class TravellingWeights:
         return loses and self._returns and tensor.device.type != "cpu"
 
     def _host_copy(self, tensor: torch.Tensor, dtype: torch.dtype, fingerprint: tuple) -> HostCopy:
-        # The device has no room to convert on, perhaps.
+        # Converted in the host: the device may have no room for both.
         original = tensor.data.to(HOST)
         return HostCopy(original.to(dtype), original if self._needs_original(tensor, dtype) else None, fingerprint)
 
@@ -141,13 +141,11 @@ class TravellingWeights:
                 _exchange(buffer, buffer.data.to(device))
 
 
-def _unique_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the model holds, tied weights once: the module's own tensors by their first name."""
-    first_names: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        first_names.setdefault(id(tensor), name)
-    return {name: state[name] for name in first_names.values()}
+def _weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters, and those buffers that a checkpoint has: the module's own tensors, tied ones once."""
+    in_checkpoint = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in in_checkpoint}
+    return dict(model.named_parameters()) | buffers
 
 
 def _target_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:

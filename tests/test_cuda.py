@@ -1,17 +1,21 @@
 """What only a CUDA device can show: streams, page-locked memory, device memory."""
 
+import copy
+import gc
+
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, decode_on_cpu
 from hf_hybrid_cache.storage import KVShape
-from hf_hybrid_cache.storage.host_buffer import _lock
+from hf_hybrid_cache.storage.page_lock import _lock
 from hf_hybrid_cache.storage.staging import Slot
 from hf_hybrid_cache.storage.streams import AcceleratorStreams
 
 from caches import CACHES, stock
-from tiny_models import FAMILIES, llama, random_prompt, tiny_model
+from tiny_models import FAMILIES, VOCAB_SIZE, llama, random_prompt, tiny_model
 
 pytestmark = pytest.mark.cuda
 
@@ -98,7 +102,7 @@ def test_a_slot_dropped_with_copies_under_way_harms_nobody():
         streams = SlowCopies(shape.device)
         slot = Slot(shape, streams)
         slot.make_room(shape, 4096, keep=0)
-        target = slot.keys.rows(0, 4096)
+        target = slot.keys.read(4096).permute(2, 0, 1, 3)
         slot.arrived = streams.copy_to_device(
             lambda target=target: target.copy_(host, non_blocking=True), after=[streams.computed()]
         )
@@ -127,7 +131,7 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
         cache.update(states(4096, layer), states(4096, layer), layer)
     torch.cuda.synchronize()
     store = cache.layers[3].store
-    assert store.keys.rows(0, 1).is_pinned()
+    assert store.keys._data[:1].is_pinned()
     torch.cuda._sleep(2_000_000_000)
     saved = store.staging.save(store, store.staging.open(store, store.num_tokens), 0, 1)
     # The call came back although the copy still stands behind a second of other work.
@@ -142,7 +146,7 @@ def test_pageable_memory_gives_the_same_states():
         for layer in range(8):
             ours = [cache.update(states(300, layer), states(300, layer), layer)[0] for cache in (pinned, pageable)]
             assert torch.equal(*ours)
-    assert not pageable.layers[0].store.keys.rows(0, 1).is_pinned()
+    assert not pageable.layers[0].store.keys._data[:1].is_pinned()
 
 
 def test_the_device_holds_less_than_with_dynamic_cache_by_the_layers_that_left_it():
@@ -187,3 +191,180 @@ def test_layers_on_two_devices_use_streams_and_slots_of_their_own():
             assert keys.device == torch.device(device)
             assert torch.equal(keys, torch.ones_like(keys))
     assert len(cache._stores.stagings) == 2
+
+
+# --- decode_on_cpu
+
+
+def a_model_of_half_a_gigabyte() -> LlamaForCausalLM:
+    """Random, in float32; 2,048 tokens of its keys and values are 128 MiB."""
+    config = LlamaConfig(
+        num_hidden_layers=8,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        vocab_size=1024,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to("cuda")
+
+
+def decode(model, ids: torch.Tensor, cache, **options):
+    ids = ids.to("cuda")
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False} | options
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+class Watcher(BaseStreamer):
+    """Notes what `observe` says; first for the prompt, then for every token. At the end `finish` is called."""
+
+    def __init__(self, observe, finish=lambda: None):
+        self.observe, self.finish = observe, finish
+        self.notes = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.notes.append(self.observe())
+
+    def end(self) -> None:
+        self.finish()
+
+
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_decoded_on_the_cpu_equal_those_of_the_gpu(cache: str, family: str):
+    model = copy.deepcopy(tiny_model(family)).to("cuda")
+    ids = random_prompt(2, 40)
+    ours = decode(model, ids, CACHES[cache](model.config), custom_generate=decode_on_cpu)
+    assert ours.device.type == "cuda"
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cuda"}
+    assert torch.equal(ours, decode(model, ids, stock(model.config)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"prefill_chunk_size": 7},
+        {"prompt_lookup_num_tokens": 3},
+        {"eos_token_id": [7, 11], "repetition_penalty": 1.2, "min_new_tokens": 5},
+    ],
+    ids=["beams", "chunked_prefill", "prompt_lookup", "processors"],
+)
+def test_every_way_to_generate_decodes_on_the_cpu(options):
+    model = copy.deepcopy(tiny_model("llama")).to("cuda")
+    ids = random_prompt(1, 30)
+    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options)
+    assert torch.equal(ours, decode(model, ids, stock(model.config), **options))
+
+
+def test_an_assistant_on_the_gpu_drafts_for_a_model_on_the_cpu():
+    model, assistant = (copy.deepcopy(tiny_model("llama")).to("cuda") for _ in range(2))
+    devices = Watcher(lambda: (assistant.device.type, model.device.type))
+    with assistant.register_forward_hook(lambda *_: devices.put(torch.empty(0))):
+        cache = DynamicHybridCache(model.config)
+        options = {"custom_generate": decode_on_cpu, "assistant_model": assistant}
+        ours = decode(model, random_prompt(1, 30), cache, **options)
+    assert set(devices.notes) == {("cuda", "cpu")}
+    assert torch.equal(ours, decode(model, random_prompt(1, 30), stock(model.config)))
+
+
+@pytest.mark.parametrize("make_cache", [DynamicHybridCache, OffloadedHybridCache])
+def test_the_gpu_is_given_back_while_the_cpu_decodes(make_cache):
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    model = a_model_of_half_a_gigabyte()
+    weights = torch.cuda.memory_allocated() - before
+    assert weights > 400 * 2**20
+    cache = make_cache(model.config)
+    memory = Watcher(lambda: (torch.cuda.memory_allocated() - before, torch.cuda.memory_reserved() - reserved_before))
+    decode(model, random_prompt(1, 2048), cache, max_new_tokens=4, custom_generate=decode_on_cpu, streamer=memory)
+    assert memory.notes[0][0] >= weights
+    assert len(memory.notes) == 5
+    for allocated, reserved in memory.notes[1:]:
+        assert allocated <= 64 * 2**20
+        assert reserved <= 128 * 2**20
+    assert model.device.type == "cuda"
+    assert torch.cuda.memory_allocated() - before >= weights
+
+
+def test_logits_are_processed_where_the_inputs_are():
+    class Favour(LogitsProcessor):
+        bias = torch.zeros(VOCAB_SIZE, device="cuda").index_fill(0, torch.tensor(9, device="cuda"), 4.0)
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores + self.bias
+
+    model = copy.deepcopy(tiny_model("llama")).to("cuda")
+    ids, options = random_prompt(2, 20), {"logits_processor": [Favour()]}
+    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options)
+    assert torch.equal(ours, decode(model, ids, stock(model.config), **options))
+
+
+def test_an_interrupt_brings_model_and_cache_back_to_the_gpu():
+    def interrupt() -> None:
+        if model.device.type == "cpu":
+            raise KeyboardInterrupt
+
+    model = copy.deepcopy(tiny_model("llama")).to("cuda")
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    cache = DynamicHybridCache(model.config)
+    in_bfloat16 = decode_on_cpu.configure(dtype=torch.bfloat16)
+    with pytest.raises(KeyboardInterrupt):
+        decode(model, random_prompt(1, 20), cache, custom_generate=in_bfloat16, streamer=Watcher(interrupt))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), weights, strict=True))
+    assert {layer.keys.device.type for layer in cache.layers} == {"cuda"}
+    cache.reset()
+    reference = decode(model, random_prompt(1, 20), stock(model.config))
+    assert torch.equal(decode(model, random_prompt(1, 20), cache), reference)
+
+
+def test_kept_weights_are_copied_to_the_host_once():
+    model = copy.deepcopy(tiny_model("llama")).to("cuda")
+    keeping = decode_on_cpu.configure(keep_weights=True)
+    places = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
+    outputs = []
+    for _ in range(2):
+        cache = DynamicHybridCache(model.config)
+        outputs.append(decode(model, random_prompt(1, 20), cache, custom_generate=keeping, streamer=places))
+    assert places.notes[1] == places.notes[-1]
+    assert torch.equal(*outputs)
+
+
+def test_frequencies_that_a_model_replaces_on_the_gpu_go_to_the_cpu():
+    config = llama()
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config.max_position_embeddings = 16
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().to("cuda")
+    reference = decode(copy.deepcopy(model), random_prompt(1, 30), stock(config), prefill_chunk_size=8)
+    options = {"custom_generate": decode_on_cpu, "prefill_chunk_size": 8}
+    assert torch.equal(decode(model, random_prompt(1, 30), DynamicHybridCache(config), **options), reference)
+    assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}
+
+
+def test_a_gpu_that_was_filled_meanwhile_leaves_model_and_cache_on_the_cpu():
+    model, ids = a_model_of_half_a_gigabyte(), random_prompt(1, 100)
+    reference = decode(model, ids, stock(model.config), max_new_tokens=4)
+    cache, taken = DynamicHybridCache(model.config), []
+
+    def take_all() -> None:
+        taken.append(torch.empty(torch.cuda.mem_get_info()[0] - 64 * 2**20, dtype=torch.uint8, device="cuda"))
+
+    options = {"custom_generate": decode_on_cpu, "streamer": Watcher(lambda: None, take_all), "max_new_tokens": 4}
+    with pytest.warns(UserWarning, match=r"Model and cache stay on the CPU, cuda:0 has no room for them any more"):
+        ours = decode(model, ids, cache, **options)
+    assert torch.equal(ours, reference)
+    assert model.device.type == "cpu"
+    assert {layer.keys.device.type for layer in cache.layers} == {"cpu"}
+    taken.clear()
+    model.to("cuda")
+    cache.to("cuda")
+    longer = torch.cat([ours.cpu(), random_prompt(1, 5)], dim=1)
+    assert torch.equal(decode(model, longer, cache), decode(model, longer, stock(model.config)))
