@@ -66,14 +66,14 @@ class CpuAttention:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
         batch, query_heads, query_length, head_dim = query.shape
-        shape = Shape(batch, query_heads // group, group, query_length, head_dim, store.shape.value_dim)
-        workspace = self._workspace(shape)
+        num_kv_heads = query_heads // group
+        workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
         on_host = query.to("cpu", non_blocking=query.is_cuda)
         visible, bias = self._mask.arrays(mask)
         if query.is_cuda:
             torch.cuda.current_stream(query.device).synchronize()
         store.settle()
-        workspace.query.copy_(on_host.unflatten(1, (shape.num_kv_heads, group)))
+        workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
         start = time.perf_counter()
         workspace.kernel.attend(
             store.keys.array(),

@@ -73,6 +73,7 @@ class KVHandle(torch.Tensor):
 
     layer: LayerView
     role: int
+    _shape: torch.Size
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
 
     @staticmethod
@@ -80,11 +81,15 @@ class KVHandle(torch.Tensor):
         layer: LayerView, role: int, shape: torch.Size, views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     ) -> "KVHandle":
         states = layer.store.shape
-        dtype = (states.key_dtype, states.value_dtype)[role]
-        with torch.inference_mode(False):
-            handle = torch.Tensor._make_wrapper_subclass(KVHandle, shape, dtype=dtype, device=states.device)
-        handle.layer, handle.role, handle.views = layer, role, views
+        dtype = states.value_dtype if role else states.key_dtype
+        handle = torch.Tensor._make_wrapper_subclass(KVHandle, shape, dtype=dtype, device=states.device)
+        handle.layer, handle.role, handle._shape, handle.views = layer, role, shape, views
         return handle
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Answered here, because torch's own answer would go through `__torch_function__`, several times a step."""
+        return self._shape
 
     def states(self) -> torch.Tensor:
         """The real tensor."""
@@ -146,23 +151,23 @@ def _attend(
     """What `scaled_dot_product_attention` returns, from the kernel; `None` for a call that it does not cover."""
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or isinstance(query, KVHandle):
         return None
-    batch, heads, tokens, head_dim = key.shape if key.dim() == 4 else (0, 0, 0, 0)
+    store, sizes = key.layer.store, query.shape
+    batch, heads, tokens, head_dim = key.shape if len(key.shape) == 4 else (0, 0, 0, 0)
     fits = (
         key.layer is value.layer
         and (key.role, value.role) == (0, 1)
         and value.shape[:3] == key.shape[:3]
-        and query.dim() == 4
-        and (query.shape[0], query.shape[3]) == (batch, head_dim)
-        and (query.dtype, query.device) == (key.dtype, key.device)
-        and (query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
+        and len(sizes) == 4
+        and (sizes[0], sizes[3]) == (batch, head_dim)
+        and (query.dtype, query.device) == (store.shape.key_dtype, store.shape.device)
+        and (sizes[1] == heads or (enable_gqa and sizes[1] % heads == 0))
     )
     needs_more = dropout_p > 0 or is_causal or (torch.is_grad_enabled() and query.requires_grad)
     if not fits or needs_more or not _covers(attn_mask, query, tokens):
         return None
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    store = key.layer.store
-    group = query.shape[1] // store.shape.num_kv_heads
+    group = sizes[1] // store.shape.num_kv_heads
     return key.layer.attention(query, store, group, attn_mask, scale)
 
 

@@ -149,7 +149,7 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        if self._is_attended_on_cpu != self._stores.attends_on_cpu(self.layer_idx, self.store.shape):
+        if self._is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
         if self._is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
@@ -264,16 +264,13 @@ class HybridLayer(CacheLayerMixin):
                 "This cache writes in place and keeps no gradients, but the new states require them. Run the model "
                 "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
             )
-        if self.store is None:
-            return
-        shape = KVShape.of(keys, values)
-        if shape == self.store.shape:
+        if self.store is None or self.store.shape.is_of(keys, values):
             return
         if self.store.num_tokens > 0:
             raise ValueError(
                 f"Layer {self.layer_idx} holds {self.store.num_tokens:,} tokens of {self.store.shape}; the new states "
-                f"are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
-                "batch_repeat_interleave or batch_select_indices."
+                f"are {KVShape.of(keys, values)}. Use a new cache or cache.reset() for other inputs, or change this "
+                "one's batch with batch_repeat_interleave or batch_select_indices."
             )
         self.reset()
 

@@ -2,6 +2,8 @@ import os
 
 # Nothing in the tests may depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Test processes share the cores: threads that wait must sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

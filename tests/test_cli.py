@@ -57,6 +57,8 @@ def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
+        # Where tests run in the background of a shell, interrupts would be ignored by inheritance.
+        preexec_fn=None if sys.platform == "win32" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

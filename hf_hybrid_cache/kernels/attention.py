@@ -5,187 +5,104 @@ One pass with a running maximum (arXiv:1805.02867), split over tokens as well as
 results merged by their log-sum-exp in float64. Every key and value is read once, whatever the number of query heads.
 """
 
+from typing import Any, NamedTuple
+
 import numba
 import numpy as np
 
 from .blocks import BLOCK
-from .compiled import jit, jit_parallel
+from .compiled import jit
+from .parallel import share_out
 from .tiles import ROWS, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
 
 
-@jit_parallel
-def attend(
-    query,
-    keys,
-    values,
-    num_tokens,
-    num_kv_heads,
-    group,
-    query_length,
-    causal,
-    scale,
-    visible,
-    bias,
-    scores,
-    corrections,
-    maxima,
-    sums,
-    partial,
-    out,
-    lse,
-):
-    """
-    Attend `query` to the first `num_tokens` of `keys` and `values`, see `Workspace.attend`.
+class Call(NamedTuple):
+    """One call of `attend`; `Workspace.attend` says what is in it."""
 
-    query : float32 [heads, rows, key_dim]
-    keys, values : float32, uint16 or int16 [blocks, heads, key_dim, 64] and [blocks, heads, 64, width]
-    visible, bias : uint8 and float32 [batch, query heads, query_length, tokens]; empty if there is no mask
-    scores, corrections : float32 [segments, ROWS, 64] and [segments, ROWS], scratch
-    maxima, sums, partial : float32 [segments, heads, rows] twice and [segments, heads, rows, width], scratch
-    out, lse : float32 [heads, rows, width] and [heads, rows], written
-    """
-    segments, heads = maxima.shape[:2]
-    items = (num_tokens + BLOCK - 1) // BLOCK * heads
-    for segment in numba.prange(segments):
-        maxima[segment] = -np.inf
-        sums[segment] = 0
-        partial[segment] = 0
-        _attend_segment(
-            segment * items // segments,
-            (segment + 1) * items // segments,
-            query,
-            keys,
-            values,
-            num_tokens,
-            num_kv_heads,
-            group,
-            query_length,
-            causal,
-            scale,
-            visible,
-            bias,
-            scores[segment],
-            corrections[segment],
-            maxima[segment],
-            sums[segment],
-            partial[segment],
-        )
-    for head in numba.prange(heads):
-        _merge(maxima[:, head], sums[:, head], partial[:, head], out[head], lse[head])
+    query: Any  # float32 [heads, rows, key_dim]
+    keys: Any  # float32, uint16 or int16 [blocks, heads, key_dim, 64]
+    values: Any  # the same [blocks, heads, 64, width]
+    num_tokens: int
+    num_kv_heads: int
+    group: int
+    query_length: int
+    causal: bool
+    scale: float
+    visible: Any  # uint8 [batch, query heads, query_length, tokens], or empty
+    bias: Any  # float32 likewise
+    scores: Any  # float32 [segments, ROWS, 64], scratch as all up to `partial`
+    corrections: Any  # float32 [segments, ROWS]
+    maxima: Any  # float32 [segments, heads, rows]
+    sums: Any  # float32 [segments, heads, rows]
+    partial: Any  # float32 [segments, heads, rows, width]
+    out: Any  # float32 [heads, rows, width], written
+    lse: Any  # float32 [heads, rows], written
 
 
 @jit
-def _attend_segment(
-    first,
-    last,
-    query,
-    keys,
-    values,
-    num_tokens,
-    num_kv_heads,
-    group,
-    query_length,
-    causal,
-    scale,
-    visible,
-    bias,
-    scores,
-    corrections,
-    maxima,
-    sums,
-    partial,
-):
-    """Attend to the blocks `first` to `last`, counted through all heads of a block before the next: as they lie."""
-    heads, rows, key_dim = query.shape
-    width = values.shape[3]
-    key_block = key_dim * BLOCK * keys.itemsize
-    value_block = width * BLOCK * values.itemsize
-    masked = visible.size > 0 or bias.size > 0
-    all_see = num_tokens - query_length + 1 if causal else num_tokens
-    for item in range(first, last):
+def attend(parallel, team, threads, call):
+    """Attend as `call` says, on several threads as `share_out` says."""
+    segments, heads = call.maxima.shape[:2]
+    share_out(parallel, team, threads, segments, _attend_segment, call)
+    share_out(parallel, team, threads, heads, _merge, call)
+
+
+@jit
+def _attend_segment(segment, call):
+    """Attend to some blocks, counted through all heads of a block before the next: as they lie."""
+    segments = call.maxima.shape[0]
+    heads, rows, key_dim = call.query.shape
+    width = call.values.shape[3]
+    items = (call.num_tokens + BLOCK - 1) // BLOCK * heads
+    key_block = key_dim * BLOCK * call.keys.itemsize
+    value_block = width * BLOCK * call.values.itemsize
+    scores = call.scores[segment].ctypes.data
+    corrections = call.corrections[segment].ctypes.data
+    maxima, sums, partial = call.maxima[segment], call.sums[segment], call.partial[segment]
+    maxima[:] = -np.inf
+    sums[:] = 0
+    partial[:] = 0
+    scale = numba.float32(call.scale)
+    masked = call.visible.size > 0 or call.bias.size > 0
+    all_see = call.num_tokens - call.query_length + 1 if call.causal else call.num_tokens
+    for item in range(segment * items // segments, (segment + 1) * items // segments):
         block = item // heads
         head = item - block * heads
         start = block * BLOCK
-        key_address = keys.ctypes.data + item * key_block
-        value_address = values.ctypes.data + item * value_block
+        key_address = call.keys.ctypes.data + item * key_block
+        value_address = call.values.ctypes.data + item * value_block
         for row in range(0, rows, ROWS):
             state = (head * rows + row) * 4
+            query = call.query.ctypes.data + state * key_dim
             for column in range(0, BLOCK, tile_columns()):
-                score_tile(
-                    keys,
-                    query.ctypes.data + state * key_dim,
-                    key_address,
-                    key_dim,
-                    scores.ctypes.data,
-                    column,
-                    value_address,
-                )
+                score_tile(call.keys, query, key_address, key_dim, scores, column, value_address)
             factor = scale
             if masked or start + BLOCK > all_see:
-                _mask_tile(
-                    scores,
-                    scale,
-                    start,
-                    row,
-                    head,
-                    num_tokens,
-                    num_kv_heads,
-                    group,
-                    query_length,
-                    causal,
-                    visible,
-                    bias,
-                )
+                _mask_tile(call.scores[segment], start, row, head, call)
                 factor = numba.float32(1)
-            softmax_tile(
-                scores.ctypes.data,
-                factor,
-                maxima.ctypes.data + state,
-                sums.ctypes.data + state,
-                corrections.ctypes.data,
-            )
-            tokens = min(BLOCK, num_tokens - start)
+            softmax_tile(scores, factor, maxima.ctypes.data + state, sums.ctypes.data + state, corrections)
+            tokens = min(BLOCK, call.num_tokens - start)
             target = partial.ctypes.data + state * width
+            ahead = key_address + key_block
             column = 0
             while column + tile_columns() <= width:
-                weigh_tile(
-                    values,
-                    scores.ctypes.data,
-                    value_address,
-                    tokens,
-                    width,
-                    column,
-                    corrections.ctypes.data,
-                    target,
-                    key_address + key_block,
-                )
+                weigh_tile(call.values, scores, value_address, tokens, width, column, corrections, target, ahead)
                 column += tile_columns()
             while column < width:
-                weigh_narrow_tile(
-                    values,
-                    scores.ctypes.data,
-                    value_address,
-                    tokens,
-                    width,
-                    column,
-                    corrections.ctypes.data,
-                    target,
-                    key_address + key_block,
-                )
+                weigh_narrow_tile(call.values, scores, value_address, tokens, width, column, corrections, target, ahead)
                 column += 16
 
 
 @jit
-def _mask_tile(
-    scores, scale, start, first_row, head, num_tokens, num_kv_heads, group, query_length, causal, visible, bias
-):
+def _mask_tile(scores, start, first_row, head, call):
     """Scale a tile's scores, add the bias, and let minus infinity stand where a query does not see a token."""
-    sequence = head // num_kv_heads
-    for tile_row in range(min(ROWS, group * query_length - first_row)):
+    sequence = head // call.num_kv_heads
+    visible, bias, scale = call.visible, call.bias, numba.float32(call.scale)
+    for tile_row in range(min(ROWS, call.group * call.query_length - first_row)):
         row = first_row + tile_row
-        query_index = row % query_length
-        query_head = head % num_kv_heads * group + row // query_length
-        limit = num_tokens - query_length + 1 + query_index if causal else num_tokens
+        query_index = row % call.query_length
+        query_head = head % call.num_kv_heads * call.group + row // call.query_length
+        limit = call.num_tokens - call.query_length + 1 + query_index if call.causal else call.num_tokens
         seen = min(max(limit - start, 0), BLOCK)
         for token in range(seen):
             scores[tile_row, token] *= scale
@@ -210,8 +127,10 @@ def _mask_tile(
 
 
 @jit
-def _merge(maxima, sums, partial, out, lse):
+def _merge(head, call):
     """Merge the segments' results of one head by their log-sum-exp."""
+    maxima, sums, partial = call.maxima[:, head], call.sums[:, head], call.partial[:, head]
+    out, lse = call.out[head], call.lse[head]
     segments, rows = maxima.shape
     width = out.shape[1]
     weights = np.empty(segments, np.float64)
@@ -235,9 +154,23 @@ def _merge(maxima, sums, partial, out, lse):
 
 def compile_attention(element: np.dtype) -> None:
     """Compile attention over blocks of `element`, or load it from Numba's cache on disk."""
-    i, real = numba.int64, numba.float32
+    number, real = numba.int64, numba.float32
     blocks = numba.from_dtype(element)[:, :, :, ::1]
-    masks = numba.uint8[:, :, :, ::1], real[:, :, :, ::1]
-    work = real[:, :, ::1], real[:, ::1], real[:, :, ::1], real[:, :, ::1], real[:, :, :, ::1]
-    out = real[:, :, ::1], real[:, ::1]
-    attend.compile(numba.void(real[:, :, ::1], blocks, blocks, i, i, i, i, numba.boolean, real, *masks, *work, *out))
+    kinds = {
+        "query": real[:, :, ::1],
+        "keys": blocks,
+        "values": blocks,
+        "causal": numba.boolean,
+        "scale": numba.float64,
+        "visible": numba.uint8[:, :, :, ::1],
+        "bias": real[:, :, :, ::1],
+        "scores": real[:, :, ::1],
+        "corrections": real[:, ::1],
+        "maxima": real[:, :, ::1],
+        "sums": real[:, :, ::1],
+        "partial": real[:, :, :, ::1],
+        "out": real[:, :, ::1],
+        "lse": real[:, ::1],
+    }
+    call = numba.types.NamedTuple([kinds.get(field, number) for field in Call._fields], Call)
+    attend.compile(numba.void(number, number, number, call))

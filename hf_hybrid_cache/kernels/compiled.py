@@ -9,6 +9,3 @@ import numba
 _FAST = {"contract", "nsz", "arcp"}
 
 jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, fastmath=_FAST, error_model="numpy")
-jit_parallel: Callable[..., Any] = numba.njit(
-    cache=True, nogil=True, fastmath=_FAST, error_model="numpy", parallel=True
-)

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .attention import attend
+from .attention import Call, attend
 from .blocks import BLOCK, value_width
-from .threads import threads
+from .parallel import openmp, started_threads
+from .threads import get_num_threads
 from .tiles import ROWS
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
@@ -105,11 +106,16 @@ class Workspace:
         """
         shape = self.shape
         blocks = -(-num_tokens // BLOCK)
-        with threads() as num_threads:
-            segments = min(blocks * shape.heads, num_threads * -(-blocks // (num_threads * _SEGMENT_BLOCKS)))
-            if segments != len(self.maxima):
-                self._make_partial(segments)
-            attend(
+        threads = get_num_threads()
+        segments = min(blocks * shape.heads, threads * -(-blocks // (threads * _SEGMENT_BLOCKS)))
+        if segments != len(self.maxima):
+            self._make_partial(segments)
+        pool = openmp() or started_threads()
+        attend(
+            pool.parallel,
+            max(threads, pool.team()),
+            threads,
+            Call(
                 self.query,
                 keys,
                 values,
@@ -118,7 +124,7 @@ class Workspace:
                 shape.group,
                 shape.query_length,
                 causal,
-                np.float32(scale),
+                scale,
                 _NOT_GIVEN[np.uint8] if visible is None else visible,
                 _NOT_GIVEN[np.float32] if bias is None else bias,
                 self.scores,
@@ -128,4 +134,5 @@ class Workspace:
                 self.partial,
                 self.out,
                 self.lse,
-            )
+            ),
+        )

@@ -77,7 +77,11 @@ class BlockBuffer(HostBuffer):
         return self._array
 
     def write(self, start: int, states: torch.Tensor) -> None:
-        for first, place in self._runs(start, start + states.shape[2]):
+        tokens, (block, offset) = states.shape[2], divmod(start, BLOCK)
+        if offset + tokens <= BLOCK:  # a decode step: few operations
+            self._seen.select(2, block).narrow(2, offset, tokens).copy_(states)
+            return
+        for first, place in self._runs(start, start + tokens):
             place.copy_(_like(place, states, first - start))
 
     def read_range(self, start: int, end: int) -> torch.Tensor:

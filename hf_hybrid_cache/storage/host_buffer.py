@@ -28,10 +28,11 @@ class HostBuffer(TokenBuffer):
         return self._committed_tokens * self.bytes_per_token
 
     def ensure(self, num_tokens: int, keep: int) -> None:
+        if num_tokens <= self._committed_tokens:
+            return
         if num_tokens > self.capacity:
             self._grow(num_tokens, keep)
-        if num_tokens > self._committed_tokens:
-            self._commit(num_tokens)
+        self._commit(num_tokens)
 
     def _grow(self, num_tokens: int, keep: int) -> None:
         shape = self._stored_shape(max(num_tokens, self.expected_tokens, 2 * self.capacity))

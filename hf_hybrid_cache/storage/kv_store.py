@@ -33,6 +33,19 @@ class KVShape:
         batch, num_kv_heads, _, key_dim = keys.shape
         return cls(batch, num_kv_heads, key_dim, values.shape[3], keys.dtype, values.dtype, keys.device)
 
+    def is_of(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether it is the shape of these states, which share the first three sizes and the device."""
+        batch, num_kv_heads, _, key_dim = keys.shape
+        return (
+            batch == self.batch
+            and num_kv_heads == self.num_kv_heads
+            and key_dim == self.key_dim
+            and values.shape[3] == self.value_dim
+            and keys.dtype == self.key_dtype
+            and values.dtype == self.value_dtype
+            and keys.device == self.device
+        )
+
     @property
     def keys(self) -> tuple[int, int, int]:
         return (self.batch, self.num_kv_heads, self.key_dim)
@@ -133,7 +146,7 @@ class KVStore(ABC):
 
     def _make_room(self, num_tokens: int) -> None:
         """Let the truth have room for `num_tokens`, asking for host memory a chunk ahead."""
-        if self.keys.device.type == "cpu" and num_tokens > self._approved_tokens:
+        if num_tokens > self._approved_tokens and self.keys.device.type == "cpu":
             ahead = grown_capacity(num_tokens)
             try:
                 self._budget.grow(self, ahead, self.bytes_per_token)

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import numpy as np
 import pytest
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
-from hf_hybrid_cache.kernels.threads import VARIABLE, _cores_of_one_socket, threads
+from hf_hybrid_cache.kernels import parallel, workspace
+from hf_hybrid_cache.kernels.threads import VARIABLE, _cores_of_one_socket, _processors
 from kernels.test_attention import make, run
 
 
@@ -23,8 +26,8 @@ def default_afterwards():
 
 def test_the_default_is_the_physical_cores_of_one_socket(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert 1 <= get_num_threads() <= numba.config.NUMBA_NUM_THREADS
-    assert get_num_threads() == min(_cores_of_one_socket(), numba.config.NUMBA_NUM_THREADS)
+    assert 1 <= get_num_threads() <= len(_processors())
+    assert get_num_threads() == _cores_of_one_socket()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
@@ -45,8 +48,8 @@ def test_threads_of_a_core_count_once_and_sockets_are_not_added(tmp_path: Path):
 def test_a_number_that_is_set_is_used_and_taken_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
     assert get_num_threads() == 1
-    set_num_threads(numba.config.NUMBA_NUM_THREADS)
-    assert get_num_threads() == numba.config.NUMBA_NUM_THREADS
+    set_num_threads(len(_processors()))
+    assert get_num_threads() == len(_processors())
     set_num_threads(None)
     assert get_num_threads() == 1
 
@@ -60,14 +63,6 @@ def test_numbers_that_cannot_be_had_are_refused(number: object, monkeypatch: pyt
         get_num_threads()
 
 
-def test_a_call_leaves_the_number_that_numba_uses_elsewhere():
-    before = numba.get_num_threads()
-    set_num_threads(1)
-    with threads() as count:
-        assert count == numba.get_num_threads() == 1
-    assert numba.get_num_threads() == before
-
-
 def test_callers_on_several_threads_get_their_own_results():
     cases = [make("bfloat16", 3000 + seed, num_kv_heads=2, group=4, seed=seed) for seed in range(8)]
     alone = [run(*case, 0.125)[0] for case in cases]
@@ -77,14 +72,63 @@ def test_callers_on_several_threads_get_their_own_results():
         assert np.array_equal(result, alone[index % 8])
 
 
-def test_the_pool_without_openmp_does_as_well():
-    """Numba's own pool ends the process when two threads enter it at once."""
+def test_without_openmp_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    case = make("bfloat16", 5000, num_kv_heads=3, group=4)
+    expected = run(*case, 0.125)[0]
+    monkeypatch.setattr(workspace, "openmp", lambda: None)
+    assert np.array_equal(run(*case, 0.125)[0], expected)
+    test_callers_on_several_threads_get_their_own_results()
+
+
+@numba.njit
+def _note_thread(part, seen):
+    # Slow enough for every thread to get some.
+    for _ in range(10_000):
+        seen.counts[part] += 1
+    seen.counts[part] -= 9_999
+
+
+class _Seen(NamedTuple):
+    counts: np.ndarray
+
+
+@numba.njit
+def _share_out(pool, team, threads, parts, seen):
+    parallel.share_out(pool, team, threads, parts, _note_thread, seen)
+
+
+@pytest.mark.parametrize("pool", [parallel.openmp, parallel.started_threads])
+@pytest.mark.parametrize(("team", "threads"), [(1, 1), (2, 2), (4, 2), (2, 4)])
+def test_every_part_is_done_once_whatever_the_number_of_threads(
+    pool: Callable[[], parallel.Threads | None], team: int, threads: int
+):
+    pool_threads = pool()
+    if pool_threads is None:
+        pytest.skip("no OpenMP runtime with GNU's interface is in the process")
+    for parts in (0, 1, 3, 1000):
+        seen = _Seen(np.zeros(parts, np.int64))
+        _share_out(pool_threads.parallel, team, threads, parts, seen)
+        assert (seen.counts == 1).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
+def test_the_kernels_run_on_the_threads_of_torch():
     program = """
-import numba
-numba.config.THREADING_LAYER = "workqueue"
+import os
+import torch
 from kernels import test_threads
-test_threads.test_callers_on_several_threads_get_their_own_results()
-assert numba.threading_layer() == "workqueue"
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+if len(test_threads._processors()) > 1:
+    alone = num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 22).sum()
+    with_torch = num_threads()
+    test_threads.set_num_threads(2)
+    test_threads.run(*test_threads.make("bfloat16", 5000), 0.125)
+    assert alone < with_torch == num_threads(), (alone, with_torch, num_threads())
 """
     paths = (Path(__file__).parents[2], Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths)}

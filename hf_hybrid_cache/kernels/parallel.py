@@ -1,0 +1,121 @@
+"""
+Running a kernel on several threads: those of the OpenMP runtime that torch uses.
+
+With a pool of their own, the kernels' threads and torch's would keep each other from the processors: a thread that has
+finished waits for more by spinning, for milliseconds. Where no GNU interface to OpenMP is found, threads are started
+for each call.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .vector_ir import INT8, INT32, INT64
+
+# What both the kernel and OpenMP call: `body(data)`, and `parallel(body, data, threads, flags)`.
+_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+@intrinsic
+def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts: Any, work: Any, call: Any) -> Any:
+    """
+    Call `work(part, call)` for each part below `parts`; whoever is done takes the next.
+
+    parallel: of `Threads`; team: threads that are woken; threads: how many of them
+    work; work: jitted, returns nothing and raises nothing; call: a tuple.
+    """
+    taken = typing_context.resolve_function_type(work, (types.intp, call), {})
+    pointer = INT8.as_pointer()
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        parallel, team, threads, parts, _, call = arguments
+        shared_type = ir.LiteralStructType([INT64] * 4 + [call.type])
+        shared = cgutils.alloca_once(builder, shared_type)
+
+        def member(builder: ir.IRBuilder, shared: ir.Value, index: int) -> ir.Value:
+            return builder.gep(shared, [INT32(0), INT32(index)], inbounds=True)
+
+        for index, value in enumerate((INT64(0), threads, INT64(0), parts, call)):
+            builder.store(value, member(builder, shared, index))
+
+        name = builder.module.get_unique_name("share_of_one_thread")
+        body = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer]), name)
+        body.linkage = "internal"
+        entry, take, do, leave = (body.append_basic_block(block) for block in ("entry", "take", "do", "leave"))
+        inner = ir.IRBuilder(entry)
+        seen = inner.bitcast(body.args[0], shared_type.as_pointer())
+        worker = inner.atomic_rmw("add", member(inner, seen, 0), INT64(1), "monotonic")
+        inner.cbranch(inner.icmp_signed("<", worker, inner.load(member(inner, seen, 1))), take, leave)
+        inner.position_at_end(take)
+        part = inner.atomic_rmw("add", member(inner, seen, 2), INT64(1), "monotonic")
+        inner.cbranch(inner.icmp_signed("<", part, inner.load(member(inner, seen, 3))), do, leave)
+        inner.position_at_end(do)
+        compiled = work.dispatcher.get_compile_result(taken)
+        context.active_code_library.add_linking_library(compiled.library)
+        function = context.declare_function(builder.module, compiled.fndesc)
+        given = [part, inner.load(member(inner, seen, 4))]
+        context.call_conv.call_function(inner, function, taken.return_type, taken.args, given)
+        inner.branch(take)
+        inner.position_at_end(leave)
+        inner.ret_void()
+
+        kind = ir.FunctionType(ir.VoidType(), [body.type, pointer, INT32, INT32])
+        run = builder.inttoptr(parallel, kind.as_pointer())
+        builder.call(run, [body, builder.bitcast(shared, pointer), builder.trunc(team, INT32), INT32(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, work, call), generate
+
+
+class Threads(NamedTuple):
+    """
+    Threads to share work out to.
+
+    Attributes:
+        parallel: address of `GOMP_parallel`, or of a function that does what it does.
+        team: how many threads the next parallel region of this thread would have. A pool keeps those and ends others,
+            so a region with fewer would make the next one start them anew.
+    """
+
+    parallel: int
+    team: Callable[[], int]
+
+
+@cache
+def openmp() -> Threads | None:
+    """Those of the OpenMP runtime that is in the process; `None` if there is none."""
+    try:
+        library = ctypes.CDLL(None)
+        parallel = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+        team = library.omp_get_max_threads
+    except (AttributeError, TypeError, OSError):  # not loaded, or Windows
+        return None
+    assert parallel is not None
+    return Threads(parallel, team)
+
+
+@cache
+def started_threads() -> Threads:
+    """Threads that are started for each call, and end with it."""
+    address = ctypes.cast(_run_on_started_threads, ctypes.c_void_p).value
+    assert address is not None
+    return Threads(address, lambda: 1)
+
+
+@_PARALLEL
+def _run_on_started_threads(body: int, data: int, num_threads: int, flags: int) -> None:
+    run = _BODY(body)
+    others = [threading.Thread(target=run, args=(data,)) for _ in range(num_threads - 1)]
+    for thread in others:
+        thread.start()
+    run(data)
+    for thread in others:
+        thread.join()
