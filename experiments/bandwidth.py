@@ -7,11 +7,14 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 
 from experiments.timing import seconds_of
 from experiments.topology import last_level_cache_bytes
 from hf_hybrid_cache import get_num_threads
 
+# Threads that sleep while they wait. Those of OpenMP would spin, against those of torch, for a long while after a sum.
+numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 PAGES = {"4 KiB": "MADV_NOHUGEPAGE", "2 MiB": "MADV_HUGEPAGE"}
 
 
@@ -23,7 +26,19 @@ def _sum(words: np.ndarray) -> np.uint64:
     return total
 
 
-def _mapped_words(num_bytes: int, advice: str) -> np.ndarray:
+def plain_sum(words: np.ndarray) -> None:
+    """Read `words` once, with as many threads as the CPU kernels use."""
+    threads = numba.get_num_threads()
+    numba.set_num_threads(get_num_threads())
+    try:
+        _sum(words)
+    finally:
+        numba.set_num_threads(threads)
+
+
+def mapped_words(num_bytes: int, pages: str) -> np.ndarray:
+    """Memory of its own for `num_bytes`, written once, in pages of one of the sizes in `PAGES`."""
+    advice = PAGES[pages]
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, advice):
         mapping.madvise(getattr(mmap, advice))
@@ -37,8 +52,8 @@ class MemoryReader:
     Sums up buffers much larger than the caches, one of small pages and one of huge pages; the better one counts.
 
     Reading also leaves the processor's caches without anything that was in them: whatever is timed next finds its data
-    in memory, as a layer of a model does after all the other layers. It leaves the threads awake, of the OpenMP that
-    Numba, torch and llama.cpp share: threads that fell asleep take milliseconds to come back on a virtual machine.
+    in memory, as a layer does after all the others. A last sum, untimed and by torch, wakes the threads that models and
+    kernels run on: on a virtual machine that takes milliseconds, which are not theirs.
 
     Args:
         buffer_mib: size of either buffer; None means twice the last-level cache, at least 512.
@@ -46,7 +61,8 @@ class MemoryReader:
 
     def __init__(self, buffer_mib: int | None = None):
         num_bytes = buffer_mib * 2**20 if buffer_mib else max(2**29, 2 * last_level_cache_bytes())
-        self._buffers = {pages: _mapped_words(num_bytes, advice) for pages, advice in PAGES.items()}
+        self._buffers = {pages: mapped_words(num_bytes, pages) for pages in PAGES}
+        self._last = torch.from_numpy(self._buffers["2 MiB"].view(np.int64))
         self._num_bytes = num_bytes
         self._seconds: dict[str, list[float]]
         self.forget()
@@ -54,15 +70,11 @@ class MemoryReader:
         self.forget()
 
     def read(self) -> float:
-        """Read both buffers, with the threads that the CPU kernels use; bytes a second of the faster one."""
-        threads = numba.get_num_threads()
-        numba.set_num_threads(get_num_threads())
-        try:
-            seconds = {pages: seconds_of(partial(_sum, words)) for pages, words in self._buffers.items()}
-        finally:
-            numba.set_num_threads(threads)
+        """Read both buffers; bytes a second of the faster one."""
+        seconds = {pages: seconds_of(partial(plain_sum, words)) for pages, words in self._buffers.items()}
         for pages, value in seconds.items():
             self._seconds[pages].append(value)
+        self._last.sum()
         return self._num_bytes / min(seconds.values())
 
     def forget(self) -> None:

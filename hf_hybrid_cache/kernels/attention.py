@@ -13,7 +13,10 @@ import numpy as np
 from .blocks import BLOCK
 from .compiled import jit
 from .parallel import share_out
-from .tiles import ROWS, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
+from .tiles import LOG2_E, ROWS, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
+
+# Masks add the lowest finite float32, which times log2(e) must stay finite: a row of nothing else is not empty.
+_LOWEST = np.float32(-2e38)
 
 
 class Call(NamedTuple):
@@ -111,7 +114,8 @@ def _mask_tile(scores, start, first_row, head, call):
                 sequence % bias.shape[0], query_head % bias.shape[1], query_index % bias.shape[2], start : start + seen
             ]
             for token in range(seen):
-                scores[tile_row, token] += added[token]
+                biased = scores[tile_row, token] + added[token]
+                scores[tile_row, token] = biased if biased == -np.inf else max(biased, _LOWEST)
         if visible.size > 0:
             shown = visible[
                 sequence % visible.shape[0],
@@ -137,11 +141,11 @@ def _merge(head, call):
     merged = np.empty(width, np.float64)
     for row in range(rows):
         highest = maxima[:, row].max()
-        # Minus infinity less itself would not be a number.
+        # Of log2, see `softmax_tile`. Minus infinity less itself would not be a number.
         base = 0.0 if highest == -np.inf else np.float64(highest)
         total = 0.0
         for segment in range(segments):
-            weights[segment] = np.exp(maxima[segment, row] - base)
+            weights[segment] = 2.0 ** (maxima[segment, row] - base)
             total += weights[segment] * sums[segment, row]
         merged[:] = 0
         for segment in range(segments):
@@ -149,7 +153,7 @@ def _merge(head, call):
                 merged[column] += weights[segment] * partial[segment, row, column]
         for column in range(width):
             out[row, column] = merged[column] / total if total != 0 else 0.0
-        lse[row] = base + np.log(total)
+        lse[row] = base / LOG2_E + np.log(total)
 
 
 def compile_attention(element: np.dtype) -> None:

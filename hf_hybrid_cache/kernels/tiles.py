@@ -8,6 +8,8 @@ blocks whose element type Numba has no name for.
 Element types: `float32`; `uint16` is bfloat16, the upper half of a float32; `int16` is IEEE half precision.
 """
 
+import functools
+import math
 from typing import Any
 
 from llvmlite import ir
@@ -19,6 +21,7 @@ from .blocks import BLOCK
 from .vector_ir import FLOAT, FLOATS, INT16, INT64, INTS, LANES
 
 ROWS = 4
+LOG2_E = math.log2(math.e)
 _ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2}
 
 
@@ -73,6 +76,7 @@ def score_tile(
             return results
 
         results = vec.loop(builder, head_dim, [vec.floats(0.0)] * (ROWS * vectors), body)
+        results = _in_order(builder, element.dtype, results, vectors)
         for index, result in enumerate(results):
             row, vector = divmod(index, vectors)
             offset = add(multiply(column, INT64(4)), INT64((row * BLOCK + vector * LANES) * 4))
@@ -88,44 +92,47 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
     """
     Turn scores into weights relative to a running maximum (online softmax, arXiv:1805.02867).
 
-    Replaces `scores` by `exp(scale * scores - maximum)`, raises the maximum and the sum of each row to cover this
-    block, and writes the factor that corrects what was summed relative to the old maximum.
+    Replaces `scores` by `2 ** (scale * scores * log2(e) - maximum)`, raises the maximum and the sum of each row to
+    cover this block, and writes the factor that corrects what was summed relative to the old maximum. A maximum is that
+    of the scaled scores times log2(e), rounded: any reference would do that all weights share.
 
     scores: address of float32 `[ROWS, BLOCK]`; maxima, sums, corrections: addresses of float32 `[ROWS]`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         scores, scale, maxima, sums, corrections = arguments
-        add, log2_e = builder.add, vec.floats(1.4426950408889634)
-        factor = vec.splat(builder, scale)
-        for row in range(ROWS):
-            addresses = [add(scores, INT64((row * BLOCK + column) * 4)) for column in range(0, BLOCK, LANES)]
-            x = [builder.fmul(vec.load(builder, address, FLOATS), factor) for address in addresses]
-            highest = x[0]
-            for vector in x[1:]:
-                highest = vec.maximum(builder, vector, highest)
-            at_row = INT64(row * 4)
-            old = vec.load(builder, add(maxima, at_row), FLOAT)
-            new = vec.maximum(builder, vec.largest(builder, highest), old)
-            vec.store(builder, new, add(maxima, at_row))
-            # A row that has seen nothing but masked tokens: minus infinity less itself would not be a number.
-            nothing = builder.fcmp_ordered("==", new, FLOAT(float("-inf")))
-            base = builder.select(nothing, FLOAT(0.0), new)
-            below = builder.fmul(vec.splat(builder, builder.fsub(old, base)), log2_e)
-            correction = builder.extract_element(vec.exp2(builder, below), INT64(0))
-            vec.store(builder, correction, add(corrections, at_row))
-            bases = vec.splat(builder, base)
-            weights = [vec.exp2(builder, builder.fmul(builder.fsub(vector, bases), log2_e)) for vector in x]
-            for address, weight in zip(addresses, weights, strict=True):
-                vec.store(builder, weight, address)
-            added = weights[0]
-            for weight in weights[1:]:
-                added = builder.fadd(added, weight)
-            before = builder.fmul(vec.load(builder, add(sums, at_row), FLOAT), correction)
-            vec.store(builder, builder.fadd(before, vec.total(builder, added)), add(sums, at_row))
+        log2_e, factor = vec.floats(LOG2_E), vec.splat(builder, scale)
+        rows = [
+            [builder.add(scores, INT64((row * BLOCK + column) * 4)) for column in range(0, BLOCK, LANES)]
+            for row in range(ROWS)
+        ]
+        scaled = [[builder.fmul(vec.load(builder, place, FLOATS), factor) for place in row] for row in rows]
+        highest = vec.fold(builder, [_reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
+        old = vec.load_four(builder, maxima)
+        new = vec.maximum(builder, builder.fmul(highest, log2_e), old)
+        vec.store_four(builder, new, maxima)
+        # A row that has seen nothing but masked tokens: minus infinity less itself would not be a number.
+        nothing = builder.fcmp_ordered("==", new, vec.floats(float("-inf")))
+        base = builder.select(nothing, vec.floats(0.0), new)
+        correction = vec.exp2(builder, builder.fsub(old, base))
+        vec.store_four(builder, correction, corrections)
+        added = []
+        for row, (places, vectors) in enumerate(zip(rows, scaled, strict=True)):
+            below = builder.fneg(vec.splat_fourth(builder, base, row))
+            weights = [vec.exp2(builder, vec.multiply_add(builder, vector, log2_e, below)) for vector in vectors]
+            for place, weight in zip(places, weights, strict=True):
+                vec.store(builder, weight, place)
+            added.append(_reduced(builder, weights, vec.add))
+        before = builder.fmul(vec.load_four(builder, sums), correction)
+        vec.store_four(builder, builder.fadd(before, vec.fold(builder, added, vec.add)), sums)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), generate
+
+
+def _reduced(builder: ir.IRBuilder, vectors: list[ir.Value], operation: Any) -> ir.Value:
+    """Vectors folded into one, lane by lane."""
+    return functools.reduce(functools.partial(operation, builder), vectors)
 
 
 def _weigh(wide: bool) -> Any:
@@ -155,6 +162,7 @@ def _weigh(wide: bool) -> Any:
                     address = add(out, multiply(add(start, INT64(vector * LANES)), INT64(4)))
                     outputs.append(address)
                     sums.append(builder.fmul(vec.load(builder, address, FLOATS), correction))
+            sums = _as_loaded(builder, element.dtype, sums, vectors)
 
             def body(token: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
                 offset = multiply(add(multiply(token, width), column), INT64(item))
@@ -168,7 +176,8 @@ def _weigh(wide: bool) -> Any:
                         results.append(vec.multiply_add(builder, weight, value, accumulator))
                 return results
 
-            for result, address in zip(vec.loop(builder, num_tokens, sums, body), outputs, strict=True):
+            results = _in_order(builder, element.dtype, vec.loop(builder, num_tokens, sums, body), vectors)
+            for result, address in zip(results, outputs, strict=True):
                 vec.store(builder, result, address)
             return context.get_dummy_value()
 
@@ -189,9 +198,39 @@ weigh_tile = _weigh(wide=True)
 weigh_narrow_tile = _weigh(wide=False)
 
 
+def _are_paired(dtype: Any, count: int) -> bool:
+    """Whether `_load_vectors` gives the even and the odd elements of 32, instead of the first and the last sixteen."""
+    return dtype == types.uint16 and count > 1
+
+
+def _in_order(builder: ir.IRBuilder, dtype: Any, vectors: list[ir.Value], count: int) -> list[ir.Value]:
+    """Vectors in the order of memory, from rows of `count` in the order of `_load_vectors`."""
+    if not _are_paired(dtype, count):
+        return vectors
+    mixed = [lane // 2 + lane % 2 * LANES for lane in range(2 * LANES)]
+    halves = mixed[:LANES], mixed[LANES:]
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [vec.shuffle(builder, even, odd, half) for even, odd in pairs for half in halves]
+
+
+def _as_loaded(builder: ir.IRBuilder, dtype: Any, vectors: list[ir.Value], count: int) -> list[ir.Value]:
+    """The inverse of `_in_order`."""
+    if not _are_paired(dtype, count):
+        return vectors
+    halves = range(0, 2 * LANES, 2), range(1, 2 * LANES, 2)
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [vec.shuffle(builder, first, last, half) for first, last in pairs for half in halves]
+
+
 def _load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.Value, count: int) -> list[ir.Value]:
-    """Load `count` vectors of sixteen elements that follow each other, as floats."""
+    """Load `count` vectors of sixteen elements that follow each other, as floats; see `_are_paired` for the order."""
     step = LANES * _ITEM_BYTES[dtype]
+    if _are_paired(dtype, count):
+        # Two elements in 32 bits become two floats by one instruction each.
+        twos = [vec.load(builder, builder.add(address, INT64(index * 2 * step)), INTS) for index in range(count // 2)]
+        evens = [builder.shl(each, vec.ints(16)) for each in twos]
+        odds = [builder.and_(each, vec.ints(0xFFFF0000)) for each in twos]
+        return [builder.bitcast(half, FLOATS) for pair in zip(evens, odds, strict=True) for half in pair]
     addresses = [builder.add(address, INT64(index * step)) for index in range(count)]
     if dtype == types.float32:
         return [vec.load(builder, each, FLOATS) for each in addresses]

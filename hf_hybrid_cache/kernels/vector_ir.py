@@ -6,7 +6,7 @@ Neon. Written out instead of left to the vectoriser, which prefers 256 bits and 
 times slower (docs/log.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from llvmlite import ir
@@ -18,6 +18,7 @@ CACHE_LINE = 64
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
+FOUR = ir.VectorType(FLOAT, 4)
 INTS = ir.VectorType(INT32, LANES)
 
 
@@ -33,7 +34,7 @@ def ints(value: int) -> ir.Constant:
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     """A float, sixteen times."""
     nothing = ir.Constant(FLOATS, ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, scalar, INT32(0)), nothing, ints(0))
+    return shuffle(builder, builder.insert_element(nothing, scalar, INT32(0)), nothing, [0] * LANES)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -49,15 +50,50 @@ def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -
     return _call(builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
 
 
-def largest(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """The largest of sixteen floats."""
-    return _call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, vector)
+def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
+    """Lanes of `a` (from 0 on) and `b` (from as many as `a` has)."""
+    chosen = list(lanes)
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(chosen)), chosen))
 
 
-def total(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """The sum of sixteen floats, in pairs."""
-    function = _intrinsic(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, [FLOAT, FLOATS])
-    return builder.call(function, [FLOAT(0.0), vector], fastmath=("reassoc",))
+def fold(
+    builder: ir.IRBuilder,
+    vectors: Sequence[ir.Value],
+    operation: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value],
+) -> ir.Value:
+    """Fold each of four vectors into one number; four lanes of the result hold that of the first vector, and so on."""
+    a, b, c, d = vectors
+
+    def join(left: ir.Value, right: ir.Value, run: int) -> ir.Value:
+        firsts = [lane for lane in range(2 * LANES) if lane % (2 * run) < run]
+        seconds = [lane + run for lane in firsts]
+        return operation(builder, shuffle(builder, left, right, firsts), shuffle(builder, left, right, seconds))
+
+    folded = join(join(a, b, 8), join(c, d, 8), 4)
+    for distance in (2, 1):
+        folded = operation(
+            builder, folded, shuffle(builder, folded, folded, [lane ^ distance for lane in range(LANES)])
+        )
+    return folded
+
+
+def load_four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Four floats, each in four lanes, as `fold` gives them."""
+    four = load(builder, address, FOUR)
+    return shuffle(builder, four, four, [lane // 4 for lane in range(LANES)])
+
+
+def store_four(builder: ir.IRBuilder, vector: ir.Value, address: ir.Value) -> None:
+    store(builder, shuffle(builder, vector, vector, range(0, LANES, 4)), address)
+
+
+def splat_fourth(builder: ir.IRBuilder, vector: ir.Value, index: int) -> ir.Value:
+    """One of the four numbers that `fold` gives, sixteen times."""
+    return shuffle(builder, vector, vector, [4 * index] * LANES)
+
+
+def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.fadd(a, b)
 
 
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
