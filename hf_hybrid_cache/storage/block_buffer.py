@@ -78,7 +78,7 @@ class BlockBuffer(HostBuffer):
 
     def write(self, start: int, states: torch.Tensor) -> None:
         tokens, (block, offset) = states.shape[2], divmod(start, BLOCK)
-        if offset + tokens <= BLOCK:  # a decode step: few operations
+        if 0 < tokens <= BLOCK - offset:  # a decode step: few operations
             self._seen.select(2, block).narrow(2, offset, tokens).copy_(states)
             return
         for first, place in self._runs(start, start + tokens):

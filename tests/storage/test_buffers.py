@@ -73,6 +73,17 @@ def test_what_is_written_in_pieces_is_read_as_one(make, num_tokens: int):
     assert torch.equal(buffer.read_range(third, num_tokens), states[:, :, third:])
 
 
+@pytest.mark.parametrize("make", BUFFERS)
+def test_writing_no_tokens_changes_nothing_in_a_full_buffer_either(make):
+    buffer = make()
+    buffer.ensure(1, keep=0)
+    states = torch.randn(SHAPE[0], SHAPE[1], buffer.capacity, SHAPE[2])
+    buffer.ensure(buffer.capacity, keep=0)
+    buffer.write(0, states)
+    buffer.write(buffer.capacity, states[:, :, :0])
+    assert torch.equal(buffer.read(buffer.capacity), states)
+
+
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("make", [key_blocks, value_blocks])
