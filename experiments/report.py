@@ -1,6 +1,7 @@
 """Figures from the committed records, never from a new measurement: `python -m experiments.report`."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,34 @@ from matplotlib.ticker import FuncFormatter
 from experiments.records import RESULTS
 
 # Okabe and Ito's palette, whose colours the colour-blind can tell apart.
-STOCK_COLOUR, OUR_COLOUR = "#D55E00", "#0072B2"
+STOCK_COLOUR, OUR_COLOUR, CEILING_COLOUR = "#D55E00", "#0072B2", "#666666"
 
 
-def load_records(experiment: str) -> dict[str, dict[str, Any]]:
-    """Records of `experiment` by machine."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / experiment).glob("*.json"))}
+@dataclass(frozen=True)
+class Plot:
+    """A figure of times against tokens, ours and stock; `records` is the folder in `results` that it is drawn from."""
+
+    records: str
+    tokens_key: str
+    x_label: str
+    y_label: str
 
 
-def draw_append_cost(record: dict[str, Any], path: Path) -> None:
-    """Time of a one-token update by tokens stored, ours and stock, with the ratio at each length."""
-    cells = sorted(record["cells"], key=lambda cell: cell["tokens"])
-    tokens = [cell["tokens"] for cell in cells]
+PLOTS = (
+    Plot("append_cost", "tokens", "tokens stored", "milliseconds for one more, one layer"),
+    Plot("decode_speed/llama-3.2-1b-random", "context_tokens", "context, tokens", "milliseconds a token, whole model"),
+)
+
+
+def load_records(folder: str) -> dict[str, dict[str, Any]]:
+    """Records in a folder of `results`, by machine."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))}
+
+
+def draw(plot: Plot, record: dict[str, Any], path: Path) -> None:
+    """Medians of ours and stock, with their ratio at each length, and the ceiling where the record has one."""
+    cells = sorted(record["cells"], key=lambda cell: cell[plot.tokens_key])
+    tokens = [cell[plot.tokens_key] for cell in cells]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     curves = (
         ("stock", "transformers DynamicCache", STOCK_COLOUR, "s"),
@@ -30,16 +47,22 @@ def draw_append_cost(record: dict[str, Any], path: Path) -> None:
     for key, label, colour, marker in curves:
         medians = [cell["median_seconds"][key] * 1e3 for cell in cells]
         axes.plot(tokens, medians, marker=marker, color=colour, label=label)
+    if all("ceiling_seconds" in cell for cell in cells):
+        ceilings = [cell["ceiling_seconds"] * 1e3 for cell in cells]
+        axes.plot(tokens, ceilings, "--", color=CEILING_COLOUR, label="reading weights and KV once")
     for cell in cells:
+        ratio = cell["ratio"]
         middle = (cell["median_seconds"]["stock"] * cell["median_seconds"]["ours"]) ** 0.5 * 1e3
-        axes.annotate(f"{cell['ratio']:,.0f}x", (cell["tokens"], middle), ha="center", va="center")
+        text = f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
+        axes.annotate(text, (cell[plot.tokens_key], middle), ha="center", va="center")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("tokens stored")
-    axes.set_ylabel("milliseconds for one more, one layer")
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(plot.y_label)
     axes.set_title("Llama-3.2-1B shape, bfloat16, on the CPU", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -50,10 +73,11 @@ def draw_append_cost(record: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "hf_hybrid_cache"  # the same record gives the same file
-    for machine, record in load_records("append_cost").items():
-        path = RESULTS / "append_cost" / machine
-        draw_append_cost(record, path)
-        print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
+    for plot in PLOTS:
+        for machine, record in load_records(plot.records).items():
+            path = RESULTS / plot.records / machine
+            draw(plot, record, path)
+            print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
 
 
 if __name__ == "__main__":

@@ -86,18 +86,26 @@ def test_a_record_is_written_whole_over_an_older_one(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_figure_is_drawn_from_the_record(tmp_path: Path):
+@pytest.mark.parametrize("plot", report.PLOTS, ids=lambda plot: plot.records)
+def test_the_figure_is_drawn_from_the_record(plot: report.Plot, tmp_path: Path):
     mpl.use("Agg")
-    machine, record = report.load_records("append_cost").popitem()
-    report.draw_append_cost(record, tmp_path / machine)
+    machine, record = report.load_records(plot.records).popitem()
+    report.draw(plot, record, tmp_path / machine)
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
 
 
 def test_the_readme_states_what_the_records_hold():
     readme = (REPOSITORY / "README.md").read_text()
-    machine = readme.split("results/append_cost/")[1].split(".png")[0]
-    for cell in report.load_records("append_cost")[machine]["cells"]:
-        ratio = f"{cell['ratio']:.1f}x" if cell["ratio"] < 10 else f"{cell['ratio']:.0f}x"
-        assert ratio in readme
+    machine = readme.split("results/decode_speed/llama-3.2-1b-random/")[1].split(".png")[0]
+    for plot in report.PLOTS:
+        for cell in report.load_records(plot.records)[machine]["cells"]:
+            ratio = f"{cell['ratio']:.1f}x" if cell["ratio"] < 10 else f"{cell['ratio']:.0f}x"
+            assert f"| {ratio} |" in readme
+    for cell in report.load_records("kernel_bandwidth")[machine]["cells"]:
+        if (cell["dtype"], cell["tokens"]) == ("bfloat16", 131_072):
+            assert f"| {cell['ratio']['torch_packed']:.1f}x |" in readme
+            assert f"| {cell['ratio']['torch_enable_gqa']:.1f}x |" in readme
+    assert f"| {report.load_records('llama_cpp_decode')[machine]['ratio']:.1f}x |" in readme
+    assert f"{report.load_records('prefill_cost')[machine]['cells'][0]['ratio'] - 1:.0%} longer" in readme
     for cell in report.load_records("host_peak")[machine]["cells"]:
         assert f"{cell['ratio']:.4f}" in readme or f"{cell['ratio']:.3f}" in readme
