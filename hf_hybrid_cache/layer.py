@@ -176,6 +176,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             ValueError: a positive number, which older versions of transformers took for the length to keep.
         """
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding, before transformers 5.23
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) is ambiguous: pass a negative number of tokens to remove. To keep "

@@ -259,6 +259,15 @@ def test_an_emptied_cache_takes_another_batch(cache: HybridCache):
     assert cache.layers[2].keys.shape == (1, 2, 4, 16)
 
 
+def test_a_number_of_tokens_to_remove_may_be_a_tensor(cache: HybridCache):
+    fill(cache)
+    cache.crop(torch.tensor(-2))
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == 3
+    fill(cache)
+    assert cache.get_seq_length() == 8
+
+
 def test_cropping_to_a_length_is_refused_and_the_message_says_how(cache: HybridCache):
     fill(cache)
     with pytest.raises(ValueError, match=r"To keep 2 of 5 tokens, use crop\(-3\)"):
