@@ -1,6 +1,5 @@
 """One full-attention layer of a hybrid cache."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,9 +195,7 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             return
         now = self.store.shape
-        shape = dataclasses.replace(
-            now, device=device, key_dtype=dtype or now.key_dtype, value_dtype=dtype or now.value_dtype
-        )
+        shape = now._replace(device=device, key_dtype=dtype or now.key_dtype, value_dtype=dtype or now.value_dtype)
         if shape != now:
             self._move(shape)
 
@@ -229,7 +226,7 @@ class HybridLayer(CacheLayerMixin):
         """Nothing to do: a layer fetches those that follow it."""
 
     def _move(self, shape: KVShape) -> None:
-        """Put what is stored into the store that `shape` asks for now."""
+        """Put what is stored into a store for `shape`."""
         old = self.store
         assert old is not None
         old.settle()
@@ -265,13 +262,16 @@ class HybridLayer(CacheLayerMixin):
                 "This cache writes in place and keeps no gradients, but the new states require them. Run the model "
                 "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
             )
-        if self.store is None or self.store.shape.is_of(keys, values):
+        if self.store is None:
+            return
+        shape = KVShape.of(keys, values)
+        if shape == self.store.shape:
             return
         if self.store.num_tokens > 0:
             raise ValueError(
                 f"Layer {self.layer_idx} holds {self.store.num_tokens:,} tokens of {self.store.shape}; the new states "
-                f"are {KVShape.of(keys, values)}. Use a new cache or cache.reset() for other inputs, or change this "
-                "one's batch with batch_repeat_interleave or batch_select_indices."
+                f"are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
+                "batch_repeat_interleave or batch_select_indices."
             )
         self.reset()
 

@@ -29,8 +29,8 @@ def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts
     """
     Call `work(part, call)` for each part below `parts`; whoever is done takes the next.
 
-    parallel: of `Threads`; team: threads that are woken; threads: how many of them
-    work; work: jitted, returns nothing and raises nothing; call: a tuple.
+    parallel: of `Threads`; team: threads that are woken; threads: how many of them take part; work: jitted, returns
+    nothing and raises nothing; call: a tuple.
     """
     taken = typing_context.resolve_function_type(work, (types.intp, call), {})
     pointer = INT8.as_pointer()

@@ -1,10 +1,8 @@
 """What a layer needs of the place where its keys and values are kept."""
 
 import copy
-import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,9 +13,12 @@ from .host_memory import HostBudget, HostMemoryError, require_host_bytes
 from .token_buffer import TokenBuffer
 
 
-@dataclass(frozen=True)
-class KVShape:
-    """What is constant about a layer's keys and values. They share batch and heads, not always width and dtype."""
+class KVShape(NamedTuple):
+    """
+    What is constant about a layer's keys and values. They share batch and heads, not always width and dtype.
+
+    A tuple, because one is made and compared for every layer of every token.
+    """
 
     batch: int
     num_kv_heads: int
@@ -32,19 +33,6 @@ class KVShape:
         """The shape of states `[batch, num_kv_heads, tokens, head_dim]`."""
         batch, num_kv_heads, _, key_dim = keys.shape
         return cls(batch, num_kv_heads, key_dim, values.shape[3], keys.dtype, values.dtype, keys.device)
-
-    def is_of(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether it is the shape of these states, which share the first three sizes and the device."""
-        batch, num_kv_heads, _, key_dim = keys.shape
-        return (
-            batch == self.batch
-            and num_kv_heads == self.num_kv_heads
-            and key_dim == self.key_dim
-            and values.shape[3] == self.value_dim
-            and keys.dtype == self.key_dtype
-            and values.dtype == self.value_dtype
-            and keys.device == self.device
-        )
 
     @property
     def keys(self) -> tuple[int, int, int]:
@@ -123,7 +111,7 @@ class KVStore(ABC):
         indices = indices.to(self.keys.device)
         self.keys = self.keys.select_batch(indices, self.num_tokens)
         self.values = self.values.select_batch(indices, self.num_tokens)
-        self.shape = dataclasses.replace(self.shape, batch=len(indices))
+        self.shape = self.shape._replace(batch=len(indices))
         self._budget.note(self, self._approved_tokens, self.bytes_per_token)
 
     def close(self) -> None:  # noqa: B027

@@ -1,8 +1,6 @@
 """The kernel against attention in float64 on the values that are stored."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, set_num_threads, value_width
+from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, stored, to_blocks
 
 STORAGES = list(ELEMENTS)
@@ -245,12 +244,6 @@ PORTABLE = {
 def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
     """Compiled anew for them, in a process of its own."""
     name, features = PORTABLE[processor]
-    environment = os.environ | {
-        "NUMBA_CPU_NAME": name,
-        "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1])),
-    }
     program = """
 from kernels import test_attention as tests
 from hf_hybrid_cache.kernels import tiles
@@ -260,4 +253,4 @@ for storage in tests.STORAGES:
     tests.test_what_is_not_a_number_is_not_hidden(storage, float("inf"))
 tests.test_denormal_keys_and_values_count("float16")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
+    run_program(program, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features, NUMBA_CACHE_DIR=str(tmp_path))

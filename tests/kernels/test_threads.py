@@ -1,8 +1,6 @@
 """How many threads the kernels use, and that several callers do not disturb each other."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.kernels import parallel, workspace
 from hf_hybrid_cache.kernels.threads import VARIABLE, _cores_of_one_socket, _processors
+from kernels.programs import run_program
 from kernels.test_attention import make, run
 
 
@@ -81,7 +80,7 @@ def test_without_openmp_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 @numba.njit
-def _note_thread(part, seen):
+def _count_once(part, seen):
     # Slow enough for every thread to get some.
     for _ in range(10_000):
         seen.counts[part] += 1
@@ -94,7 +93,7 @@ class _Seen(NamedTuple):
 
 @numba.njit
 def _share_out(pool, team, threads, parts, seen):
-    parallel.share_out(pool, team, threads, parts, _note_thread, seen)
+    parallel.share_out(pool, team, threads, parts, _count_once, seen)
 
 
 @pytest.mark.parametrize("pool", [parallel.openmp, parallel.started_threads])
@@ -130,6 +129,4 @@ if len(test_threads._processors()) > 1:
     test_threads.run(*test_threads.make("bfloat16", 5000), 0.125)
     assert alone < with_torch == num_threads(), (alone, with_torch, num_threads())
 """
-    paths = (Path(__file__).parents[2], Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
+    run_program(program)
