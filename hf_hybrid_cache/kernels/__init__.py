@@ -1,16 +1,23 @@
 """Numba kernels over blocks of keys and values in host memory. They know NumPy and nothing of torch."""
 
 from .blocks import BLOCK, value_width
+from .coded_blocks import BITS, RecordLayout
 from .compilation import compile_in_background
+from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .threads import get_num_threads, set_num_threads
-from .workspace import Shape, Workspace
+from .workspace import CodedBlocks, Shape, Workspace
 
 __all__ = [
+    "BITS",
     "BLOCK",
+    "CodedBlocks",
+    "RecordLayout",
     "Shape",
     "Workspace",
     "compile_in_background",
     "get_num_threads",
+    "set_integer_kernels",
     "set_num_threads",
+    "uses_integer_kernels",
     "value_width",
 ]

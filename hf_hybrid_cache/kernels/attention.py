@@ -22,7 +22,7 @@ _LOWEST = np.float32(-2e38)
 class Call(NamedTuple):
     """One call of `attend`; `Workspace.attend` says what is in it."""
 
-    query: Any  # float32 [heads, rows, key_dim]
+    query: Any  # float32 [heads, rows, at least key_dim]
     keys: Any  # float32, uint16 or int16 [blocks, heads, key_dim, 64]
     values: Any  # the same [blocks, heads, 64, width]
     num_tokens: int
@@ -47,53 +47,74 @@ def attend(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `share_out` says."""
     segments, heads = call.maxima.shape[:2]
     share_out(parallel, team, threads, segments, _attend_segment, call)
-    share_out(parallel, team, threads, heads, _merge, call)
+    share_out(parallel, team, threads, heads, merge_segments, call)
 
 
 @jit
 def _attend_segment(segment, call):
     """Attend to some blocks, counted through all heads of a block before the next: as they lie."""
-    segments = call.maxima.shape[0]
-    heads, rows, key_dim = call.query.shape
-    width = call.values.shape[3]
+    segments, heads = call.maxima.shape[:2]
+    key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
+    start_segment(segment, call)
     items = (call.num_tokens + BLOCK - 1) // BLOCK * heads
-    key_block = key_dim * BLOCK * call.keys.itemsize
-    value_block = width * BLOCK * call.values.itemsize
-    scores = call.scores[segment].ctypes.data
-    corrections = call.corrections[segment].ctypes.data
-    maxima, sums, partial = call.maxima[segment], call.sums[segment], call.partial[segment]
-    maxima[:] = -np.inf
-    sums[:] = 0
-    partial[:] = 0
-    scale = numba.float32(call.scale)
-    masked = call.visible.size > 0 or call.bias.size > 0
-    all_see = call.num_tokens - call.query_length + 1 if call.causal else call.num_tokens
     for item in range(segment * items // segments, (segment + 1) * items // segments):
         block = item // heads
-        head = item - block * heads
-        start = block * BLOCK
-        key_address = call.keys.ctypes.data + item * key_block
-        value_address = call.values.ctypes.data + item * value_block
-        for row in range(0, rows, ROWS):
-            state = (head * rows + row) * 4
-            query = call.query.ctypes.data + state * key_dim
-            for column in range(0, BLOCK, tile_columns()):
-                score_tile(call.keys, query, key_address, key_dim, scores, column, value_address)
-            factor = scale
-            if masked or start + BLOCK > all_see:
-                _mask_tile(call.scores[segment], start, row, head, call)
-                factor = numba.float32(1)
-            softmax_tile(scores, factor, maxima.ctypes.data + state, sums.ctypes.data + state, corrections)
-            tokens = min(BLOCK, call.num_tokens - start)
-            target = partial.ctypes.data + state * width
-            ahead = key_address + key_block
-            column = 0
-            while column + tile_columns() <= width:
-                weigh_tile(call.values, scores, value_address, tokens, width, column, corrections, target, ahead)
-                column += tile_columns()
-            while column < width:
-                weigh_narrow_tile(call.values, scores, value_address, tokens, width, column, corrections, target, ahead)
-                column += 16
+        keys = call.keys.ctypes.data + item * key_block
+        values = call.values.ctypes.data + item * value_block
+        attend_float_block(segment, item - block * heads, block * BLOCK, keys, values, keys + key_block, call)
+
+
+@jit
+def start_segment(segment, call):
+    """Nothing is seen yet."""
+    call.maxima[segment] = -np.inf
+    call.sums[segment] = 0
+    call.partial[segment] = 0
+
+
+@jit
+def attend_float_block(segment, head, start, keys, values, ahead, call):
+    """
+    Attend to one block of one head.
+
+    start: first token; keys, values: addresses of the block; ahead: of what is read next.
+    """
+    rows, query_bytes = call.query.shape[1], call.query.shape[2] * 4
+    key_dim, width = call.keys.shape[2], call.values.shape[3]
+    scores, corrections = call.scores[segment].ctypes.data, call.corrections[segment].ctypes.data
+    tokens = min(BLOCK, call.num_tokens - start)
+    for row in range(0, rows, ROWS):
+        query = call.query[head, row].ctypes.data
+        for column in range(0, BLOCK, tile_columns()):
+            score_tile(call.keys, query, query_bytes, keys, key_dim, scores, column, values)
+        weights_of_tile(segment, head, row, start, call)
+        target = call.partial[segment, head, row].ctypes.data
+        column = 0
+        while column + tile_columns() <= width:
+            weigh_tile(call.values, scores, values, tokens, width, column, corrections, target, ahead)
+            column += tile_columns()
+        while column < width:
+            weigh_narrow_tile(call.values, scores, values, tokens, width, column, corrections, target, ahead)
+            column += 16
+
+
+@jit
+def weights_of_tile(segment, head, row, start, call):
+    """Turn a tile's scores of the block from token `start` on into weights."""
+    masked = call.visible.size > 0 or call.bias.size > 0
+    all_see = call.num_tokens - call.query_length + 1 if call.causal else call.num_tokens
+    factor = numba.float32(call.scale)
+    if masked or start + BLOCK > all_see:
+        _mask_tile(call.scores[segment], start, row, head, call)
+        factor = numba.float32(1)
+    state = (segment * call.maxima.shape[1] + head) * call.maxima.shape[2] + row
+    softmax_tile(
+        call.scores[segment].ctypes.data,
+        factor,
+        call.maxima.ctypes.data + state * 4,
+        call.sums.ctypes.data + state * 4,
+        call.corrections[segment].ctypes.data,
+    )
 
 
 @jit
@@ -131,7 +152,7 @@ def _mask_tile(scores, start, first_row, head, call):
 
 
 @jit
-def _merge(head, call):
+def merge_segments(head, call):
     """Merge the segments' results of one head by their log-sum-exp."""
     maxima, sums, partial = call.maxima[:, head], call.sums[:, head], call.partial[:, head]
     out, lse = call.out[head], call.lse[head]
@@ -158,12 +179,15 @@ def _merge(head, call):
 
 def compile_attention(element: np.dtype) -> None:
     """Compile attention over blocks of `element`, or load it from Numba's cache on disk."""
-    number, real = numba.int64, numba.float32
     blocks = numba.from_dtype(element)[:, :, :, ::1]
+    attend.compile(signature(Call, {"keys": blocks, "values": blocks}))
+
+
+def signature(call: type, fields: dict[str, Any]) -> Any:
+    """Of a kernel that takes a `call` whose other fields are those of a `Call`, and integers."""
+    number, real = numba.int64, numba.float32
     kinds = {
         "query": real[:, :, ::1],
-        "keys": blocks,
-        "values": blocks,
         "causal": numba.boolean,
         "scale": numba.float64,
         "visible": numba.uint8[:, :, :, ::1],
@@ -175,6 +199,6 @@ def compile_attention(element: np.dtype) -> None:
         "partial": real[:, :, :, ::1],
         "out": real[:, :, ::1],
         "lse": real[:, ::1],
-    }
-    call = numba.types.NamedTuple([kinds.get(field, number) for field in Call._fields], Call)
-    attend.compile(numba.void(number, number, number, call))
+    } | fields
+    typed = numba.types.NamedTuple([kinds.get(field, number) for field in call._fields], call)
+    return numba.void(number, number, number, typed)

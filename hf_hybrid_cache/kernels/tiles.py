@@ -25,14 +25,14 @@ LOG2_E = math.log2(math.e)
 _ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2}
 
 
-def _has(context: Any, feature: str) -> bool:
+def has_feature(context: Any, feature: str) -> bool:
     """Whether code is compiled for a processor with `feature`."""
     return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
 
 
-def _wide_vectors(context: Any) -> int:
+def wide_vectors(context: Any) -> int:
     """Vectors of sixteen side by side in a tile whose accumulators fit the registers."""
-    return 4 if _has(context, "avx512f") else 1
+    return 4 if has_feature(context, "avx512f") else 1
 
 
 @intrinsic
@@ -40,26 +40,35 @@ def tile_columns(typing_context: Any) -> Any:
     """Columns of a wide tile, a constant of the processor."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return INT64(_wide_vectors(context) * LANES)
+        return INT64(wide_vectors(context) * LANES)
 
     return types.int64(), generate
 
 
 @intrinsic
 def score_tile(
-    typing_context: Any, element: Any, query: Any, keys: Any, head_dim: Any, scores: Any, column: Any, ahead: Any
+    typing_context: Any,
+    element: Any,
+    query: Any,
+    stride: Any,
+    keys: Any,
+    head_dim: Any,
+    scores: Any,
+    column: Any,
+    ahead: Any,
 ) -> Any:
     """
     Write `scores[:, column : column + tile_columns()] = query @ keys[:, ...]`.
 
-    query: address of float32 `[ROWS, head_dim]`; keys: address of one block of `element`, `[head_dim, BLOCK]`;
-    scores: address of float32 `[ROWS, BLOCK]`; ahead: address of what is read next, prefetched row by row.
+    query: address of float32 rows, `stride` bytes apart, each `[head_dim]`; keys: address of one block of `element`,
+    `[head_dim, BLOCK]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address of what is read next, prefetched row
+    by row.
     """
     item = _ITEM_BYTES[element.dtype]
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        _, query, keys, head_dim, scores, column, ahead = arguments
-        vectors = _wide_vectors(context)
+        _, query, stride, keys, head_dim, scores, column, ahead = arguments
+        vectors = wide_vectors(context)
         add, multiply = builder.add, builder.mul
         first = multiply(column, INT64(item))
 
@@ -69,7 +78,7 @@ def score_tile(
             vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
             results = []
             for row in range(ROWS):
-                position = multiply(add(multiply(INT64(row), head_dim), d), INT64(4))
+                position = add(multiply(INT64(row), stride), multiply(d, INT64(4)))
                 number = vec.splat(builder, vec.load(builder, add(query, position), FLOAT))
                 for key, accumulator in zip(loaded, accumulators[row * vectors :], strict=False):
                     results.append(vec.multiply_add(builder, number, key, accumulator))
@@ -83,7 +92,7 @@ def score_tile(
             vec.store(builder, result, add(scores, offset))
         return context.get_dummy_value()
 
-    integers = [types.int64] * 6
+    integers = [types.int64] * 7
     return types.void(element, *integers), generate
 
 
@@ -152,7 +161,7 @@ def _weigh(wide: bool) -> Any:
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
             _, weights, values, num_tokens, width, column, corrections, out, ahead = arguments
-            vectors = _wide_vectors(context) if wide else 1
+            vectors = wide_vectors(context) if wide else 1
             add, multiply = builder.add, builder.mul
             outputs, sums = [], []
             for row in range(ROWS):
@@ -234,7 +243,7 @@ def _load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.V
     addresses = [builder.add(address, INT64(index * step)) for index in range(count)]
     if dtype == types.float32:
         return [vec.load(builder, each, FLOATS) for each in addresses]
-    if dtype == types.int16 and _has(context, "f16c"):
+    if dtype == types.int16 and has_feature(context, "f16c"):
         halves = ir.VectorType(ir.HalfType(), LANES)
         return [builder.fpext(vec.load(builder, each, halves), FLOATS) for each in addresses]
     bits = [builder.zext(vec.load(builder, each, ir.VectorType(INT16, LANES)), INTS) for each in addresses]

@@ -32,8 +32,8 @@ def ints(value: int) -> ir.Constant:
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """A float, sixteen times."""
-    nothing = ir.Constant(FLOATS, ir.Undefined)
+    """A number, sixteen times."""
+    nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     return shuffle(builder, builder.insert_element(nothing, scalar, INT32(0)), nothing, [0] * LANES)
 
 
@@ -98,6 +98,25 @@ def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def absolute(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    return _call(builder, "llvm.fabs.v16f32", FLOATS, vector)
+
+
+def dot_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value, lanes: int) -> ir.Value:
+    """
+    A dot b + c, where each 32-bit lane of a and b is a pair of signed 16-bit numbers.
+
+    lanes: of the processor's instruction, 16 (AVX-512 VNNI) or 8 (AVX-VNNI).
+    """
+    if lanes == LANES:
+        return _call(builder, "llvm.x86.avx512.vpdpwssd.512", INTS, c, a, b)
+    halves = []
+    for part in (range(lanes), range(lanes, LANES)):
+        pieces = [shuffle(builder, each, each, part) for each in (c, a, b)]
+        halves.append(_call(builder, "llvm.x86.avx512.vpdpwssd.256", pieces[0].type, *pieces))
+    return shuffle(builder, *halves, range(LANES))
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> None:

@@ -6,6 +6,9 @@ import numpy as np
 
 from .attention import Call, attend
 from .blocks import BLOCK, value_width
+from .coded_attention import CodedCall, attend_coded
+from .coded_blocks import RecordLayout
+from .integer_kernels import uses_integer_kernels
 from .parallel import openmp, started_threads
 from .threads import get_num_threads
 from .tiles import ROWS
@@ -47,13 +50,35 @@ class Shape:
         return self.group * self.query_length
 
 
+@dataclass(frozen=True)
+class CodedBlocks:
+    """
+    Blocks of a sequence that are stored as codes.
+
+    Attributes:
+        keys: uint8 `[count or more, heads, bytes]`, records of `key_layout`.
+        values: uint8 likewise, of `value_layout`.
+        first: blocks in full precision before them.
+        count: how many.
+        key_layout: see `kernels.coded_blocks`.
+        value_layout: likewise.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    first: int
+    count: int
+    key_layout: RecordLayout
+    value_layout: RecordLayout
+
+
 @dataclass
 class Workspace:
     """
     What a call reads and writes besides keys and values, used again for every call of the same shape.
 
     Attributes:
-        query: float32 `[heads, padded rows, key_dim]`, after rotary embedding. Rows beyond `shape.rows` stay zero.
+        query: float32 `[heads, padded rows, padded key_dim]`, after rotary embedding. What fills it up stays zero.
         out: float32 `[heads, padded rows, padded value_dim]`: softmax(scale * query @ keys.T + mask) @ values; zeros
             where everything is masked.
         lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score); minus infinity likewise.
@@ -67,7 +92,7 @@ class Workspace:
     def __post_init__(self) -> None:
         shape = self.shape
         rows = -(-shape.rows // ROWS) * ROWS
-        self.query = np.zeros((shape.heads, rows, shape.key_dim), np.float32)
+        self.query = np.zeros((shape.heads, rows, value_width(shape.key_dim)), np.float32)
         self.out = np.empty((shape.heads, rows, value_width(shape.value_dim)), np.float32)
         self.lse = np.empty((shape.heads, rows), np.float32)
         self._make_partial(0)
@@ -79,6 +104,8 @@ class Workspace:
         self.maxima = np.empty((segments, heads, rows), np.float32)
         self.sums = np.empty((segments, heads, rows), np.float32)
         self.partial = np.empty((segments, heads, rows, width), np.float32)
+        self.operands = np.empty((segments, 2, ROWS, max(self.query.shape[2], BLOCK)), np.float32)
+        self.steps = np.empty((segments, 2, ROWS), np.float32)
 
     def attend(
         self,
@@ -89,6 +116,7 @@ class Workspace:
         causal: bool = False,
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
+        coded: CodedBlocks | None = None,
     ) -> None:
         """
         Attend `query` to the first `num_tokens`; the result is in `out` and `lse`.
@@ -103,6 +131,7 @@ class Workspace:
             visible: uint8 `[batch, query heads, query_length, tokens]`, 0 where a token is not seen. Any of the first
                 three sizes may be 1, for all.
             bias: float32, likewise, added to the scaled scores.
+            coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
         """
         shape = self.shape
         blocks = -(-num_tokens // BLOCK)
@@ -111,28 +140,44 @@ class Workspace:
         if segments != len(self.maxima):
             self._make_partial(segments)
         pool = openmp() or started_threads()
-        attend(
-            pool.parallel,
-            max(threads, pool.team()),
-            threads,
-            Call(
-                self.query,
-                keys,
-                values,
-                num_tokens,
-                shape.num_kv_heads,
-                shape.group,
-                shape.query_length,
-                causal,
-                scale,
-                _NOT_GIVEN[np.uint8] if visible is None else visible,
-                _NOT_GIVEN[np.float32] if bias is None else bias,
-                self.scores,
-                self.corrections,
-                self.maxima,
-                self.sums,
-                self.partial,
-                self.out,
-                self.lse,
-            ),
+        call = Call(
+            self.query,
+            keys,
+            values,
+            num_tokens,
+            shape.num_kv_heads,
+            shape.group,
+            shape.query_length,
+            causal,
+            scale,
+            _NOT_GIVEN[np.uint8] if visible is None else visible,
+            _NOT_GIVEN[np.float32] if bias is None else bias,
+            self.scores,
+            self.corrections,
+            self.maxima,
+            self.sums,
+            self.partial,
+            self.out,
+            self.lse,
+        )
+        team = max(threads, pool.team())
+        if coded is None:
+            attend(pool.parallel, team, threads, call)
+        else:
+            attend_coded(pool.parallel, team, threads, self._coded_call(call, coded))
+
+    def _coded_call(self, call: Call, coded: CodedBlocks) -> CodedCall:
+        return CodedCall(
+            *call,
+            coded.keys,
+            coded.values,
+            coded.first,
+            coded.count,
+            coded.key_layout.bits,
+            coded.value_layout.bits,
+            coded.key_layout.group,
+            coded.value_layout.group,
+            uses_integer_kernels(),
+            self.operands,
+            self.steps,
         )

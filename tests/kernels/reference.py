@@ -76,3 +76,65 @@ def attention(
     out = np.einsum("bhqt,bhtd->bhqd", weights, values) / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         return out, (base + np.log(total))[..., 0]
+
+
+def to_bfloat16(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of float32 `numbers` cut off to bfloat16, and their value in float64."""
+    return stored(numbers, "bfloat16")
+
+
+def to_record(codes: np.ndarray, scales: np.ndarray, lows: np.ndarray, bits: int) -> np.ndarray:
+    """
+    The record of one block as `kernels.coded_blocks` describes it, code by code.
+
+    codes: `[inner, lanes]`; scales, lows: bfloat16 bits `[groups, inner]`.
+    """
+    inner, lanes = codes.shape
+    words = np.zeros((inner * bits // 32, lanes), np.uint32)
+    pairs_in_word = 16 // bits
+    for index in range(inner):
+        chunk, place = divmod(index, 16)
+        half, pair = divmod(place, 8)
+        word, position = divmod(chunk * 8 + pair, pairs_in_word)
+        words[word] |= codes[index].astype(np.uint32) << np.uint32(position * bits + half * 16)
+    return np.concatenate([part.ravel().view(np.uint8) for part in (words, scales, lows)])
+
+
+@dataclass
+class CodedStates:
+    """
+    Random coded blocks, and the states that they stand for.
+
+    Attributes:
+        records: uint8 [blocks, batch * heads, bytes]
+        states: float64 [batch, heads, blocks * 64, dim]
+    """
+
+    records: np.ndarray
+    states: np.ndarray
+
+
+def random_coded(
+    generator: np.random.Generator, sizes: tuple[int, int, int, int], bits: int, group: int, transposed: bool
+) -> CodedStates:
+    """Blocks of `(batch, heads, blocks, dim)`; keys are transposed. Codes beyond `dim` are garbage without a scale."""
+    batch, heads, blocks, dim = sizes
+    filled = -(-dim // 16) * 16
+    inner, lanes = (filled, 64) if transposed else (64, filled)
+    groups = -(-lanes // group)
+    records, states = [], np.empty((blocks, batch * heads, 64, dim))
+    for block in range(blocks):
+        for head in range(batch * heads):
+            codes = generator.integers(0, 2**bits, (inner, lanes))
+            scale_bits, scales = to_bfloat16(generator.uniform(0.5, 2, (groups, inner)).astype(np.float32) / 2**bits)
+            low_bits, lows = to_bfloat16(generator.uniform(-2, 0, (groups, inner)).astype(np.float32))
+            if transposed:
+                scale_bits[:, dim:], low_bits[:, dim:] = 0, 0
+            groups_of_lanes = np.minimum(np.arange(lanes) // group, groups - 1)
+            decoded = lows.T[:, groups_of_lanes] + scales.T[:, groups_of_lanes] * codes
+            states[block, head] = (decoded.T if transposed else decoded)[:, :dim]
+            records.append(to_record(codes, scale_bits, low_bits, bits))
+    return CodedStates(
+        np.stack(records).reshape(blocks, batch * heads, -1),
+        states.reshape(blocks, batch, heads, 64, dim).transpose(1, 2, 0, 3, 4).reshape(batch, heads, blocks * 64, dim),
+    )

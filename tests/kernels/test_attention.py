@@ -22,7 +22,7 @@ def run(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks) 
     num_kv_heads, value_dim = case.keys.shape[1], case.values.shape[3]
     shape = Shape(batch, num_kv_heads, case.group, length, key_dim, value_dim)
     workspace = Workspace(shape)
-    workspace.query[:, : shape.rows] = case.query.reshape(shape.heads, shape.rows, key_dim)
+    workspace.query[:, : shape.rows, :key_dim] = case.query.reshape(shape.heads, shape.rows, key_dim)
     keys = to_blocks(bits[0], transposed=True, width=key_dim)
     values = to_blocks(bits[1], transposed=False, width=value_width(value_dim))
     workspace.attend(keys, values, case.tokens, scale, **masks)

@@ -1,0 +1,70 @@
+"""
+What a coded block looks like: 64 tokens of one KV head, in 8, 4 or 2 bits, as one record of bytes.
+
+A code u stands for `low + scale * u`. Low and scale are constant over a group along the axis that a product runs
+along, and different along the axis that it sums over: keys have them per channel over tokens, values per token over
+channels (KIVI, arXiv:2402.02750). So they fold into the query, or the weights, before the product.
+
+A record is three arrays, with `inner` the axis that is summed over and `lanes` the other one:
+    words  uint32 `[inner * bits / 32, lanes]`
+    scales bfloat16 `[groups, inner]`
+    lows   bfloat16 `[groups, inner]`
+The two halves of a word hold codes of indices that are 8 apart: index `16 c + p` of the low half has index `16 c + 8 + p`
+in the high half, p < 8. A mask and a shift then give pairs of 16-bit numbers, as the dot products of processors take.
+"""
+
+from dataclasses import dataclass
+
+from .blocks import BLOCK
+
+CHUNK = 16
+BITS = (8, 4, 2)
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """
+    Of the records of a layer's keys, or of its values.
+
+    Attributes:
+        bits: of a code.
+        inner: length of the axis that is summed over, filled up to a multiple of 16.
+        lanes: length of the other axis, likewise.
+        group: lanes that share a scale.
+        dim: of a key or value, as it is given.
+        transposed: tokens are the lanes, as for keys.
+    """
+
+    bits: int
+    inner: int
+    lanes: int
+    group: int
+    dim: int
+    transposed: bool
+
+    @classmethod
+    def of_keys(cls, bits: int, key_dim: int, group: int) -> "RecordLayout":
+        return cls(bits, _filled(key_dim), BLOCK, min(group, BLOCK), key_dim, True)
+
+    @classmethod
+    def of_values(cls, bits: int, value_dim: int, group: int) -> "RecordLayout":
+        width = _filled(value_dim)
+        return cls(bits, BLOCK, width, min(group, width), value_dim, False)
+
+    @property
+    def words(self) -> int:
+        """Rows of words."""
+        return self.inner * self.bits // 32
+
+    @property
+    def groups(self) -> int:
+        return -(-self.lanes // self.group)
+
+    @property
+    def num_bytes(self) -> int:
+        """A multiple of 64, because inner and lanes are multiples of 16."""
+        return 4 * (self.words * self.lanes + self.groups * self.inner)
+
+
+def _filled(dim: int) -> int:
+    return -(-dim // CHUNK) * CHUNK

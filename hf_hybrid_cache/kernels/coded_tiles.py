@@ -1,0 +1,301 @@
+"""
+The products of attention with a coded block, for four query rows.
+
+Scales and lows are folded into the query, or the weights; what is left is a product with small integers. Where the
+processor has integer dot products (AVX-512 VNNI, AVX-VNNI), the folded numbers are rounded to 16 bits, relative to the
+largest of their row. The portable way turns codes into floats.
+
+`coded_blocks` says what a record looks like. The folded numbers of a chunk of sixteen are in the order in which codes
+come out of the words: 0, 8, 1, 9, ...
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .coded_blocks import BITS, CHUNK
+from .tiles import ROWS, has_feature, wide_vectors
+from .vector_ir import FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
+
+_PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
+# Below this a row's numbers are nothing beside anything a model computes, and their reciprocal would overflow.
+_NEGLIGIBLE = 1e-30
+
+
+def _dot_width(context: Any) -> int:
+    """Lanes of the processor's dot product of 16-bit pairs; 0 if it has none."""
+    if has_feature(context, "avx512vnni") and has_feature(context, "avx512f"):
+        return 16
+    return 8 if has_feature(context, "avxvnni") else 0
+
+
+@intrinsic
+def has_dot_product(typing_context: Any) -> Any:
+    """Whether the processor has integer dot products, a constant."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return ir.IntType(1)(int(_dot_width(context) > 0))
+
+    return types.boolean(), generate
+
+
+@intrinsic
+def fold_tile(
+    typing_context: Any,
+    rows: Any,
+    stride: Any,
+    scales: Any,
+    lows: Any,
+    inner: Any,
+    limit: Any,
+    scratch: Any,
+    operand: Any,
+    steps: Any,
+    constants: Any,
+) -> Any:
+    """
+    Fold scales and lows of one group into four rows.
+
+    rows: address of float32 rows, `stride` bytes apart, each `[inner]`; scales, lows: addresses of bfloat16 `[inner]`;
+    limit: the largest 16-bit number to round to, or 0 for the portable way; scratch: address of float32
+    `[ROWS, inner]`; operand: address of what is written: float32 `[ROWS, inner]`, or int16 with a limit; steps,
+    constants: addresses of float32 `[ROWS]`: a row is `steps * operand @ codes + constants`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        rows, stride, scales, lows, inner, limit, scratch, operand, steps, constants = arguments
+        add, multiply = builder.add, builder.mul
+        is_integer = builder.icmp_signed(">", limit, INT64(0))
+        chunks = builder.sdiv(inner, INT64(CHUNK))
+        target = builder.select(is_integer, scratch, operand)
+        row_bytes = multiply(inner, INT64(4))
+
+        def place(start: ir.Value, row: int, chunk: ir.Value, size: ir.Value, step: int) -> ir.Value:
+            return add(start, add(multiply(INT64(row), size), multiply(chunk, INT64(step))))
+
+        def fold(chunk: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            offset = multiply(chunk, INT64(CHUNK * 2))
+            scale, low = (_load_bfloat16(builder, add(start, offset)) for start in (scales, lows))
+            highest, sums = [], []
+            for row in range(ROWS):
+                number = vec.load(builder, place(rows, row, chunk, stride, CHUNK * 4), FLOATS)
+                folded = builder.fmul(number, scale)
+                ordered = vec.shuffle(builder, folded, folded, _PAIR_ORDER)
+                vec.store(builder, ordered, place(target, row, chunk, row_bytes, CHUNK * 4))
+                highest.append(vec.maximum(builder, vec.absolute(builder, folded), carried[row]))
+                sums.append(vec.multiply_add(builder, number, low, carried[ROWS + row]))
+            return highest + sums
+
+        results = vec.loop(builder, chunks, [vec.floats(0.0)] * (2 * ROWS), fold)
+        vec.store_four(builder, vec.fold(builder, results[ROWS:], vec.add), constants)
+        highest = vec.fold(builder, results[:ROWS], vec.maximum)
+        with builder.if_else(is_integer) as (then, otherwise):
+            with then:
+                most = vec.splat(builder, builder.sitofp(limit, FLOAT))
+                nothing = builder.fcmp_ordered("<", highest, vec.floats(_NEGLIGIBLE))
+                factors = builder.select(nothing, vec.floats(0.0), builder.fdiv(most, highest))
+                vec.store_four(builder, builder.fdiv(highest, most), steps)
+                half = builder.sdiv(row_bytes, INT64(2))
+
+                def round_to_16_bits(chunk: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                    for row in range(ROWS):
+                        number = vec.load(builder, place(scratch, row, chunk, row_bytes, CHUNK * 4), FLOATS)
+                        factor = vec.splat_fourth(builder, factors, row)
+                        # Adding 1.5 * 2^23 leaves the nearest integer in the last bits.
+                        shifted = vec.multiply_add(builder, number, factor, vec.floats(12582912.0))
+                        bits = builder.trunc(builder.bitcast(shifted, INTS), ir.VectorType(INT16, LANES))
+                        vec.store(builder, bits, place(operand, row, chunk, half, CHUNK * 2))
+                    return []
+
+                vec.loop(builder, chunks, [], round_to_16_bits)
+            with otherwise:
+                vec.store_four(builder, vec.floats(1.0), steps)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), generate
+
+
+def _load_bfloat16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    bits = vec.load(builder, address, ir.VectorType(INT16, LANES))
+    return builder.bitcast(builder.shl(builder.zext(bits, INTS), vec.ints(16)), FLOATS)
+
+
+def _coded_product(is_wide: bool, accumulates: bool) -> Any:
+    def product(
+        typing_context: Any,
+        bits: Any,
+        is_integer: Any,
+        operand: Any,
+        words: Any,
+        inner: Any,
+        lanes: Any,
+        column: Any,
+        steps: Any,
+        constants: Any,
+        corrections: Any,
+        out: Any,
+        out_stride: Any,
+        ahead: Any,
+    ) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+            bits, is_integer, operand, words, inner, lanes, column, *results, ahead = arguments
+            steps, constants, corrections, out, out_stride = results
+            vectors = wide_vectors(context) if is_wide else 1
+            add, multiply = builder.add, builder.mul
+            outputs = [
+                add(out, add(multiply(INT64(row), out_stride), multiply(add(column, INT64(vector * LANES)), INT64(4))))
+                for row in range(ROWS)
+                for vector in range(vectors)
+            ]
+
+            def finish(sums: list[ir.Value]) -> None:
+                for index, (total, address) in enumerate(zip(sums, outputs, strict=True)):
+                    offset = INT64(index // vectors * 4)
+                    step, constant, correction = (
+                        vec.splat(builder, vec.load(builder, add(start, offset), FLOAT))
+                        for start in (steps, constants, corrections)
+                    )
+                    result = vec.multiply_add(builder, total, step, constant)
+                    if accumulates:
+                        result = vec.multiply_add(builder, vec.load(builder, address, FLOATS), correction, result)
+                    vec.store(builder, result, address)
+
+            def run(width: int, dot: "_Dot") -> None:
+                """All words of the columns, with codes of `width` bits."""
+                row_bytes = multiply(inner, INT64(dot.item))
+                word_bytes = INT64(32 // width * dot.item)
+
+                def body(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                    offset = multiply(add(multiply(index, lanes), column), INT64(4))
+                    start = add(words, offset)
+                    loaded = [
+                        vec.load(builder, add(start, INT64(vector * LANES * 4)), INTS) for vector in range(vectors)
+                    ]
+                    vec.prefetch(builder, add(ahead, offset), vectors * LANES * 4)
+                    operands = add(operand, multiply(index, word_bytes))
+                    return dot.add(width, loaded, operands, row_bytes, sums)
+
+                count = builder.sdiv(multiply(inner, INT64(width)), INT64(32))
+                finish(dot.total(vec.loop(builder, count, [dot.zero] * (ROWS * vectors), body)))
+
+            dots = [_FloatDot(builder)]
+            if _dot_width(context):
+                dots.append(_PairDot(builder, _dot_width(context)))
+            for dot in dots:
+                wanted = is_integer if dot.is_integer else builder.not_(is_integer)
+                for width in BITS:
+                    chosen = builder.and_(wanted, builder.icmp_signed("==", bits, INT64(width)))
+                    with builder.if_then(chosen):
+                        run(width, dot)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.boolean, *[types.int64] * 11), generate
+
+    columns = "tile_columns()" if is_wide else str(LANES)
+    action = "Correct `out` and add to it" if accumulates else "Write to `out`"
+    product.__doc__ = f"""
+    {action} the product of folded rows and {columns} lanes of codes, from `column` on.
+
+    bits: of a code; is_integer: whether `operand` is, see `fold_tile`; words: address of a record's words, rows of
+    `lanes`; steps, constants, corrections: addresses of float32 `[ROWS]`; out: address of float32 rows, `out_stride` bytes
+    apart, `[lanes]`; ahead: address of what is read next, prefetched as far as words are read here.
+    """
+    return intrinsic(product)
+
+
+class _Dot:
+    """How a row of words is multiplied and added up."""
+
+    is_integer: bool
+    item: int  # bytes of a folded number
+    zero: ir.Constant
+
+    def __init__(self, builder: ir.IRBuilder):
+        self._builder = builder
+
+    def add(
+        self, width: int, loaded: list[ir.Value], operands: ir.Value, row_bytes: ir.Value, sums: list[ir.Value]
+    ) -> list[ir.Value]:
+        """`sums`, for each row and vector, plus the products of one word of each lane."""
+        raise NotImplementedError
+
+    def total(self, sums: list[ir.Value]) -> list[ir.Value]:
+        """`sums` as floats."""
+        raise NotImplementedError
+
+    def _with_operands(
+        self,
+        operands: ir.Value,
+        row_bytes: ir.Value,
+        offset: int,
+        kind: ir.Type,
+        codes: list[ir.Value],
+        sums: list[ir.Value],
+        multiply_add: Callable[..., ir.Value],
+    ) -> list[ir.Value]:
+        """`sums` plus `codes` times the number, or the pair, that each row has at `offset`."""
+        builder, results = self._builder, []
+        for row in range(ROWS):
+            position = builder.add(operands, builder.add(builder.mul(INT64(row), row_bytes), INT64(offset)))
+            number = vec.splat(builder, vec.load(builder, position, kind))
+            row_sums = sums[row * len(codes) : (row + 1) * len(codes)]
+            results += [multiply_add(builder, code, number, total) for code, total in zip(codes, row_sums, strict=True)]
+        return results
+
+
+class _FloatDot(_Dot):
+    """Codes become floats: the portable way."""
+
+    is_integer, item, zero = False, 4, vec.floats(0.0)
+
+    def add(
+        self, width: int, loaded: list[ir.Value], operands: ir.Value, row_bytes: ir.Value, sums: list[ir.Value]
+    ) -> list[ir.Value]:
+        builder = self._builder
+        for index in range(32 // width):
+            shift = index // 2 * width + index % 2 * 16
+            codes = [_codes(builder, words, shift, 2**width - 1, shift + width == 32) for words in loaded]
+            numbers = [builder.sitofp(code, FLOATS) for code in codes]
+            sums = self._with_operands(operands, row_bytes, 4 * index, FLOAT, numbers, sums, vec.multiply_add)
+        return sums
+
+    def total(self, sums: list[ir.Value]) -> list[ir.Value]:
+        return sums
+
+
+class _PairDot(_Dot):
+    """Two products of 16-bit numbers are added up in 32 bits, by one instruction."""
+
+    is_integer, item, zero = True, 2, vec.ints(0)
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int):
+        super().__init__(builder)
+        self._multiply_add = functools.partial(vec.dot_pairs, lanes=lanes)
+
+    def add(
+        self, width: int, loaded: list[ir.Value], operands: ir.Value, row_bytes: ir.Value, sums: list[ir.Value]
+    ) -> list[ir.Value]:
+        builder, mask = self._builder, (2**width - 1) * 0x10001
+        for index in range(16 // width):
+            codes = [_codes(builder, words, index * width, mask, False) for words in loaded]
+            sums = self._with_operands(operands, row_bytes, 4 * index, INT32, codes, sums, self._multiply_add)
+        return sums
+
+    def total(self, sums: list[ir.Value]) -> list[ir.Value]:
+        return [self._builder.sitofp(each, FLOATS) for each in sums]
+
+
+def _codes(builder: ir.IRBuilder, words: ir.Value, shift: int, mask: int, is_last: bool) -> ir.Value:
+    shifted = builder.lshr(words, vec.ints(shift)) if shift else words
+    return shifted if is_last else builder.and_(shifted, vec.ints(mask))
+
+
+score_coded_tile = _coded_product(is_wide=True, accumulates=False)
+score_narrow_coded_tile = _coded_product(is_wide=False, accumulates=False)
+weigh_coded_tile = _coded_product(is_wide=True, accumulates=True)
+weigh_narrow_coded_tile = _coded_product(is_wide=False, accumulates=True)

@@ -1,0 +1,221 @@
+"""Attention over coded blocks against attention in float64 on what the codes stand for."""
+
+import os
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hf_hybrid_cache.kernels import (
+    BITS,
+    BLOCK,
+    CodedBlocks,
+    RecordLayout,
+    Shape,
+    Workspace,
+    set_integer_kernels,
+    uses_integer_kernels,
+    value_width,
+)
+from kernels.programs import run_program
+from kernels.reference import ELEMENTS, Case, attention, random_coded, stored, to_blocks
+
+WAYS = [False, True]
+# Of the largest value; with integers the query and the weights are rounded to 16 bits.
+BOUNDS = {False: 4e-6, True: 4e-4}
+needs_dot_product = pytest.mark.skipif(
+    not uses_integer_kernels(), reason="the processor has no integer dot products (AVX-512 VNNI, AVX-VNNI)"
+)
+EVERY_WAY = pytest.mark.parametrize(
+    "is_integer", [False, pytest.param(True, marks=needs_dot_product)], ids=["portable", "integer"]
+)
+
+
+@pytest.fixture(autouse=True)
+def _default_way():
+    yield
+    set_integer_kernels(None)
+
+
+def make(
+    first: int = 1,
+    coded: int = 3,
+    last: int = 70,
+    batch: int = 1,
+    num_kv_heads: int = 1,
+    group: int = 1,
+    length: int = 1,
+    dims: tuple[int, int] = (64, 64),
+    bits: tuple[int, int] = (4, 4),
+    lanes: int = 64,
+    storage: str = "bfloat16",
+    seed: int = 0,
+) -> tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks]:
+    """`first` and `coded` blocks, and `last` tokens in full precision after them."""
+    generator = np.random.default_rng(seed)
+    query = generator.standard_normal((batch, num_kv_heads * group, length, dims[0])).astype(np.float32)
+    states, floats, records = [], [], []
+    for transposed, dim, width in ((True, dims[0], bits[0]), (False, dims[1], bits[1])):
+        parts = random_coded(generator, (batch, num_kv_heads, coded, dim), width, lanes, transposed)
+        tokens = first * BLOCK + last
+        some = generator.standard_normal((batch, num_kv_heads, tokens, dim)).astype(np.float32)
+        stored_bits, exact = stored(some, storage)
+        before, after = exact[:, :, : first * BLOCK], exact[:, :, first * BLOCK :]
+        states.append(np.concatenate([before, parts.states, after], axis=2))
+        floats.append(to_blocks(stored_bits, transposed, dim if transposed else value_width(dim)))
+        records.append(parts.records)
+    layouts = (
+        RecordLayout.of_keys(bits[0], dims[0], lanes),
+        RecordLayout.of_values(bits[1], dims[1], lanes),
+    )
+    assert [part.shape[2] for part in records] == [layout.num_bytes for layout in layouts]
+    case = Case(query.astype(np.float64), *states)
+    return case, (floats[0], floats[1]), CodedBlocks(*records, first, coded, *layouts)
+
+
+def check(
+    made: tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks], is_integer: bool, scale: float = 0.125, **masks
+) -> None:
+    case, (keys, values), coded = made
+    set_integer_kernels(None if is_integer else False)
+    assert uses_integer_kernels() == is_integer
+    batch, heads, length, key_dim = case.query.shape
+    value_dim = case.values.shape[3]
+    shape = Shape(batch, case.keys.shape[1], case.group, length, key_dim, value_dim)
+    workspace = Workspace(shape)
+    workspace.query[:, : shape.rows, :key_dim] = case.query.reshape(shape.heads, shape.rows, key_dim)
+    workspace.attend(keys, values, case.tokens, scale, coded=coded, **masks)
+    out = workspace.out[:, : shape.rows, :value_dim].reshape(batch, heads, length, value_dim)
+    lse = workspace.lse[:, : shape.rows].reshape(batch, heads, length)
+    expected, expected_lse = attention(case, scale, **masks)
+    bound = BOUNDS[is_integer]
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound * np.abs(case.values).max())
+    np.testing.assert_allclose(lse, expected_lse, rtol=bound, atol=bound)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("key_bits", BITS)
+@pytest.mark.parametrize("value_bits", BITS)
+@pytest.mark.parametrize("storage", ELEMENTS)
+def test_any_bits_of_keys_and_values_beside_any_full_precision(
+    is_integer: bool, key_bits: int, value_bits: int, storage: str
+):
+    check(make(bits=(key_bits, value_bits), num_kv_heads=2, group=4, storage=storage), is_integer)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 64), (1, 63), (2, 65), (0, 127), (3, 128)])
+@pytest.mark.parametrize("coded", [1, 2, 5, 70, 200])
+def test_coded_blocks_lie_between_blocks_in_full_precision(is_integer: bool, first: int, coded: int, last: int):
+    check(make(first, coded, last, num_kv_heads=2, group=3), is_integer)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("lanes", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (24, 12), (1, 1)]
+)
+def test_any_width_of_keys_and_values_and_any_group_of_lanes(
+    is_integer: bool, bits: int, lanes: int, dims: tuple[int, int]
+):
+    check(make(coded=2, dims=dims, bits=(bits, bits), lanes=lanes, group=2), is_integer, scale=dims[0] ** -0.5)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 33])
+@pytest.mark.parametrize("length", [1, 3, 16])
+def test_any_number_of_queries_of_which_later_ones_see_more(is_integer: bool, group: int, length: int):
+    check(make(batch=2, num_kv_heads=2, group=group, length=length), is_integer, causal=True)
+
+
+@EVERY_WAY
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(data=st.data())
+def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
+    draw = data.draw
+    seed = draw(st.integers(0, 2**32 - 1))
+    made = make(
+        first=draw(st.integers(0, 3)),
+        coded=draw(st.integers(1, 9)),
+        last=draw(st.integers(16, 130)),
+        batch=draw(st.integers(1, 3)),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 8)),
+        length=draw(st.integers(1, 16)),
+        dims=(draw(st.integers(1, 140)), draw(st.integers(1, 140))),
+        bits=(draw(st.sampled_from(BITS)), draw(st.sampled_from(BITS))),
+        lanes=draw(st.sampled_from([16, 32, 48, 64, 128])),
+        storage=draw(st.sampled_from(list(ELEMENTS))),
+        seed=seed,
+    )
+    case, generator = made[0], np.random.default_rng(seed)
+    scale = float(np.float32(case.query.shape[3] ** -0.5))
+    full = (*case.query.shape[:3], case.tokens)
+    shape = (*(size if draw(st.booleans()) else 1 for size in full[:3]), case.tokens)
+    masks = {"causal": draw(st.booleans())}
+    kind = draw(st.sampled_from(["none", "visible", "bias"]))
+    if kind == "visible":
+        masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
+    elif kind == "bias":
+        masks["bias"] = generator.standard_normal(shape).astype(np.float32)
+        masks["bias"][generator.random(shape) < 0.3] = -np.inf
+    check(made, is_integer, scale, **masks)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("coded_key_bits", BITS)
+def test_a_query_that_is_not_a_number_does_not_become_plausible(is_integer: bool, bad: float, coded_key_bits: int):
+    case, (keys, values), coded = make(bits=(coded_key_bits, 4), first=0, coded=2, last=1)
+    set_integer_kernels(None if is_integer else False)
+    workspace = Workspace(Shape(1, 1, 1, 1, 64, 64))
+    workspace.query[0, 0] = case.query[0, 0, 0]
+    workspace.query[0, 0, 7] = bad
+    workspace.attend(keys, values, case.tokens, 0.125, coded=coded)
+    assert not np.isfinite(workspace.out[0, 0]).any()
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e15])
+def test_queries_of_any_size(is_integer: bool, size: float):
+    made = make(group=4)
+    made[0].query = (made[0].query * np.float32(size)).astype(np.float32).astype(np.float64)
+    check(made, is_integer, scale=0.125 if size <= 1 else 1e-15)
+
+
+def test_integers_without_a_dot_product_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hf_hybrid_cache.kernels.integer_kernels._is_available", lambda: False)
+    with pytest.raises(ValueError, match="no integer dot products"):
+        set_integer_kernels(True)
+    assert not uses_integer_kernels()
+
+
+LESSER = {
+    "without any extension": ("x86-64", "", False),
+    "AVX2": ("x86-64-v3", "+avx,+avx2,+fma,+f16c", False),
+    "AVX-512 without VNNI": ("skylake-avx512", "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq", False),
+    "AVX-VNNI": ("x86-64-v3", "+avx,+avx2,+fma,+f16c,+avxvnni", True),
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
+@pytest.mark.parametrize("processor", LESSER)
+def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
+    """Compiled anew for them, in a process of its own."""
+    name, features, has_dot_product = LESSER[processor]
+    flag = {"avxvnni": "avx_vnni", "avx512bw": "avx512bw"}
+    cpu = Path("/proc/cpuinfo").read_text().split()
+    if missing := [mark for feature, mark in flag.items() if f"+{feature}" in features and mark not in cpu]:
+        pytest.skip(f"this processor has no {', '.join(missing)}")
+    program = f"""
+from kernels import test_coded_attention as tests
+assert tests.uses_integer_kernels() == {has_dot_product}
+for is_integer in {{False, {has_dot_product}}}:
+    for bits in tests.BITS:
+        tests.check(tests.make(bits=(bits, bits), batch=2, num_kv_heads=2, group=5, dims=(80, 96)), is_integer)
+        tests.check(tests.make(bits=(bits, bits), length=3, lanes=32, dims=(24, 12)), is_integer, causal=True)
+"""
+    run_program(program, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features, NUMBA_CACHE_DIR=str(tmp_path))
