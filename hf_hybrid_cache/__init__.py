@@ -1,12 +1,13 @@
 """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
 from ._version import __version__
-from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache
+from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache, QuantizedHybridCache
+from .codecs import minmax
 from .decode import DecodeOnCPU, decode_on_cpu
 from .handles import StaleHandleError
-from .kernels import get_num_threads, set_num_threads
+from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
 from .placement import Placement
-from .storage import CacheStats, HostMemoryError
+from .storage import CacheStats, HostMemoryError, KVCodec
 
 __all__ = [
     "CacheStats",
@@ -14,12 +15,17 @@ __all__ = [
     "DynamicHybridCache",
     "HostMemoryError",
     "HybridCache",
+    "KVCodec",
     "MemoryReport",
     "OffloadedHybridCache",
     "Placement",
+    "QuantizedHybridCache",
     "StaleHandleError",
     "__version__",
     "decode_on_cpu",
     "get_num_threads",
+    "minmax",
+    "set_integer_kernels",
     "set_num_threads",
+    "uses_integer_kernels",
 ]

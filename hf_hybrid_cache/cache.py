@@ -1,6 +1,6 @@
 """The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from .codecs import minmax
 from .layer import HybridLayer, LayerStores, move_tensors_of, tensors_of
 from .placement import Placement, require_count
-from .storage import CacheStats, Room, require_host_bytes
+from .storage import CacheStats, KVCodec, Room, require_host_bytes
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,22 @@ class HybridCache(DynamicCache):
         placement: where layers live.
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once instead of in
             chunks. A hint: more tokens still fit.
+        codec: how layers are coded: one for all, or by index in the model; layers that are not named stay in full
+            precision. `None` codes none.
 
     Raises:
         TypeError: `config` is not a transformers config.
         ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, memory is
-            to be page-locked without CUDA, or `cpu_decode` names a layer that is not one of full attention.
+            to be page-locked without CUDA, or `cpu_decode` or `codec` names a layer that is not one of full attention.
     """
 
-    def __init__(self, config: PreTrainedConfig, placement: Placement | None = None, max_length: int | None = None):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        placement: Placement | None = None,
+        max_length: int | None = None,
+        codec: KVCodec | Mapping[int, KVCodec] | None = None,
+    ):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
         if max_length is not None:
@@ -66,11 +75,13 @@ class HybridCache(DynamicCache):
 
         layers: list[Any] = DynamicCache(config=config).layers
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        if unknown := sorted(placement.cpu_layers.difference(ours)):
-            raise ValueError(f"cpu_decode names layers {unknown}; the model's full-attention layers are {ours}.")
+        codecs = codec if isinstance(codec, Mapping) else {index: codec for index in ours if codec is not None}
+        for argument, indices in (("cpu_decode", placement.cpu_layers), ("codec", codecs)):
+            if unknown := sorted(set(indices).difference(ours)):
+                raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
         context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
         room = Room(max_length or 0, max(Room.host_tokens, max_length or 0, context))
-        self._stores = LayerStores(placement, room, num_layers=len(ours))
+        self._stores = LayerStores(placement, room, len(ours), codecs)
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
@@ -130,11 +141,13 @@ class HybridCache(DynamicCache):
         for staging in self._stores.stagings.values():
             for slot in staging.slots:
                 yield from ((buffer.device, buffer.num_bytes) for buffer in (slot.keys, slot.values))
+        for device, scratch in self._stores.scratches.items():
+            yield device, scratch.num_bytes
         for layer in self.layers:
             if not isinstance(layer, HybridLayer):
                 yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))
             elif layer.store is not None:
-                yield from ((buffer.device, buffer.num_bytes) for buffer in (layer.store.keys, layer.store.values))
+                yield from ((buffer.device, buffer.num_bytes) for buffer in layer.store.buffers())
 
 
 def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:
@@ -204,3 +217,63 @@ class OffloadedHybridCache(HybridCache):
         cpu_decode: bool | Collection[int] | None = None,
     ):
         super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode))
+
+
+Bits = int | tuple[int, int]
+
+
+class QuantizedHybridCache(HybridCache):
+    """
+    A cache of min-max codes: keys per channel, values per token (KIVI, arXiv:2402.02750).
+
+    Blocks of 64 tokens are coded once, when 64 more have come after them. The first tokens and the last 64 to 127 stay
+    in full precision.
+
+    Args:
+        config: the model's config (`model.config`).
+        bits: 8, 4 or 2 for each number; a pair for keys and for values; a list with one of these, or `None` for full
+            precision, for each layer of the model; or a mapping from indices of layers, where the layers that are not
+            named stay in full precision.
+        offload: keep codes in host memory and stream them to the compute device; `False` keeps them there.
+        group_size: numbers that share a scale, a multiple of 16: along the tokens of a block for keys (64 at most),
+            along head_dim for values.
+        sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+        max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
+        cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
+            `None` (if the model is on the CPU) or the indices of some layers.
+        prefetch_layers: with `offload`, layers that are on their way while one is attended to.
+
+    Raises:
+        ValueError: an argument is none of these.
+
+    Example:
+        >>> cache = QuantizedHybridCache(model.config, bits=4)
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        bits: Bits | list[Bits | None] | Mapping[int, Bits] = 4,
+        offload: bool = False,
+        group_size: int = 64,
+        sink_tokens: int = 64,
+        max_length: int | None = None,
+        cpu_decode: bool | Collection[int] | None = None,
+        prefetch_layers: int = 1,
+    ):
+        codec: KVCodec | dict[int, KVCodec]
+        if isinstance(bits, list):
+            bits = _bits_of_layers(config, bits)
+        if isinstance(bits, Mapping):
+            codec = {index: minmax(each, group_size, sink_tokens) for index, each in bits.items()}
+        else:
+            codec = minmax(bits, group_size, sink_tokens)
+        super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec)
+
+
+def _bits_of_layers(config: PreTrainedConfig, bits: list[Bits | None]) -> dict[int, Bits]:
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    if len(bits) != num_layers:
+        raise ValueError(f"bits has {len(bits)} entries and the model {num_layers} layers; give one for each.")
+    return {index: each for index, each in enumerate(bits) if each is not None}

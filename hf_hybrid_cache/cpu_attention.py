@@ -8,8 +8,9 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from .kernels import Shape, Workspace, compile_in_background
-from .storage import CacheStats, HostStore
+from .codecs import MinMaxCodec
+from .kernels import CodedBlocks, Shape, Workspace, compile_in_background
+from .storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore
 
 # Assisted decoding checks up to this many tokens at once; with more, attention is bound by arithmetic.
 MAX_QUERIES = 16
@@ -44,12 +45,16 @@ class CpuAttention:
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
         return twin
 
-    def prepare(self, element: np.dtype) -> None:
-        """Have the kernel for blocks of `element` compiled by the time it is needed."""
-        compile_in_background(element)
+    def covers(self, codec: KVCodec) -> bool:
+        """Whether there is a kernel for blocks that are coded like this."""
+        return isinstance(codec.keys, MinMaxCodec) and isinstance(codec.values, MinMaxCodec)
+
+    def prepare(self, element: np.dtype, is_coded: bool) -> None:
+        """Have the kernel for blocks of `element`, and coded ones, compiled by the time it is needed."""
+        compile_in_background(element, is_coded)
 
     def __call__(
-        self, query: torch.Tensor, store: HostStore, group: int, mask: torch.Tensor | None, scale: float | None
+        self, query: torch.Tensor, store: KVStore, group: int, mask: torch.Tensor | None, scale: float | None
     ) -> torch.Tensor:
         """
         Attend to all tokens of `store`.
@@ -74,14 +79,17 @@ class CpuAttention:
             torch.cuda.current_stream(query.device).synchronize()
         store.settle()
         workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
+        full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
+        assert isinstance(full, HostStore)
         start = time.perf_counter()
         workspace.kernel.attend(
-            store.keys.array(),
-            store.values.array(),
+            full.keys.array(),
+            full.values.array(),
             store.num_tokens,
             head_dim**-0.5 if scale is None else scale,
             visible=visible,
             bias=bias,
+            coded=coded,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
@@ -108,6 +116,23 @@ class CpuAttention:
                 self._workspaces.popitem(last=False)
         self._workspaces.move_to_end(shape)
         return self._workspaces[shape]
+
+
+def _coded_blocks(store: CodedStore) -> CodedBlocks | None:
+    records, keys, values = store.records, store.codec.keys, store.codec.values
+    assert isinstance(records, HostStore)
+    assert isinstance(keys, MinMaxCodec)
+    assert isinstance(values, MinMaxCodec)
+    if not records.num_tokens:
+        return None
+    return CodedBlocks(
+        records.keys.array(),
+        records.values.array(),
+        store.codec.sink_tokens // GRANULE,
+        records.num_tokens,
+        keys.layout(store.shape.key_dim),
+        values.layout(store.shape.value_dim),
+    )
 
 
 class _TorchWorkspace:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from .cpu_attention import CpuAttention
-from .storage import HostStore
+from .storage import KVStore
 
 
 class StaleHandleError(RuntimeError):
@@ -31,14 +31,14 @@ class LayerView:
         attention: runs the kernel.
     """
 
-    def __init__(self, store: HostStore, attention: CpuAttention):
+    def __init__(self, store: KVStore, attention: CpuAttention):
         self.attention = attention
         self._store = store
         self._version = store.version
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
-    def store(self) -> HostStore:
+    def store(self) -> KVStore:
         """
         The layer's store.
 
@@ -128,7 +128,7 @@ class KVHandle(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def handles_of(store: HostStore, attention: CpuAttention) -> tuple[KVHandle, KVHandle]:
+def handles_of(store: KVStore, attention: CpuAttention) -> tuple[KVHandle, KVHandle]:
     """Handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
     layer, shape = LayerView(store, attention), store.shape
     common = (shape.batch, shape.num_kv_heads, store.num_tokens)

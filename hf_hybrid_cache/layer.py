@@ -1,6 +1,6 @@
 """One full-attention layer of a hybrid cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,41 +10,49 @@ from .cpu_attention import MAX_QUERIES, CpuAttention
 from .handles import handles_of
 from .placement import Placement
 from .storage import (
+    GRANULE,
+    BufferedStore,
     CacheStats,
+    CodedStore,
     HostBudget,
     HostStore,
+    KVCodec,
     KVShape,
     KVStore,
     ResidentStore,
     Room,
+    Scratch,
     Staging,
     StreamedStore,
+    record_shape,
     streams_for,
 )
-
-_MOVED_TOKENS = 4096
 
 
 class LayerStores:
     """
-    Makes the stores of a cache's layers, and holds what they share: the budget, the counters, a staging per device.
+    Makes the stores of a cache's layers, and holds what they share: budgets, counters, memory of the devices.
 
     Args:
         placement: where the layers live.
         room: to make before the first token.
         num_layers: how many layers will ask for a store.
+        codecs: how layers are coded, by index in the model; the others stay in full precision.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
     """
 
-    def __init__(self, placement: Placement, room: Room, num_layers: int):
+    def __init__(self, placement: Placement, room: Room, num_layers: int, codecs: Mapping[int, KVCodec] | None = None):
         self.placement = placement
         self.room = room
+        self.codecs = dict(codecs or {})
         self.budget = HostBudget(num_layers)
+        self.record_budget = HostBudget(len(self.codecs), GRANULE)
         self.stats = CacheStats()
         self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
         self.stagings: dict[torch.device, Staging] = {}
+        self.scratches: dict[torch.device, Scratch] = {}
         self._resident = placement.resident_ordinals(num_layers)
 
     def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
@@ -52,33 +60,53 @@ class LayerStores:
         Whether a layer is attended to on the CPU when few tokens come at once.
 
         Raises:
-            ValueError: it was asked for, and there is no kernel for the type of its states.
+            ValueError: it was asked for, and there is no kernel for what is stored.
         """
         if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
             return False
-        if shape.element is None and self.placement.cpu_decode is not None:
+        is_asked_for = self.placement.cpu_decode is not None
+        if shape.element is None and is_asked_for:
             raise ValueError(
                 f"cpu_decode needs keys and values of one type, float32, float16 or bfloat16; layer {layer_idx} has "
                 f"{shape.key_dtype} and {shape.value_dtype}. Load the model in one of these, or pass cpu_decode=False."
             )
-        return shape.element is not None
+        codec = self.codecs.get(layer_idx)
+        has_kernel = codec is None or self.attention.covers(codec)
+        if not has_kernel and is_asked_for:
+            raise ValueError(
+                f"There is no kernel that attends to {codec}. Use the codec minmax, or pass cpu_decode=False."
+            )
+        return shape.element is not None and has_kernel
 
     def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:
         """The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer."""
+        codec = self.codecs.get(layer_idx)
         on_cpu = self.attends_on_cpu(layer_idx, shape)
         if on_cpu:
             assert shape.element is not None
-            self.attention.prepare(shape.element)
-            if shape.device.type == "cpu":
-                return HostStore(shape, self.room, self.budget)
-        elif not self.placement.offload:
-            return ResidentStore(shape, self.room, self.budget)
+            self.attention.prepare(shape.element, codec is not None)
+        if codec is None:
+            return self._buffered(ordinal, shape, on_cpu)
+        room = Room(codec.sink_tokens + 2 * GRANULE, codec.sink_tokens + 2 * GRANULE)
+        # What is in full precision is small: without attention on the CPU it stays on the device.
+        full = self._buffered(ordinal, shape, on_cpu, room) if on_cpu else ResidentStore(shape, room, self.budget)
+        records = self._buffered(ordinal, record_shape(shape, codec), on_cpu, self.room.of_records(), records=True)
+        return CodedStore(shape, codec, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
+
+    def _buffered(
+        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room | None = None, records: bool = False
+    ) -> BufferedStore:
+        room, budget = room or self.room, self.record_budget if records else self.budget
+        if on_cpu and shape.device.type == "cpu":
+            return HostStore(shape, room, budget, records)
+        if not on_cpu and not self.placement.offload:
+            return ResidentStore(shape, room, budget, records)
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
         pinned = shape.device.type == "cuda" and self.placement.pin_memory is not False
         resident = ordinal in self._resident and not on_cpu
-        return StreamedStore(shape, self.room, self.budget, self.stagings[shape.device], resident, pinned)
+        return StreamedStore(shape, room, budget, self.stagings[shape.device], resident, pinned, records)
 
 
 class HybridLayer(CacheLayerMixin):
@@ -152,7 +180,6 @@ class HybridLayer(CacheLayerMixin):
             self._move(self.store.shape)
         store = self.store
         if self._is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
-            assert isinstance(store, HostStore)
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
         return store.append(key_states, value_states)
@@ -229,14 +256,9 @@ class HybridLayer(CacheLayerMixin):
         """Put what is stored into a store for `shape`."""
         old = self.store
         assert old is not None
-        old.settle()
         new = self._make_store(shape)
         try:
-            for start in range(0, old.num_tokens, _MOVED_TOKENS):
-                end = min(start + _MOVED_TOKENS, old.num_tokens)
-                pieces = (buffer.read_range(start, end).to(new.keys.device) for buffer in (old.keys, old.values))
-                new.extend(*pieces)
-            new.settle()
+            new.take_from(old)
         except BaseException:
             new.close()
             raise

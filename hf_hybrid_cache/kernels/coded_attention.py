@@ -24,7 +24,7 @@ from .tiles import ROWS, tile_columns
 
 
 class CodedCall(NamedTuple):
-    """One call of `attend_coded`: the fields of `Call`, where blocks in full precision are counted without the coded."""
+    """One call of `attend_coded`: the fields of `Call`, whose blocks in full precision follow each other, and more."""
 
     query: Any  # float32 [heads, rows, key_inner], zeros beyond the width of a key
     keys: Any  # float32, uint16 or int16 [float blocks, heads, key_dim, 64]

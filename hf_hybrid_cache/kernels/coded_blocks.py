@@ -9,8 +9,8 @@ A record is three arrays, with `inner` the axis that is summed over and `lanes` 
     words  uint32 `[inner * bits / 32, lanes]`
     scales bfloat16 `[groups, inner]`
     lows   bfloat16 `[groups, inner]`
-The two halves of a word hold codes of indices that are 8 apart: index `16 c + p` of the low half has index `16 c + 8 + p`
-in the high half, p < 8. A mask and a shift then give pairs of 16-bit numbers, as the dot products of processors take.
+The two halves of a word hold codes of indices that are 8 apart: where the low half has index `16 c + p`, the high half
+has `16 c + 8 + p`, p < 8. A mask and a shift then give pairs of 16-bit numbers, as dot products of processors take.
 """
 
 from dataclasses import dataclass

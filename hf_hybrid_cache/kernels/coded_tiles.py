@@ -183,7 +183,7 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
                 count = builder.sdiv(multiply(inner, INT64(width)), INT64(32))
                 finish(dot.total(vec.loop(builder, count, [dot.zero] * (ROWS * vectors), body)))
 
-            dots = [_FloatDot(builder)]
+            dots: list[_Dot] = [_FloatDot(builder)]
             if _dot_width(context):
                 dots.append(_PairDot(builder, _dot_width(context)))
             for dot in dots:
@@ -202,8 +202,8 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
     {action} the product of folded rows and {columns} lanes of codes, from `column` on.
 
     bits: of a code; is_integer: whether `operand` is, see `fold_tile`; words: address of a record's words, rows of
-    `lanes`; steps, constants, corrections: addresses of float32 `[ROWS]`; out: address of float32 rows, `out_stride` bytes
-    apart, `[lanes]`; ahead: address of what is read next, prefetched as far as words are read here.
+    `lanes`; steps, constants, corrections: addresses of float32 `[ROWS]`; out: address of float32 rows, `out_stride`
+    bytes apart, `[lanes]`; ahead: address of what is read next, prefetched as far as words are read here.
     """
     return intrinsic(product)
 

@@ -9,8 +9,8 @@ _wanted: bool | None = None
 
 
 @jit
-def _processor_has_dot_product():
-    return has_dot_product()
+def _processor_has_dot_product() -> bool:
+    return has_dot_product()  # type: ignore[call-arg]
 
 
 @cache

@@ -116,7 +116,7 @@ def dot_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value, lane
     for part in (range(lanes), range(lanes, LANES)):
         pieces = [shuffle(builder, each, each, part) for each in (c, a, b)]
         halves.append(_call(builder, "llvm.x86.avx512.vpdpwssd.256", pieces[0].type, *pieces))
-    return shuffle(builder, *halves, range(LANES))
+    return shuffle(builder, halves[0], halves[1], range(LANES))
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> None:

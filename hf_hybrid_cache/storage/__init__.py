@@ -1,27 +1,38 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
-from .growth import Room
+from .buffered_store import BufferedStore
+from .codec import Codec, KVCodec
+from .coded_store import CodedStore, record_shape
+from .growth import GRANULE, Room
 from .host_memory import HostBudget, HostMemoryError, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .resident_store import ResidentStore
+from .scratch import Scratch
 from .staging import Staging
 from .stats import CacheStats
 from .streamed_store import StreamedStore
 from .streams import Streams, streams_for
 
 __all__ = [
+    "GRANULE",
+    "BufferedStore",
     "CacheStats",
+    "Codec",
+    "CodedStore",
     "HostBudget",
     "HostMemoryError",
     "HostStore",
+    "KVCodec",
     "KVShape",
     "KVStore",
     "ResidentStore",
     "Room",
+    "Scratch",
     "Staging",
     "StreamedStore",
     "Streams",
+    "record_shape",
     "require_host_bytes",
     "streams_for",
 ]

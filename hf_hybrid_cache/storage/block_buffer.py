@@ -1,21 +1,16 @@
 """The keys, or the values, of one layer in host memory, in the blocks that the kernels read."""
 
-import itertools
-import math
-import mmap
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from .growth import GRANULE, grown_capacity
-from .host_buffer import HostBuffer
-from .page_lock import PageLock
+from .growth import GRANULE
+from .run_buffer import RunBuffer
 from .token_buffer import TokenBuffer
 
 BLOCK = GRANULE
 _LANES = 16
-_COPY_BLOCKS = 64
 # Types for which Numba has no name go by their bits; the kernels tell bfloat16 and half precision by the sign.
 _ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
@@ -25,7 +20,7 @@ def kernel_element(dtype: torch.dtype) -> np.dtype | None:
     return np.dtype(_ELEMENTS[dtype]) if dtype in _ELEMENTS else None
 
 
-class BlockBuffer(HostBuffer):
+class BlockBuffer(RunBuffer):
     """
     States of one layer in blocks of 64 tokens, `[blocks, batch, heads, head_dim, 64]` or `[..., 64, head_dim]`.
 
@@ -37,9 +32,10 @@ class BlockBuffer(HostBuffer):
         dtype: as stored.
         transposed: tokens along the last axis, as the kernels want keys.
         expected_tokens: reserve address space for this many.
-        pinned_for: page-lock the memory, chunk by chunk as it is used, for copies to and from this CUDA device. Where
-            the system refuses, one warning is given and copies are slower.
+        pinned_for: see `RunBuffer`.
     """
+
+    row_entries = BLOCK
 
     def __init__(
         self,
@@ -50,12 +46,7 @@ class BlockBuffer(HostBuffer):
         pinned_for: torch.device | None = None,
     ):
         self.transposed = transposed
-        self.pinned_for = pinned_for
-        super().__init__(shape, dtype, expected_tokens)
-
-    @property
-    def capacity(self) -> int:
-        return self._data.shape[0] * BLOCK
+        super().__init__(shape, dtype, False, expected_tokens, pinned_for=pinned_for)
 
     @property
     def stored_dim(self) -> int:
@@ -135,49 +126,19 @@ class BlockBuffer(HostBuffer):
             yield start, self._seen[:, :, block : block + blocks, offset : offset + tokens]
             start += blocks * tokens
 
-    def _pieces(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Blocks `first` to `last` in pieces that one copy can move: not across separately page-locked ranges."""
-        regular = range(first, last, _COPY_BLOCKS)
-        cuts = {cut // BLOCK for cut in self._lock.cuts if first < cut // BLOCK < last}
-        return list(itertools.pairwise(sorted({*regular, *cuts, last})))
-
     def _allocate(self, num_tokens: int) -> torch.Tensor:
         data = super()._allocate(num_tokens)
         if self.stored_dim != self.shape[2]:
             data.zero_()
         return data
 
-    def _grow(self, num_tokens: int, keep: int) -> None:
-        release_old = self._lock.release
-        super()._grow(num_tokens, keep)
-        release_old()
-
-    def _commit(self, num_tokens: int) -> None:
-        start, end = self._committed_tokens, -(-num_tokens // BLOCK) * BLOCK
-        # What was not reserved does not start at a page, and might share one with other memory.
-        if self.pinned_for is not None and self._space is not None and not self._lock.refused:
-            page_tokens = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
-            granule = math.lcm(BLOCK, page_tokens)
-            end = min(-(-grown_capacity(num_tokens) // granule) * granule, self.capacity)
-        if self._space is not None:
-            self._space.use_huge_pages(start * self.bytes_per_token, end * self.bytes_per_token)
-            if self.pinned_for is not None:
-                self._lock.extend(start, end, self.bytes_per_token)
-        self._committed_tokens = end
-
     def _stored_shape(self, num_tokens: int) -> torch.Size:
         batch, heads, _ = self.shape
         rows = (self.stored_dim, BLOCK) if self.transposed else (BLOCK, self.stored_dim)
         return torch.Size((-(-num_tokens // BLOCK), batch, heads, *rows))
 
-    def _move_to(self, data: torch.Tensor, keep: int) -> None:
-        blocks = -(-keep // BLOCK)
-        data[:blocks] = self._data[:blocks]
-        self._adopt(data)
-
     def _adopt(self, data: torch.Tensor) -> None:
         super()._adopt(data)
-        self._lock = PageLock(data, self.pinned_for)
         element = kernel_element(self.dtype)
         if element is not None:
             bits = data.view(torch.uint8).flatten(1, 2).numpy()

@@ -20,12 +20,16 @@ class Room:
     device_tokens: int = 0
     host_tokens: int = 131_072
 
+    def of_records(self) -> "Room":
+        """For records of blocks instead of tokens."""
+        return Room(-(-self.device_tokens // GRANULE), -(-self.host_tokens // GRANULE))
 
-def grown_capacity(num_tokens: int) -> int:
+
+def grown_capacity(num_entries: int, entry_tokens: int = 1) -> int:
     """
-    Tokens to make room for when `num_tokens` are needed: an eighth more, at least 256 and at most 4,096.
+    Entries to make room for when `num_entries` are needed: an eighth more, at least 256 and at most 4,096 tokens.
 
     Short contexts waste little, and a buffer that has to be copied to grow is copied once in thousands of tokens.
     """
-    chunk = min(max(num_tokens // 8, _MIN_CHUNK), _MAX_CHUNK)
-    return -(-(num_tokens + chunk) // GRANULE) * GRANULE
+    chunk = min(max(num_entries * entry_tokens // 8, _MIN_CHUNK), _MAX_CHUNK)
+    return -(-(num_entries * entry_tokens + chunk) // GRANULE) * GRANULE // entry_tokens

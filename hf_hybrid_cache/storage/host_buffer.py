@@ -11,16 +11,23 @@ _MAX_RESERVED_BYTES = 2**40
 
 class HostBuffer(TokenBuffer):
     """
-    States of one layer in host memory, in the layout that torch's attention reads.
+    States of one layer in host memory, in a layout that torch reads.
 
     Address space for `expected_tokens` is reserved at the first token and memory is committed as tokens are written,
     so growing neither copies nor moves anything. Beyond the reservation, and where the system reserves nothing, it
     grows like any `TokenBuffer`.
     """
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, expected_tokens: int = 0):
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        token_major: bool = False,
+        expected_tokens: int = 0,
+        entry_tokens: int = 1,
+    ):
         self._space: AddressSpace | None = None
-        super().__init__(shape, dtype, torch.device("cpu"), False, expected_tokens)
+        super().__init__(shape, dtype, torch.device("cpu"), token_major, expected_tokens, entry_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +49,7 @@ class HostBuffer(TokenBuffer):
             with torch.inference_mode(False):
                 self._space = reserve(num_bytes)
         if self._space is None:
-            self._move_to(self._allocate(grown_capacity(num_tokens)), keep)
+            self._move_to(self._allocate(grown_capacity(num_tokens, self.entry_tokens)), keep)
         else:
             with torch.inference_mode(False):
                 self._move_to(self._space.data.view(self.dtype).view(shape), keep)

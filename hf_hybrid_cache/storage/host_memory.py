@@ -61,15 +61,17 @@ class HostBudget:
 
     Args:
         num_stores: number of layers that will hold tokens in host memory.
+        entry_tokens: tokens that are counted as one: 64 where what is held are records of coded blocks.
     """
 
-    def __init__(self, num_stores: int):
+    def __init__(self, num_stores: int, entry_tokens: int = 1):
         self.num_stores = num_stores
+        self.entry_tokens = entry_tokens
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
         """An empty budget: the copies of the layers note themselves in it."""
-        return HostBudget(self.num_stores)
+        return HostBudget(self.num_stores, self.entry_tokens)
 
     def grow(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
         """
@@ -83,7 +85,7 @@ class HostBudget:
         need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token
         need += sum(max(0, num_tokens - tokens) * size for tokens, size in held.values())
         need += max(0, self.num_stores - len(held) - 1) * num_tokens * bytes_per_token
-        require_host_bytes(need, f"{num_tokens:,} tokens need")
+        require_host_bytes(need, f"{num_tokens * self.entry_tokens:,} tokens need")
         self.note(store, num_tokens, bytes_per_token)
 
     def note(self, store: object, num_tokens: int, bytes_per_token: int) -> None:

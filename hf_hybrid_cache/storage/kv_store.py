@@ -1,15 +1,13 @@
 """What a layer needs of the place where its keys and values are kept."""
 
-import copy
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Self
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .block_buffer import kernel_element
-from .growth import grown_capacity
-from .host_memory import HostBudget, HostMemoryError, require_host_bytes
 from .token_buffer import TokenBuffer
 
 
@@ -55,29 +53,20 @@ class KVShape(NamedTuple):
 
 class KVStore(ABC):
     """
-    Keys and values of one layer. One subclass per place where they live.
+    Keys and values of one layer. One subclass for each place and form in which they are kept.
 
     Args:
         shape: of the states that are stored.
-        keys: the truth about the keys.
-        values: the truth about the values.
-        budget: asked before host memory is used.
 
     Attributes:
-        num_tokens: tokens stored; `keys` and `values` hold that many each.
+        num_tokens: tokens stored.
+        version: counts changes of what is stored.
     """
 
-    def __init__(self, shape: KVShape, keys: TokenBuffer, values: TokenBuffer, budget: HostBudget):
+    def __init__(self, shape: KVShape):
         self.shape = shape
-        self.keys, self.values = keys, values
         self.num_tokens = 0
-        self._budget = budget
-        self._approved_tokens = 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, over the whole batch."""
-        return self.keys.bytes_per_token + self.values.bytes_per_token
+        self.version = 0
 
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,49 +88,29 @@ class KVStore(ABC):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, on the compute device."""
 
+    @abstractmethod
+    def take_from(self, other: "KVStore") -> None:
+        """Store, in this empty store, what is in another one of the same kind for another device or type."""
+
+    @abstractmethod
+    def buffers(self) -> Iterable[TokenBuffer]:
+        """Everything that holds memory for this layer alone."""
+
+    @abstractmethod
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens`, which are at most as many as there are."""
+
+    @abstractmethod
+    def select_batch(self, indices: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was."""
+
     def settle(self) -> None:  # noqa: B027
         """Let the calling thread wait until no copy reads or writes the truth, and all of it is there."""
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens`, which are at most as many as there are."""
-        self.num_tokens = num_tokens
-
-    def select_batch(self, indices: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was."""
-        indices = indices.to(self.keys.device)
-        self.keys = self.keys.select_batch(indices, self.num_tokens)
-        self.values = self.values.select_batch(indices, self.num_tokens)
-        self.shape = self.shape._replace(batch=len(indices))
-        self._budget.note(self, self._approved_tokens, self.bytes_per_token)
-
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what is shared with other layers. The store must not be used afterwards."""
+        self.version += 1
 
-    def _duplicate(self, memo: dict) -> Self:
-        """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin._budget = copy.deepcopy(self._budget, memo)
-        twin._approved_tokens = 0
-        if self.keys.device.type == "cpu":
-            require_host_bytes(self.num_tokens * self.bytes_per_token, f"A copy of {self.num_tokens:,} tokens needs")
-            # What the copy holds from the start must not be asked for again when it grows.
-            twin._approved_tokens = self.num_tokens
-            twin._budget.note(twin, self.num_tokens, self.bytes_per_token)
-        twin.keys = self.keys.duplicate(self.num_tokens)
-        twin.values = self.values.duplicate(self.num_tokens)
-        return twin
-
-    def _make_room(self, num_tokens: int) -> None:
-        """Let the truth have room for `num_tokens`, asking for host memory a chunk ahead."""
-        if num_tokens > self._approved_tokens and self.keys.device.type == "cpu":
-            ahead = grown_capacity(num_tokens)
-            try:
-                self._budget.grow(self, ahead, self.bytes_per_token)
-            except HostMemoryError:
-                # The last tokens that fit are not refused for the sake of those after them.
-                self._budget.grow(self, num_tokens, self.bytes_per_token)
-                ahead = num_tokens
-            self._approved_tokens = ahead
-        self.keys.ensure(num_tokens, self.num_tokens)
-        self.values.ensure(num_tokens, self.num_tokens)
+    def _set_length(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.version += 1

@@ -2,26 +2,35 @@
 
 import torch
 
-from .growth import Room
+from .buffered_store import BufferedStore
+from .growth import GRANULE, Room
 from .host_buffer import HostBuffer
 from .host_memory import HostBudget
-from .kv_store import KVShape, KVStore
+from .kv_store import KVShape
 from .token_buffer import TokenBuffer
 
 
-class ResidentStore(KVStore):
+class ResidentStore(BufferedStore):
     """
     Keys and values on the compute device, in the layout that attention reads.
 
     On the CPU growing costs nothing. On an accelerator it copies one tensor of one layer, once in thousands of tokens,
     and never up to `room.device_tokens`.
+
+    Args:
+        shape: of the states.
+        room: to make before the first token.
+        budget: asked before host memory is used.
+        records: states are records of coded blocks, one after the other.
     """
 
-    def __init__(self, shape: KVShape, room: Room, budget: HostBudget):
+    def __init__(self, shape: KVShape, room: Room, budget: HostBudget, records: bool = False):
+        entry_tokens = GRANULE if records else 1
+
         def buffer(states: tuple[int, int, int], dtype: torch.dtype) -> TokenBuffer:
             if shape.device.type == "cpu":
-                return HostBuffer(states, dtype, expected_tokens=room.host_tokens)
-            return TokenBuffer(states, dtype, shape.device, expected_tokens=room.device_tokens)
+                return HostBuffer(states, dtype, records, room.host_tokens, entry_tokens)
+            return TokenBuffer(states, dtype, shape.device, records, room.device_tokens, entry_tokens)
 
         super().__init__(shape, buffer(shape.keys, shape.key_dtype), buffer(shape.values, shape.value_dtype), budget)
 
@@ -31,13 +40,3 @@ class ResidentStore(KVStore):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.extend(keys, values)
         return self.read()
-
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        end = self.num_tokens + keys.shape[2]
-        self._make_room(end)
-        self.keys.write(self.num_tokens, keys)
-        self.values.write(self.num_tokens, values)
-        self.num_tokens = end
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys.read(self.num_tokens), self.values.read(self.num_tokens)

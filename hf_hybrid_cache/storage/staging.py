@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .block_buffer import BLOCK
 from .kv_store import KVShape
 from .stats import CacheStats
 from .streams import Event, Streams
@@ -165,7 +164,8 @@ class Staging:
         # The buffers, not their owners, which may have others by the time the copy runs.
         store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
         slot.saved = self.streams.copy_to_host(copy_both, after=[self.streams.computed()])
-        self.stats.bytes_to_host += (-(-end // BLOCK) - start // BLOCK) * BLOCK * store.bytes_per_token
+        row = store.keys.row_entries
+        self.stats.bytes_to_host += (-(-end // row) - start // row) * row * store.bytes_per_token
         return slot.saved
 
     def prefetch_after(self, store: "StreamedStore") -> None:

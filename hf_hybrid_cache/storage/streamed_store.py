@@ -26,6 +26,7 @@ class StreamedStore(HostStore):
         staging: the slots of the compute device, shared by its layers.
         resident: keep the device copy for good.
         pinned: page-lock the host memory.
+        records: states are records of coded blocks.
 
     Attributes:
         is_streamed: the next use is expected on the device; `False` while tokens are only added and attended to on the
@@ -40,8 +41,9 @@ class StreamedStore(HostStore):
         staging: Staging,
         resident: bool = False,
         pinned: bool = False,
+        records: bool = False,
     ):
-        super().__init__(shape, room, budget, pinned_for=shape.device if pinned else None)
+        super().__init__(shape, room, budget, records, pinned_for=shape.device if pinned else None)
         self.resident = resident
         self.staging = staging
         self.is_streamed = True
@@ -63,7 +65,7 @@ class StreamedStore(HostStore):
             # Growing copies host memory on this thread, so the newest tokens must have arrived there.
             self.settle()
         self.is_streamed = True
-        self._make_room(end)
+        self.reserve(end)
         self.staging.count_use(self)
         slot = self.staging.open(self, end)
         slot.write(start, keys, values)
@@ -79,7 +81,7 @@ class StreamedStore(HostStore):
             self.is_streamed = False
             self.staging.vacate(self)
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
-        self._make_room(end)
+        self.reserve(end)
         # torch copies to page-locked memory here, which it uses again once the copy is done.
         self._arriving.append((start, keys.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
         self.saved = self.staging.streams.computed()

@@ -26,6 +26,8 @@ class TokenBuffer:
         token_major: store as `[tokens, batch, heads, head_dim]`, so that any run of tokens is contiguous (for copies
             between devices), instead of `[batch, heads, tokens, head_dim]` (for attention).
         expected_tokens: make this much room at once.
+        entry_tokens: tokens that one entry stands for; 64 where an entry is the record of a coded block. Sizes are in
+            entries everywhere.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class TokenBuffer:
         device: torch.device,
         token_major: bool = False,
         expected_tokens: int = 0,
+        entry_tokens: int = 1,
     ):
         self.shape, self.dtype, self.device = shape, dtype, device
         self.token_major = token_major
         self.expected_tokens = expected_tokens
+        self.entry_tokens = entry_tokens
         self._adopt(self._allocate(0))
 
     @property
@@ -59,7 +63,9 @@ class TokenBuffer:
     def ensure(self, num_tokens: int, keep: int) -> None:
         """Make room for `num_tokens`; the first `keep` stay as they are."""
         if num_tokens > self.capacity:
-            self._move_to(self._allocate(max(grown_capacity(num_tokens), self.expected_tokens)), keep)
+            self._move_to(
+                self._allocate(max(grown_capacity(num_tokens, self.entry_tokens), self.expected_tokens)), keep
+            )
 
     def write(self, start: int, states: torch.Tensor) -> None:
         """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, where room must have been made."""

@@ -20,7 +20,7 @@ LENGTHS = [1, GRANULE - 1, GRANULE, GRANULE + 1, 255, 256, 257, 320, 321, 1000, 
 
 
 def host(expected_tokens: int = 20_000) -> HostBuffer:
-    return HostBuffer(SHAPE, torch.float32, expected_tokens)
+    return HostBuffer(SHAPE, torch.float32, expected_tokens=expected_tokens)
 
 
 def short_reservation() -> HostBuffer:
@@ -206,7 +206,7 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
 def test_selected_sequences_are_those_of_index_select(make, indices: list[int], monkeypatch: pytest.MonkeyPatch):
     # A few tokens at a time, so that several pieces are needed.
     monkeypatch.setattr("hf_hybrid_cache.storage.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
-    monkeypatch.setattr("hf_hybrid_cache.storage.block_buffer._COPY_BLOCKS", 2)
+    monkeypatch.setattr("hf_hybrid_cache.storage.run_buffer._COPY_ROWS", 2)
     states = torch.randn(2, 3, 300, 8)
     buffer = make()
     buffer.ensure(300, keep=0)

@@ -1,0 +1,5 @@
+"""What a coded block of keys or values looks like, one file for each form."""
+
+from .minmax import MinMaxCodec, minmax
+
+__all__ = ["MinMaxCodec", "minmax"]

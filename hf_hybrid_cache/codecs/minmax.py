@@ -1,0 +1,104 @@
+"""Asymmetric min-max codes of 8, 4 or 2 bits: keys per channel over tokens, values per token over channels."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels import BITS, CHUNK, RecordLayout, decode_blocks, encode_blocks
+from ..storage import GRANULE, Codec, KVCodec
+from .packing import pack, unpack
+
+# What decoding on an accelerator takes besides its result, at most.
+_PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class MinMaxCodec(Codec):
+    """
+    Codes of `bits` bits with a scale and a low, in bfloat16, for each group (KIVI, arXiv:2402.02750).
+
+    Attributes:
+        bits: 8, 4 or 2.
+        group_size: elements that share a scale, a multiple of 16: along the tokens of a block for keys, so that 64 is
+            the most there, along head_dim for values.
+        per_channel: as for keys; `False` is as for values.
+    """
+
+    bits: int
+    group_size: int
+    per_channel: bool
+
+    def layout(self, head_dim: int) -> RecordLayout:
+        """What a record looks like to a kernel."""
+        make = RecordLayout.of_keys if self.per_channel else RecordLayout.of_values
+        return make(self.bits, head_dim, self.group_size)
+
+    def record_bytes(self, head_dim: int) -> int:
+        return self.layout(head_dim).num_bytes
+
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, head_dim = states.shape
+        layout = self.layout(head_dim)
+        if states.device.type == "cpu":
+            records = torch.from_numpy(encode_blocks(_array(states.detach()), layout))
+            return records.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
+        return pack(states, layout)
+
+    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
+        batch, heads, blocks, _ = records.shape
+        layout = self.layout(states.shape[3])
+        if states.device.type == "cpu":
+            rows = records.permute(2, 0, 1, 3).flatten(1, 2).contiguous().numpy()
+            if states.dtype in (torch.float32, torch.bfloat16):
+                decode_blocks(rows, layout, _array(states))
+            else:
+                numbers = torch.empty(states.shape)
+                decode_blocks(rows, layout, numbers.numpy())
+                states.copy_(numbers)
+            return
+        block_bytes = 4 * batch * heads * layout.inner * layout.lanes
+        step = max(1, _PIECE_BYTES // max(1, block_bytes))
+        for start in range(0, blocks, step):
+            piece = records[:, :, start : start + step]
+            states[:, :, start * GRANULE : (start + step) * GRANULE] = unpack(piece, layout)
+
+
+def minmax(bits: int | tuple[int, int] = 4, group_size: int = GRANULE, sink_tokens: int = GRANULE) -> KVCodec:
+    """
+    Min-max codes for keys and values.
+
+    Args:
+        bits: 8, 4 or 2, or a pair of these for keys and for values.
+        group_size: see `MinMaxCodec`.
+        sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+
+    Raises:
+        ValueError: one of these is something else.
+    """
+    pair = bits if isinstance(bits, tuple) else (bits, bits)
+    if len(pair) != 2 or any(isinstance(each, bool) or each not in BITS for each in pair):
+        raise ValueError(f"bits must be 8, 4 or 2, or a pair of these for keys and values, got {bits!r}.")
+    if not _is_count(group_size) or group_size == 0 or group_size % CHUNK:
+        raise ValueError(f"group_size must be a positive multiple of {CHUNK}, got {group_size!r}.")
+    if not _is_count(sink_tokens):
+        raise ValueError(f"sink_tokens must be an integer of at least 0, got {sink_tokens!r}.")
+    return KVCodec(
+        MinMaxCodec(pair[0], group_size, per_channel=True),
+        MinMaxCodec(pair[1], group_size, per_channel=False),
+        -(-sink_tokens // GRANULE) * GRANULE,
+    )
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _array(states: torch.Tensor) -> np.ndarray:
+    """States as the kernels take them: not copied if they are float32 or bfloat16 and their rows are contiguous."""
+    if states.dtype not in (torch.float32, torch.bfloat16):
+        states = states.float()
+    if states.stride(3) != 1:
+        states = states.contiguous()
+    array: np.ndarray = (states.view(torch.uint16) if states.dtype == torch.bfloat16 else states).numpy()
+    return array

@@ -1,0 +1,259 @@
+"""
+From states to the records of coded blocks, and back.
+
+Asymmetric min-max codes: the low of a group is its minimum, rounded down to bfloat16, and its scale lets the largest
+code reach the maximum, rounded up. Codes are computed against the rounded numbers, so rounding costs no accuracy.
+"""
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from .blocks import BLOCK
+from .coded_blocks import RecordLayout
+from .compiled import jit, jit_finite
+from .parallel import openmp, share_out, started_threads
+from .threads import get_num_threads
+
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_INFINITE, _ONE_BFLOAT16, _UPPER_HALF = np.uint32(0x7F800000), np.uint32(0x10000), np.uint32(0xFFFF0000)
+
+
+class Coding(NamedTuple):
+    """One call of `_encode` or `_decode`."""
+
+    states: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits), all memory from the first state to the last
+    shift: int  # from these bits to those of a float32
+    sequence_stride: int
+    head_stride: int
+    token_stride: int
+    num_kv_heads: int
+    dim: int
+    records: Any  # uint8 [blocks, batch * num_kv_heads, bytes]
+    bits: int
+    inner: int
+    lanes: int
+    group: int
+    transposed: bool
+    failures: Any  # int64 [1], counts blocks with numbers that are not finite
+
+
+def encode_blocks(states: np.ndarray, layout: RecordLayout) -> np.ndarray:
+    """
+    Code whole blocks.
+
+    Args:
+        states: `[batch, num_kv_heads, blocks * 64, dim]`, float32, or uint16 for bfloat16 bits; the last axis
+            contiguous.
+        layout: of the records.
+
+    Returns:
+        uint8 `[blocks, batch * num_kv_heads, layout.num_bytes]`.
+
+    Raises:
+        ValueError: some of the states are infinite or not a number.
+    """
+    batch, heads, tokens, _ = states.shape
+    records = np.empty((tokens // BLOCK, batch * heads, layout.num_bytes), np.uint8)
+    call = _call(states, layout, records)
+    _run(_encode, call)
+    if call.failures[0]:
+        raise ValueError("infinite, or not a number")
+    return records
+
+
+def decode_blocks(records: np.ndarray, layout: RecordLayout, states: np.ndarray) -> None:
+    """
+    Write what coded blocks stand for.
+
+    Args:
+        records: `[blocks, batch * num_kv_heads, layout.num_bytes]`, contiguous.
+        layout: of them.
+        states: written, as `encode_blocks` takes them.
+    """
+    _run(_decode, _call(states, layout, records))
+
+
+def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray) -> Coding:
+    _, heads, _, dim = states.shape
+    bits = states.view(np.uint32) if states.dtype == np.float32 else states
+    strides = [stride // bits.itemsize for stride in bits.strides]
+    assert strides[3] == 1
+    # One kernel for any strides.
+    span = 1 + sum((size - 1) * stride for size, stride in zip(bits.shape, strides, strict=True)) if bits.size else 0
+    return Coding(
+        as_strided(bits, (span,), (bits.itemsize,)),
+        0 if states.dtype == np.float32 else 16,
+        *strides[:3],
+        heads,
+        dim,
+        records,
+        layout.bits,
+        layout.inner,
+        layout.lanes,
+        layout.group,
+        layout.transposed,
+        np.zeros(1, np.int64),
+    )
+
+
+def _run(kernel: Any, call: Coding) -> None:
+    threads = get_num_threads()
+    pool = openmp() or started_threads()
+    kernel(pool.parallel, max(threads, pool.team()), threads, call)
+
+
+@jit
+def _encode(parallel, team, threads, call):
+    share_out(parallel, team, threads, call.records.shape[0] * call.records.shape[1], _encode_block, call)
+
+
+@jit
+def _decode(parallel, team, threads, call):
+    share_out(parallel, team, threads, call.records.shape[0] * call.records.shape[1], _decode_block, call)
+
+
+@jit
+def _place(block, head, call):
+    """Where the states of one block of one head start."""
+    sequence, kv_head = divmod(head, call.num_kv_heads)
+    return sequence * call.sequence_stride + kv_head * call.head_stride + block * BLOCK * call.token_stride
+
+
+@jit_finite
+def _encode_block(part, call):
+    """Code one block of one head."""
+    block, head = divmod(part, call.records.shape[1])
+    first_state = _place(block, head, call)
+    bits, inner, lanes = call.bits, call.inner, call.lanes
+    dim, shift = call.dim, np.uint32(call.shift)
+    tile = np.zeros((inner, lanes), np.float32)
+    worst = np.uint32(0)
+    for token in range(BLOCK):
+        start = first_state + token * call.token_stride
+        for d in range(dim):
+            number = np.uint32(np.uint32(call.states[start + d]) << shift)
+            worst = max(worst, np.uint32(number & _INFINITE))
+            if call.transposed:
+                tile[d, token] = _number(number)
+            else:
+                tile[token, d] = _number(number)
+    if worst == _INFINITE:
+        call.failures[0] += 1
+    groups = (lanes + call.group - 1) // call.group
+    filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
+    words = np.zeros((inner * bits // 32, lanes), np.uint32)
+    scales, lows = np.zeros((groups, inner), np.uint16), np.zeros((groups, inner), np.uint16)
+    for index in range(filled_inner):
+        place = index % 16
+        pair = index // 16 * 8 + place % 8
+        word = pair * bits // 16
+        position = np.uint32(pair * bits % 16 + place // 8 * 16)
+        for group in range(groups):
+            start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
+            if start < end:
+                scale, low = _code_group(tile[index, start:end], bits, words[word, start:end], position)
+                scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
+    record = call.records[block, head]
+    first, second = words.size * 4, scales.size * 2
+    record[:first] = words.reshape(-1).view(np.uint8)
+    record[first : first + second] = scales.reshape(-1).view(np.uint8)
+    record[first + second :] = lows.reshape(-1).view(np.uint8)
+
+
+@jit_finite
+def _code_group(numbers, bits, words, position):
+    """Put the codes of a group into words at a position; its scale and low, as the bits of float32."""
+    levels = np.float32((1 << bits) - 1)
+    least, most = numbers.min(), numbers.max()
+    low_bits = _rounded_down(least)
+    low = _number(low_bits)
+    scale_bits = np.uint32(0)
+    reciprocal = np.float32(0)
+    if most > low:
+        # Divided first: the difference of two large numbers may be infinite.
+        scale_bits = _rounded_up(max(most / levels - low / levels, _SMALLEST_NORMAL))
+        reciprocal = np.float32(1) / _number(scale_bits)
+    half = np.float32(0.5)
+    for lane in range(numbers.size):
+        code = (numbers[lane] * half - low * half) * (reciprocal + reciprocal)
+        words[lane] |= np.uint32(np.uint32(min(max(code + half, np.float32(0)), levels)) << position)
+    return scale_bits, low_bits
+
+
+@jit
+def _number(bits):
+    """The float32 of some bits."""
+    return np.uint32(bits).view(np.float32)
+
+
+@jit
+def _rounded_down(number):
+    """The bits of the largest bfloat16 that is finite and not above a number, or of the lowest."""
+    bits = np.float32(number).view(np.uint32)
+    result = np.uint32(bits & _UPPER_HALF)
+    if result != bits and number < 0:
+        result = np.uint32(result + _ONE_BFLOAT16)
+    return np.uint32(result - _ONE_BFLOAT16) if result & _INFINITE == _INFINITE else result
+
+
+@jit
+def _rounded_up(number):
+    """The bits of the smallest bfloat16 that is finite and not below a number, or of the highest."""
+    bits = _rounded_down(-number)
+    return np.uint32(bits ^ np.uint32(0x80000000))
+
+
+@jit
+def _decode_block(part, call):
+    """Write what one block of one head stands for."""
+    block, head = divmod(part, call.records.shape[1])
+    first_state = _place(block, head, call)
+    bits, inner, lanes = call.bits, call.inner, call.lanes
+    dim = call.dim
+    filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
+    groups = (lanes + call.group - 1) // call.group
+    record = call.records[block, head]
+    first, second = inner * bits // 8 * lanes, groups * inner * 2
+    words = record[:first].view(np.uint32).reshape(-1, lanes)
+    scales = record[first : first + second].view(np.uint16).reshape(groups, inner)
+    lows = record[first + second :].view(np.uint16).reshape(groups, inner)
+    mask = np.uint32((1 << bits) - 1)
+    tile = np.empty((filled_inner, filled_lanes), np.uint32)
+    for index in range(filled_inner):
+        place = index % 16
+        pair = index // 16 * 8 + place % 8
+        word = pair * bits // 16
+        position = np.uint32(pair * bits % 16 + place // 8 * 16)
+        for group in range(groups):
+            scale = _number(np.uint32(scales[group, index]) << np.uint32(16))
+            low = _number(np.uint32(lows[group, index]) << np.uint32(16))
+            for lane in range(group * call.group, min((group + 1) * call.group, filled_lanes)):
+                code = np.float32((words[word, lane] >> position) & mask)
+                tile[index, lane] = np.float32(low + scale * code).view(np.uint32)
+    if call.shift:
+        for index in range(filled_inner):
+            for lane in range(filled_lanes):
+                number = tile[index, lane]
+                tile[index, lane] = (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> 16
+    for token in range(BLOCK):
+        start = first_state + token * call.token_stride
+        for d in range(dim):
+            call.states[start + d] = tile[d, token] if call.transposed else tile[token, d]
+
+
+def compile_coding(element: np.dtype) -> None:
+    """Compile coding of states that kernels see as `element`, or load it from Numba's cache on disk."""
+    number, record_bytes = numba.int64, numba.uint8[:, :, ::1]
+    states = numba.uint16[::1] if element == np.uint16 else numba.uint32[::1]
+    kinds = {
+        "states": states,
+        "records": record_bytes,
+        "transposed": numba.boolean,
+        "failures": numba.int64[::1],
+    }
+    call = numba.types.NamedTuple([kinds.get(field, number) for field in Coding._fields], Coding)
+    for kernel in (_encode, _decode):
+        kernel.compile(numba.void(number, number, number, call))

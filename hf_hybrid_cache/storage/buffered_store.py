@@ -1,0 +1,110 @@
+"""Keys and values in two growing buffers."""
+
+import copy
+from collections.abc import Iterable
+from typing import Self
+
+import torch
+
+from .growth import grown_capacity
+from .host_memory import HostBudget, HostMemoryError, require_host_bytes
+from .kv_store import KVShape, KVStore
+from .token_buffer import TokenBuffer
+
+_MOVED_TOKENS = 4096
+
+
+class BufferedStore(KVStore):
+    """
+    Keys and values of one layer in a buffer each. One subclass per place where they live.
+
+    Entries of the buffers are tokens, or, where states are records of coded blocks, these blocks.
+
+    Args:
+        shape: of the states that are stored.
+        keys: the truth about the keys.
+        values: the truth about the values.
+        budget: asked before host memory is used.
+    """
+
+    def __init__(self, shape: KVShape, keys: TokenBuffer, values: TokenBuffer, budget: HostBudget):
+        super().__init__(shape)
+        self.keys, self.values = keys, values
+        self._budget = budget
+        self._approved_tokens = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, over the whole batch."""
+        return self.keys.bytes_per_token + self.values.bytes_per_token
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        end = self.num_tokens + keys.shape[2]
+        self.reserve(end)
+        self.keys.write(self.num_tokens, keys)
+        self.values.write(self.num_tokens, values)
+        self._set_length(end)
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.read_range(0, self.num_tokens)
+
+    def read_range(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens `start` to `end`, where they are kept; `settle` first."""
+        return self.keys.read_range(start, end), self.values.read_range(start, end)
+
+    def take_from(self, other: KVStore) -> None:
+        assert isinstance(other, BufferedStore)
+        other.settle()
+        for start in range(0, other.num_tokens, _MOVED_TOKENS):
+            keys, values = other.read_range(start, min(start + _MOVED_TOKENS, other.num_tokens))
+            self.extend(keys.to(self.keys.device), values.to(self.values.device))
+        self.settle()
+
+    def buffers(self) -> Iterable[TokenBuffer]:
+        return self.keys, self.values
+
+    def truncate(self, num_tokens: int) -> None:
+        self._set_length(num_tokens)
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        indices = indices.to(self.keys.device)
+        self.keys = self.keys.select_batch(indices, self.num_tokens)
+        self.values = self.values.select_batch(indices, self.num_tokens)
+        self.shape = self.shape._replace(batch=len(indices))
+        self.version += 1
+        self._budget.note(self, self._approved_tokens, self.bytes_per_token)
+
+    def reserve(self, num_tokens: int) -> None:
+        """
+        Make room for `num_tokens` in all, asking for host memory a chunk ahead.
+
+        Raises:
+            HostMemoryError: the host has no room for them; nothing has changed then.
+        """
+        if num_tokens > self._approved_tokens and self.keys.device.type == "cpu":
+            ahead = grown_capacity(num_tokens, self.keys.entry_tokens)
+            try:
+                self._budget.grow(self, ahead, self.bytes_per_token)
+            except HostMemoryError:
+                # The last tokens that fit are not refused for the sake of those after them.
+                self._budget.grow(self, num_tokens, self.bytes_per_token)
+                ahead = num_tokens
+            self._approved_tokens = ahead
+        self.keys.ensure(num_tokens, self.num_tokens)
+        self.values.ensure(num_tokens, self.num_tokens)
+
+    def _duplicate(self, memo: dict) -> Self:
+        """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._budget = copy.deepcopy(self._budget, memo)
+        twin._approved_tokens = 0
+        if self.keys.device.type == "cpu":
+            num_tokens = self.num_tokens * self.keys.entry_tokens
+            require_host_bytes(self.num_tokens * self.bytes_per_token, f"A copy of {num_tokens:,} tokens needs")
+            # What the copy holds from the start must not be asked for again when it grows.
+            twin._approved_tokens = self.num_tokens
+            twin._budget.note(twin, self.num_tokens, self.bytes_per_token)
+        twin.keys = self.keys.duplicate(self.num_tokens)
+        twin.values = self.values.duplicate(self.num_tokens)
+        return twin

@@ -1,0 +1,220 @@
+"""Keys and values of one layer of which all but the first and the last tokens are coded."""
+
+import copy
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .buffered_store import BufferedStore
+from .codec import Codec, KVCodec
+from .growth import GRANULE
+from .kv_store import KVShape, KVStore
+from .scratch import Scratch
+from .streamed_store import StreamedStore
+from .token_buffer import TokenBuffer
+
+# Tokens that are not coded yet, at least: what assisted decoding takes back is among them.
+RECENT_TOKENS = GRANULE
+_CODED_AT_ONCE = 64 * GRANULE
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def record_shape(shape: KVShape, codec: KVCodec) -> KVShape:
+    """The shape of the records of states of `shape`, seen as states themselves."""
+    return shape._replace(
+        key_dim=codec.keys.record_bytes(shape.key_dim),
+        value_dim=codec.values.record_bytes(shape.value_dim),
+        key_dtype=torch.uint8,
+        value_dtype=torch.uint8,
+    )
+
+
+class CodedStore(KVStore):
+    """
+    Keys and values of one layer, in full precision at both ends and as records of coded blocks between them.
+
+    Example, sink_tokens=64, 300 tokens:
+        full [0..63]   coded [64..127] [128..191]   full [192..299]
+
+    A block is coded once, when 64 tokens have come after it. Where tokens are removed up to the middle of a coded
+    block, the rest of the block is in full precision again, as the codes have it.
+
+    Args:
+        shape: of the states.
+        codec: how blocks are coded.
+        full: for the tokens in full precision, the last ones after the first ones.
+        records: for the records, an entry for each block.
+        scratch: where all states are put together for attention on the device.
+    """
+
+    def __init__(self, shape: KVShape, codec: KVCodec, full: BufferedStore, records: BufferedStore, scratch: Scratch):
+        super().__init__(shape)
+        self.codec = codec
+        self.full, self.records = full, records
+        self._scratch = scratch
+
+    def __deepcopy__(self, memo: dict) -> "CodedStore":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.full, twin.records = copy.deepcopy(self.full, memo), copy.deepcopy(self.records, memo)
+        twin._scratch = copy.deepcopy(self._scratch, memo)
+        return twin
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store new states; returns all, as the codes have them, or the new ones as they are if they are all."""
+        only_these = self.num_tokens == 0
+        change = self._coded(keys, values)
+        records = self.records.append(*change.records)
+        self._finish(change)
+        return (keys, values) if only_these else self._put_together(records)
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._scratch.release()
+        if self._blocks_to_code(keys.shape[2]) or isinstance(self.records, StreamedStore):
+            change = self._coded(keys, values)
+            self.records.extend(*change.records)
+            self._finish(change)
+        else:  # a decode step: few operations
+            self.full.extend(keys, values)
+            self._set_length(self.num_tokens + keys.shape[2])
+
+    def read(self) -> Pair:
+        return self._put_together(self.records.read())
+
+    def take_from(self, other: KVStore) -> None:
+        assert isinstance(other, CodedStore)
+        self.full.take_from(other.full)
+        self.records.take_from(other.records)
+        self._set_length(other.num_tokens)
+
+    def buffers(self) -> Iterable[TokenBuffer]:
+        return *self.full.buffers(), *self.records.buffers()
+
+    def truncate(self, num_tokens: int) -> None:
+        first, blocks = min(num_tokens, self.codec.sink_tokens), self.records.num_tokens
+        kept = min(blocks, (num_tokens - first) // GRANULE)
+        if kept == blocks:
+            self.full.truncate(num_tokens - kept * GRANULE)
+        else:
+            self.settle()
+            rest = self._decoded_block(kept, num_tokens - first - kept * GRANULE)
+            self.full.truncate(first)
+            self.full.extend(*rest)
+            self.records.truncate(kept)
+        self._set_length(num_tokens)
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        self.full.select_batch(indices)
+        self.records.select_batch(indices)
+        self.shape = self.shape._replace(batch=len(indices))
+        self.version += 1
+
+    def settle(self) -> None:
+        self.full.settle()
+        self.records.settle()
+
+    def close(self) -> None:
+        super().close()
+        self.full.close()
+        self.records.close()
+
+    def _blocks_to_code(self, new_tokens: int) -> int:
+        """Blocks that are not coded yet and will have 64 tokens after them."""
+        later = self.num_tokens + new_tokens - self.codec.sink_tokens - RECENT_TOKENS
+        return max(0, later // GRANULE - self.records.num_tokens)
+
+    def _coded(self, keys: torch.Tensor, values: torch.Tensor) -> "_Change":
+        """What new states change, coded on their device. Nothing has changed yet, and there is room."""
+        first, held = self.codec.sink_tokens, self.full.num_tokens
+        count = self._blocks_to_code(keys.shape[2]) * GRANULE
+        self.full.reserve(first + RECENT_TOKENS + GRANULE)
+        if not count:
+            nothing = [codec.encode(new[:, :, :0]) for codec, new in zip(self._codecs, (keys, values), strict=True)]
+            return _Change((nothing[0], nothing[1]), held, (keys, values), keys.shape[2])
+        self.full.settle()
+        # After the first tokens come those that are kept in full precision so far, and then the new ones.
+        kept, missing = min(first, held), max(0, first - held)
+        records, full = [], []
+        for codec, old, new in zip(self._codecs, self.full.read_range(kept, held), (keys, values), strict=True):
+            sequence = _Sequence(old.to(new.device), new[:, :, missing:])
+            starts = range(0, count, _CODED_AT_ONCE)
+            pieces = [codec.encode(sequence[start : min(start + _CODED_AT_ONCE, count)]) for start in starts]
+            records.append(torch.cat(pieces, dim=2))
+            # A copy, because it is stored where it comes from.
+            full.append(torch.cat([new[:, :, :missing], sequence[count:]], dim=2))
+        return _Change((records[0], records[1]), kept, (full[0], full[1]), keys.shape[2])
+
+    def _finish(self, change: "_Change") -> None:
+        """Let what is in full precision follow what happened to the records."""
+        self.full.truncate(change.kept)
+        self.full.extend(*change.full)
+        self._set_length(self.num_tokens + change.new_tokens)
+
+    def _put_together(self, records: Pair) -> Pair:
+        """All states, in memory that other layers will use after this one."""
+        first = min(self.num_tokens, self.codec.sink_tokens)
+        last = first + self.records.num_tokens * GRANULE
+        results = []
+        for codec, (sizes, dtype), full, coded in zip(
+            self._codecs, self._forms, self.full.read(), records, strict=True
+        ):
+            batch, heads, head_dim = sizes
+            states = self._scratch.lend(torch.Size((batch, heads, self.num_tokens, head_dim)), dtype)
+            states[:, :, :first] = full[:, :, :first]
+            codec.decode(coded, states[:, :, first:last])
+            states[:, :, last:] = full[:, :, first:]
+            results.append(states)
+        return results[0], results[1]
+
+    def _decoded_block(self, block: int, num_tokens: int) -> Pair:
+        """The first tokens of one coded block, where records are kept."""
+        results = []
+        records = self.records.read_range(block, block + 1)
+        for codec, (sizes, dtype), coded in zip(self._codecs, self._forms, records, strict=True):
+            batch, heads, head_dim = sizes
+            states = torch.empty(batch, heads, GRANULE, head_dim, dtype=dtype, device=coded.device)
+            codec.decode(coded, states)
+            results.append(states[:, :, :num_tokens])
+        return results[0], results[1]
+
+    @property
+    def _codecs(self) -> tuple[Codec, Codec]:
+        return self.codec.keys, self.codec.values
+
+    @property
+    def _forms(self) -> tuple[tuple[tuple[int, int, int], torch.dtype], ...]:
+        return (self.shape.keys, self.shape.key_dtype), (self.shape.values, self.shape.value_dtype)
+
+
+class _Change(NamedTuple):
+    """
+    What is to be stored for new states.
+
+    Attributes:
+        records: of keys and values, to be added to those that are there.
+        kept: tokens in full precision that stay.
+        full: keys and values in full precision, to be added to these.
+        new_tokens: how many there are more in all.
+    """
+
+    records: Pair
+    kept: int
+    full: Pair
+    new_tokens: int
+
+
+class _Sequence:
+    """Two pieces of states `[batch, num_kv_heads, tokens, head_dim]` seen as one; only what is asked for is copied."""
+
+    def __init__(self, before: torch.Tensor, after: torch.Tensor):
+        self._before, self._after = before, after
+
+    def __getitem__(self, tokens: slice) -> torch.Tensor:
+        border = self._before.shape[2]
+        start, end, _ = tokens.indices(border + self._after.shape[2])
+        if start >= border:
+            return self._after[:, :, start - border : end - border]
+        first = self._before[:, :, start : min(end, border)]
+        return first if end <= border else torch.cat([first, self._after[:, :, : end - border]], dim=2)

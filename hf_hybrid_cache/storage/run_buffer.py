@@ -1,0 +1,93 @@
+"""Host memory in rows of which any run is one piece: what kernels read, and what is copied to and from a device."""
+
+import itertools
+import math
+import mmap
+
+import torch
+
+from .growth import grown_capacity
+from .host_buffer import HostBuffer
+from .page_lock import PageLock
+
+_COPY_ROWS = 64
+
+
+class RunBuffer(HostBuffer):
+    """
+    States of one layer in rows that follow each other, with pages of 2 MiB, page-locked if asked for.
+
+    Args:
+        shape: as `TokenBuffer`.
+        dtype: likewise.
+        token_major: likewise.
+        expected_tokens: reserve address space for this many.
+        entry_tokens: as `TokenBuffer`.
+        pinned_for: page-lock the memory, chunk by chunk as it is used, for copies to and from this CUDA device. Where
+            the system refuses, one warning is given and copies are slower.
+
+    Attributes:
+        row_entries: entries in one row; the unit of copies to and from a device.
+    """
+
+    row_entries = 1
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        token_major: bool = True,
+        expected_tokens: int = 0,
+        entry_tokens: int = 1,
+        pinned_for: torch.device | None = None,
+    ):
+        self.pinned_for = pinned_for
+        super().__init__(shape, dtype, token_major, expected_tokens, entry_tokens)
+
+    @property
+    def capacity(self) -> int:
+        return self._data.shape[0] * self.row_entries
+
+    def rows(self, num_entries: int) -> int:
+        """Rows that hold this many entries."""
+        return -(-num_entries // self.row_entries)
+
+    def duplicate(self, num_tokens: int) -> "RunBuffer":
+        twin = self._emptied(self.shape)
+        twin.ensure(num_tokens, keep=0)
+        rows = self.rows(num_tokens)
+        twin._data[:rows] = self._data[:rows]
+        return twin
+
+    def _pieces(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Rows `first` to `last` in pieces that one copy can move: not across separately page-locked ranges."""
+        regular = range(first, last, _COPY_ROWS)
+        cuts = {row for cut in self._lock.cuts if first < (row := cut // self.row_entries) < last}
+        return list(itertools.pairwise(sorted({*regular, *cuts, last})))
+
+    def _grow(self, num_tokens: int, keep: int) -> None:
+        release_old = self._lock.release
+        super()._grow(num_tokens, keep)
+        release_old()
+
+    def _commit(self, num_tokens: int) -> None:
+        start, end = self._committed_tokens, self.rows(num_tokens) * self.row_entries
+        # What was not reserved does not start at a page, and might share one with other memory.
+        if self.pinned_for is not None and self._space is not None and not self._lock.refused:
+            page_entries = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
+            granule = math.lcm(self.row_entries, page_entries)
+            end = min(-(-grown_capacity(num_tokens, self.entry_tokens) // granule) * granule, self.capacity)
+        if self._space is not None:
+            self._space.use_huge_pages(start * self.bytes_per_token, end * self.bytes_per_token)
+            if self.pinned_for is not None:
+                self._lock.extend(start, end, self.bytes_per_token)
+        self._committed_tokens = end
+
+    def _move_to(self, data: torch.Tensor, keep: int) -> None:
+        rows = self.rows(keep)
+        data[:rows] = self._data[:rows]
+        self._adopt(data)
+
+    def _adopt(self, data: torch.Tensor) -> None:
+        super()._adopt(data)
+        self._lock = PageLock(data, self.pinned_for)

@@ -1,0 +1,58 @@
+"""Memory that a cache's layers take turns in, for states that are made anew for each use."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class _Piece:
+    data: torch.Tensor
+    lent: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def is_free(self) -> bool:
+        self.lent = [view for view in self.lent if view() is not None]
+        return not self.lent
+
+
+class Scratch:
+    """
+    Lends memory on one device, and lends it again once nobody holds the tensor that was lent.
+
+    A slice of that tensor does not keep it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pieces: list[_Piece] = []
+
+    def __deepcopy__(self, memo: dict) -> "Scratch":
+        return Scratch(self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held, lent or not."""
+        return sum(piece.data.nbytes for piece in self._pieces)
+
+    def lend(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with any content."""
+        num_bytes = shape.numel() * dtype.itemsize
+        free = [piece for piece in self._pieces if piece.is_free]
+        piece = next((piece for piece in free if piece.data.nbytes >= num_bytes), None)
+        if piece is None:
+            # What is too small now will be too small again. An eighth more, so that this happens rarely.
+            for small in free[:1]:
+                self._pieces.remove(small)
+            with torch.inference_mode(False):
+                piece = _Piece(torch.empty(num_bytes + num_bytes // 8, dtype=torch.uint8, device=self._device))
+            self._pieces.append(piece)
+        with torch.inference_mode(False):
+            view = piece.data[:num_bytes].view(dtype).view(shape)
+        piece.lent.append(weakref.ref(view))
+        return view
+
+    def release(self) -> None:
+        """Give back what nobody holds."""
+        self._pieces = [piece for piece in self._pieces if not piece.is_free]
