@@ -224,7 +224,7 @@ Bits = int | tuple[int, int]
 
 class QuantizedHybridCache(HybridCache):
     """
-    A cache of min-max codes: keys per channel, values per token (KIVI, arXiv:2402.02750).
+    A cache of min-max codes: keys per channel, values per token (KIVI, arXiv:2402.02750), of rotated numbers.
 
     Blocks of 64 tokens are coded once, when 64 more have come after them. The first tokens and the last 64 to 127 stay
     in full precision.
@@ -238,6 +238,8 @@ class QuantizedHybridCache(HybridCache):
         group_size: numbers that share a scale, a multiple of 16: along the tokens of a block for keys (64 at most),
             along head_dim for values.
         sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+        rotate: rotate each key and value by a Hadamard transform before it is coded, which spreads outliers over all
+            channels.
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.
@@ -258,6 +260,7 @@ class QuantizedHybridCache(HybridCache):
         offload: bool = False,
         group_size: int = 64,
         sink_tokens: int = 64,
+        rotate: bool = True,
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         prefetch_layers: int = 1,
@@ -266,9 +269,9 @@ class QuantizedHybridCache(HybridCache):
         if isinstance(bits, list):
             bits = _bits_of_layers(config, bits)
         if isinstance(bits, Mapping):
-            codec = {index: minmax(each, group_size, sink_tokens) for index, each in bits.items()}
+            codec = {index: minmax(each, group_size, sink_tokens, rotate) for index, each in bits.items()}
         else:
-            codec = minmax(bits, group_size, sink_tokens)
+            codec = minmax(bits, group_size, sink_tokens, rotate)
         super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec)
 
 

@@ -8,13 +8,14 @@ _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = 0x7F800000, 0x10000, -0x10000
 _SMALLEST_NORMAL = 2.0**-126
 
 
-def pack(states: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+def pack(states: torch.Tensor, layout: RecordLayout, share: float = 1.0) -> torch.Tensor:
     """
     Code whole blocks.
 
     Args:
         states: `[batch, num_kv_heads, blocks * 64, dim]`.
         layout: of the records.
+        share: of the range of a group that codes cover.
 
     Returns:
         uint8 `[batch, num_kv_heads, blocks, layout.num_bytes]`.
@@ -24,7 +25,7 @@ def pack(states: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
     """
     if not torch.isfinite(states).all():
         raise ValueError("infinite, or not a number")
-    tiles = states.float().unflatten(2, (-1, BLOCK))
+    tiles = _rotated(states.float(), layout).unflatten(2, (-1, BLOCK))
     if layout.transposed:
         tiles = tiles.transpose(3, 4)
     inner, lanes = tiles.shape[3:]
@@ -34,7 +35,7 @@ def pack(states: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
         lane = slice(group * layout.group, min((group + 1) * layout.group, lanes))
         if lane.start < lane.stop:
             part = tiles[..., lane]
-            scale, low = _scale_and_low(part, layout.bits)
+            scale, low = _scale_and_low(part, layout.bits, share)
             codes[..., :inner, lane] = _coded(part, scale, low, layout.bits)
             numbers[..., 0, group, :inner] = scale.squeeze(-1).bfloat16()
             numbers[..., 1, group, :inner] = low.squeeze(-1).bfloat16()
@@ -61,13 +62,26 @@ def unpack(records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
     tiles = low + scale * codes
     if layout.transposed:
         tiles = tiles.transpose(3, 4)
-    return tiles[..., : layout.dim].flatten(2, 3)
+    return _rotated(tiles[..., : layout.dim].flatten(2, 3), layout)
 
 
-def _scale_and_low(part: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(states: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+    """Each run of a key or value times a Hadamard matrix, which is its own inverse."""
+    if layout.rotation == 1:
+        return states
+    matrix = states.new_ones(1, 1)
+    while len(matrix) < layout.rotation:
+        matrix = torch.cat([torch.cat([matrix, matrix]), torch.cat([matrix, -matrix])], dim=1)
+    return (states.unflatten(3, (-1, layout.rotation)) @ (matrix * layout.rotation**-0.5)).flatten(3)
+
+
+def _scale_and_low(part: torch.Tensor, bits: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of groups along the last axis; bfloat16 numbers, as float32."""
     levels = 2**bits - 1
     least, most = part.amin(dim=-1, keepdim=True), part.amax(dim=-1, keepdim=True)
+    if share < 1:
+        cut = (most - least) * ((1 - share) / 2)
+        least, most = least + cut, most - cut
     low = _rounded_down(least)
     # Divided first: the difference of two large numbers may be infinite.
     scale = -_rounded_down(-(most / levels - low / levels).clamp_min(_SMALLEST_NORMAL))

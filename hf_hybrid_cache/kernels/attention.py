@@ -154,27 +154,38 @@ def _mask_tile(scores, start, first_row, head, call):
 @jit
 def merge_segments(head, call):
     """Merge the segments' results of one head by their log-sum-exp."""
-    maxima, sums, partial = call.maxima[:, head], call.sums[:, head], call.partial[:, head]
-    out, lse = call.out[head], call.lse[head]
-    segments, rows = maxima.shape
-    width = out.shape[1]
+    segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
     weights = np.empty(segments, np.float64)
     merged = np.empty(width, np.float64)
     for row in range(rows):
-        highest = maxima[:, row].max()
-        # Of log2, see `softmax_tile`. Minus infinity less itself would not be a number.
-        base = 0.0 if highest == -np.inf else np.float64(highest)
-        total = 0.0
-        for segment in range(segments):
-            weights[segment] = 2.0 ** (maxima[segment, row] - base)
-            total += weights[segment] * sums[segment, row]
+        total = weigh_segments(head, row, call, weights)
         merged[:] = 0
-        for segment in range(segments):
-            for column in range(width):
-                merged[column] += weights[segment] * partial[segment, row, column]
+        add_segments(head, row, 0, segments, call, weights, merged)
         for column in range(width):
-            out[row, column] = merged[column] / total if total != 0 else 0.0
-        lse[row] = base / LOG2_E + np.log(total)
+            call.out[head, row, column] = merged[column] / total if total != 0 else 0.0
+
+
+@jit
+def weigh_segments(head, row, call, weights):
+    """Write the weight of each segment's result, and the log-sum-exp; returns the sum of all weights of tokens."""
+    maxima, sums = call.maxima[:, head, row], call.sums[:, head, row]
+    highest = maxima.max()
+    # Of log2, see `softmax_tile`. Minus infinity less itself would not be a number.
+    base = 0.0 if highest == -np.inf else np.float64(highest)
+    total = 0.0
+    for segment in range(maxima.size):
+        weights[segment] = 2.0 ** (maxima[segment] - base)
+        total += weights[segment] * sums[segment]
+    call.lse[head, row] = base / LOG2_E + np.log(total)
+    return total
+
+
+@jit
+def add_segments(head, row, first, last, call, weights, merged):
+    """Add the weighted results of segments `first` to `last`."""
+    for segment in range(first, last):
+        for column in range(merged.size):
+            merged[column] += weights[segment] * call.partial[segment, head, row, column]
 
 
 def compile_attention(element: np.dtype) -> None:

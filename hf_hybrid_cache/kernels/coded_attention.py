@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .attention import attend_float_block, merge_segments, signature, start_segment, weights_of_tile
+from .attention import (
+    add_segments,
+    attend_float_block,
+    signature,
+    start_segment,
+    weigh_segments,
+    weights_of_tile,
+)
 from .blocks import BLOCK
 from .coded_tiles import (
     fold_tile,
@@ -20,6 +27,7 @@ from .coded_tiles import (
 )
 from .compiled import jit
 from .parallel import share_out
+from .rotation import rotate
 from .tiles import ROWS, tile_columns
 
 
@@ -53,6 +61,12 @@ class CodedCall(NamedTuple):
     key_group: int  # lanes that share a scale
     value_group: int
     is_integer: bool  # take the processor's integer dot products
+    key_dim: int
+    value_dim: int
+    key_rotation: int  # numbers that were rotated together before they were coded
+    value_rotation: int
+    coded_segments: int  # segments of coded blocks; those after them are of blocks in full precision
+    rotated: Any  # float32 like the query, scratch
     operands: Any  # float32 [segments, 2, ROWS, longest inner axis], scratch
     steps: Any  # float32 [segments, 2, ROWS], scratch
 
@@ -61,32 +75,58 @@ class CodedCall(NamedTuple):
 def attend_coded(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `share_out` says."""
     segments, heads = call.maxima.shape[:2]
+    call.rotated[:] = call.query
+    for head in range(heads):
+        for row in range(call.query.shape[1]):
+            rotate(call.rotated[head, row], call.key_dim, call.key_rotation)
     share_out(parallel, team, threads, segments, _attend_segment, call)
-    share_out(parallel, team, threads, heads, merge_segments, call)
+    share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
 @jit
 def _attend_segment(segment, call):
-    """Attend to some blocks, counted through all heads of a block before the next: as they lie."""
-    segments, heads = call.maxima.shape[:2]
-    key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
-    key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
+    """Attend to some blocks, all coded or all in full precision, as they lie: all heads of a block before the next."""
+    heads = call.maxima.shape[1]
     start_segment(segment, call)
-    items = (call.num_tokens + BLOCK - 1) // BLOCK * heads
-    for item in range(segment * items // segments, (segment + 1) * items // segments):
-        block = item // heads
-        head, start = item - block * heads, block * BLOCK
-        coded = block - call.first_coded
-        if 0 <= coded < call.coded_blocks:
-            place = coded * heads + head
-            keys = call.key_records.ctypes.data + place * key_record
-            values = call.value_records.ctypes.data + place * value_record
-            _attend_coded_block(segment, head, start, keys, values, keys + key_record, call)
-        else:
-            place = (block if coded < 0 else block - call.coded_blocks) * heads + head
-            keys = call.keys.ctypes.data + place * key_block
-            values = call.values.ctypes.data + place * value_block
-            attend_float_block(segment, head, start, keys, values, keys + key_block, call)
+    if segment < call.coded_segments:
+        key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
+        for item in _share(segment, call.coded_segments, call.coded_blocks * heads):
+            block = item // heads
+            keys = call.key_records.ctypes.data + item * key_record
+            values = call.value_records.ctypes.data + item * value_record
+            start = (call.first_coded + block) * BLOCK
+            _attend_coded_block(segment, item - block * heads, start, keys, values, keys + key_record, call)
+    else:
+        key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
+        blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.coded_blocks
+        segments = call.maxima.shape[0] - call.coded_segments
+        for item in _share(segment - call.coded_segments, segments, blocks * heads):
+            block = item // heads
+            keys = call.keys.ctypes.data + item * key_block
+            values = call.values.ctypes.data + item * value_block
+            start = (block if block < call.first_coded else block + call.coded_blocks) * BLOCK
+            attend_float_block(segment, item - block * heads, start, keys, values, keys + key_block, call)
+
+
+@jit
+def _share(part, parts, items):
+    return range(part * items // parts, (part + 1) * items // parts)
+
+
+@jit
+def _merge_segments(head, call):
+    """Merge the segments' results of one head by their log-sum-exp, after rotating back what is of coded values."""
+    segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
+    weights = np.empty(segments, np.float64)
+    merged = np.empty(width, np.float64)
+    for row in range(rows):
+        total = weigh_segments(head, row, call, weights)
+        merged[:] = 0
+        add_segments(head, row, 0, call.coded_segments, call, weights, merged)
+        rotate(merged, call.value_dim, call.value_rotation)
+        add_segments(head, row, call.coded_segments, segments, call, weights, merged)
+        for column in range(width):
+            call.out[head, row, column] = merged[column] / total if total != 0 else 0.0
 
 
 @jit
@@ -104,7 +144,7 @@ def _attend_coded_block(segment, head, start, keys, values, ahead, call):
     value_groups = (width + call.value_group - 1) // call.value_group
     value_limit = _limit(BLOCK, call.value_bits) if call.is_integer else 0
     for row in range(0, rows, ROWS):
-        query = call.query[head, row].ctypes.data
+        query = call.rotated[head, row].ctypes.data
         for group in range(key_groups):
             scales = key_scales + group * inner * 2
             lows = scales + key_groups * inner * 2
@@ -159,6 +199,7 @@ def compile_coded_attention(element: np.dtype) -> None:
         "key_records": records,
         "value_records": records,
         "is_integer": numba.boolean,
+        "rotated": real[:, :, ::1],
         "operands": real[:, :, :, ::1],
         "steps": real[:, :, ::1],
     }

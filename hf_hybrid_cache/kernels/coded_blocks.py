@@ -16,6 +16,7 @@ has `16 c + 8 + p`, p < 8. A mask and a shift then give pairs of 16-bit numbers,
 from dataclasses import dataclass
 
 from .blocks import BLOCK
+from .rotation import rotation_size
 
 CHUNK = 16
 BITS = (8, 4, 2)
@@ -33,6 +34,7 @@ class RecordLayout:
         group: lanes that share a scale.
         dim: of a key or value, as it is given.
         transposed: tokens are the lanes, as for keys.
+        rotation: numbers of a key or value that were rotated together before, see `rotation`; 1 for none.
     """
 
     bits: int
@@ -41,15 +43,17 @@ class RecordLayout:
     group: int
     dim: int
     transposed: bool
+    rotation: int
 
     @classmethod
-    def of_keys(cls, bits: int, key_dim: int, group: int) -> "RecordLayout":
-        return cls(bits, _filled(key_dim), BLOCK, min(group, BLOCK), key_dim, True)
+    def of_keys(cls, bits: int, key_dim: int, group: int, is_rotated: bool) -> "RecordLayout":
+        rotation = rotation_size(key_dim) if is_rotated else 1
+        return cls(bits, _filled(key_dim), BLOCK, min(group, BLOCK), key_dim, True, rotation)
 
     @classmethod
-    def of_values(cls, bits: int, value_dim: int, group: int) -> "RecordLayout":
-        width = _filled(value_dim)
-        return cls(bits, BLOCK, width, min(group, width), value_dim, False)
+    def of_values(cls, bits: int, value_dim: int, group: int, is_rotated: bool) -> "RecordLayout":
+        width, rotation = _filled(value_dim), rotation_size(value_dim) if is_rotated else 1
+        return cls(bits, BLOCK, width, min(group, width), value_dim, False, rotation)
 
     @property
     def words(self) -> int:

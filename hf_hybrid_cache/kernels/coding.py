@@ -2,7 +2,8 @@
 From states to the records of coded blocks, and back.
 
 Asymmetric min-max codes: the low of a group is its minimum, rounded down to bfloat16, and its scale lets the largest
-code reach the maximum, rounded up. Codes are computed against the rounded numbers, so rounding costs no accuracy.
+code reach the maximum, rounded up. Codes are computed against the rounded numbers, so rounding costs no accuracy. With
+few codes it is better to cover less than the whole range.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from .blocks import BLOCK
 from .coded_blocks import RecordLayout
 from .compiled import jit, jit_finite
 from .parallel import openmp, share_out, started_threads
+from .rotation import rotate_columns
 from .threads import get_num_threads
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -37,10 +39,12 @@ class Coding(NamedTuple):
     lanes: int
     group: int
     transposed: bool
+    rotation: int
+    share: float
     failures: Any  # int64 [1], counts blocks with numbers that are not finite
 
 
-def encode_blocks(states: np.ndarray, layout: RecordLayout) -> np.ndarray:
+def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) -> np.ndarray:
     """
     Code whole blocks.
 
@@ -48,6 +52,7 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout) -> np.ndarray:
         states: `[batch, num_kv_heads, blocks * 64, dim]`, float32, or uint16 for bfloat16 bits; the last axis
             contiguous.
         layout: of the records.
+        share: of the range of a group that codes cover, around its middle; what is beyond gets the nearest code.
 
     Returns:
         uint8 `[blocks, batch * num_kv_heads, layout.num_bytes]`.
@@ -57,7 +62,7 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout) -> np.ndarray:
     """
     batch, heads, tokens, _ = states.shape
     records = np.empty((tokens // BLOCK, batch * heads, layout.num_bytes), np.uint8)
-    call = _call(states, layout, records)
+    call = _call(states, layout, records, share)
     _run(_encode, call)
     if call.failures[0]:
         raise ValueError("infinite, or not a number")
@@ -76,7 +81,7 @@ def decode_blocks(records: np.ndarray, layout: RecordLayout, states: np.ndarray)
     _run(_decode, _call(states, layout, records))
 
 
-def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray) -> Coding:
+def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray, share: float = 1.0) -> Coding:
     _, heads, _, dim = states.shape
     bits = states.view(np.uint32) if states.dtype == np.float32 else states
     strides = [stride // bits.itemsize for stride in bits.strides]
@@ -95,6 +100,8 @@ def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray) -> Codi
         layout.lanes,
         layout.group,
         layout.transposed,
+        layout.rotation,
+        share,
         np.zeros(1, np.int64),
     )
 
@@ -127,21 +134,20 @@ def _encode_block(part, call):
     """Code one block of one head."""
     block, head = divmod(part, call.records.shape[1])
     first_state = _place(block, head, call)
-    bits, inner, lanes = call.bits, call.inner, call.lanes
-    dim, shift = call.dim, np.uint32(call.shift)
-    tile = np.zeros((inner, lanes), np.float32)
+    bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
+    shift = np.uint32(call.shift)
+    by_channel = np.zeros((max(dim, inner if call.transposed else 0), BLOCK), np.float32)
     worst = np.uint32(0)
     for token in range(BLOCK):
         start = first_state + token * call.token_stride
         for d in range(dim):
             number = np.uint32(np.uint32(call.states[start + d]) << shift)
             worst = max(worst, np.uint32(number & _INFINITE))
-            if call.transposed:
-                tile[d, token] = _number(number)
-            else:
-                tile[token, d] = _number(number)
+            by_channel[d, token] = _number(number)
     if worst == _INFINITE:
         call.failures[0] += 1
+    rotate_columns(by_channel, dim, call.rotation)
+    tile = by_channel if call.transposed else np.ascontiguousarray(by_channel.T)
     groups = (lanes + call.group - 1) // call.group
     filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
     words = np.zeros((inner * bits // 32, lanes), np.uint32)
@@ -154,7 +160,7 @@ def _encode_block(part, call):
         for group in range(groups):
             start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
             if start < end:
-                scale, low = _code_group(tile[index, start:end], bits, words[word, start:end], position)
+                scale, low = _code_group(tile[index, start:end], bits, call.share, words[word, start:end], position)
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
     record = call.records[block, head]
     first, second = words.size * 4, scales.size * 2
@@ -164,10 +170,13 @@ def _encode_block(part, call):
 
 
 @jit_finite
-def _code_group(numbers, bits, words, position):
+def _code_group(numbers, bits, share, words, position):
     """Put the codes of a group into words at a position; its scale and low, as the bits of float32."""
     levels = np.float32((1 << bits) - 1)
     least, most = numbers.min(), numbers.max()
+    if share < 1:
+        cut = (most - least) * np.float32((1 - share) / 2)
+        least, most = least + cut, most - cut
     low_bits = _rounded_down(least)
     low = _number(low_bits)
     scale_bits = np.uint32(0)
@@ -221,7 +230,7 @@ def _decode_block(part, call):
     scales = record[first : first + second].view(np.uint16).reshape(groups, inner)
     lows = record[first + second :].view(np.uint16).reshape(groups, inner)
     mask = np.uint32((1 << bits) - 1)
-    tile = np.empty((filled_inner, filled_lanes), np.uint32)
+    tile = np.empty((filled_inner, filled_lanes), np.float32)
     for index in range(filled_inner):
         place = index % 16
         pair = index // 16 * 8 + place % 8
@@ -232,16 +241,16 @@ def _decode_block(part, call):
             low = _number(np.uint32(lows[group, index]) << np.uint32(16))
             for lane in range(group * call.group, min((group + 1) * call.group, filled_lanes)):
                 code = np.float32((words[word, lane] >> position) & mask)
-                tile[index, lane] = np.float32(low + scale * code).view(np.uint32)
-    if call.shift:
-        for index in range(filled_inner):
-            for lane in range(filled_lanes):
-                number = tile[index, lane]
-                tile[index, lane] = (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> 16
+                tile[index, lane] = low + scale * code
+    by_channel = tile if call.transposed else np.ascontiguousarray(tile.T)
+    rotate_columns(by_channel, dim, call.rotation)
     for token in range(BLOCK):
         start = first_state + token * call.token_stride
         for d in range(dim):
-            call.states[start + d] = tile[d, token] if call.transposed else tile[token, d]
+            number = np.float32(by_channel[d, token]).view(np.uint32)
+            if call.shift:
+                number = np.uint32(number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> 16
+            call.states[start + d] = number
 
 
 def compile_coding(element: np.dtype) -> None:
@@ -252,6 +261,7 @@ def compile_coding(element: np.dtype) -> None:
         "states": states,
         "records": record_bytes,
         "transposed": numba.boolean,
+        "share": numba.float64,
         "failures": numba.int64[::1],
     }
     call = numba.types.NamedTuple([kinds.get(field, number) for field in Coding._fields], Coding)

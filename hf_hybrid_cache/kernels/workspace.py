@@ -93,6 +93,7 @@ class Workspace:
         shape = self.shape
         rows = -(-shape.rows // ROWS) * ROWS
         self.query = np.zeros((shape.heads, rows, value_width(shape.key_dim)), np.float32)
+        self.rotated = np.empty_like(self.query)
         self.out = np.empty((shape.heads, rows, value_width(shape.value_dim)), np.float32)
         self.lse = np.empty((shape.heads, rows), np.float32)
         self._make_partial(0)
@@ -134,9 +135,10 @@ class Workspace:
             coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
         """
         shape = self.shape
-        blocks = -(-num_tokens // BLOCK)
         threads = get_num_threads()
-        segments = min(blocks * shape.heads, threads * -(-blocks // (threads * _SEGMENT_BLOCKS)))
+        coded_segments = 0 if coded is None else self._segments(coded.count, threads)
+        blocks = -(-num_tokens // BLOCK) - (0 if coded is None else coded.count)
+        segments = coded_segments + self._segments(blocks, threads)
         if segments != len(self.maxima):
             self._make_partial(segments)
         pool = openmp() or started_threads()
@@ -164,20 +166,31 @@ class Workspace:
         if coded is None:
             attend(pool.parallel, team, threads, call)
         else:
-            attend_coded(pool.parallel, team, threads, self._coded_call(call, coded))
+            attend_coded(pool.parallel, team, threads, self._coded_call(call, coded, coded_segments))
 
-    def _coded_call(self, call: Call, coded: CodedBlocks) -> CodedCall:
+    def _segments(self, blocks: int, threads: int) -> int:
+        """Pieces in which to attend to some blocks of all heads."""
+        return min(blocks * self.shape.heads, threads * -(-blocks // (threads * _SEGMENT_BLOCKS)))
+
+    def _coded_call(self, call: Call, coded: CodedBlocks, coded_segments: int) -> CodedCall:
+        keys, values = coded.key_layout, coded.value_layout
         return CodedCall(
             *call,
             coded.keys,
             coded.values,
             coded.first,
             coded.count,
-            coded.key_layout.bits,
-            coded.value_layout.bits,
-            coded.key_layout.group,
-            coded.value_layout.group,
+            keys.bits,
+            values.bits,
+            keys.group,
+            values.group,
             uses_integer_kernels(),
+            keys.dim,
+            values.dim,
+            keys.rotation,
+            values.rotation,
+            coded_segments,
+            self.rotated,
             self.operands,
             self.steps,
         )

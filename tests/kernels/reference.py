@@ -114,8 +114,21 @@ class CodedStates:
     states: np.ndarray
 
 
+def hadamard(dim: int) -> np.ndarray:
+    """Of the largest power of two that divides `dim`, once for each run of that length."""
+    matrix = np.ones((1, 1))
+    while dim % (2 * len(matrix)) == 0:
+        matrix = np.kron(matrix, [[1, 1], [1, -1]])
+    return np.kron(np.eye(dim // len(matrix)), matrix / np.sqrt(len(matrix)))
+
+
 def random_coded(
-    generator: np.random.Generator, sizes: tuple[int, int, int, int], bits: int, group: int, transposed: bool
+    generator: np.random.Generator,
+    sizes: tuple[int, int, int, int],
+    bits: int,
+    group: int,
+    transposed: bool,
+    is_rotated: bool,
 ) -> CodedStates:
     """Blocks of `(batch, heads, blocks, dim)`; keys are transposed. Codes beyond `dim` are garbage without a scale."""
     batch, heads, blocks, dim = sizes
@@ -133,6 +146,8 @@ def random_coded(
             groups_of_lanes = np.minimum(np.arange(lanes) // group, groups - 1)
             decoded = lows.T[:, groups_of_lanes] + scales.T[:, groups_of_lanes] * codes
             states[block, head] = (decoded.T if transposed else decoded)[:, :dim]
+            if is_rotated:
+                states[block, head] @= hadamard(dim)
             records.append(to_record(codes, scale_bits, low_bits, bits))
     return CodedStates(
         np.stack(records).reshape(blocks, batch * heads, -1),

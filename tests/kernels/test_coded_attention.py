@@ -51,6 +51,7 @@ def make(
     bits: tuple[int, int] = (4, 4),
     lanes: int = 64,
     storage: str = "bfloat16",
+    is_rotated: bool = True,
     seed: int = 0,
 ) -> tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks]:
     """`first` and `coded` blocks, and `last` tokens in full precision after them."""
@@ -58,7 +59,7 @@ def make(
     query = generator.standard_normal((batch, num_kv_heads * group, length, dims[0])).astype(np.float32)
     states, floats, records = [], [], []
     for transposed, dim, width in ((True, dims[0], bits[0]), (False, dims[1], bits[1])):
-        parts = random_coded(generator, (batch, num_kv_heads, coded, dim), width, lanes, transposed)
+        parts = random_coded(generator, (batch, num_kv_heads, coded, dim), width, lanes, transposed, is_rotated)
         tokens = first * BLOCK + last
         some = generator.standard_normal((batch, num_kv_heads, tokens, dim)).astype(np.float32)
         stored_bits, exact = stored(some, storage)
@@ -67,8 +68,8 @@ def make(
         floats.append(to_blocks(stored_bits, transposed, dim if transposed else value_width(dim)))
         records.append(parts.records)
     layouts = (
-        RecordLayout.of_keys(bits[0], dims[0], lanes),
-        RecordLayout.of_values(bits[1], dims[1], lanes),
+        RecordLayout.of_keys(bits[0], dims[0], lanes, is_rotated),
+        RecordLayout.of_values(bits[1], dims[1], lanes, is_rotated),
     )
     assert [part.shape[2] for part in records] == [layout.num_bytes for layout in layouts]
     case = Case(query.astype(np.float64), *states)
@@ -113,15 +114,17 @@ def test_coded_blocks_lie_between_blocks_in_full_precision(is_integer: bool, fir
 
 
 @EVERY_WAY
+@pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("lanes", [16, 32, 64, 128])
 @pytest.mark.parametrize(
     "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (24, 12), (1, 1)]
 )
 def test_any_width_of_keys_and_values_and_any_group_of_lanes(
-    is_integer: bool, bits: int, lanes: int, dims: tuple[int, int]
+    is_integer: bool, is_rotated: bool, bits: int, lanes: int, dims: tuple[int, int]
 ):
-    check(make(coded=2, dims=dims, bits=(bits, bits), lanes=lanes, group=2), is_integer, scale=dims[0] ** -0.5)
+    made = make(coded=2, dims=dims, bits=(bits, bits), lanes=lanes, group=2, is_rotated=is_rotated)
+    check(made, is_integer, scale=dims[0] ** -0.5)
 
 
 @EVERY_WAY
@@ -149,6 +152,7 @@ def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
         bits=(draw(st.sampled_from(BITS)), draw(st.sampled_from(BITS))),
         lanes=draw(st.sampled_from([16, 32, 48, 64, 128])),
         storage=draw(st.sampled_from(list(ELEMENTS))),
+        is_rotated=draw(st.booleans()),
         seed=seed,
     )
     case, generator = made[0], np.random.default_rng(seed)
