@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 
+from coded_reference import coded_reference
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
+
+
+def full_attention_layers(config: PreTrainedConfig) -> list[int]:
+    return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
 
 
 def num_full_attention_layers(config: PreTrainedConfig) -> int:
-    return sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    return len(full_attention_layers(config))
 
 
 def stock(config: PreTrainedConfig) -> Cache:
@@ -36,8 +41,7 @@ def cpu_decode(config: PreTrainedConfig) -> HybridCache:
 
 def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
     """The last full-attention layer on the CPU, the others streamed."""
-    layers = [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
-    return OffloadedHybridCache(config, cpu_decode=layers[-1:])
+    return OffloadedHybridCache(config, cpu_decode=full_attention_layers(config)[-1:])
 
 
 # Attention is torch's own: results are those of `DynamicCache` to the last bit.
@@ -53,3 +57,44 @@ OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "cpu_decode_partly": cpu_decode_partly,
 }
 CACHES = SAME_ATTENTION | OWN_ATTENTION
+
+
+def quantized_last_layers(config: PreTrainedConfig) -> HybridCache:
+    """The first layer of full attention stays in full precision, the last has more bits than those between."""
+    return QuantizedHybridCache(config, bits=bits_of_last_layers(config), sink_tokens=0)
+
+
+def bits_of_last_layers(config: PreTrainedConfig) -> dict[int, int | tuple[int, int]]:
+    layers = full_attention_layers(config)
+    return {index: (8 if index == layers[-1] else (4, 2)) for index in layers[1:]}
+
+
+# Each beside the same codes in a plain cache. Attention is torch's own: results are the same to the last bit.
+QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
+    "quantized_on_device": (
+        lambda config: QuantizedHybridCache(config, bits=4, sink_tokens=0, cpu_decode=False),
+        lambda config: coded_reference(config, minmax(4, sink_tokens=0)),
+    ),
+    "quantized_streamed": (
+        lambda config: QuantizedHybridCache(config, bits=(8, 4), offload=True, rotate=False, cpu_decode=False),
+        lambda config: coded_reference(config, minmax((8, 4), rotate=False)),
+    ),
+}
+# Attention is the kernel's, over the codes.
+QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
+    "quantized_8": (
+        lambda config: QuantizedHybridCache(config, bits=8),
+        lambda config: coded_reference(config, minmax(8)),
+    ),
+    "quantized_2": (
+        lambda config: QuantizedHybridCache(config, bits=2, group_size=16, cpu_decode=True, sink_tokens=0),
+        lambda config: coded_reference(config, minmax(2, group_size=16, sink_tokens=0)),
+    ),
+    "quantized_last_layers": (
+        quantized_last_layers,
+        lambda config: coded_reference(
+            config, {index: minmax(bits, sink_tokens=0) for index, bits in bits_of_last_layers(config).items()}
+        ),
+    ),
+}
+QUANTIZED = QUANTIZED_SAME_ATTENTION | QUANTIZED_OWN_ATTENTION

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from caches import CACHES, OWN_ATTENTION, SAME_ATTENTION, stock
+from caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, stock
 from tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 
 NEW_TOKENS = 24
@@ -29,32 +29,32 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options:
     return [output.sequences, torch.stack(output.logits)]
 
 
-def greedy(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    return generate(model, random_prompt(2, 40), make_cache(model.config))
+def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config))
 
 
-def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    return generate(model, random_prompt(1, 1), make_cache(model.config))
+def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(1, 1 + more), make_cache(model.config))
 
 
-def sampling(model: PreTrainedModel, make_cache: MakeCache) -> Result:
+def sampling(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
     set_seed(1)
     return generate(
-        model, random_prompt(2, 30), make_cache(model.config), do_sample=True, top_k=20, num_return_sequences=2
+        model, random_prompt(2, 30 + more), make_cache(model.config), do_sample=True, top_k=20, num_return_sequences=2
     )
 
 
-def beams(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    return generate(model, random_prompt(2, 30), make_cache(model.config), num_beams=3, num_return_sequences=2)
+def beams(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), num_beams=3, num_return_sequences=2)
 
 
-def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    repetitive = random_prompt(1, 8).repeat(1, 5)
+def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
     return generate(model, repetitive, make_cache(model.config), prompt_lookup_num_tokens=4)
 
 
-def assistant(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    return generate(model, random_prompt(1, 30), make_cache(model.config), assistant_model=similar_model(model))
+def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(1, 30 + more), make_cache(model.config), assistant_model=similar_model(model))
 
 
 @functools.cache
@@ -68,28 +68,28 @@ def similar_model(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def left_padding(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    ids = random_prompt(3, 30)
+def left_padding(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    ids = random_prompt(3, 30 + more)
     mask = torch.ones_like(ids)
     mask[0, :13], mask[1, :1] = 0, 0
     return generate(model, ids, make_cache(model.config), attention_mask=mask)
 
 
-def continued(model: PreTrainedModel, make_cache: MakeCache) -> Result:
+def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
     """A second question after the first answer, without computing the first again."""
     cache = make_cache(model.config)
-    first = generate(model, random_prompt(2, 20), cache)
+    first = generate(model, random_prompt(2, 20 + more), cache)
     longer = torch.cat([first[0], random_prompt(2, 7, seed=1)], dim=1)
     return first + generate(model, longer, cache)
 
 
-def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache) -> Result:
-    return generate(model, random_prompt(2, 40), make_cache(model.config), prefill_chunk_size=7)
+def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), prefill_chunk_size=7)
 
 
-def copied_prefix(model: PreTrainedModel, make_cache: MakeCache) -> Result:
+def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
     """One prefilled prefix, copied for two questions."""
-    prefix = random_prompt(1, 25)
+    prefix = random_prompt(1, 25 + more)
     cache = make_cache(model.config)
     with torch.no_grad():
         model(prefix, past_key_values=cache)
@@ -111,25 +111,26 @@ class ListStreamer(BaseStreamer):
         self.tokens.append(-1)
 
 
-def streamer(model: PreTrainedModel, make_cache: MakeCache) -> Result:
+def streamer(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
     listener = ListStreamer()
-    result = generate(model, random_prompt(1, 20), make_cache(model.config), streamer=listener)
+    result = generate(model, random_prompt(1, 20 + more), make_cache(model.config), streamer=listener)
     return [*result, listener.tokens]
 
 
-def text_pipeline(model: PreTrainedModel, make_cache: MakeCache) -> Result:
+def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
     words = {f"w{index}": index for index in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     pipe = pipeline(
         "text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
     )
-    prompt = " ".join(f"w{index}" for index in random_prompt(1, 20)[0].tolist())
+    prompt = " ".join(f"w{index}" for index in random_prompt(1, 20 + more)[0].tolist())
     cache = make_cache(model.config)
     return [pipe(prompt, past_key_values=cache, max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False)]
 
 
-MODES: dict[str, Callable[[PreTrainedModel, MakeCache], Result]] = {
+# Each takes how many tokens more than usual the prompt has.
+MODES: dict[str, Callable[[PreTrainedModel, MakeCache, int], Result]] = {
     "greedy": greedy,
     "one_token_prompt": one_token_prompt,
     "sampling": sampling,
@@ -150,7 +151,7 @@ NOT_IN_TRANSFORMERS = {("qwen3_next", "prompt_lookup"), ("qwen3_next", "assistan
 @functools.cache
 def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
     try:
-        return MODES[mode](tiny_model(family, dtype), stock)
+        return MODES[mode](tiny_model(family, dtype), stock, 0)
     except RuntimeError as error:
         if Version(transformers.__version__) >= Version("5.23"):
             raise
@@ -174,7 +175,7 @@ EVERY_MODE = pytest.mark.parametrize(
 @pytest.mark.parametrize("cache", SAME_ATTENTION)
 def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str, mode: str, dtype: torch.dtype):
     reference = expected(family, mode, dtype)
-    actual = MODES[mode](tiny_model(family, dtype), CACHES[cache])
+    actual = MODES[mode](tiny_model(family, dtype), CACHES[cache], 0)
     for ours, theirs in zip(actual, reference, strict=True):
         if isinstance(theirs, torch.Tensor):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=False)
@@ -188,7 +189,7 @@ def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str,
 @pytest.mark.parametrize("cache", OWN_ATTENTION)
 def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str, family: str, mode: str):
     reference = expected(family, mode, torch.float32)
-    actual = MODES[mode](tiny_model(family), OWN_ATTENTION[cache])
+    actual = MODES[mode](tiny_model(family), OWN_ATTENTION[cache], 0)
     for ours, theirs in zip(actual, reference, strict=True):
         if isinstance(theirs, torch.Tensor) and theirs.is_floating_point():
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
@@ -196,6 +197,28 @@ def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str,
             assert torch.equal(ours, theirs)
         else:
             assert ours == theirs
+
+
+# With so many tokens more than usual, blocks are coded in the prefill, and others while tokens are decoded.
+FOR_CODED_BLOCKS = 152
+
+
+# What 24 tokens change of the states is far below what rounding the kernel's query changes of the last digits.
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@EVERY_MODE
+@pytest.mark.parametrize("cache", QUANTIZED)
+def test_quantized_caches_give_what_the_codes_of_their_blocks_give(cache: str, family: str, mode: str):
+    ours, reference = QUANTIZED[cache]
+    model = tiny_model(family)
+    is_exact = cache not in QUANTIZED_OWN_ATTENTION
+    pairs = zip(*(MODES[mode](model, make, FOR_CODED_BLOCKS) for make in (ours, reference)), strict=True)
+    for mine, theirs in pairs:
+        if not isinstance(theirs, torch.Tensor):
+            assert mine == theirs
+        elif theirs.is_floating_point() and not is_exact:
+            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+        else:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=False)
 
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")

@@ -1,10 +1,13 @@
 """Random sequences of everything a cache can be asked, beside `DynamicCache`: the same states, to the last bit."""
 
 import copy
+from functools import partial
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from coded_reference import coded_reference
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,11 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
+from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
 from hf_hybrid_cache.layer import LayerStores
 from hf_hybrid_cache.storage import KVShape, Room, Staging, StreamedStore
 
-from caches import CACHES
+from caches import CACHES, QUANTIZED
 from lazy_streams import LazyStreams
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
@@ -34,8 +37,11 @@ CONFIG = LlamaConfig(
 class StreamsOnCpu(LayerStores):
     """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
 
-    def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> StreamedStore:
-        return StreamedStore(shape, self.room, self.budget, self.stagings[shape.device])
+    def _buffered(
+        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room | None = None, records: bool = False
+    ) -> StreamedStore:
+        budget = self.record_budget if records else self.budget
+        return StreamedStore(shape, room or self.room, budget, self.stagings[shape.device], records=records)
 
 
 def with_lazy_streams(
@@ -43,8 +49,10 @@ def with_lazy_streams(
     resident_layers: int,
     host_tokens: int = 131_072,
     cpu_decode: bool | tuple[int, ...] = False,
+    codec: KVCodec | None = None,
 ) -> HybridCache:
-    cache = OffloadedHybridCache(CONFIG, prefetch_layers, resident_layers, cpu_decode=cpu_decode)
+    placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode)
+    cache = HybridCache(CONFIG, placement, codec=codec)
     if cpu_decode:
         cache._stores.__class__ = StreamsOnCpu
     cache._stores.room = Room(host_tokens=host_tokens)
@@ -63,17 +71,34 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
     "lazy_copies_cpu_decode": lambda: with_lazy_streams(1, 0, cpu_decode=True),
     "lazy_copies_cpu_decode_partly": lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=(1, 3)),
 }
+QUANTIZED_VARIANTS = {name: tuple(partial(make, CONFIG) for make in pair) for name, pair in QUANTIZED.items()} | {
+    "lazy_copies_of_codes": (
+        lambda: with_lazy_streams(1, 1, codec=minmax(4, sink_tokens=0)),
+        lambda: coded_reference(CONFIG, minmax(4, sink_tokens=0)),
+    ),
+    "lazy_copies_of_codes_growing": (
+        lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8)),
+        lambda: coded_reference(CONFIG, minmax(8)),
+    ),
+    "lazy_copies_of_codes_cpu_decode": (
+        lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=True, codec=minmax(4)),
+        lambda: coded_reference(CONFIG, minmax(4)),
+    ),
+}
 
 
 class CacheMachine(RuleBasedStateMachine):
     variant: str
+    tolerance: ClassVar = {"rtol": 1.3e-6, "atol": 1e-5}
+
+    def make(self) -> tuple[HybridCache, DynamicCache]:
+        return VARIANTS[self.variant](), DynamicCache(config=CONFIG)
 
     @initialize(batch=st.integers(1, 3))
     def start(self, batch: int) -> None:
         self.batch = batch
         self.generator = torch.Generator().manual_seed(0)
-        self.ours = VARIANTS[self.variant]()
-        self.stock = DynamicCache(config=CONFIG)
+        self.ours, self.stock = self.make()
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +113,7 @@ class CacheMachine(RuleBasedStateMachine):
             ours, theirs = (cache.update(keys, values, layer) for cache in (self.ours, self.stock))
             query = torch.randn((self.batch, 2 * NUM_KV_HEADS, new_tokens, HEAD_DIM), generator=self.generator)
             attended = [scaled_dot_product_attention(query, *states, enable_gqa=True) for states in (ours, theirs)]
-            torch.testing.assert_close(*attended)
+            torch.testing.assert_close(*attended, **self.tolerance)
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
             del ours
@@ -127,7 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
     def reset(self, batch: int) -> None:
         self.ours.reset()
         # Not `reset`: transformers 5.17 only zeroes what is stored.
-        self.stock = DynamicCache(config=CONFIG)
+        _, self.stock = self.make()
         self.batch = batch
 
     @rule()
@@ -160,10 +185,29 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.equal(ours.values, theirs.values)
 
 
+class QuantizedCacheMachine(CacheMachine):
+    # Queries and weights are rounded to 16 bits where there are integer kernels.
+    tolerance: ClassVar = {"rtol": 0.0, "atol": 2e-3}
+
+    def make(self) -> tuple[HybridCache, DynamicCache]:
+        ours, reference = QUANTIZED_VARIANTS[self.variant]
+        return ours(), reference()
+
+
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_sequence_of_operations_leaves_what_dynamic_cache_holds(variant: str):
-    machine = type("Machine", (CacheMachine,), {"variant": variant})
+    run(CacheMachine, variant)
+
+
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("variant", QUANTIZED_VARIANTS)
+def test_any_sequence_of_operations_leaves_what_the_codes_of_its_blocks_stand_for(variant: str):
+    run(QuantizedCacheMachine, variant)
+
+
+def run(kind: type[CacheMachine], variant: str) -> None:
+    machine = type("Machine", (kind,), {"variant": variant})
     run_state_machine_as_test(
         machine,
         settings=settings(

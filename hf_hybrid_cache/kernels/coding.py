@@ -62,6 +62,8 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) 
     """
     batch, heads, tokens, _ = states.shape
     records = np.empty((tokens // BLOCK, batch * heads, layout.num_bytes), np.uint8)
+    if not records.size:
+        return records
     call = _call(states, layout, records, share)
     _run(_encode, call)
     if call.failures[0]:
@@ -78,7 +80,8 @@ def decode_blocks(records: np.ndarray, layout: RecordLayout, states: np.ndarray)
         layout: of them.
         states: written, as `encode_blocks` takes them.
     """
-    _run(_decode, _call(states, layout, records))
+    if records.size:
+        _run(_decode, _call(states, layout, records))
 
 
 def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray, share: float = 1.0) -> Coding:
@@ -87,7 +90,7 @@ def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray, share: 
     strides = [stride // bits.itemsize for stride in bits.strides]
     assert strides[3] == 1
     # One kernel for any strides.
-    span = 1 + sum((size - 1) * stride for size, stride in zip(bits.shape, strides, strict=True)) if bits.size else 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(bits.shape, strides, strict=True))
     return Coding(
         as_strided(bits, (span,), (bits.itemsize,)),
         0 if states.dtype == np.float32 else 16,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 
-@dataclass
+@dataclass(eq=False)
 class _Piece:
     data: torch.Tensor
     lent: list[weakref.ref[torch.Tensor]] = field(default_factory=list)

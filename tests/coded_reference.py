@@ -1,0 +1,56 @@
+"""What a quantized cache must hold, the plain way: one tensor, in which old blocks are coded and decoded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_hybrid_cache import KVCodec
+
+BLOCK = 64
+
+
+class CodedDynamicLayer(DynamicLayer):
+    """transformers' own layer, which replaces a block by what its codes stand for once 64 tokens came after it."""
+
+    def __init__(self, codec: KVCodec):
+        super().__init__()
+        self.codec = codec
+        self.coded_tokens = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        only_these = self.get_seq_length() == 0
+        super().update(key_states, value_states, *args, **kwargs)
+        first = self.codec.sink_tokens
+        while self.get_seq_length() - first - self.coded_tokens >= 2 * BLOCK:
+            start = first + self.coded_tokens
+            block = slice(start, start + BLOCK)
+            for codec, name in ((self.codec.keys, "keys"), (self.codec.values, "values")):
+                states = getattr(self, name).clone()
+                codec.decode(codec.encode(states[:, :, block]), states[:, :, block])
+                setattr(self, name, states)
+            self.coded_tokens += BLOCK
+        return (key_states, value_states) if only_these else (self.keys, self.values)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        whole_blocks = max(0, self.get_seq_length() - self.codec.sink_tokens) // BLOCK
+        self.coded_tokens = min(self.coded_tokens, whole_blocks * BLOCK)
+
+    def reset(self) -> None:
+        super().reset()
+        self.coded_tokens = 0
+
+
+def coded_reference(config: PreTrainedConfig, codecs: KVCodec | Mapping[int, KVCodec]) -> DynamicCache:
+    """A `DynamicCache` whose layers of full attention are coded."""
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        codec = codecs.get(index) if isinstance(codecs, Mapping) else codecs
+        if type(layer) is DynamicLayer and codec is not None:
+            cache.layers[index] = CodedDynamicLayer(codec)
+    return cache
