@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_hybrid_cache import DynamicHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache
 from hf_hybrid_cache.models import llama_3_2_1b_config
 
 CACHES: dict[str, Callable[[LlamaConfig], Cache]] = {
@@ -48,7 +48,7 @@ def kv_bytes(config: LlamaConfig, num_tokens: int, dtype: torch.dtype) -> int:
 
 
 def decode_states(
-    config: LlamaConfig, keys: torch.Tensor, values: torch.Tensor
+    config: LlamaConfig, keys: torch.Tensor, values: torch.Tensor, cache: HybridCache | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     What a model attends with and to in a decode step of one layer: a random query, and what our cache hands out.
@@ -57,8 +57,9 @@ def decode_states(
         config: of the layer.
         keys: [1, num_kv_heads, tokens, head_dim]; all but the last are put in as a prefill, the last is decoded.
         values: as the keys.
+        cache: an empty one; a `DynamicHybridCache` if none is given.
     """
-    cache = DynamicHybridCache(config, cpu_decode=True)
+    cache = cache or DynamicHybridCache(config, cpu_decode=True)
     cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
     query = torch.randn(1, config.num_attention_heads, 1, keys.shape[-1]).to(keys.dtype)
     return query, *cache.update(keys[:, :, -1:], values[:, :, -1:], 0)

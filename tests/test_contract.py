@@ -203,7 +203,6 @@ def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str,
 FOR_CODED_BLOCKS = 152
 
 
-# What 24 tokens change of the states is far below what rounding the kernel's query changes of the last digits.
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE
 @pytest.mark.parametrize("cache", QUANTIZED)

@@ -9,8 +9,12 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
-from experiments import llama_cpp_decode, records, report
+from experiments import llama_cpp_decode, quality_caches, records, report
+
+from tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL_BUFFER = ["--buffer-mib", "16"]
@@ -45,6 +49,7 @@ def run(*command: str) -> str:
         ("thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
         pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param("quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
             "llama_cpp_decode",
             ["--contexts", "40", "80", "--rounds", "2", *SMALL_BUFFER],
@@ -77,6 +82,26 @@ def test_without_llama_cpp_its_experiment_says_how_to_get_it(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install"):
         llama_cpp_decode.quiet_llama_cpp()
+
+
+def test_a_cache_that_cannot_be_had_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+    def missing(config: PreTrainedConfig) -> Cache:
+        raise ImportError("pip install it")
+
+    monkeypatch.setitem(quality_caches.CACHES, "missing", missing)
+    reasons = quality_caches.reasons_to_skip(tiny_model("llama"), random_prompt(1, 80), ["full", "fp8", "missing"])
+    assert reasons == {"missing": "ImportError: pip install it"}
+
+
+def test_what_a_cache_stores_is_counted_in_its_own_types():
+    config = tiny_model("llama").config
+    full = quality_caches.CACHES["full"](config)
+    for layer in range(4):
+        full.update(torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 10, 16), layer)
+    numbers = 2 * 4 * 2 * 10 * 16
+    assert quality_caches.stored_bytes(full) == 4 * numbers
+    assert quality_caches.bfloat16_bytes(full) == 2 * numbers
+    assert quality_caches.stored_bytes(quality_caches.filled("fp8", config, full)) == numbers
 
 
 def test_a_record_is_written_whole_over_an_older_one(tmp_path: Path):

@@ -13,7 +13,7 @@ import numpy as np
 from .blocks import BLOCK
 from .compiled import jit
 from .parallel import share_out
-from .tiles import LOG2_E, ROWS, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
+from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
 
 # Masks add the lowest finite float32, which times log2(e) must stay finite: a row of nothing else is not empty.
 _LOWEST = np.float32(-2e38)
@@ -55,89 +55,137 @@ def _attend_segment(segment, call):
     """Attend to some blocks, counted through all heads of a block before the next: as they lie."""
     segments, heads = call.maxima.shape[:2]
     key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
-    start_segment(segment, call)
+    keys, values = call.keys.ctypes.data, call.values.ctypes.data
+    plan = started_segment(segment, call)
     items = (call.num_tokens + BLOCK - 1) // BLOCK * heads
     for item in range(segment * items // segments, (segment + 1) * items // segments):
         block = item // heads
-        keys = call.keys.ctypes.data + item * key_block
-        values = call.values.ctypes.data + item * value_block
-        attend_float_block(segment, item - block * heads, block * BLOCK, keys, values, keys + key_block, call)
+        key_address, head = keys + item * key_block, item - block * heads
+        attend_block(head, block * BLOCK, key_address, values + item * value_block, key_address + key_block, plan)
+
+
+class Plan(NamedTuple):
+    """
+    What a segment needs of a call for each of its blocks, as plain numbers.
+
+    Arrays would be counted up and down, by atomic instructions, whenever one is taken out of the call.
+    """
+
+    element: Any  # 0, of the type of keys and values
+    query: int  # addresses, those after this one of what belongs to the segment
+    scores: int
+    corrections: int
+    maxima: int
+    sums: int
+    partial: int
+    rows: int
+    query_bytes: int  # of a row
+    key_dim: int
+    width: int
+    num_tokens: int
+    all_see: int  # tokens that the first query sees
+    num_kv_heads: int
+    group: int
+    query_length: int
+    causal: bool
+    scale: Any  # float32
+    visible: int  # addresses of the masks, 0 where there is none, and their sizes
+    visible_shape: tuple[int, int, int, int]
+    bias: int
+    bias_shape: tuple[int, int, int, int]
 
 
 @jit
-def start_segment(segment, call):
-    """Nothing is seen yet."""
+def started_segment(segment, call):
+    """The plan of a segment that has seen nothing yet."""
     call.maxima[segment] = -np.inf
     call.sums[segment] = 0
     call.partial[segment] = 0
+    return Plan(
+        call.keys.dtype.type(0),
+        call.query.ctypes.data,
+        call.scores[segment].ctypes.data,
+        call.corrections[segment].ctypes.data,
+        call.maxima[segment].ctypes.data,
+        call.sums[segment].ctypes.data,
+        call.partial[segment].ctypes.data,
+        call.query.shape[1],
+        call.query.shape[2] * 4,
+        call.keys.shape[2],
+        call.partial.shape[3],
+        call.num_tokens,
+        call.num_tokens - call.query_length + 1 if call.causal else call.num_tokens,
+        call.num_kv_heads,
+        call.group,
+        call.query_length,
+        call.causal,
+        numba.float32(call.scale),
+        call.visible.ctypes.data if call.visible.size > 0 else 0,
+        call.visible.shape,
+        call.bias.ctypes.data if call.bias.size > 0 else 0,
+        call.bias.shape,
+    )
 
 
 @jit
-def attend_float_block(segment, head, start, keys, values, ahead, call):
+def attend_block(head, start, keys, values, ahead, plan):
     """
     Attend to one block of one head.
 
     start: first token; keys, values: addresses of the block; ahead: of what is read next.
     """
-    rows, query_bytes = call.query.shape[1], call.query.shape[2] * 4
-    key_dim, width = call.keys.shape[2], call.values.shape[3]
-    scores, corrections = call.scores[segment].ctypes.data, call.corrections[segment].ctypes.data
-    tokens = min(BLOCK, call.num_tokens - start)
-    for row in range(0, rows, ROWS):
-        query = call.query[head, row].ctypes.data
+    tokens = min(BLOCK, plan.num_tokens - start)
+    for row in range(0, plan.rows, ROWS):
+        query = plan.query + (head * plan.rows + row) * plan.query_bytes
         for column in range(0, BLOCK, tile_columns()):
-            score_tile(call.keys, query, query_bytes, keys, key_dim, scores, column, values)
-        weights_of_tile(segment, head, row, start, call)
-        target = call.partial[segment, head, row].ctypes.data
+            score_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, values)
+        weights_of_tile(head, row, start, plan)
+        target = plan.partial + (head * plan.rows + row) * plan.width * 4
         column = 0
-        while column + tile_columns() <= width:
-            weigh_tile(call.values, scores, values, tokens, width, column, corrections, target, ahead)
+        while column + tile_columns() <= plan.width:
+            weigh_tile(plan.element, plan.scores, values, tokens, plan.width, column, plan.corrections, target, ahead)
             column += tile_columns()
-        while column < width:
-            weigh_narrow_tile(call.values, scores, values, tokens, width, column, corrections, target, ahead)
+        while column < plan.width:
+            weigh_narrow_tile(
+                plan.element, plan.scores, values, tokens, plan.width, column, plan.corrections, target, ahead
+            )
             column += 16
 
 
 @jit
-def weights_of_tile(segment, head, row, start, call):
+def weights_of_tile(head, row, start, plan):
     """Turn a tile's scores of the block from token `start` on into weights."""
-    masked = call.visible.size > 0 or call.bias.size > 0
-    all_see = call.num_tokens - call.query_length + 1 if call.causal else call.num_tokens
-    factor = numba.float32(call.scale)
-    if masked or start + BLOCK > all_see:
-        _mask_tile(call.scores[segment], start, row, head, call)
+    factor = plan.scale
+    if plan.visible or plan.bias or start + BLOCK > plan.all_see:
+        _mask_tile(start, row, head, plan)
         factor = numba.float32(1)
-    state = (segment * call.maxima.shape[1] + head) * call.maxima.shape[2] + row
-    softmax_tile(
-        call.scores[segment].ctypes.data,
-        factor,
-        call.maxima.ctypes.data + state * 4,
-        call.sums.ctypes.data + state * 4,
-        call.corrections[segment].ctypes.data,
-    )
+    state = (head * plan.rows + row) * 4
+    softmax_tile(plan.scores, factor, plan.maxima + state, plan.sums + state, plan.corrections)
 
 
 @jit
-def _mask_tile(scores, start, first_row, head, call):
+def _mask_tile(start, first_row, head, plan):
     """Scale a tile's scores, add the bias, and let minus infinity stand where a query does not see a token."""
-    sequence = head // call.num_kv_heads
-    visible, bias, scale = call.visible, call.bias, numba.float32(call.scale)
-    for tile_row in range(min(ROWS, call.group * call.query_length - first_row)):
+    sequence = head // plan.num_kv_heads
+    scores = numba.carray(pointer(plan.scores, numba.float32(0)), (ROWS, BLOCK))
+    visible = numba.carray(pointer(plan.visible, numba.uint8(0)), plan.visible_shape)
+    bias = numba.carray(pointer(plan.bias, numba.float32(0)), plan.bias_shape)
+    for tile_row in range(min(ROWS, plan.group * plan.query_length - first_row)):
         row = first_row + tile_row
-        query_index = row % call.query_length
-        query_head = head % call.num_kv_heads * call.group + row // call.query_length
-        limit = call.num_tokens - call.query_length + 1 + query_index if call.causal else call.num_tokens
+        query_index = row % plan.query_length
+        query_head = head % plan.num_kv_heads * plan.group + row // plan.query_length
+        limit = plan.num_tokens - plan.query_length + 1 + query_index if plan.causal else plan.num_tokens
         seen = min(max(limit - start, 0), BLOCK)
         for token in range(seen):
-            scores[tile_row, token] *= scale
-        if bias.size > 0:
+            scores[tile_row, token] *= plan.scale
+        if plan.bias:
             added = bias[
                 sequence % bias.shape[0], query_head % bias.shape[1], query_index % bias.shape[2], start : start + seen
             ]
             for token in range(seen):
                 biased = scores[tile_row, token] + added[token]
                 scores[tile_row, token] = biased if biased == -np.inf else max(biased, _LOWEST)
-        if visible.size > 0:
+        if plan.visible:
             shown = visible[
                 sequence % visible.shape[0],
                 query_head % visible.shape[1],

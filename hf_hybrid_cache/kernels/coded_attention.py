@@ -11,15 +11,16 @@ import numpy as np
 
 from .attention import (
     add_segments,
-    attend_float_block,
+    attend_block,
     signature,
-    start_segment,
+    started_segment,
     weigh_segments,
     weights_of_tile,
 )
 from .blocks import BLOCK
 from .coded_tiles import (
     fold_tile,
+    prefetch_numbers,
     score_coded_tile,
     score_narrow_coded_tile,
     weigh_coded_tile,
@@ -87,25 +88,84 @@ def attend_coded(parallel, team, threads, call):
 def _attend_segment(segment, call):
     """Attend to some blocks, all coded or all in full precision, as they lie: all heads of a block before the next."""
     heads = call.maxima.shape[1]
-    start_segment(segment, call)
+    plan = started_segment(segment, call)
     if segment < call.coded_segments:
         key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
+        keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
+        forms = _forms(segment, call)
         for item in _share(segment, call.coded_segments, call.coded_blocks * heads):
             block = item // heads
-            keys = call.key_records.ctypes.data + item * key_record
-            values = call.value_records.ctypes.data + item * value_record
-            start = (call.first_coded + block) * BLOCK
-            _attend_coded_block(segment, item - block * heads, start, keys, values, keys + key_record, call)
+            head, start, at = item - block * heads, (call.first_coded + block) * BLOCK, keys + item * key_record
+            _attend_coded_block(head, start, at, values + item * value_record, at + key_record, plan, *forms)
     else:
         key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
+        keys, values = call.keys.ctypes.data, call.values.ctypes.data
         blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.coded_blocks
         segments = call.maxima.shape[0] - call.coded_segments
         for item in _share(segment - call.coded_segments, segments, blocks * heads):
             block = item // heads
-            keys = call.keys.ctypes.data + item * key_block
-            values = call.values.ctypes.data + item * value_block
+            head, at = item - block * heads, keys + item * key_block
             start = (block if block < call.first_coded else block + call.coded_blocks) * BLOCK
-            attend_float_block(segment, item - block * heads, start, keys, values, keys + key_block, call)
+            attend_block(head, start, at, values + item * value_block, at + key_block, plan)
+
+
+class Form(NamedTuple):
+    """How the records of keys, or of values, are taken apart; plain numbers."""
+
+    bits: int
+    is_integer: bool
+    limit: int  # of `fold_tile`
+    inner: int
+    lanes: int
+    group: int
+    groups: int
+    scales: int  # where they start in a record
+
+
+class Scratch(NamedTuple):
+    """Addresses of what a segment writes and reads again for each tile."""
+
+    rotated: int  # not written: the query
+    folded: int
+    operand: int
+    steps: int
+    constants: int
+
+
+@jit
+def _forms(segment, call):
+    inner, width = call.query.shape[2], call.partial.shape[3]
+    key_groups = (BLOCK + call.key_group - 1) // call.key_group
+    value_groups = (width + call.value_group - 1) // call.value_group
+    return (
+        Form(
+            call.key_bits,
+            call.is_integer,
+            _limit(inner, call.key_bits) if call.is_integer else 0,
+            inner,
+            BLOCK,
+            call.key_group,
+            key_groups,
+            inner * call.key_bits // 8 * BLOCK,
+        ),
+        Form(
+            call.value_bits,
+            call.is_integer,
+            _limit(BLOCK, call.value_bits) if call.is_integer else 0,
+            BLOCK,
+            width,
+            call.value_group,
+            value_groups,
+            BLOCK * call.value_bits // 8 * width,
+        ),
+        Scratch(
+            call.rotated.ctypes.data,
+            call.operands[segment, 0].ctypes.data,
+            call.operands[segment, 1].ctypes.data,
+            call.steps[segment, 0].ctypes.data,
+            call.steps[segment, 1].ctypes.data,
+        ),
+    )
 
 
 @jit
@@ -130,57 +190,64 @@ def _merge_segments(head, call):
 
 
 @jit
-def _attend_coded_block(segment, head, start, keys, values, ahead, call):
-    """Attend to one coded block of one head; as `attend_float_block`."""
-    rows, inner = call.query.shape[1:]
-    width = call.partial.shape[3]
-    scores, corrections = call.scores[segment].ctypes.data, call.corrections[segment].ctypes.data
-    scratch, operand = call.operands[segment, 0].ctypes.data, call.operands[segment, 1].ctypes.data
-    steps, constants = call.steps[segment, 0].ctypes.data, call.steps[segment, 1].ctypes.data
-    key_scales = keys + inner * call.key_bits // 8 * BLOCK
-    key_groups = (BLOCK + call.key_group - 1) // call.key_group
-    key_limit = _limit(inner, call.key_bits) if call.is_integer else 0
-    value_scales = values + call.value_bits * BLOCK // 8 * width
-    value_groups = (width + call.value_group - 1) // call.value_group
-    value_limit = _limit(BLOCK, call.value_bits) if call.is_integer else 0
-    for row in range(0, rows, ROWS):
-        query = call.rotated[head, row].ctypes.data
-        for group in range(key_groups):
-            scales = key_scales + group * inner * 2
-            lows = scales + key_groups * inner * 2
-            fold_tile(query, inner * 4, scales, lows, inner, key_limit, scratch, operand, steps, constants)
-            column, end = group * call.key_group, min((group + 1) * call.key_group, BLOCK)
-            while column + tile_columns() <= end:
-                score_coded_tile(
-                    call.key_bits, call.is_integer, operand, keys, inner, BLOCK, column, steps, constants, corrections,
-                    scores, BLOCK * 4, values,
-                )  # fmt: skip
-                column += tile_columns()
-            while column < end:
-                score_narrow_coded_tile(
-                    call.key_bits, call.is_integer, operand, keys, inner, BLOCK, column, steps, constants, corrections,
-                    scores, BLOCK * 4, values,
-                )  # fmt: skip
-                column += 16
-        weights_of_tile(segment, head, row, start, call)
-        target = call.partial[segment, head, row].ctypes.data
-        for group in range(value_groups):
-            scales = value_scales + group * BLOCK * 2
-            lows = scales + value_groups * BLOCK * 2
-            fold_tile(scores, BLOCK * 4, scales, lows, BLOCK, value_limit, scratch, operand, steps, constants)
-            column, end = group * call.value_group, min((group + 1) * call.value_group, width)
-            while column + tile_columns() <= end:
-                weigh_coded_tile(
-                    call.value_bits, call.is_integer, operand, values, BLOCK, width, column, steps, constants,
-                    corrections, target, width * 4, ahead,
-                )  # fmt: skip
-                column += tile_columns()
-            while column < end:
-                weigh_narrow_coded_tile(
-                    call.value_bits, call.is_integer, operand, values, BLOCK, width, column, steps, constants,
-                    corrections, target, width * 4, ahead,
-                )  # fmt: skip
-                column += 16
+def _attend_coded_block(head, start, keys, values, ahead, plan, key_form, value_form, scratch):
+    """Attend to one coded block of one head; as `attend_block`."""
+    prefetch_numbers(values + value_form.scales, value_form.groups * value_form.inner * 4)
+    prefetch_numbers(ahead + key_form.scales, key_form.groups * key_form.inner * 4)
+    for row in range(0, plan.rows, ROWS):
+        query = scratch.rotated + (head * plan.rows + row) * plan.query_bytes
+        _score(query, keys, values, plan, key_form, scratch)
+        weights_of_tile(head, row, start, plan)
+        target = plan.partial + (head * plan.rows + row) * plan.width * 4
+        _weigh(values, ahead, target, plan, value_form, scratch)
+
+
+@jit
+def _score(query, keys, ahead, plan, form, at):
+    """Write the scores of a tile."""
+    for group in range(form.groups):
+        scales = keys + form.scales + group * form.inner * 2
+        lows = scales + form.groups * form.inner * 2
+        fold_tile(
+            query, plan.query_bytes, scales, lows, form.inner, form.limit, at.folded, at.operand, at.steps, at.constants
+        )
+        column, end = group * form.group, min((group + 1) * form.group, form.lanes)
+        while column + tile_columns() <= end:
+            score_coded_tile(
+                form.bits, form.is_integer, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
+                plan.corrections, plan.scores, BLOCK * 4, ahead,
+            )  # fmt: skip
+            column += tile_columns()
+        while column < end:
+            score_narrow_coded_tile(
+                form.bits, form.is_integer, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
+                plan.corrections, plan.scores, BLOCK * 4, ahead,
+            )  # fmt: skip
+            column += 16
+
+
+@jit
+def _weigh(values, ahead, target, plan, form, at):
+    """Correct what was summed up of values and add those of a block, times the tile's weights."""
+    for group in range(form.groups):
+        scales = values + form.scales + group * form.inner * 2
+        lows = scales + form.groups * form.inner * 2
+        fold_tile(
+            plan.scores, BLOCK * 4, scales, lows, form.inner, form.limit, at.folded, at.operand, at.steps, at.constants
+        )
+        column, end = group * form.group, min((group + 1) * form.group, form.lanes)
+        while column + tile_columns() <= end:
+            weigh_coded_tile(
+                form.bits, form.is_integer, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
+                plan.corrections, target, form.lanes * 4, ahead,
+            )  # fmt: skip
+            column += tile_columns()
+        while column < end:
+            weigh_narrow_coded_tile(
+                form.bits, form.is_integer, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
+                plan.corrections, target, form.lanes * 4, ahead,
+            )  # fmt: skip
+            column += 16
 
 
 @jit

@@ -45,6 +45,23 @@ def has_dot_product(typing_context: Any) -> Any:
 
 
 @intrinsic
+def prefetch_numbers(typing_context: Any, address: Any, num_bytes: Any) -> Any:
+    """Ask for the cache lines of the scales and lows of a record that will be read next."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        address, num_bytes = arguments
+
+        def body(line: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            vec.prefetch(builder, builder.add(address, builder.mul(line, INT64(vec.CACHE_LINE))), 1)
+            return []
+
+        vec.loop(builder, builder.sdiv(num_bytes, INT64(vec.CACHE_LINE)), [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def fold_tile(
     typing_context: Any,
     rows: Any,
@@ -97,9 +114,10 @@ def fold_tile(
         with builder.if_else(is_integer) as (then, otherwise):
             with then:
                 most = vec.splat(builder, builder.sitofp(limit, FLOAT))
+                step = builder.fdiv(ir.Constant(FLOAT, 1.0), builder.sitofp(limit, FLOAT))
                 nothing = builder.fcmp_ordered("<", highest, vec.floats(_NEGLIGIBLE))
                 factors = builder.select(nothing, vec.floats(0.0), builder.fdiv(most, highest))
-                vec.store_four(builder, builder.fdiv(highest, most), steps)
+                vec.store_four(builder, builder.fmul(highest, vec.splat(builder, step)), steps)
                 half = builder.sdiv(row_bytes, INT64(2))
 
                 def round_to_16_bits(chunk: ir.Value, _: list[ir.Value]) -> list[ir.Value]:

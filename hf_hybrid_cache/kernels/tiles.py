@@ -46,6 +46,17 @@ def tile_columns(typing_context: Any) -> Any:
 
 
 @intrinsic
+def pointer(typing_context: Any, address: Any, element: Any) -> Any:
+    """An address as a pointer to elements of the type of `element`."""
+    kind = types.CPointer(element)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+    return kind(types.int64, element), generate
+
+
+@intrinsic
 def score_tile(
     typing_context: Any,
     element: Any,
@@ -64,7 +75,7 @@ def score_tile(
     `[head_dim, BLOCK]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address of what is read next, prefetched row
     by row.
     """
-    item = _ITEM_BYTES[element.dtype]
+    item = _ITEM_BYTES[element]
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         _, query, stride, keys, head_dim, scores, column, ahead = arguments
@@ -74,7 +85,7 @@ def score_tile(
 
         def body(d: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
             offset = add(multiply(d, INT64(BLOCK * item)), first)
-            loaded = _load_vectors(context, builder, element.dtype, add(keys, offset), vectors)
+            loaded = _load_vectors(context, builder, element, add(keys, offset), vectors)
             vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
             results = []
             for row in range(ROWS):
@@ -85,7 +96,7 @@ def score_tile(
             return results
 
         results = vec.loop(builder, head_dim, [vec.floats(0.0)] * (ROWS * vectors), body)
-        results = _in_order(builder, element.dtype, results, vectors)
+        results = _in_order(builder, element, results, vectors)
         for index, result in enumerate(results):
             row, vector = divmod(index, vectors)
             offset = add(multiply(column, INT64(4)), INT64((row * BLOCK + vector * LANES) * 4))
@@ -157,7 +168,7 @@ def _weigh(wide: bool) -> Any:
         out: Any,
         ahead: Any,
     ) -> Any:
-        item = _ITEM_BYTES[element.dtype]
+        item = _ITEM_BYTES[element]
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
             _, weights, values, num_tokens, width, column, corrections, out, ahead = arguments
@@ -171,11 +182,11 @@ def _weigh(wide: bool) -> Any:
                     address = add(out, multiply(add(start, INT64(vector * LANES)), INT64(4)))
                     outputs.append(address)
                     sums.append(builder.fmul(vec.load(builder, address, FLOATS), correction))
-            sums = _as_loaded(builder, element.dtype, sums, vectors)
+            sums = _as_loaded(builder, element, sums, vectors)
 
             def body(token: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
                 offset = multiply(add(multiply(token, width), column), INT64(item))
-                loaded = _load_vectors(context, builder, element.dtype, add(values, offset), vectors)
+                loaded = _load_vectors(context, builder, element, add(values, offset), vectors)
                 vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
                 results = []
                 for row in range(ROWS):
@@ -185,7 +196,7 @@ def _weigh(wide: bool) -> Any:
                         results.append(vec.multiply_add(builder, weight, value, accumulator))
                 return results
 
-            results = _in_order(builder, element.dtype, vec.loop(builder, num_tokens, sums, body), vectors)
+            results = _in_order(builder, element, vec.loop(builder, num_tokens, sums, body), vectors)
             for result, address in zip(results, outputs, strict=True):
                 vec.store(builder, result, address)
             return context.get_dummy_value()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import initialize_native_asmparser
 from numba.core import cgutils
 
 LANES = 16
@@ -111,7 +112,10 @@ def dot_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value, lane
     lanes: of the processor's instruction, 16 (AVX-512 VNNI) or 8 (AVX-VNNI).
     """
     if lanes == LANES:
-        return _call(builder, "llvm.x86.avx512.vpdpwssd.512", INTS, c, a, b)
+        # Of the intrinsic, LLVM makes two instructions where it takes the latency for a problem, which here it is not.
+        initialize_native_asmparser()
+        kind = ir.FunctionType(INTS, [INTS] * 3)
+        return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", [c, a, b], False)
     halves = []
     for part in (range(lanes), range(lanes, LANES)):
         pieces = [shuffle(builder, each, each, part) for each in (c, a, b)]
