@@ -2,7 +2,7 @@
 
 from ._version import __version__
 from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache, QuantizedHybridCache
-from .codecs import minmax
+from .codecs import minmax, quanto
 from .decode import DecodeOnCPU, decode_on_cpu
 from .handles import StaleHandleError
 from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
@@ -25,6 +25,7 @@ __all__ = [
     "decode_on_cpu",
     "get_num_threads",
     "minmax",
+    "quanto",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

@@ -1,0 +1,83 @@
+"""Codes of optimum-quanto, for comparison with ours: 4 or 2 bits, a scale and a shift for each 64 numbers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..storage import GRANULE, Codec, KVCodec
+
+GROUP = 64
+_BITS = (4, 2)
+
+
+@dataclass(frozen=True)
+class QuantoCodec(Codec):
+    """
+    Numbers in groups of 64 that follow each other in a block, token after token, as transformers' `QuantizedCache` has
+    them by default. Scales and shifts are kept as bfloat16.
+
+    Attributes:
+        bits: 4 or 2.
+    """
+
+    bits: int
+
+    def record_bytes(self, head_dim: int) -> int:
+        # As many groups as head_dim: 64 tokens in groups of 64.
+        return head_dim * (GROUP * self.bits // 8 + 4)
+
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+
+        if not torch.isfinite(states).all():
+            raise ValueError("infinite, or not a number")
+        batch, heads, tokens, head_dim = states.shape
+        blocks = tokens // GRANULE
+        if not blocks:
+            return states.new_empty((batch, heads, 0, self.record_bytes(head_dim)), dtype=torch.uint8)
+        kind = qint4 if self.bits == 4 else qint2
+        # A group is a column, because quanto packs rows together.
+        groups = states.float().reshape(-1, GROUP).T.contiguous()
+        scale, shift = (each.bfloat16().float() for each in MaxOptimizer()(groups, kind, -1, GROUP))
+        coded = quantize_weight(groups, kind, -1, scale, shift, GROUP)
+        parts = [coded._data._data.T.contiguous(), *(each.flatten().bfloat16().view(torch.uint8) for each in (scale, shift))]
+        return torch.cat([part.reshape(batch, heads, blocks, -1) for part in parts], dim=3)
+
+    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
+        from optimum.quanto import WeightQBitsTensor, qint2, qint4
+        from optimum.quanto.tensor.packed import PackedTensor
+
+        head_dim, size = states.shape[3], GROUP * self.bits // 8
+        if not records.shape[2]:
+            return
+        cuts = [head_dim * size, head_dim * 2, head_dim * 2]
+        data, scale, shift = records.contiguous().split(cuts, dim=3)
+        count = records.shape[:3].numel() * head_dim
+        shape, stride = torch.Size((GROUP, count)), (count, 1)
+        packed = PackedTensor(data.reshape(count, size).T.contiguous(), self.bits, shape, stride)
+        numbers = (each.contiguous().view(torch.bfloat16).float().reshape(1, count) for each in (scale, shift))
+        kind = qint4 if self.bits == 4 else qint2
+        groups = WeightQBitsTensor(kind, -1, GROUP, shape, stride, packed, *numbers).dequantize()
+        states.copy_(groups.T.reshape(states.shape))
+
+
+def quanto(bits: int = 4, sink_tokens: int = GRANULE) -> KVCodec:
+    """
+    Codes of optimum-quanto for keys and values.
+
+    Args:
+        bits: 4 or 2.
+        sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+
+    Raises:
+        ImportError: optimum-quanto is not installed.
+        ValueError: `bits` is something else.
+    """
+    try:
+        import optimum.quanto  # noqa: F401
+    except ImportError as error:
+        raise ImportError("This codec needs optimum-quanto: pip install hf_hybrid_cache[quanto]") from error
+    if isinstance(bits, bool) or bits not in _BITS:
+        raise ValueError(f"bits must be 4 or 2 for quanto, got {bits!r}.")
+    codec = QuantoCodec(bits)
+    return KVCodec(codec, codec, -(-sink_tokens // GRANULE) * GRANULE)
