@@ -2,7 +2,7 @@
 
 import torch
 
-from ..kernels import BLOCK, CHUNK, RecordLayout
+from ..kernels import BLOCK, CHUNK, NOT_FINITE, RecordLayout
 
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = 0x7F800000, 0x10000, -0x10000
 _SMALLEST_NORMAL = 2.0**-126
@@ -21,11 +21,12 @@ def pack(states: torch.Tensor, layout: RecordLayout, share: float = 1.0) -> torc
         uint8 `[batch, num_kv_heads, blocks, layout.num_bytes]`.
 
     Raises:
-        ValueError: some of the states are infinite or not a number.
+        ValueError: some of the states are infinite or not a number, or become so when they are rotated.
     """
-    if not torch.isfinite(states).all():
-        raise ValueError("infinite, or not a number")
-    tiles = _rotated(states.float(), layout).unflatten(2, (-1, BLOCK))
+    rotated = _rotated(states.float(), layout)
+    if not torch.isfinite(rotated).all():
+        raise ValueError(NOT_FINITE)
+    tiles = rotated.unflatten(2, (-1, BLOCK))
     if layout.transposed:
         tiles = tiles.transpose(3, 4)
     inner, lanes = tiles.shape[3:]
@@ -85,6 +86,8 @@ def _scale_and_low(part: torch.Tensor, bits: int, share: float) -> tuple[torch.T
     low = _rounded_down(least)
     # Divided first: the difference of two large numbers may be infinite.
     scale = -_rounded_down(-(most / levels - low / levels).clamp_min(_SMALLEST_NORMAL))
+    overflows = ~torch.isfinite(low + levels * scale)
+    scale = torch.where(overflows, (scale.view(torch.int32) - _ONE_BFLOAT16).view(torch.float32), scale)
     return torch.where(most > low, scale, 0.0), low
 
 

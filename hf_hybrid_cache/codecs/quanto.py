@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels import NOT_FINITE
 from ..storage import GRANULE, Codec, KVCodec
 
 GROUP = 64
@@ -30,7 +31,7 @@ class QuantoCodec(Codec):
         from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
 
         if not torch.isfinite(states).all():
-            raise ValueError("infinite, or not a number")
+            raise ValueError(NOT_FINITE)
         batch, heads, tokens, head_dim = states.shape
         blocks = tokens // GRANULE
         if not blocks:
@@ -40,7 +41,10 @@ class QuantoCodec(Codec):
         groups = states.float().reshape(-1, GROUP).T.contiguous()
         scale, shift = (each.bfloat16().float() for each in MaxOptimizer()(groups, kind, -1, GROUP))
         coded = quantize_weight(groups, kind, -1, scale, shift, GROUP)
-        parts = [coded._data._data.T.contiguous(), *(each.flatten().bfloat16().view(torch.uint8) for each in (scale, shift))]
+        parts = [
+            coded._data._data.T.contiguous(),
+            *(each.flatten().bfloat16().view(torch.uint8) for each in (scale, shift)),
+        ]
         return torch.cat([part.reshape(batch, heads, blocks, -1) for part in parts], dim=3)
 
     def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:

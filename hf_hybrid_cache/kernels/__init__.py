@@ -2,7 +2,7 @@
 
 from .blocks import BLOCK, value_width
 from .coded_blocks import BITS, CHUNK, RecordLayout
-from .coding import decode_blocks, encode_blocks
+from .coding import NOT_FINITE, decode_blocks, encode_blocks
 from .compilation import compile_in_background
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .threads import get_num_threads, set_num_threads
@@ -12,6 +12,7 @@ __all__ = [
     "BITS",
     "BLOCK",
     "CHUNK",
+    "NOT_FINITE",
     "CodedBlocks",
     "RecordLayout",
     "Shape",

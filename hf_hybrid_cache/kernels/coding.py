@@ -19,8 +19,11 @@ from .parallel import openmp, share_out, started_threads
 from .rotation import rotate_columns
 from .threads import get_num_threads
 
-_SMALLEST_NORMAL = np.float32(2.0**-126)
+_SMALLEST_NORMAL, _LARGEST = np.float32(2.0**-126), np.finfo(np.float32).max
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = np.uint32(0x7F800000), np.uint32(0x10000), np.uint32(0xFFFF0000)
+
+
+NOT_FINITE = "infinite, not a number, or so large that sums of them are infinite"
 
 
 class Coding(NamedTuple):
@@ -58,7 +61,7 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) 
         uint8 `[blocks, batch * num_kv_heads, layout.num_bytes]`.
 
     Raises:
-        ValueError: some of the states are infinite or not a number.
+        ValueError: some of the states are infinite or not a number, or become so when they are rotated.
     """
     batch, heads, tokens, _ = states.shape
     records = np.empty((tokens // BLOCK, batch * heads, layout.num_bytes), np.uint8)
@@ -67,7 +70,7 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) 
     call = _call(states, layout, records, share)
     _run(_encode, call)
     if call.failures[0]:
-        raise ValueError("infinite, or not a number")
+        raise ValueError(NOT_FINITE)
     return records
 
 
@@ -147,9 +150,12 @@ def _encode_block(part, call):
             number = np.uint32(np.uint32(call.states[start + d]) << shift)
             worst = max(worst, np.uint32(number & _INFINITE))
             by_channel[d, token] = _number(number)
+    rotate_columns(by_channel, dim, call.rotation)
+    for d in range(dim):
+        for token in range(BLOCK):
+            worst = max(worst, np.uint32(np.float32(by_channel[d, token]).view(np.uint32) & _INFINITE))
     if worst == _INFINITE:
         call.failures[0] += 1
-    rotate_columns(by_channel, dim, call.rotation)
     tile = by_channel if call.transposed else np.ascontiguousarray(by_channel.T)
     groups = (lanes + call.group - 1) // call.group
     filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
@@ -180,18 +186,28 @@ def _code_group(numbers, bits, share, words, position):
     if share < 1:
         cut = (most - least) * np.float32((1 - share) / 2)
         least, most = least + cut, most - cut
-    low_bits = _rounded_down(least)
-    low = _number(low_bits)
-    scale_bits = np.uint32(0)
-    reciprocal = np.float32(0)
-    if most > low:
-        # Divided first: the difference of two large numbers may be infinite.
-        scale_bits = _rounded_up(max(most / levels - low / levels, _SMALLEST_NORMAL))
-        reciprocal = np.float32(1) / _number(scale_bits)
+    scale_bits, low_bits = _scale_and_low(least, most, levels)
+    scale, low = _number(scale_bits), _number(low_bits)
+    reciprocal = np.float32(1) / scale if scale > 0 else np.float32(0)
     half = np.float32(0.5)
     for lane in range(numbers.size):
         code = (numbers[lane] * half - low * half) * (reciprocal + reciprocal)
         words[lane] |= np.uint32(np.uint32(min(max(code + half, np.float32(0)), levels)) << position)
+    return scale_bits, low_bits
+
+
+@jit
+def _scale_and_low(least, most, levels):
+    """Of a group, as the bits of float32."""
+    half = np.float32(0.5)
+    low_bits = _rounded_down(least)
+    low = _number(low_bits)
+    if most <= low:
+        return np.uint32(0), low_bits
+    # Divided first: the difference of two large numbers may be infinite.
+    scale_bits = _rounded_up(max(most / levels - low / levels, _SMALLEST_NORMAL))
+    if low * half + levels * (_number(scale_bits) * half) > _LARGEST * half:
+        scale_bits = np.uint32(scale_bits - _ONE_BFLOAT16)
     return scale_bits, low_bits
 
 

@@ -140,7 +140,15 @@ class CodedStore(KVStore):
         for codec, old, new in zip(self._codecs, self.full.read_range(kept, held), (keys, values), strict=True):
             sequence = _Sequence(old.to(new.device), new[:, :, missing:])
             starts = range(0, count, _CODED_AT_ONCE)
-            pieces = [codec.encode(sequence[start : min(start + _CODED_AT_ONCE, count)]) for start in starts]
+            try:
+                pieces = [codec.encode(sequence[start : min(start + _CODED_AT_ONCE, count)]) for start in starts]
+            except ValueError as error:
+                end = self.num_tokens - self.full.num_tokens + first + count
+                raise ValueError(
+                    f"Some of the keys or values of the {count:,} tokens before token {end:,} are {error}: no codes "
+                    "stand for such. Nothing was stored. Find out why the model computes them, or use a cache of full "
+                    "precision, such as DynamicHybridCache."
+                ) from None
             records.append(torch.cat(pieces, dim=2))
             # A copy, because it is stored where it comes from.
             full.append(torch.cat([new[:, :, :missing], sequence[count:]], dim=2))

@@ -153,3 +153,21 @@ def random_coded(
         np.stack(records).reshape(blocks, batch * heads, -1),
         states.reshape(blocks, batch, heads, 64, dim).transpose(1, 2, 0, 3, 4).reshape(batch, heads, blocks * 64, dim),
     )
+
+
+def from_record(
+    record: np.ndarray, sizes: tuple[int, int, int], bits: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes `[inner, lanes]`, scales and lows `[groups, inner]` in float64: the inverse of `to_record`."""
+    inner, lanes, groups = sizes
+    size = inner * bits // 32 * lanes * 4
+    words = record[:size].view(np.uint32).reshape(-1, lanes)
+    numbers = (record[size:].view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    scales, lows = numbers.reshape(2, groups, inner)
+    codes = np.zeros((inner, lanes), np.int64)
+    for index in range(inner):
+        chunk, place = divmod(index, 16)
+        half, pair = divmod(place, 8)
+        word, position = divmod(chunk * 8 + pair, 16 // bits)
+        codes[index] = (words[word] >> np.uint32(position * bits + half * 16)) & np.uint32(2**bits - 1)
+    return codes, scales, lows

@@ -1,0 +1,111 @@
+"""Codecs: what they keep, what they refuse, and that records mean the same on a processor and on an accelerator."""
+
+import sys
+
+import pytest
+import torch
+
+from hf_hybrid_cache import KVCodec, minmax, quanto
+from hf_hybrid_cache.codecs.minmax import MinMaxCodec
+from hf_hybrid_cache.codecs.packing import pack, unpack
+
+BITS = [8, 4, 2]
+
+
+def states(dim: int = 64, tokens: int = 192, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, 3, tokens, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 24, 128, 130])
+@pytest.mark.parametrize("group_size", [16, 64, 128])
+@pytest.mark.parametrize("codec", [minmax(bits, rotate=rotate) for bits in BITS for rotate in (True, False)])
+def test_operations_of_torch_write_and_read_the_records_of_the_kernels(
+    codec: KVCodec, group_size: int, dim: int, dtype: torch.dtype
+):
+    for role in (codec.keys, codec.values):
+        assert isinstance(role, MinMaxCodec)
+        role = MinMaxCodec(role.bits, group_size, role.per_channel, role.is_rotated)
+        layout, given = role.layout(dim), states(dim, dtype=dtype)
+        ours, theirs = role.encode(given), pack(given, layout, role._share)
+        assert ours.shape == theirs.shape == (2, 3, 3, role.record_bytes(dim))
+        decoded = torch.empty_like(given)
+        role.decode(ours, decoded)
+        torch.testing.assert_close(decoded, unpack(ours, layout).to(dtype), rtol=1e-2, atol=1e-5)
+        # Numbers that lie between two codes may get either; both are as far off.
+        assert (ours != theirs).float().mean() < 0.05
+        errors = [(unpack(records, layout) - given.float()).square().mean() for records in (ours, theirs)]
+        torch.testing.assert_close(*errors, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "worst"), [(8, 0.02), (4, 0.2), (2, 0.7)])
+@pytest.mark.parametrize("rotate", [True, False])
+def test_fewer_bits_lose_more(bits: int, worst: float, rotate: bool):
+    codec, given = minmax(bits, rotate=rotate), states()
+    for role in (codec.keys, codec.values):
+        decoded = torch.empty_like(given)
+        role.decode(role.encode(given), decoded)
+        assert worst / 10 < (decoded - given).square().mean().sqrt() < worst
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_both_ways_refuse_what_is_not_finite(bad: float):
+    given = states()
+    given[1, 2, 77, 5] = bad
+    codec = minmax(4).keys
+    assert isinstance(codec, MinMaxCodec)
+    for encode in (codec.encode, lambda some: pack(some, codec.layout(64))):
+        with pytest.raises(ValueError, match="infinite, not a number"):
+            encode(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 3}, "bits must be 8, 4 or 2, or a pair .* got 3"),
+        ({"bits": True}, "bits must be"),
+        ({"bits": "4"}, "bits must be"),
+        ({"bits": (4, 16)}, r"got \(4, 16\)"),
+        ({"bits": (4, 2, 2)}, "bits must be"),
+        ({"group_size": 0}, "group_size must be a positive multiple of 16, got 0"),
+        ({"group_size": 40}, "got 40"),
+        ({"group_size": 64.0}, "got 64.0"),
+        ({"sink_tokens": -1}, "sink_tokens must be an integer of at least 0, got -1"),
+        ({"sink_tokens": True}, "sink_tokens must be"),
+    ],
+)
+def test_arguments_that_make_no_codec_are_refused(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        minmax(**arguments)
+
+
+@pytest.mark.parametrize(("sink_tokens", "kept"), [(0, 0), (1, 64), (4, 64), (64, 64), (65, 128)])
+def test_first_tokens_are_filled_up_to_whole_blocks(sink_tokens: int, kept: int):
+    assert minmax(4, sink_tokens=sink_tokens).sink_tokens == kept
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_quanto_codes_each_block_by_itself(bits: int, dim: int):
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
+    codec, given = quanto(bits).keys, states(dim)
+    records = codec.encode(given)
+    assert records.shape == (2, 3, 3, codec.record_bytes(dim))
+    decoded, one = torch.empty_like(given), torch.empty_like(given[:, :, 64:128])
+    codec.decode(records, decoded)
+    codec.decode(records[:, :, 1:2], one)
+    assert torch.equal(one, decoded[:, :, 64:128])
+    assert (decoded - given).square().mean().sqrt() < {4: 0.12, 2: 0.6}[bits]
+    assert codec.encode(given[:, :, :0]).shape == (2, 3, 0, codec.record_bytes(dim))
+    with pytest.raises(ValueError, match="infinite, not a number"):
+        codec.encode(given / 0)
+
+
+def test_quanto_says_how_to_get_it_and_what_it_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "optimum.quanto", None)
+    with pytest.raises(ImportError, match=r"pip install hf_hybrid_cache\[quanto\]"):
+        quanto(4)
+    monkeypatch.undo()
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
+    with pytest.raises(ValueError, match="bits must be 4 or 2 for quanto, got 8"):
+        quanto(8)
