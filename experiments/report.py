@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from experiments.records import RESULTS
 
@@ -22,12 +23,23 @@ class Plot:
     tokens_key: str
     x_label: str
     y_label: str
+    our_label: str = "DynamicHybridCache"
 
 
 PLOTS = (
     Plot("append_cost", "tokens", "tokens stored", "milliseconds for one more, one layer"),
     Plot("decode_speed/llama-3.2-1b-random", "context_tokens", "context, tokens", "milliseconds a token, whole model"),
+    Plot(
+        "decode_speed/llama-3.2-1b-random-4-bits",
+        "context_tokens",
+        "context, tokens",
+        "milliseconds a token, whole model",
+        "QuantizedHybridCache(bits=4)",
+    ),
 )
+QUALITY = "quality/perplexity"
+# Worse than this is no use, and would press everything else together.
+_MOST_DIVERGENCE = 1.0
 
 
 def load_records(folder: str) -> dict[str, dict[str, Any]]:
@@ -42,7 +54,7 @@ def draw(plot: Plot, record: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     curves = (
         ("stock", "transformers DynamicCache", STOCK_COLOUR, "s"),
-        ("ours", "DynamicHybridCache", OUR_COLOUR, "o"),
+        ("ours", plot.our_label, OUR_COLOUR, "o"),
     )
     for key, label, colour, marker in curves:
         medians = [cell["median_seconds"][key] * 1e3 for cell in cells]
@@ -68,6 +80,35 @@ def draw(plot: Plot, record: dict[str, Any], path: Path) -> None:
     axes.set_title("Llama-3.2-1B shape, bfloat16, on the CPU", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_quality(record: dict[str, Any], path: Path) -> None:
+    """Divergence from full precision against stored bytes, in the largest window; nearer to the corner is better."""
+    windows = [cell for cell in record["cells"] if cell["measure"] == "perplexity"]
+    cell = max(windows, key=lambda cell: cell["window_tokens"])
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    shown = {name: row for name, row in cell["caches"].items() if 0 < row["kl_nats"] < _MOST_DIVERGENCE}
+    for name, row in shown.items():
+        ours = name.startswith("ours")
+        place = (row["share_of_bfloat16"], row["kl_nats"])
+        axes.plot(*place, marker="o" if ours else "s", color=OUR_COLOUR if ours else STOCK_COLOUR)
+        axes.annotate(name, place, xytext=(6, 3), textcoords="offset points", fontsize=9)
+    left_out = [name for name, row in cell["caches"].items() if row["kl_nats"] >= _MOST_DIVERGENCE]
+    axes.set_yscale("log")
+    axes.margins(x=0.15, y=0.12)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel(
+        "bytes held, of a bfloat16 cache" + (f" (beyond the scale: {', '.join(left_out)})" if left_out else "")
+    )
+    axes.set_ylabel("KL divergence from full precision, nats")
+    tokens = cell["stored_tokens"]
+    axes.set_title(f"SmolLM2-135M, English text, {tokens:,} tokens, decoded in steps", fontsize=11)
+    axes.grid(alpha=0.3)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
     for suffix in (".svg", ".png"):
         figure.savefig(path.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
     plt.close(figure)
@@ -80,6 +121,10 @@ def main() -> None:
             path = RESULTS / plot.records / machine
             draw(plot, record, path)
             print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
+    for machine, record in load_records(QUALITY).items():
+        path = RESULTS / QUALITY / machine
+        draw_quality(record, path)
+        print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
 
 
 if __name__ == "__main__":

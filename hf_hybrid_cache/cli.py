@@ -101,6 +101,7 @@ def generate(
         int, typer.Option(min=0, help="offloaded: layers on their way to the device ahead of use.")
     ] = 1,
     resident_layers: Annotated[int, typer.Option(min=0, help="offloaded: layers that stay on the device.")] = 0,
+    bits: Annotated[int, typer.Option(help="quantized: bits of each number, 8, 4 or 2.")] = 4,
     dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")] = None,
 ) -> None:
@@ -112,6 +113,8 @@ def generate(
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with _exit_codes(notes):
         _check_choice("--cache", cache, CACHES)
+        if bits not in (8, 4, 2):
+            raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
         if dtype is not None:
             _check_choice("--dtype", dtype, DTYPES)
         if prompt_file and (document or question is not None):
@@ -148,7 +151,7 @@ def generate(
             kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
             _note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
 
-        options = CacheOptions(prefetch_layers, resident_layers)
+        options = CacheOptions(prefetch_layers, resident_layers, bits)
         task = _Task(language_model, prompt, options, max_new_tokens, prefill_chunk_size, notes)
         stream = _Stream(out, tokenizer)
         if not compare:

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from .cache import DynamicHybridCache, HybridCache, OffloadedHybridCache
+from .cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from .layer import tensors_of
 
 DEFAULT_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
@@ -28,12 +28,14 @@ class CacheOptions:
 
     prefetch_layers: int = 1
     resident_layers: int = 0
+    bits: int = 4
 
 
 CACHES: dict[str, Callable[[PreTrainedConfig, CacheOptions], Cache]] = {
     "stock": lambda config, options: DynamicCache(config=config),
     "dynamic": lambda config, options: DynamicHybridCache(config),
     "offloaded": lambda config, options: OffloadedHybridCache(config, options.prefetch_layers, options.resident_layers),
+    "quantized": lambda config, options: QuantizedHybridCache(config, options.bits),
 }
 
 

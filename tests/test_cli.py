@@ -223,6 +223,7 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--prefill-chunk-size", "-1"], "--prefill-chunk-size"),
         (["--question", " "], "--question is empty"),
         (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
+        (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
         (["--model", "./no/such/folder"], "There is no folder"),
         (["--model", "one/two/three"], "is neither a folder nor a name"),
     ],

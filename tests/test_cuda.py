@@ -5,10 +5,11 @@ import gc
 
 import pytest
 import torch
+from coded_reference import coded_reference
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, decode_on_cpu
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, decode_on_cpu, minmax
 from hf_hybrid_cache.storage import KVShape
 from hf_hybrid_cache.storage.page_lock import _lock
 from hf_hybrid_cache.storage.staging import Slot
@@ -51,6 +52,48 @@ def test_tokens_on_the_gpu_equal_those_of_dynamic_cache(cache: str, family: str)
     finally:
         model.to("cpu")
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"cpu_decode": True}], ids=["device", "streamed", "cpu"])
+@pytest.mark.parametrize("bits", [8, (4, 2), 2])
+def test_logits_of_quantized_caches_on_the_gpu_are_those_of_the_codes(bits, options: dict):
+    model = tiny_model("llama").to("cuda")
+    try:
+        ids = random_prompt(2, 200).to("cuda")
+        logits = []
+        for cache in (
+            QuantizedHybridCache(model.config, bits, sink_tokens=0, **options),
+            coded_reference(model.config, minmax(bits, sink_tokens=0)),
+        ):
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+                steps = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(80)]
+            logits.append(torch.cat(steps, dim=1))
+    finally:
+        model.to("cpu")
+    torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("rotate", [True, False])
+def test_records_made_on_the_gpu_are_read_on_the_cpu(bits: int, rotate: bool):
+    codec = minmax(bits, rotate=rotate)
+    given = states(192, seed=0)
+    for role in (codec.keys, codec.values):
+        records = role.encode(given)
+        on_gpu, on_cpu = torch.empty_like(given), torch.empty_like(given, device="cpu")
+        role.decode(records, on_gpu)
+        role.decode(records.cpu(), on_cpu)
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-2, atol=1e-3)
+
+
+def test_a_quantized_cache_on_the_gpu_holds_codes():
+    sizes = {}
+    for name, cache in (("full", DynamicHybridCache(CONFIG)), ("4 bits", QuantizedHybridCache(CONFIG, 4))):
+        for layer in range(8):
+            cache.update(states(8192, layer), states(8192, layer), layer)
+        sizes[name] = cache.memory().device_bytes
+    assert sizes["4 bits"] < 0.36 * sizes["full"]
 
 
 class SlowCopies(AcceleratorStreams):

@@ -127,6 +127,13 @@ def test_the_figure_is_drawn_from_the_record(plot: report.Plot, tmp_path: Path):
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
 
 
+def test_the_figure_of_quality_is_drawn_from_the_record(tmp_path: Path):
+    mpl.use("Agg")
+    machine, record = report.load_records(report.QUALITY).popitem()
+    report.draw_quality(record, tmp_path / machine)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
+
+
 def test_the_readme_states_what_the_records_hold():
     readme = (REPOSITORY / "README.md").read_text()
     machine = readme.split("results/decode_speed/llama-3.2-1b-random/")[1].split(".png")[0]
@@ -135,9 +142,19 @@ def test_the_readme_states_what_the_records_hold():
             ratio = f"{cell['ratio']:.1f}x" if cell["ratio"] < 10 else f"{cell['ratio']:.0f}x"
             assert f"| {ratio} |" in readme
     for cell in report.load_records("kernel_bandwidth")[machine]["cells"]:
-        if (cell["dtype"], cell["tokens"]) == ("bfloat16", 131_072):
-            assert f"| {cell['ratio']['torch_packed']:.1f}x |" in readme
-            assert f"| {cell['ratio']['torch_enable_gqa']:.1f}x |" in readme
+        if cell["tokens"] == 131_072:
+            ratios = {name: result["ratio"] for name, result in cell["formats"].items()}
+            assert f"| {ratios['bf16']['torch_packed']:.1f}x |" in readme
+            assert f"| {ratios['bf16']['torch_enable_gqa']:.1f}x |" in readme
+            for name in ("int8", "int4", "int2"):
+                assert f"| {ratios[name]['bf16']:.1f}x |" in readme
+    for cell in report.load_records("quantized_step")[machine]["cells"]:
+        assert f"| {cell['ratio']['quanto']:.0f}x |" in readme
+    for cell in report.load_records("kv_memory")[machine]["cells"]:
+        assert f"| {cell['share_of_bfloat16']:.3f} |" in readme
+    for cell in report.load_records("quality/perplexity")[machine]["cells"]:
+        for row in cell["caches"].values():
+            assert f"{row['increase']:+.2%}" in readme or f"{row['increase']:+,.0%}" in readme
     assert f"| {report.load_records('llama_cpp_decode')[machine]['ratio']:.1f}x |" in readme
     assert f"{report.load_records('prefill_cost')[machine]['cells'][0]['ratio'] - 1:.0%} longer" in readme
     for cell in report.load_records("host_peak")[machine]["cells"]:

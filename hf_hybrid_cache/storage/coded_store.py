@@ -119,6 +119,7 @@ class CodedStore(KVStore):
         super().close()
         self.full.close()
         self.records.close()
+        self._scratch.release()
 
     def _blocks_to_code(self, new_tokens: int) -> int:
         """Blocks that are not coded yet and will have 64 tokens after them."""
@@ -129,11 +130,11 @@ class CodedStore(KVStore):
         """What new states change, coded on their device. Nothing has changed yet, and there is room."""
         first, held = self.codec.sink_tokens, self.full.num_tokens
         count = self._blocks_to_code(keys.shape[2]) * GRANULE
+        self.full.settle()
         self.full.reserve(first + RECENT_TOKENS + GRANULE)
         if not count:
             nothing = [codec.encode(new[:, :, :0]) for codec, new in zip(self._codecs, (keys, values), strict=True)]
             return _Change((nothing[0], nothing[1]), held, (keys, values), keys.shape[2])
-        self.full.settle()
         # After the first tokens come those that are kept in full precision so far, and then the new ones.
         kept, missing = min(first, held), max(0, first - held)
         records, full = [], []
