@@ -129,13 +129,21 @@ def _decode(parallel, team, threads, call):
 
 
 @jit
+def _in_words(index, bits):
+    """The row of words, and the lowest bit in them, of the codes of an index of the inner axis."""
+    half, place = index % 16 // 8, index % 8
+    first_bit = (index // 16 * 8 + place) * bits
+    return first_bit // 16, np.uint32(first_bit % 16 + half * 16)
+
+
+@jit
 def _place(block, head, call):
     """Where the states of one block of one head start."""
     sequence, kv_head = divmod(head, call.num_kv_heads)
     return sequence * call.sequence_stride + kv_head * call.head_stride + block * BLOCK * call.token_stride
 
 
-@jit_finite
+@jit
 def _encode_block(part, call):
     """Code one block of one head."""
     block, head = divmod(part, call.records.shape[1])
@@ -162,10 +170,7 @@ def _encode_block(part, call):
     words = np.zeros((inner * bits // 32, lanes), np.uint32)
     scales, lows = np.zeros((groups, inner), np.uint16), np.zeros((groups, inner), np.uint16)
     for index in range(filled_inner):
-        place = index % 16
-        pair = index // 16 * 8 + place % 8
-        word = pair * bits // 16
-        position = np.uint32(pair * bits % 16 + place // 8 * 16)
+        word, position = _in_words(index, bits)
         for group in range(groups):
             start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
             if start < end:
@@ -178,11 +183,11 @@ def _encode_block(part, call):
     record[first + second :] = lows.reshape(-1).view(np.uint8)
 
 
-@jit_finite
+@jit
 def _code_group(numbers, bits, share, words, position):
     """Put the codes of a group into words at a position; its scale and low, as the bits of float32."""
     levels = np.float32((1 << bits) - 1)
-    least, most = numbers.min(), numbers.max()
+    least, most = _extremes(numbers)
     if share < 1:
         cut = (most - least) * np.float32((1 - share) / 2)
         least, most = least + cut, most - cut
@@ -194,6 +199,11 @@ def _code_group(numbers, bits, share, words, position):
         code = (numbers[lane] * half - low * half) * (reciprocal + reciprocal)
         words[lane] |= np.uint32(np.uint32(min(max(code + half, np.float32(0)), levels)) << position)
     return scale_bits, low_bits
+
+
+@jit_finite
+def _extremes(numbers):
+    return numbers.min(), numbers.max()
 
 
 @jit
@@ -251,10 +261,7 @@ def _decode_block(part, call):
     mask = np.uint32((1 << bits) - 1)
     tile = np.empty((filled_inner, filled_lanes), np.float32)
     for index in range(filled_inner):
-        place = index % 16
-        pair = index // 16 * 8 + place % 8
-        word = pair * bits // 16
-        position = np.uint32(pair * bits % 16 + place // 8 * 16)
+        word, position = _in_words(index, bits)
         for group in range(groups):
             scale = _number(np.uint32(scales[group, index]) << np.uint32(16))
             low = _number(np.uint32(lows[group, index]) << np.uint32(16))

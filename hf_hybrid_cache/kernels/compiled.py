@@ -11,5 +11,5 @@ _FAST = {"contract", "nsz", "arcp"}
 jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, fastmath=_FAST, error_model="numpy")
 # For loops over numbers that are finite, or whose result is thrown away: minimum and maximum become vectors.
 jit_finite: Callable[..., Any] = numba.njit(
-    cache=True, nogil=True, fastmath={*_FAST, "nnan", "ninf", "reassoc"}, error_model="numpy"
+    cache=True, nogil=True, fastmath={*_FAST, "nnan", "ninf"}, error_model="numpy"
 )
