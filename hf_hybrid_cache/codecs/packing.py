@@ -81,7 +81,7 @@ def _scale_and_low(part: torch.Tensor, bits: int, share: float) -> tuple[torch.T
     levels = 2**bits - 1
     least, most = part.amin(dim=-1, keepdim=True), part.amax(dim=-1, keepdim=True)
     if share < 1:
-        cut = (most - least) * ((1 - share) / 2)
+        cut = most * ((1 - share) / 2) - least * ((1 - share) / 2)
         least, most = least + cut, most - cut
     low = _rounded_down(least)
     # Divided first: the difference of two large numbers may be infinite.

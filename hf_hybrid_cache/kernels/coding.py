@@ -189,7 +189,8 @@ def _code_group(numbers, bits, share, words, position):
     levels = np.float32((1 << bits) - 1)
     least, most = _extremes(numbers)
     if share < 1:
-        cut = (most - least) * np.float32((1 - share) / 2)
+        part = np.float32((1 - share) / 2)
+        cut = most * part - least * part
         least, most = least + cut, most - cut
     scale_bits, low_bits = _scale_and_low(least, most, levels)
     scale, low = _number(scale_bits), _number(low_bits)

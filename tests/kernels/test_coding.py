@@ -75,14 +75,15 @@ def test_blocks_that_are_all_the_same_come_back(transposed: bool, bits: int, val
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize("bits", BITS)
-def test_the_widest_range_there_is_comes_back_finite(transposed: bool, bits: int):
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_the_widest_range_there_is_comes_back_finite(transposed: bool, bits: int, share: float):
     states = (np.linspace(-1, 1, BLOCK * 64) * np.float64(LARGEST)).astype(np.float32).reshape(1, 1, BLOCK, 64)
     layout = layout_of(transposed, bits, 64)
     decoded = np.empty_like(states)
-    decode_blocks(encode_blocks(states, layout), layout, decoded)
+    decode_blocks(encode_blocks(states, layout, share), layout, decoded)
     assert np.isfinite(decoded).all()
-    largest = float(LARGEST)
-    assert np.abs(decoded.astype(np.float64) - states).max() < 1.01 * largest / (2**bits - 1) + 0.01 * largest
+    half_step, cut = share / (2**bits - 1), 1 - share
+    assert np.abs(decoded.astype(np.float64) - states).max() < (1.01 * max(half_step, cut) + 0.01) * float(LARGEST)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
