@@ -93,19 +93,11 @@ def minmax(
     pair = bits if isinstance(bits, tuple) else (bits, bits)
     if len(pair) != 2 or any(isinstance(each, bool) or each not in BITS for each in pair):
         raise ValueError(f"bits must be 8, 4 or 2, or a pair of these for keys and values, got {bits!r}.")
-    if not _is_count(group_size) or group_size == 0 or group_size % CHUNK:
+    is_integer = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not is_integer or group_size <= 0 or group_size % CHUNK:
         raise ValueError(f"group_size must be a positive multiple of {CHUNK}, got {group_size!r}.")
-    if not _is_count(sink_tokens):
-        raise ValueError(f"sink_tokens must be an integer of at least 0, got {sink_tokens!r}.")
-    return KVCodec(
-        MinMaxCodec(pair[0], group_size, True, rotate),
-        MinMaxCodec(pair[1], group_size, False, rotate),
-        -(-sink_tokens // GRANULE) * GRANULE,
-    )
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    keys, values = (MinMaxCodec(each, group_size, role == 0, rotate) for role, each in enumerate(pair))
+    return KVCodec(keys, values, sink_tokens)
 
 
 def _array(states: torch.Tensor) -> np.ndarray:

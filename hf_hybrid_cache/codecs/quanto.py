@@ -75,7 +75,7 @@ def quanto(bits: int = 4, sink_tokens: int = GRANULE) -> KVCodec:
 
     Raises:
         ImportError: optimum-quanto is not installed.
-        ValueError: `bits` is something else.
+        ValueError: one of these is something else.
     """
     try:
         import optimum.quanto  # noqa: F401
@@ -84,4 +84,4 @@ def quanto(bits: int = 4, sink_tokens: int = GRANULE) -> KVCodec:
     if isinstance(bits, bool) or bits not in _BITS:
         raise ValueError(f"bits must be 4 or 2 for quanto, got {bits!r}.")
     codec = QuantoCodec(bits)
-    return KVCodec(codec, codec, -(-sink_tokens // GRANULE) * GRANULE)
+    return KVCodec(codec, codec, sink_tokens)

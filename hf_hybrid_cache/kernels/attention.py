@@ -13,6 +13,7 @@ import numpy as np
 from .blocks import BLOCK
 from .compiled import jit
 from .parallel import share_out
+from .rotation import rotate
 from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
 
 # Masks add the lowest finite float32, which times log2(e) must stay finite: a row of nothing else is not empty.
@@ -47,7 +48,7 @@ def attend(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `share_out` says."""
     segments, heads = call.maxima.shape[:2]
     share_out(parallel, team, threads, segments, _attend_segment, call)
-    share_out(parallel, team, threads, heads, merge_segments, call)
+    share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
 @jit
@@ -58,10 +59,16 @@ def _attend_segment(segment, call):
     keys, values = call.keys.ctypes.data, call.values.ctypes.data
     plan = started_segment(segment, call)
     items = (call.num_tokens + BLOCK - 1) // BLOCK * heads
-    for item in range(segment * items // segments, (segment + 1) * items // segments):
+    for item in share(segment, segments, items):
         block = item // heads
         key_address, head = keys + item * key_block, item - block * heads
         attend_block(head, block * BLOCK, key_address, values + item * value_block, key_address + key_block, plan)
+
+
+@jit
+def share(part, parts, items):
+    """The items of one of `parts` that are as large as each other."""
+    return range(part * items // parts, (part + 1) * items // parts)
 
 
 class Plan(NamedTuple):
@@ -200,21 +207,32 @@ def _mask_tile(start, first_row, head, plan):
 
 
 @jit
-def merge_segments(head, call):
-    """Merge the segments' results of one head by their log-sum-exp."""
+def _merge_segments(head, call):
+    merge_segments(head, call, 0, 0, 1)
+
+
+@jit
+def merge_segments(head, call, rotated_segments, dim, size):
+    """
+    Merge the segments' results of one head by their log-sum-exp.
+
+    Those of the first `rotated_segments` are of values that were rotated, `size` of their `dim` numbers together.
+    """
     segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
     weights = np.empty(segments, np.float64)
     merged = np.empty(width, np.float64)
     for row in range(rows):
-        total = weigh_segments(head, row, call, weights)
+        total = _weigh_segments(head, row, call, weights)
         merged[:] = 0
-        add_segments(head, row, 0, segments, call, weights, merged)
+        _add_segments(head, row, 0, rotated_segments, call, weights, merged)
+        rotate(merged, dim, size)
+        _add_segments(head, row, rotated_segments, segments, call, weights, merged)
         for column in range(width):
             call.out[head, row, column] = merged[column] / total if total != 0 else 0.0
 
 
 @jit
-def weigh_segments(head, row, call, weights):
+def _weigh_segments(head, row, call, weights):
     """Write the weight of each segment's result, and the log-sum-exp; returns the sum of all weights of tokens."""
     maxima, sums = call.maxima[:, head, row], call.sums[:, head, row]
     highest = maxima.max()
@@ -229,7 +247,7 @@ def weigh_segments(head, row, call, weights):
 
 
 @jit
-def add_segments(head, row, first, last, call, weights, merged):
+def _add_segments(head, row, first, last, call, weights, merged):
     """Add the weighted results of segments `first` to `last`."""
     for segment in range(first, last):
         for column in range(merged.size):

@@ -10,11 +10,11 @@ import numba
 import numpy as np
 
 from .attention import (
-    add_segments,
     attend_block,
+    merge_segments,
+    share,
     signature,
     started_segment,
-    weigh_segments,
     weights_of_tile,
 )
 from .blocks import BLOCK
@@ -93,7 +93,7 @@ def _attend_segment(segment, call):
         key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
         keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
         forms = _forms(segment, call)
-        for item in _share(segment, call.coded_segments, call.coded_blocks * heads):
+        for item in share(segment, call.coded_segments, call.coded_blocks * heads):
             block = item // heads
             head, start, at = item - block * heads, (call.first_coded + block) * BLOCK, keys + item * key_record
             _attend_coded_block(head, start, at, values + item * value_record, at + key_record, plan, *forms)
@@ -102,7 +102,7 @@ def _attend_segment(segment, call):
         keys, values = call.keys.ctypes.data, call.values.ctypes.data
         blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.coded_blocks
         segments = call.maxima.shape[0] - call.coded_segments
-        for item in _share(segment - call.coded_segments, segments, blocks * heads):
+        for item in share(segment - call.coded_segments, segments, blocks * heads):
             block = item // heads
             head, at = item - block * heads, keys + item * key_block
             start = (block if block < call.first_coded else block + call.coded_blocks) * BLOCK
@@ -113,8 +113,7 @@ class Form(NamedTuple):
     """How the records of keys, or of values, are taken apart; plain numbers."""
 
     bits: int
-    is_integer: bool
-    limit: int  # of `fold_tile`
+    limit: int  # of `fold_tile`; 0 for the portable way
     inner: int
     lanes: int
     group: int
@@ -140,7 +139,6 @@ def _forms(segment, call):
     return (
         Form(
             call.key_bits,
-            call.is_integer,
             _limit(inner, call.key_bits) if call.is_integer else 0,
             inner,
             BLOCK,
@@ -150,7 +148,6 @@ def _forms(segment, call):
         ),
         Form(
             call.value_bits,
-            call.is_integer,
             _limit(BLOCK, call.value_bits) if call.is_integer else 0,
             BLOCK,
             width,
@@ -169,24 +166,8 @@ def _forms(segment, call):
 
 
 @jit
-def _share(part, parts, items):
-    return range(part * items // parts, (part + 1) * items // parts)
-
-
-@jit
 def _merge_segments(head, call):
-    """Merge the segments' results of one head by their log-sum-exp, after rotating back what is of coded values."""
-    segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
-    weights = np.empty(segments, np.float64)
-    merged = np.empty(width, np.float64)
-    for row in range(rows):
-        total = weigh_segments(head, row, call, weights)
-        merged[:] = 0
-        add_segments(head, row, 0, call.coded_segments, call, weights, merged)
-        rotate(merged, call.value_dim, call.value_rotation)
-        add_segments(head, row, call.coded_segments, segments, call, weights, merged)
-        for column in range(width):
-            call.out[head, row, column] = merged[column] / total if total != 0 else 0.0
+    merge_segments(head, call, call.coded_segments, call.value_dim, call.value_rotation)
 
 
 @jit
@@ -214,13 +195,13 @@ def _score(query, keys, ahead, plan, form, at):
         column, end = group * form.group, min((group + 1) * form.group, form.lanes)
         while column + tile_columns() <= end:
             score_coded_tile(
-                form.bits, form.is_integer, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
+                form.bits, form.limit > 0, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
                 plan.corrections, plan.scores, BLOCK * 4, ahead,
             )  # fmt: skip
             column += tile_columns()
         while column < end:
             score_narrow_coded_tile(
-                form.bits, form.is_integer, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
+                form.bits, form.limit > 0, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
                 plan.corrections, plan.scores, BLOCK * 4, ahead,
             )  # fmt: skip
             column += 16
@@ -238,13 +219,13 @@ def _weigh(values, ahead, target, plan, form, at):
         column, end = group * form.group, min((group + 1) * form.group, form.lanes)
         while column + tile_columns() <= end:
             weigh_coded_tile(
-                form.bits, form.is_integer, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
+                form.bits, form.limit > 0, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
                 plan.corrections, target, form.lanes * 4, ahead,
             )  # fmt: skip
             column += tile_columns()
         while column < end:
             weigh_narrow_coded_tile(
-                form.bits, form.is_integer, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
+                form.bits, form.limit > 0, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
                 plan.corrections, target, form.lanes * 4, ahead,
             )  # fmt: skip
             column += 16

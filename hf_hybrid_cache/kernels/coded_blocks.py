@@ -13,7 +13,7 @@ The two halves of a word hold codes of indices that are 8 apart: where the low h
 has `16 c + 8 + p`, p < 8. A mask and a shift then give pairs of 16-bit numbers, as dot products of processors take.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .blocks import BLOCK
 from .rotation import rotation_size
@@ -22,10 +22,11 @@ CHUNK = 16
 BITS = (8, 4, 2)
 
 
-@dataclass(frozen=True)
-class RecordLayout:
+class RecordLayout(NamedTuple):
     """
     Of the records of a layer's keys, or of its values.
+
+    A tuple, because two are made for every layer of every token.
 
     Attributes:
         bits: of a code.

@@ -10,6 +10,7 @@ come out of the words: 0, 8, 1, 9, ...
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .coded_blocks import BITS, CHUNK
-from .tiles import ROWS, has_feature, wide_vectors
+from .tiles import ROWS, has_feature, load_vectors, wide_vectors
 from .vector_ir import FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
 
 _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
@@ -97,7 +98,9 @@ def fold_tile(
 
         def fold(chunk: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
             offset = multiply(chunk, INT64(CHUNK * 2))
-            scale, low = (_load_bfloat16(builder, add(start, offset)) for start in (scales, lows))
+            scale, low = (
+                load_vectors(context, builder, types.uint16, add(start, offset), 1)[0] for start in (scales, lows)
+            )
             highest, sums = [], []
             for row in range(ROWS):
                 number = vec.load(builder, place(rows, row, chunk, stride, CHUNK * 4), FLOATS)
@@ -136,11 +139,6 @@ def fold_tile(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 10), generate
-
-
-def _load_bfloat16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    bits = vec.load(builder, address, ir.VectorType(INT16, LANES))
-    return builder.bitcast(builder.shl(builder.zext(bits, INTS), vec.ints(16)), FLOATS)
 
 
 def _coded_product(is_wide: bool, accumulates: bool) -> Any:
@@ -226,7 +224,7 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
     return intrinsic(product)
 
 
-class _Dot:
+class _Dot(ABC):
     """How a row of words is multiplied and added up."""
 
     is_integer: bool
@@ -236,15 +234,15 @@ class _Dot:
     def __init__(self, builder: ir.IRBuilder):
         self._builder = builder
 
+    @abstractmethod
     def add(
         self, width: int, loaded: list[ir.Value], operands: ir.Value, row_bytes: ir.Value, sums: list[ir.Value]
     ) -> list[ir.Value]:
         """`sums`, for each row and vector, plus the products of one word of each lane."""
-        raise NotImplementedError
 
+    @abstractmethod
     def total(self, sums: list[ir.Value]) -> list[ir.Value]:
         """`sums` as floats."""
-        raise NotImplementedError
 
     def _with_operands(
         self,

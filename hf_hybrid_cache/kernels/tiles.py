@@ -85,7 +85,7 @@ def score_tile(
 
         def body(d: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
             offset = add(multiply(d, INT64(BLOCK * item)), first)
-            loaded = _load_vectors(context, builder, element, add(keys, offset), vectors)
+            loaded = load_vectors(context, builder, element, add(keys, offset), vectors)
             vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
             results = []
             for row in range(ROWS):
@@ -186,7 +186,7 @@ def _weigh(wide: bool) -> Any:
 
             def body(token: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
                 offset = multiply(add(multiply(token, width), column), INT64(item))
-                loaded = _load_vectors(context, builder, element, add(values, offset), vectors)
+                loaded = load_vectors(context, builder, element, add(values, offset), vectors)
                 vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
                 results = []
                 for row in range(ROWS):
@@ -219,12 +219,12 @@ weigh_narrow_tile = _weigh(wide=False)
 
 
 def _are_paired(dtype: Any, count: int) -> bool:
-    """Whether `_load_vectors` gives the even and the odd elements of 32, instead of the first and the last sixteen."""
+    """Whether `load_vectors` gives the even and the odd elements of 32, instead of the first and the last sixteen."""
     return dtype == types.uint16 and count > 1
 
 
 def _in_order(builder: ir.IRBuilder, dtype: Any, vectors: list[ir.Value], count: int) -> list[ir.Value]:
-    """Vectors in the order of memory, from rows of `count` in the order of `_load_vectors`."""
+    """Vectors in the order of memory, from rows of `count` in the order of `load_vectors`."""
     if not _are_paired(dtype, count):
         return vectors
     mixed = [lane // 2 + lane % 2 * LANES for lane in range(2 * LANES)]
@@ -242,7 +242,7 @@ def _as_loaded(builder: ir.IRBuilder, dtype: Any, vectors: list[ir.Value], count
     return [vec.shuffle(builder, first, last, half) for first, last in pairs for half in halves]
 
 
-def _load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.Value, count: int) -> list[ir.Value]:
+def load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.Value, count: int) -> list[ir.Value]:
     """Load `count` vectors of sixteen elements that follow each other, as floats; see `_are_paired` for the order."""
     step = LANES * _ITEM_BYTES[dtype]
     if _are_paired(dtype, count):

@@ -1,6 +1,7 @@
 """What a call of the attention kernel works on: shapes, and memory that is used again."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,16 +51,15 @@ class Shape:
         return self.group * self.query_length
 
 
-@dataclass(frozen=True)
-class CodedBlocks:
+class CodedBlocks(NamedTuple):
     """
-    Blocks of a sequence that are stored as codes.
+    Blocks of a sequence that are stored as codes. A tuple, because one is made for every layer of every token.
 
     Attributes:
-        keys: uint8 `[count or more, heads, bytes]`, records of `key_layout`.
+        keys: uint8 `[num_blocks or more, heads, bytes]`, records of `key_layout`.
         values: uint8 likewise, of `value_layout`.
         first: blocks in full precision before them.
-        count: how many.
+        num_blocks: how many.
         key_layout: see `kernels.coded_blocks`.
         value_layout: likewise.
     """
@@ -67,7 +67,7 @@ class CodedBlocks:
     keys: np.ndarray
     values: np.ndarray
     first: int
-    count: int
+    num_blocks: int
     key_layout: RecordLayout
     value_layout: RecordLayout
 
@@ -136,8 +136,8 @@ class Workspace:
         """
         shape = self.shape
         threads = get_num_threads()
-        coded_segments = 0 if coded is None else self._segments(coded.count, threads)
-        blocks = -(-num_tokens // BLOCK) - (0 if coded is None else coded.count)
+        coded_segments = 0 if coded is None else self._segments(coded.num_blocks, threads)
+        blocks = -(-num_tokens // BLOCK) - (0 if coded is None else coded.num_blocks)
         segments = coded_segments + self._segments(blocks, threads)
         if segments != len(self.maxima):
             self._make_partial(segments)
@@ -179,7 +179,7 @@ class Workspace:
             coded.keys,
             coded.values,
             coded.first,
-            coded.count,
+            coded.num_blocks,
             keys.bits,
             values.bits,
             keys.group,

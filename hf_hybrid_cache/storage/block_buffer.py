@@ -86,7 +86,7 @@ class BlockBuffer(RunBuffer):
 
     def load(self, target: TokenBuffer, num_tokens: int) -> None:
         """Copy the first `num_tokens` to a buffer on a device, where the blocks are taken apart."""
-        for first, last in self._pieces(0, -(-num_tokens // BLOCK)):
+        for first, last in self._pieces(0, self.rows(num_tokens)):
             piece = self._data[first:last].to(target.device, non_blocking=True)
             rows = self._as_seen(piece).flatten(2, 3)
             count = min(num_tokens - first * BLOCK, rows.shape[2])
@@ -94,7 +94,7 @@ class BlockBuffer(RunBuffer):
 
     def save(self, source: TokenBuffer, start: int, end: int) -> None:
         """Copy the blocks that hold tokens `start` to `end` from a buffer on a device, where they are put together."""
-        for first, last in self._pieces(start // BLOCK, -(-end // BLOCK)):
+        for first, last in self._pieces(start // BLOCK, self.rows(end)):
             piece = torch.zeros_like(self._data[first:last], device=source.device)
             rows = source.read(last * BLOCK).narrow(2, first * BLOCK, (last - first) * BLOCK)
             self._as_seen(piece).copy_(rows.unflatten(2, (last - first, BLOCK)))
@@ -106,16 +106,9 @@ class BlockBuffer(RunBuffer):
         if len(indices) != batch:
             target = self._emptied((len(indices), heads, head_dim))
             target.ensure(num_tokens, keep=0)
-        for first, last in self._pieces(0, -(-num_tokens // BLOCK)):
+        for first, last in self._pieces(0, self.rows(num_tokens)):
             target._data[first:last] = self._data[first:last].index_select(1, indices)
         return target
-
-    def duplicate(self, num_tokens: int) -> "BlockBuffer":
-        twin = self._emptied(self.shape)
-        twin.ensure(num_tokens, keep=0)
-        blocks = -(-num_tokens // BLOCK)
-        twin._data[:blocks] = self._data[:blocks]
-        return twin
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Where tokens `start` to `end` are: the first of each run, and `[batch, heads, blocks, tokens, head_dim]`."""
@@ -135,7 +128,7 @@ class BlockBuffer(RunBuffer):
     def _stored_shape(self, num_tokens: int) -> torch.Size:
         batch, heads, _ = self.shape
         rows = (self.stored_dim, BLOCK) if self.transposed else (BLOCK, self.stored_dim)
-        return torch.Size((-(-num_tokens // BLOCK), batch, heads, *rows))
+        return torch.Size((self.rows(num_tokens), batch, heads, *rows))
 
     def _adopt(self, data: torch.Tensor) -> None:
         super()._adopt(data)

@@ -48,9 +48,18 @@ class KVCodec:
     Attributes:
         keys: codes blocks of keys.
         values: codes blocks of values.
-        sink_tokens: first tokens that stay in full precision, a multiple of 64.
+        sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+
+    Raises:
+        ValueError: `sink_tokens` is not an integer of at least 0.
     """
 
     keys: Codec
     values: Codec
     sink_tokens: int = GRANULE
+
+    def __post_init__(self) -> None:
+        given = self.sink_tokens
+        if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+            raise ValueError(f"sink_tokens must be an integer of at least 0, got {given!r}.")
+        object.__setattr__(self, "sink_tokens", -(-given // GRANULE) * GRANULE)

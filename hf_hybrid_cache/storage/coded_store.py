@@ -133,7 +133,9 @@ class CodedStore(KVStore):
         self.full.settle()
         self.full.reserve(first + RECENT_TOKENS + GRANULE)
         if not count:
-            nothing = [codec.encode(new[:, :, :0]) for codec, new in zip(self._codecs, (keys, values), strict=True)]
+            # Not coded from no states: this is every step but one of 64, and coding would wait for the device.
+            shapes = self.records.shape.keys, self.records.shape.values
+            nothing = [keys.new_empty((*heads, 0, size), dtype=torch.uint8) for *heads, size in shapes]
             return _Change((nothing[0], nothing[1]), held, (keys, values), keys.shape[2])
         # After the first tokens come those that are kept in full precision so far, and then the new ones.
         kept, missing = min(first, held), max(0, first - held)

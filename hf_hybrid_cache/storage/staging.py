@@ -165,7 +165,7 @@ class Staging:
         store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
         slot.saved = self.streams.copy_to_host(copy_both, after=[self.streams.computed()])
         row = store.keys.row_entries
-        self.stats.bytes_to_host += (-(-end // row) - start // row) * row * store.bytes_per_token
+        self.stats.bytes_to_host += (store.keys.rows(end) - start // row) * row * store.bytes_per_token
         return slot.saved
 
     def prefetch_after(self, store: "StreamedStore") -> None:
