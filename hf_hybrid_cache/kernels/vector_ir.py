@@ -13,6 +13,10 @@ from llvmlite import ir
 from llvmlite.binding import initialize_native_asmparser
 from numba.core import cgutils
 
+# `dot_pairs` has inline assembly. A function that contains it may come from Numba's cache into a process that generates
+# none, and LLVM aborts where it finds no parser.
+initialize_native_asmparser()
+
 LANES = 16
 CACHE_LINE = 64
 
@@ -113,7 +117,6 @@ def dot_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value, lane
     """
     if lanes == LANES:
         # Of the intrinsic, LLVM makes two instructions where it takes the latency for a problem, which here it is not.
-        initialize_native_asmparser()
         kind = ir.FunctionType(INTS, [INTS] * 3)
         return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", [c, a, b], False)
     halves = []

@@ -1,7 +1,9 @@
 """Attention in float64, and blocks made token by token: nothing of the kernels is used here."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 
 ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
@@ -171,3 +173,17 @@ def from_record(
         word, position = divmod(chunk * 8 + pair, 16 // bits)
         codes[index] = (words[word] >> np.uint32(position * bits + half * 16)) & np.uint32(2**bits - 1)
     return codes, scales, lows
+
+
+def random_masks(draw: st.DrawFn, case: Case, seed: int) -> dict[str, Any]:
+    """Any way to hide tokens, as keyword arguments of `attention`; each size but the last may be 1."""
+    generator = np.random.default_rng(seed)
+    shape = (*(size if draw(st.booleans()) else 1 for size in case.query.shape[:3]), case.tokens)
+    masks: dict[str, Any] = {"causal": draw(st.booleans())}
+    kind = draw(st.sampled_from(["none", "visible", "bias"]))
+    if kind == "visible":
+        masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
+    elif kind == "bias":
+        masks["bias"] = generator.standard_normal(shape).astype(np.float32)
+        masks["bias"][generator.random(shape) < 0.3] = -np.inf
+    return masks

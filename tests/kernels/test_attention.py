@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, set_num_threads, value_width
 from kernels.programs import run_program
-from kernels.reference import ELEMENTS, Case, attention, stored, to_blocks
+from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, to_blocks
 
 STORAGES = list(ELEMENTS)
 # Of the largest value, for scores of at most this size: float32 holds a score to 6e-8 of itself.
@@ -102,19 +102,9 @@ def test_random_shapes_masks_and_scores(data: st.DataObject):
     }
     seed = draw(st.integers(0, 2**32 - 1))
     case, bits = make(storage, tokens, **sizes, seed=seed)
-    generator = np.random.default_rng(seed)
     highest = np.abs(np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))).max()
     scale = float(np.float32(draw(st.floats(0.01, 1)) * SCORES / highest))
-    full = (*case.query.shape[:3], tokens)
-    shape = (*(size if draw(st.booleans()) else 1 for size in full[:3]), tokens)
-    masks = {"causal": draw(st.booleans())}
-    kind = draw(st.sampled_from(["none", "visible", "bias"]))
-    if kind == "visible":
-        masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
-    elif kind == "bias":
-        masks["bias"] = generator.standard_normal(shape).astype(np.float32)
-        masks["bias"][generator.random(shape) < 0.3] = -np.inf
-    check(case, bits, scale, **masks)
+    check(case, bits, scale, **random_masks(draw, case, seed))
 
 
 @pytest.mark.parametrize("storage", STORAGES)

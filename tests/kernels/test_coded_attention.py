@@ -20,7 +20,7 @@ from hf_hybrid_cache.kernels import (
     value_width,
 )
 from kernels.programs import run_program
-from kernels.reference import ELEMENTS, Case, attention, random_coded, stored, to_blocks
+from kernels.reference import ELEMENTS, Case, attention, random_coded, random_masks, stored, to_blocks
 
 WAYS = [False, True]
 # Of the largest value; with integers the query and the weights are rounded to 16 bits.
@@ -155,18 +155,9 @@ def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
         is_rotated=draw(st.booleans()),
         seed=seed,
     )
-    case, generator = made[0], np.random.default_rng(seed)
+    case = made[0]
     scale = float(np.float32(case.query.shape[3] ** -0.5))
-    full = (*case.query.shape[:3], case.tokens)
-    shape = (*(size if draw(st.booleans()) else 1 for size in full[:3]), case.tokens)
-    masks = {"causal": draw(st.booleans())}
-    kind = draw(st.sampled_from(["none", "visible", "bias"]))
-    if kind == "visible":
-        masks["visible"] = (generator.random(shape) < draw(st.floats(0, 1))).astype(np.uint8)
-    elif kind == "bias":
-        masks["bias"] = generator.standard_normal(shape).astype(np.float32)
-        masks["bias"][generator.random(shape) < 0.3] = -np.inf
-    check(made, is_integer, scale, **masks)
+    check(made, is_integer, scale, **random_masks(draw, case, seed))
 
 
 @EVERY_WAY
@@ -223,3 +214,16 @@ for is_integer in {{False, {has_dot_product}}}:
         tests.check(tests.make(bits=(bits, bits), length=3, lanes=32, dims=(24, 12)), is_integer, causal=True)
 """
     run_program(program, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features, NUMBA_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction is one of x86-64")
+def test_inline_assembly_from_the_cache_compiles_in_a_process_that_generates_none():
+    run_program("""
+import hf_hybrid_cache.kernels
+from llvmlite import binding
+binding.initialize_native_target()
+binding.initialize_native_asmprinter()
+module = binding.parse_assembly('define void @f() { call void asm sideeffect "nop", ""() ret void }')
+machine = binding.Target.from_default_triple().create_target_machine()
+binding.create_mcjit_compiler(module, machine).finalize_object()
+""")
