@@ -2,6 +2,7 @@
 
 import mmap
 import statistics
+import time
 from functools import partial
 from typing import Any
 
@@ -98,3 +99,17 @@ def read_bandwidth(reader: MemoryReader, repeats: int = 5) -> float:
     rate: float = reader.report()["bytes_per_second"]
     print(f"memory is read at {rate / 1e9:.1f} GB/s")
     return rate
+
+
+def bus_bandwidth(num_bytes: int = 2**28, repeats: int = 10) -> float:
+    """Bytes a second of a copy from page-locked host memory to the device, the best of `repeats`."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return num_bytes / min(seconds)

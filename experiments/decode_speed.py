@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from experiments import records
 from experiments.bandwidth import MemoryReader, read_bandwidth
-from experiments.decoding import GreedyDecoder, english_ids, prefill
+from experiments.decoding import GreedyDecoder, english_ids, prefill, weight_bytes
 from experiments.options import experiment_parser
 from experiments.synthetic import CACHES, fill, kv_bytes
 from experiments.timing import in_turns, medians
@@ -33,14 +33,6 @@ REAL_STEPS = 64
 def default_steps(context: int) -> int:
     """Fewer where each takes long."""
     return min(40, max(5, 2**19 // context))
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """What a token reads of the weights: all but a table of embeddings that is not the output layer too."""
-    modules = model.get_input_embeddings(), model.get_output_embeddings()
-    embeddings, output = (next(module.parameters()) for module in modules)
-    unread = 0 if embeddings is output else embeddings.nbytes
-    return sum(weight.nbytes for weight in model.parameters()) - unread
 
 
 def require_memory(model: PreTrainedModel, context: int) -> None:

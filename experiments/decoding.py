@@ -24,6 +24,14 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int 
     return logits[0, -1]
 
 
+def weight_bytes(model: PreTrainedModel) -> int:
+    """What a token reads of the weights: all but a table of embeddings that is not the output layer too."""
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, output = (next(module.parameters()) for module in modules)
+    unread = 0 if embeddings is output else embeddings.nbytes
+    return sum(weight.nbytes for weight in model.parameters()) - unread
+
+
 class GreedyDecoder:
     """Decodes greedily from a filled cache: `step` is one forward pass of one token."""
 

@@ -19,23 +19,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments import records
+from experiments.bandwidth import bus_bandwidth
 from experiments.synthetic import fill
 from hf_hybrid_cache import OffloadedHybridCache
 from hf_hybrid_cache.models import load
-
-
-def bus_bandwidth(num_bytes: int = 2**28, repeats: int = 10) -> float:
-    """Bytes a second of a copy from page-locked host memory to the device, the best of `repeats`."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    seconds = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return num_bytes / min(seconds)
 
 
 @torch.inference_mode()

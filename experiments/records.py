@@ -5,10 +5,12 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -44,13 +46,22 @@ def machine_name() -> str:
 def save(experiment: str, record: dict[str, Any], folder: Path | None = None) -> Path:
     """Write `record` with its environment to `results/EXPERIMENT/MACHINE.json`, or into `folder`; returns the path."""
     path = (folder or RESULTS / experiment) / f"{machine_name()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(
-        json.dumps({"experiment": experiment, **record, "environment": environment()}, indent=1) + "\n"
-    )
-    unfinished.replace(path)
+    with written_whole(path) as file:
+        file.write(json.dumps({"experiment": experiment, **record, "environment": environment()}, indent=1) + "\n")
     return path
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[TextIO]:
+    """A file to write, which takes the place of `path` once it is complete; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("w") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _git(*arguments: str) -> str | None:

@@ -63,7 +63,7 @@ def test_a_room_imports_only_what_stands_below_it(room: str):
 
 
 def test_experiments_use_only_public_names():
-    for path in (REPOSITORY / "experiments").glob("*.py"):
+    for path in (REPOSITORY / "experiments").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
                 assert node.module in {"hf_hybrid_cache", "hf_hybrid_cache.models"}, f"{path.name}: {node.module}"

@@ -1,0 +1,148 @@
+"""
+Every cache at every context length, on the machine at hand.
+
+Each cell (model, cache, decode device, context, new tokens, repeat) is measured in a process of its own: time to the
+first token, the time of every token after it, peaks of device and host memory, bytes of keys and values, bytes moved.
+Memory that does not suffice is a result. What was measured before is not measured again, so a sweep that was stopped
+goes on where it was. `python -m experiments.report` draws the figures.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments import records
+from experiments.sizes import byte_size
+from experiments.sweep import store
+from experiments.sweep.caches import CACHES, DECODE_DEVICES
+from experiments.sweep.cell import Cell
+from experiments.sweep.prefill_time import PrefillTime, probed
+from experiments.sweep.process import measured_apart
+from experiments.sweep.table import HEADINGS, row
+
+MODEL = "llama-3.2-1b-random"
+CONTEXTS = [2**power for power in range(10, 18)]
+NEW_TOKENS = [100, 500]
+SMOKE = {"model": "smollm2-135m", "contexts": [320], "new_tokens": [4]}
+# A context of this many tokens is expected to take twice as long as a very short one.
+_LONG_CONTEXT = 16_384
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=MODEL, help="any name of hf_hybrid_cache.models.load (default: %(default)s)")
+    parser.add_argument("--caches", choices=CACHES, nargs="+", default=list(CACHES), help="(default: all)")
+    parser.add_argument("--decode-devices", choices=DECODE_DEVICES, nargs="+", default=list(DECODE_DEVICES))
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens, the new ones included")
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=NEW_TOKENS)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument(
+        "--prefill",
+        choices=["auto", "real", "synthetic"],
+        default="auto",
+        help="auto: real where it is estimated to take less than --prefill-limit",
+    )
+    parser.add_argument("--prefill-limit", type=float, default=30.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--time-limit", type=float, default=900.0, help="seconds for a cell (default: %(default)s)")
+    parser.add_argument("--gpu-memory", type=byte_size, help="act as a card with less, such as 24GiB")
+    parser.add_argument("--force", action="store_true", help="measure again what has a record")
+    parser.add_argument("--smoke", action="store_true", help="a small model and short contexts, in a minute")
+    parser.add_argument("--out", type=Path, help="folder of the records (default: results/context_sweep/MACHINE)")
+    given = parser.parse_args()
+    if given.smoke:
+        parser.set_defaults(**SMOKE)
+        given = parser.parse_args()
+    if given.gpu_memory is not None and not torch.cuda.is_available():
+        parser.error("--gpu-memory needs a GPU, and no CUDA device is available.")
+    for context, new_tokens in itertools.product(given.contexts, given.new_tokens):
+        if not 2 <= new_tokens < context:
+            parser.error(f"{new_tokens:,} new tokens in a context of {context:,}: at least 2, and room for a prompt.")
+    return given
+
+
+def cells(options: argparse.Namespace, prefill_time: PrefillTime | None) -> Iterable[Cell]:
+    """What is to be measured here, contexts ascending, all caches of one context next to each other."""
+    orders = itertools.product(range(options.repeats), sorted(options.contexts), options.new_tokens, options.caches)
+    for repeat, context, new_tokens, name in orders:
+        if not CACHES[name].is_installed:
+            continue
+        for device in CACHES[name].decode_devices():
+            if device not in options.decode_devices:
+                continue
+            prefill = options.prefill
+            if prefill_time is not None:
+                takes_long = prefill_time.seconds(context - new_tokens) > options.prefill_limit
+                prefill = "synthetic" if takes_long else "real"
+            yield Cell(options.model, name, device, context, new_tokens, prefill, repeat)
+
+
+def is_settled(record: dict[str, Any] | None, time_limit: float) -> bool:
+    """Whether there is no use in measuring again: failures are, and those that a higher time limit may let finish."""
+    if record is None or record["result"]["status"] == "failed":
+        return False
+    return record["result"]["status"] != "time limit" or record["limit_seconds"] >= time_limit
+
+
+def sweep(options: argparse.Namespace, folder: Path, console: Console) -> dict[Cell, dict[str, Any]]:
+    """Measure what has no record yet; all records that the cells asked for have now."""
+    stored = store.read(folder)
+    for path, reason in stored.damaged.items():
+        console.print(f"damaged, not used: {path.name}: {reason}", markup=False)
+    for name in options.caches:
+        if not CACHES[name].is_installed:
+            console.print(f"{name} is left out: {CACHES[name].package} is not installed.", markup=False)
+    prefill_time = probed(options.model, folder, options.force) if options.prefill == "auto" else None
+    wanted = list(cells(options, prefill_time))
+    known = {} if options.force else stored.records
+    todo = [cell for cell in wanted if not is_settled(known.get(cell), options.time_limit)]
+    console.print(f"{len(wanted)} cells, {len(wanted) - len(todo)} measured before; records in {folder}")
+    console.print(HEADINGS, markup=False, highlight=False)
+    found = {cell: stored.records[cell] for cell in wanted if cell not in todo}
+    for record in found.values():
+        console.print(row(record), markup=False, highlight=False, style="dim")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=sum(weight(cell) for cell in todo))
+        for cell in todo:
+            progress.update(bar, description=f"{cell.cache}, {cell.context_tokens:,}")
+            record = measured_apart(cell, options.time_limit, options.gpu_memory)
+            path = store.write(folder, record)
+            found[cell] = store.checked(path)
+            console.print(row(record), markup=False, highlight=False)
+            progress.advance(bar, weight(cell))
+    return found
+
+
+def weight(cell: Cell) -> int:
+    """Of a cell in the progress of all."""
+    return 100 + 100 * cell.context_tokens // _LONG_CONTEXT
+
+
+def main() -> None:
+    options = arguments()
+    folder = options.out or store.FOLDER / records.machine_name()
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        found = sweep(options, folder, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped; {len(store.read(folder).records)} records are kept, the same command goes on.")
+        sys.exit(130)
+    finally:
+        store.write_summary(folder, store.read(folder).records.values())
+    print(json.dumps(Counter(record["result"]["status"] for record in found.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,2 @@
+def byte_size(text: str) -> int:
+    return int(text)

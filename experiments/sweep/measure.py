@@ -1,0 +1,140 @@
+"""
+Measures one cell, in a process of its own: `python -m experiments.sweep.measure CELL OUT [GPU_BYTES]`.
+
+CELL is a `Cell` as JSON, OUT the file that the result is written to, also as JSON. Memory that does not suffice is a
+result.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from experiments import records
+from experiments.bandwidth import MemoryReader, bus_bandwidth
+from experiments.decoding import weight_bytes
+from experiments.quality_caches import stored_bytes
+from experiments.sweep.caches import CACHES, CPU, make_cache
+from experiments.sweep.cell import Cell
+from experiments.sweep.memory import PeakMemory, out_of_memory
+from experiments.synthetic import fill
+from hf_hybrid_cache import HybridCache, decode_on_cpu
+from hf_hybrid_cache.models import load
+
+PREFILL_CHUNK = 512
+FILL_CHUNK = 8192
+WARM_UP_TOKENS = 64
+READER_MIB = 512
+
+
+class TokenClock(BaseStreamer):
+    """When each new token was there; reading a token waits for the device."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt:  # `generate` hands it over first
+            self._is_prompt = False
+            return
+        value.tolist()
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor, new_tokens: int) -> list[float]:
+    """Seconds from the call to each new token."""
+    clock = TokenClock()
+    moves = cell.decode_device == CPU and model.device.type != "cpu"
+    start = time.perf_counter()
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=[],  # random weights may come to one
+        prefill_chunk_size=PREFILL_CHUNK,
+        streamer=clock,
+        **({"custom_generate": decode_on_cpu} if moves else {}),
+    )
+    return [moment - start for moment in clock.times]
+
+
+def random_ids(model: PreTrainedModel, num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator).to(model.device)
+
+
+@torch.inference_mode()
+def decode(model: PreTrainedModel, cell: Cell) -> dict[str, Any]:
+    """Prefill and decode once; seconds and bytes."""
+    assert isinstance(model.config, LlamaConfig)
+    warm_up = make_cache(cell.cache, model.config, cell.decode_device)
+    generate(model, warm_up, cell, random_ids(model, WARM_UP_TOKENS), 2)
+    del warm_up
+    peaks = PeakMemory()
+    cache = make_cache(cell.cache, model.config, cell.decode_device)
+    if cell.prefill == "synthetic":
+        tokens = cell.prompt_tokens - 1
+        chunk = tokens if CACHES[cell.cache].codes_all_anew else FILL_CHUNK
+        fill(cache, model.config, tokens, model.dtype, str(model.device), chunk)
+    times = generate(model, cache, cell, random_ids(model, cell.prompt_tokens), cell.new_tokens)
+    steps = np.diff(times)
+    assert len(times) == cell.new_tokens
+    return {
+        "ttft_seconds": times[0] if cell.prefill == "real" else None,
+        "step_seconds": steps.tolist(),
+        "tokens_per_second": 1 / float(steps.mean()),
+        "tpot_seconds": {"mean": float(steps.mean())}
+        | {f"p{share}": float(np.percentile(steps, share)) for share in (50, 95, 99)},
+        "peak_bytes": peaks.report(),
+        "kv_bytes": stored_bytes(cache),
+        "memory": asdict(cache.memory()) if isinstance(cache, HybridCache) else None,
+        "moved": asdict(cache.stats) if isinstance(cache, HybridCache) else None,
+        "weight_bytes": weight_bytes(model),
+    }
+
+
+def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:
+    """The result, with the environment it was measured in; `gpu_bytes` is all that may be used of the GPU's memory."""
+    if gpu_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(gpu_bytes / torch.cuda.get_device_properties(0).total_memory)
+    environment = records.environment() | {
+        "gpu_memory_limit_bytes": gpu_bytes,
+        "read_bytes_per_second": read_rate(),
+        "bus_bytes_per_second": bus_bandwidth() if torch.cuda.is_available() else None,
+    }
+    try:
+        model, _ = load(cell.model)
+        result = {"status": "measured", **decode(model, cell)}
+    except (MemoryError, RuntimeError) as error:
+        shortage = out_of_memory(error)
+        if shortage is None:
+            raise
+        result = {"status": "out of memory", **shortage}
+    return {"result": result, "environment": environment}
+
+
+def read_rate() -> float:
+    reader = MemoryReader(READER_MIB)
+    for _ in range(5):
+        reader.read()
+    rate: float = reader.report()["bytes_per_second"]
+    return rate
+
+
+if __name__ == "__main__":
+    found = measure(Cell(**json.loads(sys.argv[1])), int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    Path(sys.argv[2]).write_text(json.dumps(found))

@@ -1,0 +1,61 @@
+"""Peaks of memory, and what an error of memory says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Of torch's allocators, of NumPy and of hf_hybrid_cache.
+_ASKED = re.compile(
+    r"(?:tried to allocate|Tried to allocate|Unable to allocate|tokens need) (?P<size>[\d.]+) (?P<unit>bytes|[KMGT]iB)"
+)
+_HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+class PeakMemory:
+    """Peaks since it was made, of this process."""
+
+    def __init__(self) -> None:
+        self._before = psutil.Process().memory_info().rss
+        if _CLEAR.exists():
+            _CLEAR.write_text("5")  # the highest RSS from now on
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def report(self) -> dict[str, int | None]:
+        """
+        Bytes.
+
+        `host_over_model`: the highest RSS, less that of before; None where the system does not tell it.
+        `device_allocated`, `device_reserved`: by torch's allocator, all of the process; None without a GPU.
+        """
+        host = None
+        if _STATUS.exists():
+            host = int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024 - self._before
+        has_gpu = torch.cuda.is_available()
+        return {
+            "host_over_model": host,
+            "device_allocated": torch.cuda.max_memory_allocated() if has_gpu else None,
+            "device_reserved": torch.cuda.max_memory_reserved() if has_gpu else None,
+        }
+
+
+def out_of_memory(error: BaseException) -> dict[str, Any] | None:
+    """Where memory did not suffice and the bytes that were asked for, if that is what `error` is about."""
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        where = "device"
+    elif isinstance(error, MemoryError) or any(phrase in message for phrase in _HOST):
+        where = "host"
+    else:
+        return None
+    asked = _ASKED.search(message)
+    return {
+        "where": where,
+        "bytes_asked": round(float(asked["size"]) * _UNITS[asked["unit"]]) if asked else None,
+        "message": message.splitlines()[0] if message else type(error).__name__,
+    }
