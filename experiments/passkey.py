@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.decoding import prefill
-from experiments.quality_caches import REFERENCE, STEP_TOKENS, filled
+from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, filled
 
 NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 # To be completed: SmolLM2-135M-Instruct finds the key more often so than if its chat template asks for it.
@@ -92,7 +92,7 @@ def retrieve(
         expected = prompt.answer[0].tolist()
         answers: dict[str, list[int]] = {}
         for name in names:
-            answers[name] = likely_answer(model, filled(name, model.config, prefilled), prompt)
+            answers[name] = likely_answer(model, filled(CACHES[name](model.config), prefilled), prompt)
             if answers[REFERENCE] != expected:
                 break
         outcomes.append(
@@ -124,7 +124,7 @@ def _prefilled(model: PreTrainedModel, prompts: list[Prompt]) -> Iterator[tuple[
     prefill(model, shared, prompts[-1].before, PREFILL_CHUNK)
     for prompt in reversed(prompts):
         shared.crop(prompt.before.shape[1] - shared.get_seq_length())
-        cache = filled(REFERENCE, model.config, shared)
+        cache = filled(CACHES[REFERENCE](model.config), shared)
         prefill(model, cache, prompt.after, PREFILL_CHUNK)
         yield prompt, cache
 

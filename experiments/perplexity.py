@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.decoding import prefill
-from experiments.quality_caches import REFERENCE, STEP_TOKENS, bfloat16_bytes, filled, stored_bytes
+from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, bfloat16_bytes, filled, stored_bytes
 
 
 class Score:
@@ -75,7 +75,7 @@ def score_window(model: PreTrainedModel, ids: torch.Tensor, scored_tokens: int, 
     scores = {}
     for name in names:
         start = time.perf_counter()
-        scores[name] = Score(filled(name, model.config, prefilled))
+        scores[name] = Score(filled(CACHES[name](model.config), prefilled))
         scores[name].seconds = time.perf_counter() - start
     del prefilled
     end = half + scored_tokens

