@@ -1,4 +1,4 @@
-"""Figures from the committed records, never from a new measurement: `python -m experiments.report`."""
+"""Figures, and the page of the sweep, from committed records and never from a new measurement."""
 
 import json
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from experiments.records import RESULTS
+from experiments.sweep.drawing import draw_all
 
 # Okabe and Ito's palette, whose colours the colour-blind can tell apart.
 STOCK_COLOUR, OUR_COLOUR, CEILING_COLOUR = "#D55E00", "#0072B2", "#666666"
@@ -125,6 +126,8 @@ def main() -> None:
         path = RESULTS / QUALITY / machine
         draw_quality(record, path)
         print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
+    for path in draw_all():
+        print(f"written: {path.relative_to(RESULTS.parent)}")
 
 
 if __name__ == "__main__":

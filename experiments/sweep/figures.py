@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from experiments.sweep.caches import CPU, CPU_ATTENTION, GPU
-from experiments.sweep.points import Curve, Point
+from experiments.sweep.points import Curve, Point, read_rate
 
 Curves = Mapping[Curve, list[Point]]
 
@@ -46,12 +46,13 @@ def throughput(curves: Curves, title: str) -> Figure:
     """Tokens a second by context, with the roofs of reading everything once."""
     figure, axes = _axes("tokens a second", title)
     _draw(axes, curves, lambda point: point.tokens_per_second)
+    rate = read_rate(curves)
     for name, style in (("stock", "--"), ("quantized-4", "-.")):
         if roof := curves.get((name, CPU)):
             label = "roof: reading weights and " + ("bfloat16 KV" if name == "stock" else "4-bit KV") + " once"
             axes.plot(
                 [point.context_tokens for point in roof],
-                [point.ceiling for point in roof],
+                [point.roof(rate) for point in roof],
                 style,
                 color=_ROOF_COLOUR,
                 label=label,

@@ -8,10 +8,10 @@ import psutil
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 # Of torch's allocators, of NumPy and of hf_hybrid_cache.
 _ASKED = re.compile(
-    r"(?:tried to allocate|Tried to allocate|Unable to allocate|tokens need) (?P<size>[\d.]+) (?P<unit>bytes|[KMGT]iB)"
+    r"(?:tried to allocate|Tried to allocate|Unable to allocate|tokens need) (?P<size>[\d.]+) (?P<unit>bytes|[KMGTP]iB)"
 )
 _HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.sweep.caches import CPU, GPU
 from experiments.sweep.figures import DEVICES, LABELS, cpu_to_gpu, has_gpu
-from experiments.sweep.points import Curve, Point, points, shortages
+from experiments.sweep.points import Curve, Point, points, read_rate, shortages
 from experiments.sweep.source import HYPOTHESIS, TABLE_1
 
 GIB = 2**30
@@ -67,6 +67,7 @@ def label(curve: Curve) -> str:
 
 def findings(curves: Curves) -> Iterable[str]:
     """What the sweep says about our caches beside transformers', at the longest context of both."""
+    rate = read_rate(curves)
     for device in DEVICES:
         stock = _at_contexts(curves.get(("stock", device), []))
         for name in ("dynamic", "quantized-8", "quantized-4", "quantized-2"):
@@ -75,7 +76,7 @@ def findings(curves: Curves) -> Iterable[str]:
                 context = max(both)
                 ratio = ours[context].tokens_per_second / stock[context].tokens_per_second
                 share = ours[context].kv_bytes / stock[context].kv_bytes
-                roof = ours[context].tokens_per_second / ours[context].ceiling
+                roof = ours[context].tokens_per_second / ours[context].roof(rate)
                 beside = f" and {roof:.0%} of the roof" if device == CPU else ""
                 yield (
                     f"{label((name, device))}, at {context:,} tokens: {ours[context].tokens_per_second:.2f} tokens/s, "

@@ -1,7 +1,7 @@
 """What the figures and the page are made of: the records of one machine, all samples of a context together."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,9 @@ class Point:
         """Seconds a token, of which `share` percent take no longer."""
         return float(np.percentile(self.step_seconds, share))
 
-    @property
-    def ceiling(self) -> float:
-        """Tokens a second if weights, keys and values were read once, at the read rate of host memory."""
-        return self.read_rate / (self.weight_bytes + self.kv_bytes)
+    def roof(self, read_rate: float) -> float:
+        """Tokens a second if weights, keys and values were read once, at `read_rate`."""
+        return read_rate / (self.weight_bytes + self.kv_bytes)
 
 
 def points(found: Iterable[dict[str, Any]]) -> dict[Curve, list[Point]]:
@@ -76,6 +75,11 @@ def points(found: Iterable[dict[str, Any]]) -> dict[Curve, list[Point]]:
             )
         )
     return dict(curves)
+
+
+def read_rate(curves: Mapping[Curve, list[Point]]) -> float:
+    """Bytes a second of host memory, the median of all points: each by itself has the noise of its minute."""
+    return float(np.median([point.read_rate for found in curves.values() for point in found]))
 
 
 def shortages(found: Iterable[dict[str, Any]]) -> dict[Curve, int]:

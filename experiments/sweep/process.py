@@ -39,16 +39,15 @@ def measured_apart(cell: Cell, limit_seconds: float, gpu_bytes: int | None = Non
 def run_limited(command: list[str], limit_seconds: float) -> dict[str, Any] | None:
     """Run a program in the root of the repository; None if it succeeds, otherwise a result that says how it ended."""
     killed_before = _kills_for_memory()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=records.RESULTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, errors = process.communicate(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        return {"status": "time limit", "message": f"not done in {limit_seconds:,.0f} s"}
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=limit_seconds)
+        except subprocess.TimeoutExpired:
+            return {"status": "time limit", "message": f"not done in {limit_seconds:,.0f} s"}
+        finally:
+            process.kill()
     if process.returncode == 0:
         return None
     if process.returncode == -signal.SIGKILL and _kills_for_memory() > killed_before:

