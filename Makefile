@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sweep sweep-gpu report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -16,6 +16,21 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every cache at every context on the CPU, in less than an hour on two cores; goes on where it was stopped.
+sweep: $(VENV)/.test
+	$(BIN)/python -m experiments.context_sweep --contexts 1024 2048 4096 8192 --new-tokens 100
+	$(BIN)/python -m experiments.context_sweep --contexts 16384 32768 65536 131072 --new-tokens 20
+	$(BIN)/python -m experiments.report
+
+# The same on a machine with a GPU: on it, with attention on the CPU, and with all of the decode phase on the CPU.
+sweep-gpu: $(VENV)/.test
+	$(BIN)/python -m experiments.context_sweep --new-tokens 100 500 --repeats 3
+	$(BIN)/python -m experiments.report
+
+# Figures and pages again, from the records.
+report: $(VENV)/.test
+	$(BIN)/python -m experiments.report
 
 clean:
 	rm -rf $(VENV)
