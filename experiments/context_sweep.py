@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments import records
 from experiments.sizes import byte_size
 from experiments.sweep import store
 from experiments.sweep.caches import CACHES, DECODE_DEVICES
 from experiments.sweep.cell import Cell
-from experiments.sweep.prefill_time import PrefillTime, probed
+from experiments.sweep.prefill_time import PrefillTime, ProbeError, probed
 from experiments.sweep.process import measured_apart
 from experiments.sweep.table import HEADINGS, row
 
@@ -103,7 +103,9 @@ def sweep(options: argparse.Namespace, folder: Path, console: Console) -> dict[C
     for name in options.caches:
         if not CACHES[name].is_installed:
             console.print(f"{name} is left out: {CACHES[name].package} is not installed.", markup=False)
-    prefill_time = probed(options.model, folder, options.force) if options.prefill == "auto" else None
+    prefill_time = (
+        probed(options.model, folder, options.force, options.time_limit) if options.prefill == "auto" else None
+    )
     wanted = list(cells(options, prefill_time))
     known = {} if options.force else stored.records
     todo = [cell for cell in wanted if not is_settled(known.get(cell), options.time_limit)]
@@ -112,7 +114,7 @@ def sweep(options: argparse.Namespace, folder: Path, console: Console) -> dict[C
     found = {cell: stored.records[cell] for cell in wanted if cell not in todo}
     for record in found.values():
         console.print(row(record), markup=False, highlight=False, style="dim")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=sum(weight(cell) for cell in todo))
         for cell in todo:
@@ -139,8 +141,11 @@ def main() -> None:
     except KeyboardInterrupt:
         console.print(f"stopped; {len(store.read(folder).records)} records are kept, the same command goes on.")
         sys.exit(130)
+    except ProbeError as error:
+        console.print(f"error: {error}", markup=False)
+        sys.exit(2)
     finally:
-        store.write_summary(folder, store.read(folder).records.values())
+        store.write_summary(folder)
     print(json.dumps(Counter(record["result"]["status"] for record in found.values())))
 
 

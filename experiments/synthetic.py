@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache
@@ -22,29 +22,34 @@ def llama_1b_config(num_layers: int = 16) -> LlamaConfig:
     return config
 
 
-def random_states(config: LlamaConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+def kv_heads(config: PreTrainedConfig) -> tuple[int, int]:
+    """How many KV heads a layer has, and their size."""
+    text = config.get_text_config(decoder=True)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_key_value_heads, head_dim
+
+
+def random_states(config: PreTrainedConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
     """States of one layer and one sequence, `[1, num_kv_heads, num_tokens, head_dim]`."""
-    assert config.num_key_value_heads is not None
-    assert config.head_dim is not None
-    return torch.randn(1, config.num_key_value_heads, num_tokens, config.head_dim, device=device).to(dtype)
+    num_kv_heads, head_dim = kv_heads(config)
+    return torch.randn(1, num_kv_heads, num_tokens, head_dim, device=device).to(dtype)
 
 
 def fill(
-    cache: Cache, config: LlamaConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu", chunk: int = 2048
+    cache: Cache, config: PreTrainedConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu", chunk: int = 2048
 ) -> None:
     """Append `num_tokens` random tokens to every layer, `chunk` at a time, as a chunked prefill would."""
     torch.manual_seed(0)
     for start in range(0, num_tokens, chunk):
         states = random_states(config, min(chunk, num_tokens - start), dtype, device)
-        for layer in range(config.num_hidden_layers):
+        for layer in range(config.get_text_config(decoder=True).num_hidden_layers):
             cache.update(states, states, layer)
 
 
 def kv_bytes(config: LlamaConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Keys and values of `num_tokens` tokens in all layers."""
-    assert config.num_key_value_heads is not None
-    assert config.head_dim is not None
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens * dtype.itemsize
+    num_kv_heads, head_dim = kv_heads(config)
+    return 2 * config.num_hidden_layers * num_kv_heads * head_dim * num_tokens * dtype.itemsize
 
 
 def decode_states(

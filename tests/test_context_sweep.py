@@ -82,6 +82,7 @@ def sweep_again(folder: Path, *options: str) -> str:
 
 
 @needs_smollm2
+@pytest.mark.xdist_group("sweep")
 def test_a_sweep_keeps_a_record_of_each_cell_and_a_summary(swept: Path):
     stored = store.read(swept)
     assert not stored.damaged
@@ -99,6 +100,7 @@ def test_a_sweep_keeps_a_record_of_each_cell_and_a_summary(swept: Path):
 
 
 @needs_smollm2
+@pytest.mark.xdist_group("sweep")
 def test_what_was_measured_is_not_measured_again_and_a_damaged_record_is(swept: Path):
     before = {path: path.read_bytes() for path in swept.glob("*.json")}
     damaged = next(iter(before))
@@ -301,12 +303,14 @@ def test_the_committed_records_are_whole_and_the_page_is_what_they_say():
         (["--gpu-memory", "8GiB"], "needs a GPU"),
         (["--gpu-memory", "much"], "much"),
         (["--caches", "best"], "best"),
+        (["--model", "./no-such-folder"], "There is no folder"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_in_one_line(options: list[str], message: str):
+def test_options_that_cannot_be_used_are_refused_in_one_line(options: list[str], message: str, tmp_path: Path):
     if torch.cuda.is_available() and message == "needs a GPU":
         pytest.skip("there is a GPU")
-    result = subprocess.run([*SWEEP, *options], cwd=RESULTS.parent, capture_output=True, text=True, timeout=300)
+    command = [*SWEEP, *options, "--out", str(tmp_path)]
+    result = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
-    assert message in result.stderr.splitlines()[-1]
+    assert message in (result.stdout + result.stderr).splitlines()[-1]
     assert "Traceback" not in result.stderr

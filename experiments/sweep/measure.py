@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -74,13 +74,14 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
 
 def random_ids(model: PreTrainedModel, num_tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator).to(model.device)
+    return torch.randint(
+        model.config.get_text_config(decoder=True).vocab_size, (1, num_tokens), generator=generator
+    ).to(model.device)
 
 
 @torch.inference_mode()
 def decode(model: PreTrainedModel, cell: Cell) -> dict[str, Any]:
     """Prefill and decode once; seconds and bytes."""
-    assert isinstance(model.config, LlamaConfig)
     warm_up = make_cache(cell.cache, model.config, cell.decode_device)
     generate(model, warm_up, cell, random_ids(model, WARM_UP_TOKENS), 2)
     del warm_up

@@ -1,18 +1,19 @@
-"""How long a real prefill would take, by a short one; `python -m experiments.sweep.prefill_time MODEL` measures it."""
+"""How long a real prefill would take, by a short one: `python -m experiments.sweep.prefill_time MODEL OUT`."""
 
 import json
-import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from experiments import records
 from experiments.decoding import prefill, weight_bytes
+from experiments.sweep.process import run_limited
+from experiments.synthetic import kv_heads
 from hf_hybrid_cache.models import load
 
 PROBE_TOKENS = 512
@@ -40,31 +41,41 @@ class PrefillTime:
         return 2 * self.weights * num_tokens + self.attended * num_tokens**2
 
 
-def probed(model: str, folder: Path, again: bool) -> PrefillTime:
-    """Measured in a process of its own, once in a folder of records: the same cells are real in every run."""
+class ProbeError(RuntimeError):
+    """The short prefill could not be measured; the message says why."""
+
+
+def probed(model: str, folder: Path, again: bool, limit_seconds: float) -> PrefillTime:
+    """
+    Measured in a process of its own, once in a folder of records: the same cells are real in every run.
+
+    Raises:
+        ProbeError: the model cannot be had, or takes longer than `limit_seconds`.
+    """
     path = folder / "prefill" / f"{model.replace('/', '-')}.json"
-    if not path.exists() or again:
+    if again or not path.exists():
         command = [sys.executable, "-m", "experiments.sweep.prefill_time", model]
-        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=records.RESULTS.parent)
-        with records.written_whole(path) as file:
-            file.write(printed.stdout)
+        with tempfile.TemporaryDirectory() as temporary:
+            out = Path(temporary) / "estimate.json"
+            if failure := run_limited([*command, str(out)], limit_seconds):
+                raise ProbeError(f"{model}: {failure['message']}")
+            with records.written_whole(path) as file:
+                file.write(out.read_text())
     return PrefillTime(**json.loads(path.read_text()))
 
 
 def measure(name: str) -> PrefillTime:
     model, _ = load(name)
-    config = model.config
-    assert isinstance(config, LlamaConfig)
-    assert config.head_dim is not None
+    config = model.config.get_text_config(decoder=True)
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
     seconds = 0.0
     for _ in range(2):  # the first warms up
         start = time.perf_counter()
-        prefill(model, DynamicCache(config=config), ids).tolist()
+        prefill(model, DynamicCache(config=model.config), ids).tolist()
         seconds = time.perf_counter() - start
-    attended = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    attended = 2 * config.num_hidden_layers * config.num_attention_heads * kv_heads(config)[1]
     return PrefillTime(seconds, weight_bytes(model) // model.dtype.itemsize, attended)
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(json.dumps(asdict(measure(sys.argv[1]))) + "\n")

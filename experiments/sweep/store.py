@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,15 +85,15 @@ def write(folder: Path, record: dict[str, Any]) -> Path:
     return path
 
 
-def write_summary(folder: Path, found: Iterable[dict[str, Any]]) -> Path:
-    """A line for each record, without the raw samples."""
-    rows = [summary_row(record) for record in found]
-    path = folder / SUMMARY
-    with records.written_whole(path) as file:
-        writer = csv.DictWriter(file, rows[0].keys() if rows else [], lineterminator="\n")
+def write_summary(folder: Path) -> None:
+    """A line for each record in a folder, without the raw samples."""
+    rows = [summary_row(record) for record in read(folder).records.values()]
+    if not rows:
+        return
+    with records.written_whole(folder / SUMMARY) as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    return path
 
 
 def summary_row(record: dict[str, Any]) -> dict[str, Any]:
