@@ -47,7 +47,14 @@ class CpuAttention:
 
     def covers(self, codec: KVCodec) -> bool:
         """Whether there is a kernel for blocks that are coded like this."""
-        return isinstance(codec.keys, MinMaxCodec) and isinstance(codec.values, MinMaxCodec)
+        keys, values = codec.keys, codec.values
+        # Scales of channels fold into the query, scales of tokens into the weights.
+        return (
+            isinstance(keys, MinMaxCodec)
+            and keys.per_channel
+            and isinstance(values, MinMaxCodec)
+            and not values.per_channel
+        )
 
     def prepare(self, element: np.dtype, is_coded: bool) -> None:
         """Have the kernel for blocks of `element`, and coded ones, compiled by the time it is needed."""

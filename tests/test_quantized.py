@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import (
     HostMemoryError,
     HybridCache,
+    KVCodec,
     Placement,
     QuantizedHybridCache,
     decode_on_cpu,
@@ -142,6 +143,21 @@ def test_a_codec_without_a_kernel_is_decoded_for_each_step_and_cpu_decode_with_i
     refused = HybridCache(model.config, Placement(cpu_decode=True), codec=quanto(4))
     with pytest.raises(ValueError, match="There is no kernel that attends to"):
         model.generate(ids, past_key_values=refused, **options)
+
+
+def test_keys_per_token_and_values_per_channel_are_attended_to_without_the_kernel():
+    minmax_8 = minmax(8)
+    swapped = KVCodec(minmax_8.values, minmax_8.keys)
+    model, ids = tiny_model("llama"), random_prompt(1, 301)
+    caches = (HybridCache(model.config, codec=swapped), DynamicCache(config=model.config))
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :300], past_key_values=cache)
+        ours, theirs = (model(ids[:, 300:], past_key_values=cache).logits for cache in caches)
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()
+    refused = HybridCache(model.config, Placement(cpu_decode=True), codec=swapped)
+    with torch.no_grad(), pytest.raises(ValueError, match="There is no kernel that attends to"):
+        model(ids, past_key_values=refused)
 
 
 def test_host_memory_that_would_not_do_is_refused_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch):
