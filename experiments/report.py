@@ -1,12 +1,14 @@
 """Figures, and the page of the sweep, from committed records and never from a new measurement."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from experiments.records import RESULTS
@@ -39,6 +41,7 @@ PLOTS = (
     ),
 )
 QUALITY = "quality/perplexity"
+Drawing = Callable[[dict[str, Any], Axes], None]
 # Worse than this is no use, and would press everything else together.
 _MOST_DIVERGENCE = 1.0
 
@@ -48,11 +51,10 @@ def load_records(folder: str) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))}
 
 
-def draw(plot: Plot, record: dict[str, Any], path: Path) -> None:
+def draw(plot: Plot, record: dict[str, Any], axes: Axes) -> None:
     """Medians of ours and stock, with their ratio above each length, and the ceiling where the record has one."""
     cells = sorted(record["cells"], key=lambda cell: cell[plot.tokens_key])
     tokens = [cell[plot.tokens_key] for cell in cells]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     curves = (
         ("stock", "transformers DynamicCache", STOCK_COLOUR, "s"),
         ("ours", plot.our_label, OUR_COLOUR, "o"),
@@ -81,14 +83,12 @@ def draw(plot: Plot, record: dict[str, Any], path: Path) -> None:
     axes.set_title("Llama-3.2-1B shape, bfloat16, on the CPU", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    save(figure, path)
 
 
-def draw_quality(record: dict[str, Any], path: Path) -> None:
+def draw_quality(record: dict[str, Any], axes: Axes) -> None:
     """Divergence from full precision against stored bytes, in the largest window; nearer to the corner is better."""
     windows = [cell for cell in record["cells"] if cell["measure"] == "perplexity"]
     cell = max(windows, key=lambda cell: cell["window_tokens"])
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     shown = {name: row for name, row in cell["caches"].items() if 0 < row["kl_nats"] < _MOST_DIVERGENCE}
     for name, row in shown.items():
         ours = name.startswith("ours")
@@ -106,10 +106,12 @@ def draw_quality(record: dict[str, Any], path: Path) -> None:
     tokens = cell["stored_tokens"]
     axes.set_title(f"SmolLM2-135M, English text, {tokens:,} tokens, decoded in steps", fontsize=11)
     axes.grid(alpha=0.3)
-    save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(draw_record: Drawing, record: dict[str, Any], path: Path) -> None:
+    """Write what `draw_record` draws of a record as SVG and PNG."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    draw_record(record, axes)
     for suffix in (".svg", ".png"):
         figure.savefig(path.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
     plt.close(figure)
@@ -117,15 +119,12 @@ def save(figure: Figure, path: Path) -> None:
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "hf_hybrid_cache"  # the same record gives the same file
-    for plot in PLOTS:
-        for machine, record in load_records(plot.records).items():
-            path = RESULTS / plot.records / machine
-            draw(plot, record, path)
+    drawings: list[tuple[str, Drawing]] = [(plot.records, partial(draw, plot)) for plot in PLOTS]
+    for folder, draw_record in [*drawings, (QUALITY, draw_quality)]:
+        for machine, record in load_records(folder).items():
+            path = RESULTS / folder / machine
+            save(draw_record, record, path)
             print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
-    for machine, record in load_records(QUALITY).items():
-        path = RESULTS / QUALITY / machine
-        draw_quality(record, path)
-        print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
     for path in draw_all():
         print(f"written: {path.relative_to(RESULTS.parent)}")
 

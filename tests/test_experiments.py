@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -168,14 +169,14 @@ def test_a_record_is_written_whole_over_an_older_one(tmp_path: Path):
 def test_the_figure_is_drawn_from_the_record(plot: report.Plot, tmp_path: Path):
     mpl.use("Agg")
     machine, record = report.load_records(plot.records).popitem()
-    report.draw(plot, record, tmp_path / machine)
+    report.save(partial(report.draw, plot), record, tmp_path / machine)
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
 
 
 def test_the_figure_of_quality_is_drawn_from_the_record(tmp_path: Path):
     mpl.use("Agg")
     machine, record = report.load_records(report.QUALITY).popitem()
-    report.draw_quality(record, tmp_path / machine)
+    report.save(report.draw_quality, record, tmp_path / machine)
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
 
 
