@@ -24,6 +24,7 @@ from .storage import (
     Scratch,
     Staging,
     StreamedStore,
+    full_tokens,
     record_shape,
     streams_for,
 )
@@ -82,12 +83,9 @@ class LayerStores:
         """The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer."""
         codec = self.codecs.get(layer_idx)
         on_cpu = self.attends_on_cpu(layer_idx, shape)
-        if on_cpu:
-            assert shape.element is not None
-            self.attention.prepare(shape.element, codec is not None)
         if codec is None:
             return self._buffered(ordinal, shape, on_cpu)
-        room = Room(codec.sink_tokens + 2 * GRANULE, codec.sink_tokens + 2 * GRANULE)
+        room = Room(full_tokens(codec), full_tokens(codec))
         # What is in full precision is small: without attention on the CPU it stays on the device.
         full = self._buffered(ordinal, shape, on_cpu, room) if on_cpu else ResidentStore(shape, room, self.budget)
         records = self._buffered(ordinal, record_shape(shape, codec), on_cpu, self.room.of_records(), records=True)
@@ -104,7 +102,8 @@ class LayerStores:
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
-        pinned = shape.device.type == "cuda" and self.placement.pin_memory is not False
+        # A meta device stands for a CUDA device that is planned for.
+        pinned = shape.device.type in ("cuda", "meta") and self.placement.pin_memory is not False
         resident = ordinal in self._resident and not on_cpu
         return StreamedStore(shape, room, budget, self.stagings[shape.device], resident, pinned, records)
 
@@ -267,6 +266,9 @@ class HybridLayer(CacheLayerMixin):
 
     def _make_store(self, shape: KVShape) -> KVStore:
         self._is_attended_on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
+        if self._is_attended_on_cpu:
+            assert shape.element is not None
+            self._stores.attention.prepare(shape.element, self.layer_idx in self._stores.codecs)
         return self._stores.make(self.layer_idx, self._ordinal, shape)
 
     def _select_batch(self, indices: torch.Tensor) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
 from hf_hybrid_cache import HostMemoryError, cli, models
+from hf_hybrid_cache.cli import console, generate_command
 from hf_hybrid_cache.demo import (
     CACHES,
     CacheOptions,
@@ -251,7 +253,7 @@ def test_numbers_that_do_not_fit_the_model_are_given(long_text):
 )
 def test_running_out_of_memory_is_one_line_and_exit_code_2(error, message):
     stderr = io.StringIO()
-    with pytest.raises(cli.typer.Exit) as raised, cli._exit_codes(Console(file=stderr, soft_wrap=True)):
+    with pytest.raises(typer.Exit) as raised, console.exit_codes(Console(file=stderr, soft_wrap=True)):
         raise error
     assert raised.value.exit_code == 2
     assert message in stderr.getvalue()
@@ -259,13 +261,13 @@ def test_running_out_of_memory_is_one_line_and_exit_code_2(error, message):
 
 
 def test_an_error_of_our_own_making_is_not_hidden():
-    with pytest.raises(RuntimeError, match="shapes"), cli._exit_codes(Console(file=io.StringIO())):
+    with pytest.raises(RuntimeError, match="shapes"), console.exit_codes(Console(file=io.StringIO())):
         raise RuntimeError("shapes do not match")
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal():
     written = io.StringIO()
-    cli._write(
+    generate_command._write(
         Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd :smile:\u00a0é"
     )
     assert written.getvalue() == "a[2Jb[red]c[/red]\nd :smile:\u00a0é"

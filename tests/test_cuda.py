@@ -9,7 +9,15 @@ from coded_reference import coded_reference
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, decode_on_cpu, minmax
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HybridCache,
+    OffloadedHybridCache,
+    QuantizedHybridCache,
+    decode_on_cpu,
+    minmax,
+)
+from hf_hybrid_cache.planning import BITS, Candidate, Way, model_cost
 from hf_hybrid_cache.storage import KVShape
 from hf_hybrid_cache.storage.page_lock import _lock
 from hf_hybrid_cache.storage.staging import Slot
@@ -72,6 +80,20 @@ def test_logits_of_quantized_caches_on_the_gpu_are_those_of_the_codes(bits, opti
     finally:
         model.to("cpu")
     torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("way", [Way.GPU, Way.STREAMED, Way.CPU_ATTENTION])
+def test_planned_bytes_are_those_that_the_cache_reports(name: str, way: Way):
+    candidate = Candidate(name, way)
+    cache = HybridCache(CONFIG, candidate.placement, codec=candidate.codec)
+    for num_tokens in [512] * 5 + [439, 1, 1]:
+        for layer in range(8):
+            cache.update(states(num_tokens, 0), states(num_tokens, 1), layer)
+    planned = candidate.cost(model_cost(CONFIG, torch.bfloat16), 3001).decode
+    report = cache.memory()
+    assert planned.device == pytest.approx(report.device_bytes, rel=0.03)
+    assert planned.host == pytest.approx(report.host_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

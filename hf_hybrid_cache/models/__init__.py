@@ -11,12 +11,15 @@ from collections.abc import Callable
 
 import torch
 
+from ..user_folder import cache_home
 from .random_llama import llama_3_2_1b_config, load_llama_3_2_1b_random, random_llama
-from .smollm2 import cache_home, convert_gguf, load_smollm2
+from .shapes import SHAPES, load_config
+from .smollm2 import convert_gguf, load_smollm2
 from .source import Device, Loaded, ModelLoadError, load_by_name
 
 __all__ = [
     "NAMED_MODELS",
+    "SHAPES",
     "Device",
     "Loaded",
     "ModelLoadError",
@@ -24,6 +27,7 @@ __all__ = [
     "convert_gguf",
     "llama_3_2_1b_config",
     "load",
+    "load_config",
     "random_llama",
 ]
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 import shutil
 from contextlib import redirect_stderr
 from copy import deepcopy
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..user_folder import cache_home
 from .source import Device, Loaded, ModelLoadError, first_line, from_pretrained, hub_answers, no_progress_bars
 
 logger = logging.getLogger(__name__)
@@ -48,17 +48,6 @@ def load_smollm2(name: str, dtype: torch.dtype | None, device_map: Device) -> Lo
         raise
     except Exception as error:  # whatever is wrong with the files, the way out is the same
         raise ModelLoadError(f"{folder} does not load ({first_line(error)}). Delete it and try again.") from error
-
-
-def cache_home() -> Path:
-    """
-    Folder for converted models.
-
-    `$HF_HYBRID_CACHE_HOME`, else `$XDG_CACHE_HOME/hf_hybrid_cache`, else `~/.cache/hf_hybrid_cache`.
-    """
-    if home := os.environ.get("HF_HYBRID_CACHE_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_hybrid_cache"
 
 
 def _smollm2_folder() -> Path:

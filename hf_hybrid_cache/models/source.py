@@ -3,15 +3,23 @@
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import constants, get_session, is_offline_mode
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger(__name__)
@@ -20,6 +28,7 @@ HUB_TIMEOUT_SECONDS = 3.0  # to decide that the Hub does not answer; a download 
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
 Device = str | torch.device
+_T = TypeVar("_T")
 
 
 class ModelLoadError(RuntimeError):
@@ -39,6 +48,20 @@ def load_by_name(name: str, dtype: torch.dtype | None, device_map: Device, built
     Raises:
         ModelLoadError: it cannot be had; the message says what to do.
     """
+    return _load(name, lambda source, local: from_pretrained(source, dtype or "auto", device_map, local), built_in)
+
+
+def load_config_by_name(name: str, built_in: str) -> PreTrainedConfig:
+    """The config of a local folder or a model of the Hub; arguments and errors are those of `load_by_name`."""
+    return _load(
+        name,
+        lambda source, local: AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False),
+        built_in,
+    )
+
+
+def _load(name: str, loader: Callable[[str, bool], _T], built_in: str) -> _T:
+    """What `loader` makes of a folder or a name of the Hub, given whether it may only look at local files."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -50,7 +73,7 @@ def load_by_name(name: str, dtype: torch.dtype | None, device_map: Device, built
         _check_hub_name(name, folder, built_in)
         local_files_only = not hub_answers()
     try:
-        return from_pretrained(str(folder) if folder.is_dir() else name, dtype or "auto", device_map, local_files_only)
+        return loader(str(folder) if folder.is_dir() else name, local_files_only)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises many kinds, of which the cause matters

@@ -2,9 +2,9 @@
 
 from .buffered_store import BufferedStore
 from .codec import Codec, KVCodec
-from .coded_store import CodedStore, record_shape
+from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
 from .growth import GRANULE, Room
-from .host_memory import HostBudget, HostMemoryError, require_host_bytes
+from .host_memory import HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .resident_store import ResidentStore
@@ -32,6 +32,9 @@ __all__ = [
     "Staging",
     "StreamedStore",
     "Streams",
+    "available_host_bytes",
+    "coded_blocks",
+    "full_tokens",
     "record_shape",
     "require_host_bytes",
     "streams_for",

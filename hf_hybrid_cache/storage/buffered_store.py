@@ -1,7 +1,7 @@
 """Keys and values in two growing buffers."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import torch
@@ -62,6 +62,9 @@ class BufferedStore(KVStore):
 
     def buffers(self) -> Iterable[TokenBuffer]:
         return self.keys, self.values
+
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        return ((buffer.device, buffer.planned_bytes(lengths)) for buffer in self.buffers())
 
     def truncate(self, num_tokens: int) -> None:
         self._set_length(num_tokens)

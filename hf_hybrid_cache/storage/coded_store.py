@@ -1,7 +1,7 @@
 """Keys and values of one layer of which all but the first and the last tokens are coded."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,16 @@ def record_shape(shape: KVShape, codec: KVCodec) -> KVShape:
         key_dtype=torch.uint8,
         value_dtype=torch.uint8,
     )
+
+
+def full_tokens(codec: KVCodec) -> int:
+    """Tokens in full precision, at most."""
+    return codec.sink_tokens + RECENT_TOKENS + GRANULE
+
+
+def coded_blocks(codec: KVCodec, num_tokens: int) -> int:
+    """Blocks that are coded after `num_tokens` came one after the other: those with 64 tokens after them."""
+    return max(0, (num_tokens - codec.sink_tokens - RECENT_TOKENS) // GRANULE)
 
 
 class CodedStore(KVStore):
@@ -92,6 +102,10 @@ class CodedStore(KVStore):
     def buffers(self) -> Iterable[TokenBuffer]:
         return *self.full.buffers(), *self.records.buffers()
 
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        yield from self.full.planned_bytes([full_tokens(self.codec)])
+        yield from self.records.planned_bytes([coded_blocks(self.codec, num_tokens) for num_tokens in lengths])
+
     def truncate(self, num_tokens: int) -> None:
         first, blocks = min(num_tokens, self.codec.sink_tokens), self.records.num_tokens
         kept = min(blocks, (num_tokens - first) // GRANULE)
@@ -123,15 +137,14 @@ class CodedStore(KVStore):
 
     def _blocks_to_code(self, new_tokens: int) -> int:
         """Blocks that are not coded yet and will have 64 tokens after them."""
-        later = self.num_tokens + new_tokens - self.codec.sink_tokens - RECENT_TOKENS
-        return max(0, later // GRANULE - self.records.num_tokens)
+        return max(0, coded_blocks(self.codec, self.num_tokens + new_tokens) - self.records.num_tokens)
 
     def _coded(self, keys: torch.Tensor, values: torch.Tensor) -> "_Change":
         """What new states change, coded on their device. Nothing has changed yet, and there is room."""
         first, held = self.codec.sink_tokens, self.full.num_tokens
         count = self._blocks_to_code(keys.shape[2]) * GRANULE
         self.full.settle()
-        self.full.reserve(first + RECENT_TOKENS + GRANULE)
+        self.full.reserve(full_tokens(self.codec))
         if not count:
             # Not coded from no states: this is every step but one of 64, and coding would wait for the device.
             shapes = self.records.shape.keys, self.records.shape.values

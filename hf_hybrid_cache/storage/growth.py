@@ -20,6 +20,11 @@ class Room:
     device_tokens: int = 0
     host_tokens: int = 131_072
 
+    @classmethod
+    def expecting(cls, max_length: int | None, context: int | None) -> "Room":
+        """For a cache of `max_length` tokens, if that is known, of a model with a context of so many, if that is."""
+        return cls(max_length or 0, max(cls.host_tokens, max_length or 0, context or 0))
+
     def of_records(self) -> "Room":
         """For records of blocks instead of tokens."""
         return Room(-(-self.device_tokens // GRANULE), -(-self.host_tokens // GRANULE))

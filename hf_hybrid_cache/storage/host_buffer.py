@@ -41,6 +41,9 @@ class HostBuffer(TokenBuffer):
             self._grow(num_tokens, keep)
         self._commit(num_tokens)
 
+    def _memory_for(self, num_tokens: int) -> int:
+        return num_tokens
+
     def _grow(self, num_tokens: int, keep: int) -> None:
         shape = self._stored_shape(max(num_tokens, self.expected_tokens, 2 * self.capacity))
         num_bytes = shape.numel() * self.dtype.itemsize

@@ -1,7 +1,7 @@
 """What a layer needs of the place where its keys and values are kept."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +95,10 @@ class KVStore(ABC):
     @abstractmethod
     def buffers(self) -> Iterable[TokenBuffer]:
         """Everything that holds memory for this layer alone."""
+
+    @abstractmethod
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        """What its buffers would hold, each on its device, once this empty store had grown to each of `lengths`."""
 
     @abstractmethod
     def truncate(self, num_tokens: int) -> None:

@@ -70,13 +70,23 @@ class RunBuffer(HostBuffer):
         super()._grow(num_tokens, keep)
         release_old()
 
+    def _memory_for(self, num_tokens: int) -> int:
+        if self.pinned_for is None:
+            return self.rows(num_tokens) * self.row_entries
+        reserved = self.rows(max(num_tokens, self.expected_tokens)) * self.row_entries
+        return min(self._locked(num_tokens), reserved)
+
+    def _locked(self, num_tokens: int) -> int:
+        """Entries that are page-locked when `num_tokens` are needed: a chunk more, up to where pages and rows end."""
+        page_entries = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
+        granule = math.lcm(self.row_entries, page_entries)
+        return -(-grown_capacity(num_tokens, self.entry_tokens) // granule) * granule
+
     def _commit(self, num_tokens: int) -> None:
         start, end = self._committed_tokens, self.rows(num_tokens) * self.row_entries
         # What was not reserved does not start at a page, and might share one with other memory.
         if self.pinned_for is not None and self._space is not None and not self._lock.refused:
-            page_entries = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
-            granule = math.lcm(self.row_entries, page_entries)
-            end = min(-(-grown_capacity(num_tokens, self.entry_tokens) // granule) * granule, self.capacity)
+            end = min(self._locked(num_tokens), self.capacity)
         if self._space is not None:
             self._space.use_huge_pages(start * self.bytes_per_token, end * self.bytes_per_token)
             if self.pinned_for is not None:

@@ -1,6 +1,7 @@
 """Memory that a cache's layers take turns in, for states that are made anew for each use."""
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,17 +37,26 @@ class Scratch:
         """Bytes that are held, lent or not."""
         return sum(piece.data.nbytes for piece in self._pieces)
 
+    @staticmethod
+    def planned_bytes(sizes: Iterable[int]) -> int:
+        """Bytes that would be held for one tensor after it was lent with each of `sizes`, in bytes, in turn."""
+        held = 0
+        for num_bytes in sizes:
+            if num_bytes > held:
+                held = _with_slack(num_bytes)
+        return held
+
     def lend(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor with any content."""
         num_bytes = shape.numel() * dtype.itemsize
         free = [piece for piece in self._pieces if piece.is_free]
         piece = next((piece for piece in free if piece.data.nbytes >= num_bytes), None)
         if piece is None:
-            # What is too small now will be too small again. An eighth more, so that this happens rarely.
+            # What is too small now will be too small again.
             for small in free[:1]:
                 self._pieces.remove(small)
             with torch.inference_mode(False):
-                piece = _Piece(torch.empty(num_bytes + num_bytes // 8, dtype=torch.uint8, device=self._device))
+                piece = _Piece(torch.empty(_with_slack(num_bytes), dtype=torch.uint8, device=self._device))
             self._pieces.append(piece)
         with torch.inference_mode(False):
             view = piece.data[:num_bytes].view(dtype).view(shape)
@@ -56,3 +66,8 @@ class Scratch:
     def release(self) -> None:
         """Give back what nobody holds."""
         self._pieces = [piece for piece in self._pieces if not piece.is_free]
+
+
+def _with_slack(num_bytes: int) -> int:
+    """An eighth more, so that a tensor that grows is rarely too large."""
+    return num_bytes + num_bytes // 8

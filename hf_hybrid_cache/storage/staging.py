@@ -3,6 +3,7 @@
 import copy
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -178,6 +179,12 @@ class Staging:
             slot = self._slot_of(other)
             if other.num_tokens > 0 and (slot is None or slot.num_tokens < other.num_tokens):
                 self._fetch(other, current=store)
+
+    def planned_bytes(self, shape: KVShape, num_layers: int, sizes: Sequence[int]) -> int:
+        """Bytes of the slots for layers of `shape`, none of them resident, after growing to each of `sizes`."""
+        slot = Slot(shape, self.streams)
+        num_slots = min(self.prefetch_layers + 1, num_layers)
+        return num_slots * (slot.keys.planned_bytes(sizes) + slot.values.planned_bytes(sizes))
 
     def invalidate(self, store: "StreamedStore") -> None:
         """The device copy of `store` is no longer what the host holds."""

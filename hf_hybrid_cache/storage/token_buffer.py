@@ -1,6 +1,7 @@
 """Room for the keys or the values of one layer, written token after token and read as one tensor."""
 
 import copy
+from collections.abc import Iterable
 from typing import Self
 
 import torch
@@ -63,9 +64,15 @@ class TokenBuffer:
     def ensure(self, num_tokens: int, keep: int) -> None:
         """Make room for `num_tokens`; the first `keep` stay as they are."""
         if num_tokens > self.capacity:
-            self._move_to(
-                self._allocate(max(grown_capacity(num_tokens, self.entry_tokens), self.expected_tokens)), keep
-            )
+            self._move_to(self._allocate(self._memory_for(num_tokens)), keep)
+
+    def planned_bytes(self, sizes: Iterable[int]) -> int:
+        """Bytes that the buffer, empty now, would hold once it had grown to each of `sizes`; nothing is allocated."""
+        capacity = 0
+        for num_tokens in sizes:
+            if num_tokens > capacity:
+                capacity = self._memory_for(num_tokens)
+        return capacity * self.bytes_per_token
 
     def write(self, start: int, states: torch.Tensor) -> None:
         """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, where room must have been made."""
@@ -102,6 +109,10 @@ class TokenBuffer:
         twin.ensure(num_tokens, keep=0)
         twin.write(0, self.read(num_tokens))
         return twin
+
+    def _memory_for(self, num_tokens: int) -> int:
+        """Tokens that there is memory for after growing to `num_tokens`."""
+        return max(grown_capacity(num_tokens, self.entry_tokens), self.expected_tokens)
 
     def _emptied(self, shape: tuple[int, int, int]) -> Self:
         twin = copy.copy(self)

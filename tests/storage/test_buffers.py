@@ -12,6 +12,7 @@ from hf_hybrid_cache.kernels import BLOCK, value_width
 from hf_hybrid_cache.storage.block_buffer import BlockBuffer
 from hf_hybrid_cache.storage.growth import GRANULE, grown_capacity
 from hf_hybrid_cache.storage.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.record_buffer import RecordBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
 SHAPE = (2, 3, 8)
@@ -71,6 +72,20 @@ def test_what_is_written_in_pieces_is_read_as_one(make, num_tokens: int):
     assert torch.equal(buffer.read(num_tokens), states)
     third = num_tokens // 3
     assert torch.equal(buffer.read_range(third, num_tokens), states[:, :, third:])
+
+
+def records() -> RecordBuffer:
+    return RecordBuffer(SHAPE, expected_records=20_000)
+
+
+@pytest.mark.parametrize("make", [*BUFFERS, records])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]])
+def test_planned_bytes_are_those_held_after_growing(make, lengths: list[int]):
+    planned = make().planned_bytes(lengths)
+    buffer = make()
+    for num_tokens in lengths:
+        buffer.ensure(num_tokens, keep=0)
+    assert planned == buffer.num_bytes
 
 
 @pytest.mark.parametrize("make", BUFFERS)

@@ -1,26 +1,27 @@
-"""The `hf-hybrid-cache` command: ask a question about a long document, with any of the caches."""
+"""`hf-hybrid-cache generate`: ask a question about a long document, with any of the caches."""
 
-import sys
 import unicodedata
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
+import typer
 from huggingface_hub.utils import disable_progress_bars
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-from . import __version__
-from .demo import (
+from ..demo import (
     CACHES,
     DEFAULT_QUESTION,
     CacheOptions,
     Prompt,
-    PromptError,
     Run,
     context_length,
     default_document,
@@ -30,55 +31,10 @@ from .demo import (
     verbatim_prompt,
     warm_up,
 )
-from .models import NAMED_MODELS, ModelLoadError, load
-
-try:
-    import typer
-    from rich import box
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
-except ModuleNotFoundError as error:
-    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
-
-# Plain usage errors: boxes would be cut to 80 columns where there is no terminal.
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+from ..models import NAMED_MODELS, load
+from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
 
-class UsageError(ValueError):
-    """An argument that cannot be used; the message names it and the way out."""
-
-
-def main() -> None:
-    """Run the command, as the installed script does."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal cannot show
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """KV caches for Hugging Face transformers that keep long contexts in host memory."""
-
-
-@app.command()
 def generate(
     document: Annotated[
         Path | None, typer.Option(help="Text to ask about, cut to fit. Default: Python's language reference.")
@@ -111,12 +67,12 @@ def generate(
     The answer and the table go to stdout, progress and remarks to stderr. Decoding is greedy.
     """
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    with _exit_codes(notes):
-        _check_choice("--cache", cache, CACHES)
+    with exit_codes(notes):
+        check_choice("--cache", cache, CACHES)
         if bits not in (8, 4, 2):
             raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
         if dtype is not None:
-            _check_choice("--dtype", dtype, DTYPES)
+            check_choice("--dtype", dtype, DTYPES)
         if prompt_file and (document or question is not None):
             raise UsageError("--prompt-file is the whole prompt: drop it, or --document and --question.")
         if question is not None and not question.strip():
@@ -128,11 +84,11 @@ def generate(
             transformers_logging.disable_progress_bar()
 
         chosen_device = _checked_device(device)
-        _note(notes, f"loading {model}")
+        note(notes, f"loading {model}")
         language_model, tokenizer = load(model, DTYPES[dtype] if dtype else None, chosen_device)
         context = context_length(language_model)
         precision = str(language_model.dtype).removeprefix("torch.")
-        _note(notes, f"model: {precision} on {language_model.device}, context of {context:,} tokens")
+        note(notes, f"model: {precision} on {language_model.device}, context of {context:,} tokens")
         room = context - max_new_tokens
         if room < 1:
             raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {context:,} tokens.")
@@ -140,16 +96,16 @@ def generate(
             if text is not None or question is not None:
                 raise UsageError(f"{model} has no tokenizer: it takes no text, only the random tokens it gets without.")
             prompt = random_prompt(language_model, min(context_tokens, room))
-            _note(notes, f"prompt: {prompt.input_ids.shape[1]:,} random tokens")
+            note(notes, f"prompt: {prompt.input_ids.shape[1]:,} random tokens")
         elif prompt_file and text is not None:
             prompt = verbatim_prompt(tokenizer, text, room)
-            _note(notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens")
+            note(notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens")
         else:
             prompt = document_prompt(
                 tokenizer, text or default_document(), question or DEFAULT_QUESTION, context_tokens, room
             )
             kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
-            _note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
+            note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
 
         options = CacheOptions(prefetch_layers, resident_layers, bits)
         task = _Task(language_model, prompt, options, max_new_tokens, prefill_chunk_size, notes)
@@ -157,7 +113,7 @@ def generate(
         if not compare:
             run = task.run(cache, stream.put)
             stream.end()
-            _note(notes, _summary(cache, run))
+            note(notes, _summary(cache, run))
             return
         runs = {}
         for name in CACHES:
@@ -248,10 +204,6 @@ def _write(out: Console, text: str) -> None:
     out.file.flush()
 
 
-def _note(notes: Console, text: str) -> None:
-    notes.print(text, markup=False, highlight=False, emoji=False, style="dim")
-
-
 def _summary(name: str, run: Run) -> str:
     return (
         f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
@@ -302,11 +254,6 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
-
-
 def _checked_device(name: str | None) -> torch.device | None:
     if name is None:
         return None
@@ -322,26 +269,3 @@ def _checked_device(name: str | None) -> torch.device | None:
     if wanted not in here:
         raise UsageError(f"--device {name!r} is not here: this machine has {', '.join(here)}.")
     return device
-
-
-@contextmanager
-def _exit_codes(notes: Console) -> Iterator[None]:
-    """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except (UsageError, PromptError, ModelLoadError) as error:
-        message = str(error)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
-            raise
-        message = next(iter(str(error).splitlines()), "") or "Out of memory. Use fewer --context-tokens."
-    else:
-        return
-    notes.print(f"error: {message}", markup=False, highlight=False, emoji=False)
-    raise typer.Exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,239 @@
+"""
+Measuring how fast a machine is, in seconds: products with weights, the layers of a model, and caches of one layer.
+
+Before anything is timed a matrix is read, as a model does between two layers, so that what is timed next is not in the
+processor's caches. Keys and values are random and have the shape of Llama 3.2-1B: 8 heads of 64, 4 queries each.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from .cache import HybridCache
+from .planning import BITS, CacheSpeed, Candidate, DeviceSpeed, Speeds, Way, layer_bytes
+from .storage import KVShape, require_host_bytes
+
+HOST = torch.device("cpu")
+_MATRIX = (8192, 4096)
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 64
+_BUS_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Effort:
+    """
+    How much is measured.
+
+    Attributes:
+        matrices: of 4096 by 8192 weights, together more than the processor's caches hold.
+        contexts: tokens in the caches, the fewest first.
+        chunk: tokens of a prompt at once.
+        layers: of the model that tells what a layer takes besides weights and attention.
+        rounds: of which the median counts.
+    """
+
+    matrices: int = 8
+    contexts: tuple[int, ...] = (4096, 32_768, 131_072)
+    chunk: int = 512
+    layers: int = 8
+    rounds: int = 5
+
+
+def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Speeds:
+    """
+    Measure the CPU, and the current CUDA device if there is one, with models of `dtype`.
+
+    The first time ever, kernels are compiled before.
+
+    Raises:
+        HostMemoryError: host memory would not suffice.
+    """
+    effort = effort or Effort()
+    states = 2 * _KV_HEADS * _HEAD_DIM * sum(effort.contexts)
+    num_bytes = dtype.itemsize * (effort.matrices * _MATRIX[0] * _MATRIX[1] + (len(BITS) + 2) * states)
+    require_host_bytes(num_bytes, "Measuring speeds needs")
+    host = _device_speed(HOST, dtype, effort)
+    if not torch.cuda.is_available():
+        return Speeds(host)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Speeds(host, _device_speed(device, dtype, effort), *_bus_speed(device, effort.rounds))
+
+
+@torch.inference_mode()
+def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> DeviceSpeed:
+    weights = _Weights(device, dtype, effort.matrices)
+    layers: dict[tuple[str, int], _Layer] = {}
+    for num_tokens in effort.contexts:
+        states = _random_states(_KV_HEADS, num_tokens, device, dtype)
+        layers |= {(name, num_tokens): _Layer(name, states) for name in ("stock", *BITS)}
+    del states
+    model = _Model(device, dtype, effort.layers, weights)
+    samples: dict[Any, list[float]] = defaultdict(list)
+    for turn in range(effort.rounds + 1):
+        if turn == 1:
+            samples.clear()  # the first round compiles
+        samples["weights"].append(_seconds(weights.read_all, device))
+        samples["model"].append(model.step_seconds())
+        for key, layer in layers.items():
+            weights.read_next()
+            samples[key].append(_seconds(layer.step, device))
+    seconds = {key: statistics.median(values) for key, values in samples.items()}
+    caches = {
+        name: CacheSpeed(
+            tuple((layers[name, num_tokens].num_bytes, seconds[name, num_tokens]) for num_tokens in effort.contexts),
+            layers[name, effort.contexts[0]].attention_flops(effort.chunk),
+        )
+        for name in ("stock", *BITS)
+    }
+    return DeviceSpeed(
+        weights.num_bytes / seconds["weights"],
+        max(0.0, seconds["model"] / effort.layers - caches["stock"].step_seconds(0)),
+        weights.flops(effort.chunk),
+        caches,
+    )
+
+
+class _Weights:
+    """Matrices of a model, to be multiplied with one token or a chunk of a prompt."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, count: int):
+        self._device = device
+        self._matrices = [torch.full(_MATRIX, 0.01, dtype=dtype, device=device) for _ in range(count)]
+        self._turn = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self._matrices)
+
+    def read_next(self) -> None:
+        self._turn = (self._turn + 1) % len(self._matrices)
+        self._multiply(1)
+
+    def read_all(self) -> None:
+        for _ in self._matrices:
+            self.read_next()
+
+    def flops(self, chunk: int) -> float:
+        """Arithmetic a second of products with `chunk` tokens."""
+        self._multiply(chunk)
+        return 2 * chunk * _MATRIX[0] * _MATRIX[1] / _seconds(lambda: self._multiply(chunk), self._device)
+
+    def _multiply(self, num_tokens: int) -> None:
+        matrix = self._matrices[self._turn]
+        linear(matrix.new_full((1, num_tokens, _MATRIX[1]), 0.1), matrix)
+
+
+class _Layer:
+    """A cache of one layer with random states, and attention to it as a model calls it."""
+
+    def __init__(self, name: str, states: torch.Tensor):
+        self._device, self._dtype, self._num_tokens = states.device, states.dtype, states.shape[2]
+        candidate = Candidate(name, Way.CPU if self._device == HOST else Way.GPU)
+        config = _config(1)
+        self._attention = LlamaAttention(config, 0)
+        self._cache: Cache = (
+            DynamicCache(config=config)
+            if name == "stock"
+            else HybridCache(config, candidate.placement, codec=candidate.codec)
+        )
+        self._cache.update(states, states, 0)
+        self.num_bytes = layer_bytes(KVShape.of(states, states), candidate.codec, self._num_tokens)
+
+    def step(self) -> None:
+        self._attend(1, None)
+
+    def attention_flops(self, chunk: int) -> float:
+        """Arithmetic a second of a chunk of a prompt."""
+
+        def attend() -> None:
+            visible = torch.ones(chunk, self._num_tokens + chunk, dtype=torch.bool, device=self._device)
+            self._attend(chunk, visible.tril(self._num_tokens)[None, None])
+
+        attend()  # compiles
+        seconds = _seconds(attend, self._device)
+        return 4 * _HEADS * _HEAD_DIM * chunk * self._num_tokens / seconds
+
+    def _attend(self, num_tokens: int, mask: torch.Tensor | None) -> None:
+        states = self._states(_KV_HEADS, num_tokens)
+        keys, values = self._cache.update(states, states, 0)
+        self._num_tokens += num_tokens
+        sdpa_attention_forward(self._attention, self._states(_HEADS, num_tokens), keys, values, mask)
+
+    def _states(self, heads: int, num_tokens: int) -> torch.Tensor:
+        return _random_states(heads, num_tokens, self._device, self._dtype)
+
+
+class _Model:
+    """A model of few weights. On a CPU a matrix is read before each layer, and its time taken off."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, num_layers: int, weights: _Weights):
+        config = _config(num_layers)
+        model: torch.nn.Module = LlamaForCausalLM(config)
+        self._model = model.to(device, dtype).eval()
+        self._cache = DynamicCache(config=config)
+        self._device, self._weights = device, weights
+        self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._excluded = 0.0
+        # On a GPU reading overlaps with launching the next operations, which is what takes this model its time.
+        for layer in self._model.get_submodule("model.layers").children() if device == HOST else []:
+            layer.register_forward_pre_hook(self._read_matrix)
+
+    def step_seconds(self) -> float:
+        self._excluded = 0.0
+        seconds = _seconds(lambda: self._model(self._token, past_key_values=self._cache), self._device)
+        return seconds - self._excluded
+
+    def _read_matrix(self, module: torch.nn.Module, inputs: tuple) -> None:
+        self._excluded += _seconds(self._weights.read_next, self._device)
+
+
+def _random_states(heads: int, num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(1, heads, num_tokens, _HEAD_DIM, device=device).to(dtype)
+
+
+def _config(num_layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KV_HEADS,
+        head_dim=_HEAD_DIM,
+    )
+
+
+@torch.inference_mode()
+def _bus_speed(device: torch.device, rounds: int) -> tuple[float, float]:
+    """Bytes a second from page-locked host memory to `device`, and seconds of a small tensor there and back."""
+    block = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
+    small = torch.zeros(_HEADS * _HEAD_DIM, device=device)
+    copies, round_trips = [], []
+    for _ in range(rounds + 1):
+        copies.append(_seconds(lambda: block.to(device, non_blocking=True), device))
+        round_trips.append(_seconds(lambda: small.to(HOST).to(device), device))
+    return _BUS_BYTES / statistics.median(copies[1:]), statistics.median(round_trips[1:])
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Of `action`, with what it started on the device."""
+    _synchronize(device)
+    start = time.perf_counter()
+    action()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

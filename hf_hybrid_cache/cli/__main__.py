@@ -1,0 +1,5 @@
+"""`python -m hf_hybrid_cache.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,47 @@
+"""What the commands share: remarks on stderr, and errors as exit codes."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+import typer
+from rich.console import Console
+
+from ..demo import PromptError
+from ..models import ModelLoadError
+from ..planning import CostError, PlanError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
+
+
+class UsageError(ValueError):
+    """An argument that cannot be used; the message names it and the way out."""
+
+
+def note(notes: Console, text: str) -> None:
+    notes.print(text, markup=False, highlight=False, emoji=False, style="dim")
+
+
+def check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
+
+
+@contextmanager
+def exit_codes(notes: Console) -> Iterator[None]:
+    """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (UsageError, PromptError, ModelLoadError, CostError, PlanError) as error:
+        message = str(error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
+            raise
+        message = next(iter(str(error).splitlines()), "") or "Out of memory. Use fewer --context-tokens."
+    else:
+        return
+    notes.print(f"error: {message}", markup=False, highlight=False, emoji=False)
+    raise typer.Exit(2)

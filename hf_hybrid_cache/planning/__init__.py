@@ -1,0 +1,60 @@
+"""
+Which cache for which machine, worked out before anything is loaded.
+
+`model_cost` and `cost` say what a model and a cache take, `machine` what there is and how fast it is, `speed` how long
+a token takes, `candidates` which caches there are, and `plans` puts it all together.
+"""
+
+from .candidates import BITS, RUNTIME_BYTES, Candidate, candidates, uses_gpu
+from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
+from .machine import (
+    CacheSpeed,
+    DeviceSpeed,
+    Machine,
+    Speeds,
+    SpeedsFileError,
+    load_speeds,
+    save_speeds,
+    speeds_path,
+    this_machine,
+)
+from .model_cost import CostError, ModelCost, model_cost
+from .plans import Plan, PlanError, choose, farthest, make_plan, predict, recommended
+from .sizes import parse_bandwidth, parse_bytes, parse_tokens
+from .speed import Way
+
+__all__ = [
+    "BITS",
+    "RUNTIME_BYTES",
+    "CacheCost",
+    "CacheSpeed",
+    "Candidate",
+    "CostError",
+    "DeviceSpeed",
+    "Held",
+    "Machine",
+    "ModelCost",
+    "Plan",
+    "PlanError",
+    "Speeds",
+    "SpeedsFileError",
+    "Way",
+    "cache_cost",
+    "candidates",
+    "choose",
+    "farthest",
+    "layer_bytes",
+    "load_speeds",
+    "make_plan",
+    "model_cost",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_tokens",
+    "predict",
+    "recommended",
+    "save_speeds",
+    "speeds_path",
+    "stock_cost",
+    "this_machine",
+    "uses_gpu",
+]

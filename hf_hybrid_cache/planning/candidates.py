@@ -1,0 +1,122 @@
+"""The caches to choose from: how each is made, and what a model with it takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..codecs import minmax
+from ..placement import Placement
+from ..storage import KVCodec
+from .cost import CacheCost, Held, cache_cost, stock_cost
+from .machine import Machine
+from .model_cost import ModelCost
+from .speed import Way
+
+# What the process takes besides: Python and its libraries in host memory, CUDA and its libraries on the GPU.
+RUNTIME_BYTES = 2**29
+# The caches from the best quality to the worst.
+BITS: Mapping[str, int | tuple[int, int] | None] = {
+    "dynamic": None,
+    "quantized-8": 8,
+    "quantized-4": 4,
+    "quantized-4-2": (4, 2),
+    "quantized-2": 2,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """
+    A cache that could be used.
+
+    Attributes:
+        cache: its name: "stock" is transformers' `DynamicCache`; "offloaded", or one of `BITS`.
+        way: where it is, and who attends to it.
+    """
+
+    cache: str
+    way: Way
+
+    @property
+    def placement(self) -> Placement:
+        """As the prompt needs it."""
+        streamed = self.way in (Way.STREAMED, Way.CPU_DECODE) or self.cache == "offloaded"
+        return Placement(offload=streamed, cpu_decode=True if self.way == Way.CPU_ATTENTION else None)
+
+    @property
+    def codec(self) -> KVCodec | None:
+        bits = BITS.get(self.cache)
+        return None if bits is None else minmax(bits)
+
+    def cost(self, model: ModelCost, context: int) -> CacheCost:
+        """What the cache costs; while the CPU decodes, what it held on the GPU is in host memory."""
+        on_cpu = self.way == Way.CPU
+        if self.cache == "stock":
+            return stock_cost(model, context, on_cpu)
+        cost = cache_cost(model, self.placement, self.codec, context, on_cpu)
+        if self.way == Way.CPU_DECODE:
+            later = cache_cost(model, self.placement, self.codec, context, on_cpu=True)
+            return replace(cost, decode=later.decode, moved_bytes=later.moved_bytes)
+        return cost
+
+    def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
+        """Bytes at most, at any time, weights and all."""
+        weights, working = model.weight_bytes + RUNTIME_BYTES, model.working_bytes(context)
+        if self.way == Way.CPU:
+            return Held(0, weights + max(cost.prefill.host + cost.copied + working, cost.decode.host))
+        host = max(cost.prefill.host, cost.decode.host) + (weights if self.way == Way.CPU_DECODE else RUNTIME_BYTES)
+        return Held(weights + max(cost.prefill.device + working, cost.decode.device), host)
+
+    def code(self, model: ModelCost) -> str:
+        """Lines of Python that load the model and use the cache."""
+        options = ["model.config"]
+        if (bits := BITS.get(self.cache)) is not None:
+            name = "QuantizedHybridCache"
+            options += [f"bits={bits}"] + ["offload=True"] * self.placement.offload
+        elif self.cache == "stock":
+            name, options = "DynamicCache", ["config=model.config"]
+        else:
+            name = "OffloadedHybridCache" if self.placement.offload else "DynamicHybridCache"
+        if self.way == Way.CPU_ATTENTION:
+            options.append("cpu_decode=True")
+        classes = ["AutoModelForCausalLM"] + ["DynamicCache"] * (self.cache == "stock")
+        ours = [] if self.cache == "stock" else [name] + ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)
+        dtype, device = str(model.dtype).removeprefix("torch."), "cpu" if self.way == Way.CPU else "cuda"
+        generate = ["**inputs", "past_key_values=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
+        if self.way == Way.CPU_DECODE:
+            generate.append("custom_generate=decode_on_cpu")
+        lines = [
+            f"from transformers import {', '.join(classes)}",
+            *([f"from hf_hybrid_cache import {', '.join(ours)}"] if ours else []),
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{model.name}", dtype="{dtype}", device_map="{device}")',
+            f"cache = {name}({', '.join(options)})",
+            f"model.generate({', '.join(generate)})",
+        ]
+        return "\n".join(lines)
+
+
+def candidates(model: ModelCost, machine: Machine) -> list[Candidate]:
+    """
+    The caches to choose from, the best quality first and then the fewest transfers.
+
+    A GPU that has no room for the weights is not used. A model without layers of full attention gains nothing from our
+    caches.
+    """
+    has_gpu = uses_gpu(model, machine)
+    found = [Candidate("stock", Way.GPU if has_gpu else Way.CPU)]
+    if not model.shapes:
+        return found
+    if not has_gpu:
+        return found + [Candidate(name, Way.CPU) for name in BITS]
+    for name in BITS:
+        streamed = "offloaded" if name == "dynamic" else name
+        found += [Candidate(name, Way.GPU), Candidate(streamed, Way.STREAMED)]
+        if model.has_kernel:
+            found += [Candidate(name, Way.CPU_ATTENTION)]
+        found += [Candidate(streamed, Way.CPU_DECODE)]
+    return found
+
+
+def uses_gpu(model: ModelCost, machine: Machine) -> bool:
+    """Whether weights, and a chunk of a prompt, fit the GPU."""
+    return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes <= machine.device_bytes

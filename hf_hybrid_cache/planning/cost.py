@@ -1,0 +1,144 @@
+"""What a cache costs a model: bytes that it holds, and those that a step reads. Asked of the stores it is made of."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..layer import LayerStores
+from ..placement import Placement
+from ..storage import CodedStore, KVCodec, KVShape, Room, Scratch, StreamedStore, coded_blocks
+from .model_cost import ModelCost
+
+HOST = torch.device("cpu")
+
+
+class Held(NamedTuple):
+    """Bytes in the memory of an accelerator, and in host memory."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """
+    What a cache costs at one context.
+
+    Attributes:
+        prefill: held at the end of the prompt.
+        decode: held while tokens are decoded, as `memory()` reports it.
+        copied: states of one layer that the last chunk of the prompt takes out of the kernel's blocks, in host memory.
+        read_bytes: of the full-attention layers, as they are stored, all of which a step reads.
+        moved_bytes: what a step reads and writes for them in all.
+        other_bytes: of the other layers.
+    """
+
+    prefill: Held
+    decode: Held
+    copied: int
+    read_bytes: int
+    moved_bytes: int
+    other_bytes: int
+
+
+def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
+    """What transformers' `DynamicCache` costs; arguments are those of `cache_cost`."""
+    read = sum(context * sum(_token_bytes(shape)) for shape in model.shapes.values())
+    others = model.held_by_others(context)
+    held = Held(0, read + others) if on_cpu else Held(read + others, 0)
+    # It copies all that is stored, which is a read and a write, before it is read again.
+    return CacheCost(held, held, 0, read, 3 * read, others)
+
+
+def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool) -> CacheCost:
+    """
+    What a `HybridCache` costs when a prompt in chunks, or the tokens after it, have brought it to `context` tokens.
+
+    Args:
+        model: whose cache it is.
+        placement: of the cache; resident layers are not counted.
+        codec: of all full-attention layers.
+        context: tokens of each sequence.
+        on_cpu: the model computes on the CPU; `False` is on a CUDA device.
+    """
+    if not model.has_kernel:
+        placement = replace(placement, cpu_decode=False)  # as a cache does once attention asks for the states
+    codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
+    stores = LayerStores(placement, Room.expecting(None, model.max_context), len(model.shapes), codecs)
+    others = model.held_by_others(context)
+    kept = Counter({HOST.type if on_cpu else "meta": others})
+    # Layers take turns in what they share, so that the largest counts.
+    shared_prefill = shared_decode = copied = read = moved = 0
+    for meta_shape, num_layers in Counter(model.shapes.values()).items():
+        index = next(index for index, shape in model.shapes.items() if shape == meta_shape)
+        shape = meta_shape._replace(device=HOST) if on_cpu else meta_shape
+        layer = _LayerCost.of(stores, index, shape, num_layers, model.lengths(context))
+        kept.update({device: num_layers * num_bytes for device, num_bytes in layer.kept.items()})
+        stored = layer_bytes(shape, codec, context)
+        read += num_layers * stored
+        moved += num_layers * (stored + layer.moved)
+        shared_prefill = max(shared_prefill, layer.shared_prefill)
+        shared_decode = max(shared_decode, layer.shared_decode)
+        copied = max(copied, layer.copied)
+    held = [
+        Held(0, kept["cpu"] + shared) if on_cpu else Held(kept["meta"] + shared, kept["cpu"])
+        for shared in (shared_prefill, shared_decode)
+    ]
+    return CacheCost(held[0], held[1], copied, read, moved, others)
+
+
+def layer_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
+    """Bytes of one layer's states, of `shape` and coded by `codec`, in the blocks that the CPU kernel reads."""
+    stores = LayerStores(Placement(), Room(), 1, {} if codec is None else {0: codec})
+    store = stores.make(0, 0, shape._replace(device=HOST))
+    return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
+
+
+class _LayerCost(NamedTuple):
+    """
+    What one layer costs.
+
+    Attributes:
+        kept: bytes by type of device.
+        shared_prefill: bytes on the compute device that layers take turns in, at the end of the prompt.
+        shared_decode: likewise, while tokens are decoded.
+        copied: see `CacheCost`.
+        moved: bytes of states that a step decodes, which writes and reads them.
+    """
+
+    kept: Counter[str]
+    shared_prefill: int
+    shared_decode: int
+    copied: int
+    moved: int
+
+    @classmethod
+    def of(cls, stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: list[int]) -> "_LayerCost":
+        """Of the layer `index`, one of `num_layers` of this shape, after growing to each of `lengths`."""
+        store = stores.make(index, 0, shape)
+        kept: Counter[str] = Counter()
+        for device, num_bytes in store.planned_bytes(lengths):
+            kept[device.type] += num_bytes
+        attends_on_cpu = stores.attends_on_cpu(index, shape)
+        all_states = lengths[-1] * sum(_token_bytes(shape))
+        slots = scratch = copied = moved = 0
+        entries, sizes = store, lengths
+        if isinstance(store, CodedStore):
+            entries, sizes = store.records, [coded_blocks(store.codec, length) for length in lengths]
+            moved = 0 if attends_on_cpu else 2 * all_states
+            # The first chunk is attended to as it comes.
+            later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
+            scratch = sum(Scratch.planned_bytes([n * size for n in later]) for size in _token_bytes(shape))
+        elif attends_on_cpu and shape.device == HOST and len(lengths) > 1:
+            copied = all_states
+        if isinstance(entries, StreamedStore):
+            slots = entries.staging.planned_bytes(entries.shape, num_layers, sizes)
+        return cls(kept, slots + scratch, 0 if attends_on_cpu else slots + scratch, copied, moved)
+
+
+def _token_bytes(shape: KVShape) -> tuple[int, int]:
+    """Bytes of the keys, and of the values, of one token."""
+    heads = shape.batch * shape.num_kv_heads
+    return heads * shape.key_dim * shape.key_dtype.itemsize, heads * shape.value_dim * shape.value_dtype.itemsize

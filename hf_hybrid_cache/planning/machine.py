@@ -1,0 +1,205 @@
+"""The machine that a plan is for: its memory, and its speeds, which are measured once and kept in a file."""
+
+import json
+import math
+import os
+import platform
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._version import __version__
+from ..storage import available_host_bytes
+from ..user_folder import cache_home
+
+_SCHEMA = 1
+
+
+class SpeedsFileError(ValueError):
+    """Measured speeds cannot be used; the message names the file and says what to do."""
+
+
+@dataclass(frozen=True)
+class CacheSpeed:
+    """
+    How fast a cache is on one device.
+
+    Attributes:
+        steps: bytes stored in one layer, and seconds that its update and its attention then take in a decode step; two
+            or more such pairs, the fewest bytes first.
+        attention_flops: a second, in the prefill.
+    """
+
+    steps: tuple[tuple[int, float], ...]
+    attention_flops: float
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.steps]
+        if len(sizes) < 2 or sizes != sorted(set(sizes)):
+            raise ValueError(f"steps must be of two or more sizes, the smallest first, got {sizes}")
+
+    def step_seconds(self, layer_bytes: float) -> float:
+        """Seconds with so many bytes in the layer: on the line between the steps beside it, or the nearest two."""
+        position = min(max(1, bisect_left(self.steps, (layer_bytes,))), len(self.steps) - 1)
+        (less, sooner), (more, later) = self.steps[position - 1 : position + 1]
+        return max(0.0, sooner + (later - sooner) * (layer_bytes - less) / (more - less))
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """
+    How fast a device computes a model.
+
+    Attributes:
+        weight_bytes_per_second: read by products of the weights with one token.
+        layer_seconds: of a step of one layer besides weights and attention.
+        flops: a second, in products of the weights with many tokens; `None` if that is not known.
+        caches: by name, as far as they are known.
+    """
+
+    weight_bytes_per_second: float
+    layer_seconds: float = 0.0
+    flops: float | None = None
+    caches: Mapping[str, CacheSpeed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """
+    How fast a machine is; `None` is not known.
+
+    Attributes:
+        host: its CPU.
+        device: its GPU.
+        bus_bytes_per_second: from page-locked host memory to the GPU.
+        round_trip_seconds: of a query to the host and a result back.
+    """
+
+    host: DeviceSpeed | None = None
+    device: DeviceSpeed | None = None
+    bus_bytes_per_second: float | None = None
+    round_trip_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """
+    What a plan may use.
+
+    Attributes:
+        device_bytes: of the GPU; 0 is none.
+        host_bytes: of host memory.
+        speeds: as far as they are known.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    speeds: Speeds = Speeds()
+
+
+def free_device_bytes() -> int:
+    """Bytes that torch reports free on the current CUDA device; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def this_machine(device_bytes: int | None, host_bytes: int | None, speeds: Speeds) -> Machine:
+    """What is given, and what is free here where it is `None`."""
+    return Machine(
+        free_device_bytes() if device_bytes is None else device_bytes,
+        available_host_bytes() if host_bytes is None else host_bytes,
+        speeds,
+    )
+
+
+def speeds_path() -> Path:
+    return cache_home() / "speeds.json"
+
+
+def load_speeds(dtype: torch.dtype) -> Speeds:
+    """
+    The speeds that were measured on this machine with models of `dtype`; before that none are known.
+
+    Raises:
+        SpeedsFileError: the file is damaged, or of another machine or version.
+    """
+    path, here = speeds_path(), _signature()
+    try:
+        content = json.loads(path.read_text())
+        there = dict(content["measured_on"])
+        speeds = _parsed(content["speeds"].get(str(dtype), {}))
+    except FileNotFoundError:
+        return Speeds()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"is damaged ({type(error).__name__}: {error})"
+        raise SpeedsFileError(f"{path} {problem} and is not used. Measure again with --calibrate.") from error
+    if there != here:
+        different = (name for name, value in here.items() if there.get(name) != value)
+        problem = f"was measured with {', '.join(f'{name} {there.get(name)}, not {here[name]}' for name in different)},"
+        raise SpeedsFileError(f"{path} {problem} and is not used. Measure again with --calibrate.")
+    return speeds
+
+
+def save_speeds(dtype: torch.dtype, speeds: Speeds) -> Path:
+    """Keep the speeds of this machine with models of `dtype`, beside those of other types; returns the file."""
+    path, here = speeds_path(), _signature()
+    try:
+        content = json.loads(path.read_text())
+        kept = dict(content["speeds"]) if content["measured_on"] == here else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        kept = {}
+    kept[str(dtype)] = asdict(speeds)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps({"measured_on": here, "speeds": kept}, indent=1) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def _signature() -> dict[str, Any]:
+    """What a measurement belongs to."""
+    return {
+        "schema": _SCHEMA,
+        "hf_hybrid_cache": __version__,
+        "torch": torch.__version__,
+        "cpu": _cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _parsed(speeds: dict[str, Any]) -> Speeds:
+    """What `asdict` made of speeds."""
+    _check_numbers(speeds)
+    host, device = (_parsed_device(speeds.pop(name, None)) for name in ("host", "device"))
+    return Speeds(host, device, **speeds)
+
+
+def _parsed_device(speed: dict[str, Any] | None) -> DeviceSpeed | None:
+    if speed is None:
+        return None
+    caches = {
+        name: CacheSpeed(tuple((size, seconds) for size, seconds in cache["steps"]), cache["attention_flops"])
+        for name, cache in speed.pop("caches").items()
+    }
+    return DeviceSpeed(**speed, caches=caches)
+
+
+def _check_numbers(speeds: dict[str, Any]) -> None:
+    for name, value in speeds.items():
+        if isinstance(value, dict):
+            _check_numbers(value)
+        elif isinstance(value, list):
+            _check_numbers({str(index): part for index, part in enumerate(value)})
+        elif value is not None and not (0 <= value < math.inf and (value > 0 or name.endswith("_seconds"))):
+            raise ValueError(f"{name} is {value}")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,277 @@
+"""
+What a model costs, whichever cache it has: weights, shapes of its keys and values, memory and arithmetic of a prefill.
+
+From a config alone. The model is built on torch's meta device, where tensors have shapes and no data, and a few chunks
+of a prompt are run through it: what comes out is what its own code does, whatever its family.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..layer import tensors_of
+from ..storage import KVShape
+
+META = torch.device("meta")
+_MAX_CONTEXT = 2**20  # where a config does not say
+
+
+class CostError(ValueError):
+    """What a model costs cannot be worked out; the message says why."""
+
+
+@dataclass(frozen=True)
+class OtherLayer:
+    """
+    What a layer of transformers' own holds.
+
+    Attributes:
+        token_bytes: of the keys and values of one token.
+        max_tokens: how many it keeps; `None` for all.
+        fixed_bytes: held whatever the context.
+    """
+
+    token_bytes: int
+    max_tokens: int | None
+    fixed_bytes: int
+
+    @classmethod
+    def of(cls, layer: Any) -> "OtherLayer":
+        """Of a layer that holds some tokens."""
+        held = sum(tensor.nbytes for tensor in tensors_of(layer))
+        if not isinstance(layer, DynamicLayer) or layer.get_seq_length() == 0:
+            return cls(0, None, held)
+        states: tuple[Any, Any] = layer.keys, layer.values
+        token_bytes = sum(tensor.nbytes // tensor.shape[2] for tensor in states)
+        window = getattr(layer, "sliding_window", None)
+        return cls(token_bytes, window and window - 1, held - sum(tensor.nbytes for tensor in states))
+
+    def held_bytes(self, num_tokens: int) -> int:
+        kept = num_tokens if self.max_tokens is None else min(num_tokens, self.max_tokens)
+        return self.fixed_bytes + kept * self.token_bytes
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """
+    What a model costs, whichever cache it has.
+
+    Attributes:
+        name: for messages and code.
+        dtype: of weights, keys and values.
+        weight_bytes: of all weights.
+        step_weight_bytes: of the weights that are read for one token.
+        num_layers: of the model.
+        max_context: tokens that the model can attend to.
+        chunk: tokens of the prompt in one forward pass.
+        shapes: of the keys and values of the full-attention layers, by index, on the meta device.
+        others: the layers that have transformers' own cache.
+        has_kernel: its attention is what the CPU kernel computes.
+        token_flops: of products with weights, for each token of the prompt.
+        pair_flops: of attention, for each token of the prompt and each token it can see.
+        least_working_bytes: what a chunk takes besides weights and cache, whatever comes before it.
+        working_bytes_line: the same as a constant and a slope in the tokens of the context, where that is more.
+    """
+
+    name: str
+    dtype: torch.dtype
+    weight_bytes: int
+    step_weight_bytes: int
+    num_layers: int
+    max_context: int
+    chunk: int
+    shapes: Mapping[int, KVShape]
+    others: tuple[OtherLayer, ...]
+    has_kernel: bool
+    token_flops: float
+    pair_flops: float
+    least_working_bytes: int
+    working_bytes_line: tuple[float, float]
+
+    def lengths(self, context: int) -> list[int]:
+        """Tokens in the cache after each chunk of a prompt of `context` tokens."""
+        return [*range(self.chunk, context, self.chunk), context]
+
+    def working_bytes(self, context: int) -> int:
+        """Bytes that a chunk takes besides weights and cache, at most, in a prompt of `context` tokens."""
+        constant, slope = self.working_bytes_line
+        return max(self.least_working_bytes, int(constant + slope * context))
+
+    def held_by_others(self, context: int) -> int:
+        """Bytes in the layers that have transformers' own cache."""
+        return sum(layer.held_bytes(context) for layer in self.others)
+
+    def attention_flops(self, context: int) -> float:
+        """Arithmetic of attention in a prompt of `context` tokens."""
+        return self.pair_flops * self.chunk * sum(self.lengths(context))
+
+
+def model_cost(
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, batch: int = 1, chunk: int = 512
+) -> ModelCost:
+    """
+    Work out what a model costs. Takes about a second.
+
+    Args:
+        config: of a causal language model.
+        dtype: of its weights, keys and values; `None` for the config's, or bfloat16 where it does not say.
+        batch: sequences at once.
+        chunk: tokens of the prompt in one forward pass, the `prefill_chunk_size` of `generate`.
+
+    Raises:
+        CostError: transformers cannot run such a model without data.
+    """
+    name = config.name_or_path or type(config).__name__
+    dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
+    max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _MAX_CONTEXT
+    try:
+        with torch.device(META):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+        cache: Any = DynamicCache(config=config)
+        # What a chunk takes grows with the tokens before it; the second and the third tell how.
+        longest = max(max_context, 8 * chunk)
+        first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
+    except Exception as error:  # of any kind, because this runs the code of any model
+        raise CostError(f"What {name} costs cannot be worked out without its weights: {error}") from error
+    more = longest - longest // 4
+    slope = (last.peak_bytes - middle.peak_bytes) / more
+    # By type, as `HybridCache` chooses the layers that it replaces.
+    ours = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized]
+    shapes = {index: KVShape.of(cache.layers[index].keys, cache.layers[index].values) for index in ours}
+    read = list(_weights_read(model))
+    output = model.get_output_embeddings().weight
+    return ModelCost(
+        name=name,
+        dtype=dtype,
+        weight_bytes=sum(weight.nbytes for weight in model.parameters()),
+        step_weight_bytes=int(sum(share * weight.nbytes for weight, share in read)),
+        num_layers=config.get_text_config(decoder=True).num_hidden_layers,
+        max_context=max_context,
+        chunk=chunk,
+        shapes=shapes,
+        others=tuple(OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes),
+        has_kernel=last.attended_dims == {(shape.key_dim, shape.value_dim) for shape in shapes.values()},
+        # Logits are wanted of the last position only.
+        token_flops=2 * batch * sum(share * weight.numel() for weight, share in read if weight is not output),
+        pair_flops=(last.flops - middle.flops) / more / chunk,
+        least_working_bytes=first.peak_bytes,
+        working_bytes_line=(last.peak_bytes - slope * longest, slope),
+    )
+
+
+def _weights_read(model: Any) -> Iterator[tuple[torch.Tensor, float]]:
+    """Weights that one token is multiplied with, and the share of each: of experts only those that are chosen."""
+    config = model.config.get_text_config(decoder=True)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    for name, weight in model.named_parameters():
+        if weight is not embeddings or embeddings is output:
+            is_expert = chosen and ".experts." in name and weight.ndim > 2
+            yield weight, chosen / weight.shape[0] if is_expert else 1.0
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a chunk of a prompt takes besides weights and cache, computes, and attends to without further ado."""
+
+    peak_bytes: int
+    flops: float
+    attended_dims: set[tuple[int, int]]
+
+
+@torch.inference_mode()
+def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chunk:
+    """Run the chunk that brings the cache to `end` tokens, with any tokens before it."""
+    missing = end - chunk - cache.get_seq_length()
+    grown: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
+    for layer in grown if missing else []:
+        batch, heads = layer.keys.shape[:2]
+        keys, values = (
+            states.new_empty(batch, heads, missing, states.shape[3]) for states in (layer.keys, layer.values)
+        )
+        layer.update(keys, values)
+    held = (tensor for layer in cache.layers for tensor in tensors_of(layer))
+    options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    ids = torch.zeros(batch, chunk, dtype=torch.long, device=META)
+    weights = [*model.parameters(), *model.buffers()]
+    with (
+        FlopCounterMode(display=False) as flops,
+        _FusedAttention(end) as attention,
+        _PeakMemory(weights, held) as memory,
+    ):
+        model(ids, past_key_values=cache, **options)
+    return _Chunk(memory.peak_bytes, flops.get_total_flops() + attention.flops, attention.dims)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """
+    Lets attention be one operation, as it is where there are data: the meta device would take it apart.
+
+    Attributes:
+        flops: of all such operations.
+        dims: of the keys and values in those over `num_tokens`.
+    """
+
+    def __init__(self, num_tokens: int):
+        super().__init__()
+        self.flops = 0
+        self.dims: set[tuple[int, int]] = set()
+        self._num_tokens = num_tokens
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, keys, values = args[:3]
+        self.flops += 2 * query.shape[:-1].numel() * keys.shape[2] * (keys.shape[3] + values.shape[3])
+        if keys.shape[2] == self._num_tokens:
+            self.dims.add((keys.shape[3], values.shape[3]))
+        return query.new_empty(*query.shape[:-1], values.shape[3])
+
+
+class _PeakMemory(TorchDispatchMode):
+    """
+    Counts the bytes of tensors that live at once, those of `others` excepted; `held` are there from the beginning.
+
+    Attributes:
+        peak_bytes: more than in the beginning, at most.
+    """
+
+    def __init__(self, others: Iterable[torch.Tensor], held: Iterable[torch.Tensor]):
+        super().__init__()
+        self.peak_bytes = 0
+        self._bytes = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in others}
+        for tensor in held:
+            self._count(tensor)
+        self._bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._bytes += num_bytes
+            weakref.finalize(storage, self._forget, key, num_bytes).atexit = False
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._bytes -= num_bytes

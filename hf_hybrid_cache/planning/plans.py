@@ -1,0 +1,189 @@
+"""Which cache for which machine: every cache with what it needs, how fast it is and how far it goes."""
+
+import math
+import warnings
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from .candidates import BITS, Candidate, candidates
+from .machine import Machine, Speeds, SpeedsFileError, load_speeds
+from .model_cost import ModelCost, model_cost
+from .speed import Way, seconds_per_token, seconds_to_first_token
+
+
+class PlanError(ValueError):
+    """There is no plan for what was asked; the message gives the numbers."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    One cache on one machine at one context.
+
+    Attributes:
+        cache: its name.
+        way: where it is, and who attends to it.
+        context: tokens of each sequence, prompt and answer.
+        device_bytes: of GPU memory, at most at any time, with weights and all.
+        host_bytes: likewise, of host memory.
+        kv_device_bytes: of GPU memory in the cache while it decodes, as `memory()` reports it.
+        kv_host_bytes: likewise, of host memory.
+        short_device_bytes: of GPU memory that are missing.
+        short_host_bytes: of host memory that are missing.
+        seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known.
+        seconds_to_first_token: of a prompt as long as the context, likewise.
+        longest_context: that fits, at most the model's; 0 if none does.
+        code: lines of Python that use it.
+    """
+
+    cache: str
+    way: Way
+    context: int
+    device_bytes: int
+    host_bytes: int
+    kv_device_bytes: int
+    kv_host_bytes: int
+    short_device_bytes: int
+    short_host_bytes: int
+    seconds_per_token: float | None
+    seconds_to_first_token: float | None
+    longest_context: int
+    code: str
+
+    @property
+    def fits(self) -> bool:
+        return self.short_device_bytes == self.short_host_bytes == 0
+
+
+def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Plan:
+    """
+    What a cache needs and how fast it is.
+
+    Raises:
+        PlanError: the model does not go that far.
+    """
+    if context > model.max_context:
+        raise PlanError(f"{model.name} has a context of {model.max_context:,} tokens, and {context:,} were asked for.")
+    cost = candidate.cost(model, context)
+    most = candidate.most(model, cost, context)
+    speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
+    seconds = seconds_per_token(model, cost, speed_name, candidate.way, machine.speeds)
+    first = seconds_to_first_token(model, cost, speed_name, candidate.way, machine.speeds, context)
+    return Plan(
+        cache=candidate.cache,
+        way=candidate.way,
+        context=context,
+        device_bytes=most.device,
+        host_bytes=most.host,
+        kv_device_bytes=cost.decode.device,
+        kv_host_bytes=cost.decode.host,
+        short_device_bytes=max(0, most.device - machine.device_bytes),
+        short_host_bytes=max(0, most.host - machine.host_bytes),
+        seconds_per_token=seconds,
+        seconds_to_first_token=first,
+        longest_context=_longest_context(model, candidate, machine),
+        code=candidate.code(model),
+    )
+
+
+def predict(
+    config: PreTrainedConfig,
+    cache: str,
+    context: int,
+    machine: Machine,
+    dtype: torch.dtype | None = None,
+    batch: int = 1,
+    chunk: int = 512,
+) -> Plan:
+    """
+    What one cache needs, and how fast it is, with the model on the GPU, or on the CPU where there is none.
+
+    Args:
+        config: of the model.
+        cache: "stock", "offloaded" or one of `BITS`.
+        context: tokens of each sequence.
+        machine: memory and speeds.
+        dtype: of weights, keys and values; `None` for the config's, or bfloat16 where it does not say.
+        batch: sequences at once.
+        chunk: tokens of the prompt in one forward pass.
+
+    Raises:
+        CostError: the costs of the model cannot be worked out.
+        PlanError: there is no such cache, or the model does not go that far.
+    """
+    if cache not in ("stock", "offloaded", *BITS):
+        raise PlanError(f"{cache!r} is not one of stock, offloaded, {', '.join(BITS)}.")
+    on_gpu = Way.STREAMED if cache == "offloaded" else Way.GPU
+    candidate = Candidate(cache, on_gpu if machine.device_bytes else Way.CPU)
+    return make_plan(model_cost(config, dtype, batch, chunk), candidate, context, machine)
+
+
+def recommended(plans: Sequence[Plan]) -> Plan | None:
+    """
+    The best of the plans that fit, or `None`.
+
+    What loses the least comes first: full precision, then 8, 4, 4 and 2, and 2 bits. Among those that lose the same,
+    the fastest; where speeds are not known, the first, which has the fewest transfers. transformers' own cache is
+    only for a model that gains nothing from ours.
+    """
+    ours = [plan for plan in plans if plan.cache != "stock"] or plans
+    quality = list(BITS)
+    fitting = [plan for plan in ours if plan.fits]
+
+    def rank(plan: Plan) -> tuple[int, float]:
+        seconds = math.inf if plan.seconds_per_token is None else plan.seconds_per_token
+        return quality.index(plan.cache) if plan.cache in quality else 0, seconds
+
+    return min(fitting, key=rank, default=None)
+
+
+def farthest(plans: Sequence[Plan]) -> Plan:
+    """The plan that fits the longest context."""
+    return max(plans, key=lambda plan: plan.longest_context)
+
+
+def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes: int) -> Candidate:
+    """
+    The recommended one of the caches that `generate` takes as they are, by the speeds measured here.
+
+    Raises:
+        CostError: the costs of the model cannot be worked out.
+        PlanError: nothing fits, or the model does not go that far.
+    """
+    model = model_cost(config)
+    try:
+        speeds = load_speeds(model.dtype)
+    except SpeedsFileError as error:
+        warnings.warn(str(error), stacklevel=3)
+        speeds = Speeds()
+    machine = Machine(device_bytes, host_bytes, speeds)
+    made = {
+        candidate: make_plan(model, candidate, context, machine)
+        for candidate in candidates(model, machine)
+        if candidate.way != Way.CPU_DECODE
+    }
+    plans = list(made.values())
+    best = recommended(plans)
+    if best is None:
+        nearest = farthest(plans)
+        missing = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
+        short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in missing.items() if size)
+        raise PlanError(
+            f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
+            f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context."
+        )
+    return next(candidate for candidate, plan in made.items() if plan is best)
+
+
+def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:
+    """The largest context that fits; what is needed grows with it."""
+
+    def does_not_fit(context: int) -> bool:
+        most = candidate.most(model, candidate.cost(model, context), context)
+        return most.device > machine.device_bytes or most.host > machine.host_bytes
+
+    return bisect_left(range(1, model.max_context + 1), True, key=does_not_fit)

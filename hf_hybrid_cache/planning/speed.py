@@ -1,0 +1,96 @@
+"""How long a token takes, and the first one: what is read and computed, over the speeds of a machine."""
+
+from enum import StrEnum
+
+from .cost import CacheCost
+from .machine import DeviceSpeed, Speeds
+from .model_cost import ModelCost
+
+
+class Way(StrEnum):
+    """Where the model decodes, where keys and values are, and who attends to them."""
+
+    GPU = "on the GPU"
+    STREAMED = "streamed"
+    CPU_ATTENTION = "CPU attends"
+    CPU_DECODE = "CPU decodes"
+    CPU = "on the CPU"
+
+
+def seconds_per_token(model: ModelCost, cost: CacheCost, cache: str, way: Way, speeds: Speeds) -> float | None:
+    """
+    Seconds of one decode step; `None` where a speed is not known.
+
+    On the CPU everything comes one after the other. On the GPU work, and the launches of operations, overlap, and so do
+    transfers that are streamed: the longest counts.
+
+    Args:
+        model: what the model costs.
+        cost: what the cache costs.
+        cache: its name, as in the speeds.
+        way: where things are.
+        speeds: of the machine.
+    """
+    host, device, bus = speeds.host, speeds.device, speeds.bus_bytes_per_second
+    if not _is_measured_kind(model):
+        return None
+    if way in (Way.CPU, Way.CPU_DECODE):
+        if host is None:
+            return None
+        return _reading(model, cost, host) + _full_attention(model, cost, cache, host) + _launching(model, host)
+    if device is None:
+        return None
+    if way == Way.CPU_ATTENTION:
+        if host is None:
+            return None
+        attention = _full_attention(model, cost, cache, host) + len(model.shapes) * speeds.round_trip_seconds
+        return _reading(model, cost, device) + _launching(model, device) + attention
+    work = _reading(model, cost, device) + _full_attention(model, cost, cache, device)
+    if way == Way.STREAMED:
+        return None if bus is None else max(work, _launching(model, device), cost.read_bytes / bus)
+    return max(work, _launching(model, device))
+
+
+def seconds_to_first_token(
+    model: ModelCost, cost: CacheCost, cache: str, way: Way, speeds: Speeds, context: int
+) -> float | None:
+    """Seconds of a prompt of `context` tokens in chunks; the other arguments are those of `seconds_per_token`."""
+    speed, bus = speeds.host if way == Way.CPU else speeds.device, speeds.bus_bytes_per_second
+    if not _is_measured_kind(model) or speed is None or speed.flops is None or cache not in speed.caches:
+        return None
+    attention = model.attention_flops(context) / speed.caches[cache].attention_flops
+    seconds = context * model.token_flops / speed.flops + attention
+    if way in (Way.GPU, Way.CPU):
+        return seconds
+    if bus is None:
+        return None
+    # Every chunk streams what is before it.
+    seconds = max(seconds, cost.read_bytes * sum(model.lengths(context)) / context / bus)
+    return seconds + model.weight_bytes / bus if way == Way.CPU_DECODE else seconds
+
+
+def _is_measured_kind(model: ModelCost) -> bool:
+    """Whether attention is the one that is measured: it is not in models with soft-capping or latent attention."""
+    return model.has_kernel or not model.shapes
+
+
+def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed) -> float:
+    """Seconds in which weights, and the layers that have transformers' own cache, are read."""
+    weights = model.step_weight_bytes / speed.weight_bytes_per_second
+    if not model.others:
+        return weights
+    if (stock := speed.caches.get("stock")) is None:
+        return weights + 3 * cost.other_bytes / speed.weight_bytes_per_second
+    return weights + len(model.others) * stock.step_seconds(cost.other_bytes / len(model.others))
+
+
+def _full_attention(model: ModelCost, cost: CacheCost, cache: str, speed: DeviceSpeed) -> float:
+    if (measured := speed.caches.get(cache)) is None:
+        return cost.moved_bytes / speed.weight_bytes_per_second
+    num_layers = len(model.shapes)
+    return num_layers * measured.step_seconds(cost.read_bytes / num_layers) if num_layers else 0.0
+
+
+def _launching(model: ModelCost, speed: DeviceSpeed) -> float:
+    """Seconds that layers take whatever their sizes."""
+    return model.num_layers * speed.layer_seconds

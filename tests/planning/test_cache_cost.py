@@ -1,0 +1,175 @@
+"""What a cache costs, against what real caches report, filled by real models."""
+
+import functools
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_hybrid_cache import HybridCache, Placement, minmax
+from hf_hybrid_cache.layer import tensors_of
+from hf_hybrid_cache.planning import Candidate, Machine, ModelCost, Way, cache_cost, model_cost, predict, stock_cost
+
+from tiny_models import FAMILIES, tiny_model
+
+CHUNK = 128
+ON_CPU = {
+    "dynamic": Placement(),
+    "dynamic, torch attends": Placement(cpu_decode=False),
+    "streamed": Placement(offload=True, cpu_decode=False),
+    "streamed, two ahead": Placement(offload=True, prefetch_layers=2, cpu_decode=False),
+}
+CODECS = {"8": minmax(8), "4-2": minmax((4, 2)), "2": minmax(2, sink_tokens=0)}
+
+
+def odd_head_dim() -> PreTrainedConfig:
+    return LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=40,
+        max_position_embeddings=4096,
+    )
+
+
+@functools.cache
+def model_and_cost(family: str) -> tuple[PreTrainedModel, ModelCost]:
+    if family == "odd_head_dim":
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(odd_head_dim(), dtype=torch.bfloat16).eval()
+    else:
+        model = tiny_model(family, torch.bfloat16)
+    return model, model_cost(model.config, torch.bfloat16, chunk=CHUNK)
+
+
+@torch.inference_mode()
+def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "cpu") -> None:
+    """A prompt in chunks, and two tokens more."""
+    lengths = [*range(0, num_tokens - 2, CHUNK), num_tokens - 2, num_tokens - 1, num_tokens]
+    for start, end in pairwise(lengths):
+        model(torch.ones(1, end - start, dtype=torch.long, device=device), past_key_values=cache, logits_to_keep=1)
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+@pytest.mark.parametrize("placement", ON_CPU)
+@pytest.mark.parametrize(
+    ("family", "context"),
+    [
+        ("llama", 1024),
+        ("llama", 1087),
+        ("llama", 1089),
+        ("odd_head_dim", 1300),
+        ("gemma3", 1100),
+        ("gemma4_shared", 1100),
+        ("qwen3_next", 1100),
+    ],
+)
+def test_bytes_are_those_that_a_filled_cache_reports(family: str, context: int, placement: str, codec: str | None):
+    model, costs = model_and_cost(family)
+    made = ON_CPU[placement], CODECS.get(codec or "")
+    cost = cache_cost(costs, *made, context, on_cpu=True)
+    cache = HybridCache(model.config, made[0], codec=made[1])
+    fill(model, cache, context)
+    report = cache.memory()
+    assert report.num_tokens == context
+    assert cost.decode.device == report.device_bytes == 0
+    assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("placement", "codec"), [("dynamic", None), ("dynamic, torch attends", "8"), ("streamed", None), ("streamed", "8")]
+)
+def test_bytes_of_latent_attention_are_those_of_a_cache_without_the_kernel(placement: str, codec: str | None):
+    model, costs = model_and_cost("deepseek_v3")
+    made = ON_CPU[placement], CODECS.get(codec or "")
+    cache = HybridCache(model.config, made[0], codec=made[1])
+    fill(model, cache, 1100)
+    cost = cache_cost(costs, *made, 1100, on_cpu=True)
+    assert cost.decode.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+@pytest.mark.parametrize("placement", ON_CPU)
+def test_bytes_at_the_end_of_the_prompt_are_those_that_the_cache_reports_then(placement: str, codec: str | None):
+    model, costs = model_and_cost("llama")
+    made = ON_CPU[placement], CODECS.get(codec or "")
+    cost = cache_cost(costs, *made, 1100, on_cpu=True)
+    cache = HybridCache(model.config, made[0], codec=made[1])
+    with torch.inference_mode():
+        for ids in torch.ones(1, 1100, dtype=torch.long).split(CHUNK, dim=1):
+            model(ids, past_key_values=cache, logits_to_keep=1)
+    assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("context", [100, 1024, 1089, 2000])
+def test_bytes_on_an_accelerator_are_those_that_the_cache_reports_there(family: str, context: int):
+    """The meta device has no data, and is none of the CPU's."""
+    _, costs = model_and_cost(family)
+    config = FAMILIES[family]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    cache = HybridCache(config, Placement(cpu_decode=False))
+    fill(model, cache, context, "meta")
+    cost = cache_cost(costs, Placement(), None, context, on_cpu=False)
+    assert cost.decode.host == cache.memory().host_bytes == 0
+    assert cost.decode.device == pytest.approx(cache.memory().device_bytes, rel=0.03)
+    stock = DynamicCache(config=config)
+    fill(model, stock, context, "meta")
+    held = sum(tensor.nbytes for layer in stock.layers for tensor in tensors_of(layer))
+    assert stock_cost(costs, context, on_cpu=False).decode.device == held
+
+
+def test_on_a_gpu_layers_that_are_not_there_are_in_host_memory():
+    _, model = model_and_cost("llama")
+    context = 16_384
+    resident, streamed, attended, decoded = (
+        Candidate(name, way).cost(model, context)
+        for name, way in [
+            ("dynamic", Way.GPU),
+            ("offloaded", Way.STREAMED),
+            ("dynamic", Way.CPU_ATTENTION),
+            ("offloaded", Way.CPU_DECODE),
+        ]
+    )
+    all_states = 2 * 4 * 2 * 16 * 2 * context
+    assert resident.decode.host == 0
+    assert all_states <= resident.decode.device <= 1.13 * all_states
+    # Two of four layers take turns on the GPU, but for attention on the CPU only during the prompt.
+    assert streamed.decode.device == attended.prefill.device == resident.decode.device // 2
+    assert attended.decode.device == decoded.decode.device == 0
+    # Page-locked in chunks on the way, and not when the model is on the CPU.
+    assert all_states <= streamed.decode.host == attended.decode.host <= 1.13 * all_states
+    assert decoded.decode.host == all_states
+
+
+def test_codes_that_are_decoded_on_the_device_move_more_than_they_are():
+    _, model = model_and_cost("llama")
+    on_gpu, by_kernel = (Candidate("quantized-4", way).cost(model, 8192) for way in (Way.GPU, Way.CPU))
+    assert by_kernel.moved_bytes == by_kernel.read_bytes == on_gpu.read_bytes
+    assert on_gpu.moved_bytes == on_gpu.read_bytes + 2 * stock_cost(model, 8192, on_cpu=False).read_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    {
+        "dynamic": lambda config: HybridCache(config),
+        "offloaded": lambda config: HybridCache(config, Placement(offload=True)),
+        "quantized-8": lambda config: HybridCache(config, codec=minmax(8)),
+        "quantized-4": lambda config: HybridCache(config, codec=minmax(4)),
+        "quantized-4-2": lambda config: HybridCache(config, codec=minmax((4, 2))),
+        "quantized-2": lambda config: HybridCache(config, codec=minmax(2)),
+    }.items(),
+)
+def test_a_prediction_by_name_is_of_the_cache_of_that_name(name: str, make):
+    model, _ = model_and_cost("llama")
+    cache = make(model.config)
+    fill(model, cache, 500)
+    plan = predict(model.config, name, 500, Machine(0, 2**40), torch.bfloat16, chunk=CHUNK)
+    assert plan.kv_host_bytes == pytest.approx(cache.memory().host_bytes, rel=0.03)
+    assert plan.kv_device_bytes == 0

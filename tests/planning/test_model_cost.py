@@ -1,0 +1,147 @@
+"""What a model costs, against real models of every family, and against arithmetic by hand."""
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_hybrid_cache.models import SHAPES, ModelLoadError, load_config
+from hf_hybrid_cache.planning import CostError, model_cost
+
+from tiny_models import FAMILIES, random_prompt, tiny_model
+
+CHUNK = 64
+# As the Hub states them for these models, in millions.
+MILLIONS_OF_WEIGHTS = {
+    "meta-llama/Llama-3.2-1B": 1236,
+    "meta-llama/Llama-3.2-3B": 3213,
+    "meta-llama/Llama-3.1-8B": 8030,
+    "meta-llama/Llama-3.1-70B": 70_554,
+    "Qwen/Qwen2.5-7B": 7616,
+    "Qwen/Qwen3-0.6B": 596,
+    "Qwen/Qwen3-8B": 8191,
+    "Qwen/Qwen3-32B": 32_762,
+    "mistralai/Mistral-7B-v0.3": 7248,
+    "google/gemma-2-2b": 2614,
+    "google/gemma-2-9b": 9242,
+    "google/gemma-3-1b-it": 1000,
+    "microsoft/Phi-3.5-mini-instruct": 3821,
+    "microsoft/Phi-4-mini-instruct": 3836,
+    "HuggingFaceTB/SmolLM2-135M": 135,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_states_are_those_of_the_real_model(family: str, dtype: torch.dtype):
+    cost = model_cost(FAMILIES[family](), dtype, batch=2, chunk=CHUNK)
+    model = tiny_model(family, dtype)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(random_prompt(2, 5), past_key_values=cache)
+    full = {i: layer for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized}
+    assert cost.weight_bytes == sum(weight.nbytes for weight in model.parameters())
+    assert {index: (shape.keys, shape.values, shape.key_dtype) for index, shape in cost.shapes.items()} == {
+        i: ((*layer.keys.shape[:2], layer.keys.shape[3]), (*layer.values.shape[:2], layer.values.shape[3]), dtype)
+        for i, layer in full.items()
+    }
+
+
+def test_a_step_reads_all_weights_but_a_table_of_embeddings_that_is_not_the_output_too():
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    for is_tied in (True, False):
+        cost = model_cost(LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied), torch.float32)
+        assert cost.weight_bytes - cost.step_weight_bytes == (0 if is_tied else 100 * 64 * 4)
+
+
+def test_a_step_reads_only_the_experts_that_it_chooses():
+    sizes = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    cost = model_cost(config, torch.bfloat16)
+    experts = 2 * 8 * 3 * 64 * 32 * 2
+    assert cost.weight_bytes - cost.step_weight_bytes == 100 * 64 * 2 + experts * 6 // 8
+
+
+def test_arithmetic_of_a_prompt_is_that_of_its_products():
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=4096,
+    )
+    cost = model_cost(config, torch.float32, batch=2, chunk=CHUNK)
+    products = 3 * (2 * 64 * 96 + 2 * 64 * 48 + 3 * 64 * 96) * 2 * 2
+    norms = (2 * 3 + 1) * 64 * 2 * 2
+    assert cost.token_flops == products + norms
+    assert cost.pair_flops == pytest.approx(3 * 4 * 4 * 24 * 2)
+    assert cost.attention_flops(3 * CHUNK) == pytest.approx(cost.pair_flops * CHUNK * (1 + 2 + 3) * CHUNK)
+
+
+def test_a_chunk_takes_a_mask_and_the_keys_and_values_repeated_for_every_query_head():
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+    )
+    cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
+    _, slope = cost.working_bytes_line
+    assert slope == CHUNK + 2 * 4 * 16 * 2
+    assert cost.working_bytes(4000) - cost.working_bytes(3000) == 1000 * slope
+    assert cost.working_bytes(1) == cost.least_working_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "has_kernel"),
+    [("llama", True), ("gemma3", True), ("gemma4_shared", True), ("qwen3_next", True), ("deepseek_v3", False)],
+)
+def test_the_kernel_attends_where_attention_is_over_the_states_themselves(family: str, has_kernel: bool):
+    assert model_cost(FAMILIES[family](), chunk=CHUNK).has_kernel is has_kernel
+
+
+def test_soft_capping_is_not_what_the_kernel_computes():
+    assert not model_cost(load_config("google/gemma-2-2b")).has_kernel
+
+
+def test_a_model_much_larger_than_memory_takes_none():
+    before = psutil.Process().memory_info().rss
+    cost = model_cost(load_config("meta-llama/Llama-3.1-70B"))
+    assert cost.weight_bytes == 2 * 70_553_706_496
+    assert psutil.Process().memory_info().rss - before < 2**28
+
+
+def test_a_model_whose_code_looks_at_data_is_refused_by_name():
+    config = LlamaConfig(
+        num_hidden_layers=1, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
+    config.name_or_path = "some/model"
+    with pytest.raises(CostError, match="What some/model costs cannot be worked out without its weights"):
+        model_cost(config)
+
+
+@pytest.mark.parametrize(("name", "millions"), MILLIONS_OF_WEIGHTS.items())
+def test_built_in_shapes_have_as_many_weights_as_the_models(name: str, millions: int):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(name))
+    assert round(model.num_parameters() / 1e6) == millions
+
+
+def test_built_in_shapes_are_found_in_any_case_and_by_the_names_of_load(tmp_path):
+    for name in SHAPES:
+        assert load_config(name.upper()).name_or_path == name
+    assert load_config("smollm2-135m").name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert load_config("llama-3.2-1b-random").name_or_path == "meta-llama/Llama-3.2-1B"
+    LlamaConfig(num_hidden_layers=3).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    assert (config.num_hidden_layers, config.name_or_path) == (3, str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"Built in are meta-llama/Llama-3\.2-1B"):
+        load_config("one/two/three")

@@ -1,0 +1,273 @@
+"""Plans: what fits and how far, how fast, what is recommended, and the lines of Python."""
+
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.models import load_config
+from hf_hybrid_cache.planning import (
+    BITS,
+    RUNTIME_BYTES,
+    CacheSpeed,
+    Candidate,
+    DeviceSpeed,
+    Machine,
+    ModelCost,
+    Plan,
+    PlanError,
+    Speeds,
+    Way,
+    candidates,
+    make_plan,
+    model_cost,
+    predict,
+    recommended,
+    speeds_path,
+)
+
+from tiny_models import FAMILIES, random_prompt, tiny_model
+
+GIB = 2**30
+PLENTY = Machine(2**45, 2**45)
+# Reads 1 GB/s in host memory, 10 GB/s on the GPU, and 2 GB/s over the bus.
+BANDWIDTHS = Speeds(DeviceSpeed(1e9), DeviceSpeed(1e10), 2e9)
+
+
+@pytest.fixture(autouse=True)
+def no_measured_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelCost:
+    return model_cost(load_config("meta-llama/Llama-3.2-1B"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that can be loaded."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+def plans_of(model: ModelCost, context: int, machine: Machine) -> dict[tuple[str, str], Plan]:
+    made = [make_plan(model, candidate, context, machine) for candidate in candidates(model, machine)]
+    return {(plan.cache, plan.way): plan for plan in made}
+
+
+# What fits
+
+
+def test_the_longest_context_fits_and_one_token_more_does_not(llama: ModelCost):
+    machine = Machine(5 * GIB, 5 * GIB)
+    plans = plans_of(llama, 1000, machine)
+    limits = set()
+    for (cache, way), plan in plans.items():
+        longest = plan.longest_context
+        assert make_plan(llama, Candidate(cache, Way(way)), longest, machine).fits
+        if longest < llama.max_context:
+            more = make_plan(llama, Candidate(cache, Way(way)), longest + 1, machine)
+            assert not more.fits
+            limits |= {name for name in ("short_device_bytes", "short_host_bytes") if getattr(more, name)}
+    assert limits == {"short_device_bytes", "short_host_bytes"}
+
+
+def test_what_is_short_is_what_is_missing(llama: ModelCost):
+    for candidate in candidates(llama, PLENTY):
+        plan = make_plan(llama, candidate, 100_000, PLENTY)
+        assert plan.fits
+        exact = Machine(plan.device_bytes, plan.host_bytes)
+        assert make_plan(llama, candidate, 100_000, exact).fits
+        less = make_plan(llama, candidate, 100_000, Machine(plan.device_bytes - 3, plan.host_bytes - 5))
+        assert (less.short_device_bytes, less.short_host_bytes) == (3, 5)
+        assert not less.fits
+
+
+def test_weights_are_where_the_model_decodes(llama: ModelCost):
+    plans = plans_of(llama, 1000, PLENTY)
+    for (_, way), plan in plans.items():
+        assert plan.device_bytes > llama.weight_bytes + RUNTIME_BYTES
+        assert (plan.host_bytes > llama.weight_bytes) == (way == Way.CPU_DECODE)
+    on_cpu = plans_of(llama, 1000, Machine(0, 2**45))
+    assert {way for _, way in on_cpu} == {Way.CPU}
+    assert all(plan.device_bytes == 0 and plan.host_bytes > llama.weight_bytes for plan in on_cpu.values())
+
+
+def test_a_gpu_without_room_for_the_weights_is_not_used(llama: ModelCost):
+    assert {way for _, way in plans_of(llama, 1000, Machine(2 * GIB, 2**45))} == {Way.CPU}
+    assert Way.CPU not in {way for _, way in plans_of(llama, 1000, Machine(4 * GIB, 2**45))}
+
+
+def test_without_full_attention_there_is_only_the_stock_cache():
+    model = model_cost(FAMILIES["mistral_sliding"]())
+    plans = plans_of(model, 500, PLENTY)
+    assert list(plans) == [("stock", Way.GPU)]
+    assert recommended(list(plans.values())) is plans["stock", Way.GPU]
+
+
+def test_the_cpu_attends_only_where_the_kernel_can(llama: ModelCost):
+    assert ("dynamic", Way.CPU_ATTENTION) in plans_of(llama, 500, PLENTY)
+    latent = model_cost(FAMILIES["deepseek_v3"]())
+    assert not any(way == Way.CPU_ATTENTION for _, way in plans_of(latent, 500, PLENTY))
+
+
+def test_a_context_beyond_the_models_and_an_unknown_cache_are_refused(llama: ModelCost):
+    with pytest.raises(PlanError, match="a context of 131,072 tokens, and 131,073 were asked for"):
+        make_plan(llama, Candidate("dynamic", Way.GPU), 131_073, PLENTY)
+    with pytest.raises(PlanError, match="'quantized-3' is not one of stock, offloaded, dynamic, quantized-8"):
+        predict(FAMILIES["llama"](), "quantized-3", 100, PLENTY)
+
+
+# How fast
+
+
+def test_without_speeds_nothing_is_predicted(llama: ModelCost):
+    for plan in plans_of(llama, 1000, PLENTY).values():
+        assert plan.seconds_per_token is plan.seconds_to_first_token is None
+
+
+def test_bandwidths_alone_tell_the_time_to_read_everything_once(llama: ModelCost):
+    context = 8192
+    states = 16 * 2 * 8 * 64 * 2 * context
+    plans = plans_of(llama, context, replace(PLENTY, speeds=BANDWIDTHS))
+    seconds = {key: plan.seconds_per_token for key, plan in plans.items()}
+    weights = llama.step_weight_bytes
+    assert seconds["dynamic", Way.GPU] == pytest.approx((weights + states) / 1e10)
+    # It copies before it reads.
+    assert seconds["stock", Way.GPU] == pytest.approx((weights + 3 * states) / 1e10)
+    # The bus, at 2 GB/s, takes less than the weights at 10 GB/s until there are more states.
+    assert seconds["offloaded", Way.STREAMED] == pytest.approx((weights + states) / 1e10)
+    assert plans_of(llama, 131_072, replace(PLENTY, speeds=BANDWIDTHS))[
+        "offloaded", Way.STREAMED
+    ].seconds_per_token == pytest.approx(16 * states / 2e9)
+    assert seconds["dynamic", Way.CPU_ATTENTION] == pytest.approx(weights / 1e10 + states / 1e9)
+    assert seconds["offloaded", Way.CPU_DECODE] == pytest.approx((weights + states) / 1e9)
+    on_cpu = plans_of(llama, context, Machine(0, 2**45, BANDWIDTHS))
+    assert on_cpu["dynamic", Way.CPU].seconds_per_token == pytest.approx((weights + states) / 1e9)
+
+
+def test_measured_speeds_add_up_on_the_cpu(llama: ModelCost):
+    layer = 2 * 8 * 64 * 2 * 8192
+    caches = {"dynamic": CacheSpeed(((layer // 2, 0.001), (2 * layer, 0.004)), 1e12)}
+    speeds = Speeds(DeviceSpeed(llama.step_weight_bytes / 0.1, 0.0005, 2e12, caches))
+    plan = plans_of(llama, 8192, Machine(0, 2**45, speeds))["dynamic", Way.CPU]
+    assert plan.seconds_per_token == pytest.approx(0.1 + 16 * (0.0005 + 0.002))
+    attention = llama.attention_flops(8192) / 1e12
+    assert plan.seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 2e12 + attention)
+
+
+def test_on_the_gpu_the_longer_of_work_and_launches_counts(llama: ModelCost):
+    for layer_seconds, seconds in [(0.0, llama.step_weight_bytes / 1e12), (1.0, 16.0)]:
+        speeds = Speeds(device=DeviceSpeed(1e12, layer_seconds))
+        plan = plans_of(llama, 64, Machine(2**45, 2**45, speeds))["dynamic", Way.GPU]
+        assert plan.seconds_per_token == pytest.approx(seconds, rel=0.01)
+
+
+def test_a_streamed_prompt_waits_for_the_bus(llama: ModelCost):
+    caches = {"dynamic": CacheSpeed(((1, 0.0), (2, 1e-9)), 1e30)}
+    speeds = Speeds(device=DeviceSpeed(1e12, 0.0, 1e30, caches), bus_bytes_per_second=1e9)
+    plan = plans_of(llama, 5 * 512, Machine(2**45, 2**45, speeds))["offloaded", Way.STREAMED]
+    token_bytes = 16 * 2 * 8 * 64 * 2
+    assert plan.seconds_to_first_token == pytest.approx(token_bytes * 512 * (1 + 2 + 3 + 4 + 5) / 1e9)
+
+
+def test_attention_that_was_not_measured_is_not_predicted():
+    model = model_cost(FAMILIES["deepseek_v3"]())
+    for plan in plans_of(model, 500, replace(PLENTY, speeds=BANDWIDTHS)).values():
+        assert plan.seconds_per_token is None
+
+
+# What is recommended
+
+
+def plan_with(cache: str, seconds: float | None, short: int = 0) -> Plan:
+    return Plan(cache, Way.GPU, 1, 1, 1, 1, 1, short, 0, seconds, None, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("plans", "best"),
+    [
+        ([("stock", 1.0, 0), ("dynamic", 3.0, 0), ("quantized-8", 2.0, 0)], 1),
+        ([("dynamic", 3.0, 0), ("offloaded", 2.0, 0), ("dynamic", 4.0, 0)], 1),
+        ([("dynamic", 1.0, 5), ("quantized-2", 2.0, 0), ("quantized-4", 4.0, 0), ("quantized-4", 3.0, 0)], 3),
+        ([("dynamic", None, 0), ("offloaded", None, 0)], 0),
+        ([("dynamic", None, 0), ("offloaded", 9.0, 0)], 1),
+        ([("stock", 1.0, 0), ("dynamic", 1.0, 1)], None),
+        ([("stock", 1.0, 0)], 0),
+        ([("stock", 1.0, 1)], None),
+    ],
+)
+def test_the_best_quality_that_fits_comes_first_and_then_the_fastest(plans, best):
+    made = [plan_with(*plan) for plan in plans]
+    assert recommended(made) is (None if best is None else made[best])
+
+
+# What is done with it
+
+
+def test_the_lines_of_every_plan_run(folder: Path):
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    model = model_cost(config, chunk=16)
+    inputs = {"input_ids": random_prompt(1, 40), "attention_mask": torch.ones(1, 40, dtype=torch.long)}
+    plain = tiny_model("llama").generate(**inputs, max_new_tokens=4)
+    for candidate in [*candidates(model, PLENTY), *candidates(model, Machine(0, 2**45))]:
+        code = candidate.code(model).replace('device_map="cuda"', 'device_map="cpu"')
+        names = {"inputs": inputs}
+        exec(code.replace("model.generate", "result = model.generate").replace("=200", "=4"), names)
+        cache, result = names["cache"], names["result"]
+        assert cache.get_seq_length() == result.shape[1] - 1
+        if isinstance(cache, HybridCache):
+            assert cache._stores.placement == candidate.placement
+            assert set(cache._stores.codecs.values()) == ({candidate.codec} if candidate.codec else set())
+        if BITS.get(candidate.cache) is None:
+            assert torch.equal(result, plain)
+
+
+@pytest.fixture(scope="module")
+def real_model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def test_a_cache_for_a_budget_is_the_one_that_is_recommended(real_model: PreTrainedModel):
+    prompt = random_prompt(1, 30)
+    plain = real_model.generate(prompt, max_new_tokens=5, do_sample=False)
+    cache = HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="1GiB")
+    assert torch.equal(real_model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False), plain)
+    assert cache._stores.placement == Candidate("dynamic", Way.CPU).placement
+
+    model = model_cost(real_model.config)
+    resident, streamed = (make_plan(model, Candidate(*which), 500, PLENTY) for which in
+                          [("dynamic", Way.GPU), ("offloaded", Way.STREAMED)])  # fmt: skip
+    made = HybridCache.for_budget(real_model.config, 500, resident.device_bytes, "1GiB")
+    assert made._stores.placement == Candidate("dynamic", Way.GPU).placement
+    made = HybridCache.for_budget(real_model.config, 500, streamed.device_bytes, "1GiB")
+    assert made._stores.placement == Candidate("offloaded", Way.STREAMED).placement
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_what_is_short_and_what_would_fit(real_model: PreTrainedModel):
+    with pytest.raises(ValueError, match=r"500 tokens of .* fit with no cache: .* is short of 0\.4 GiB of host memory"):
+        HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="64MiB")
+    with pytest.raises(ValueError, match="'much' is not a size in bytes"):
+        HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="much")
+
+
+def test_damaged_speeds_are_warned_of_and_not_used(real_model: PreTrainedModel):
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join()  # Numba exchanges the filters of warnings meanwhile
+    speeds_path().parent.mkdir()
+    speeds_path().write_text("{")
+    with pytest.warns(UserWarning, match="is damaged .* Measure again") as warned:
+        HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="1GiB")
+    assert warned[0].filename == __file__
+    speeds_path().unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="1GiB")

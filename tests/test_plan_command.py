@@ -1,0 +1,182 @@
+"""The command `plan`, and the measurements that it can start."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_hybrid_cache import HostMemoryError, cli
+from hf_hybrid_cache.calibration import Effort, calibrate
+from hf_hybrid_cache.cli import plan_command
+from hf_hybrid_cache.planning import BITS, DeviceSpeed, Machine, Speeds, load_speeds, predict, save_speeds, speeds_path
+from hf_hybrid_cache.storage import host_memory
+
+from tiny_models import FAMILIES, tiny_model
+
+SMALL = Effort(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
+LLAMA = ["--model", "meta-llama/llama-3.2-1b", "--context", "128K"]
+CARD = ["--gpu-memory", "8GiB", "--host-memory", "32GiB"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(cli.app, ["plan", *arguments])
+
+
+def plans_of(*arguments: str) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# The answer
+
+
+def test_there_is_a_row_for_each_cache_in_80_columns_and_the_lines_of_the_recommended_one():
+    result = invoke(*LLAMA, *CARD)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "meta-llama/Llama-3.2-1B in bfloat16: 2.3 GiB of weights"
+    assert "131,072 tokens" in lines[1]
+    assert lines[2].startswith("8.0 GiB of GPU memory, 32.0 GiB of host memory")
+    rows = [line.split()[0] for line in lines if line.split() and line.split()[0] in ("stock", "offloaded", *BITS)]
+    assert rows == ["stock", "dynamic", "offloaded", "dynamic", "offloaded"] + [
+        name for name in BITS if name != "dynamic" for _ in range(4)
+    ]
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =")))
+    assert "Recommended: dynamic, on the GPU" in lines
+    assert "cache = DynamicHybridCache(model.config)" in lines
+    assert result.stderr.startswith("Speeds are not known: run with --calibrate")
+
+
+def test_without_a_gpu_everything_is_on_the_cpu():
+    answer = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")
+    assert [plan["cache"] for plan in answer["plans"]] == ["stock", *BITS]
+    assert {plan["way"] for plan in answer["plans"]} == {"on the CPU"}
+    assert answer["recommended"]["cache"] == "dynamic"
+
+
+def test_what_does_not_fit_says_what_is_short_and_how_far_it_goes():
+    result = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
+    assert result.exit_code == 0, result.stderr
+    assert "host" in next(line for line in result.stdout.splitlines() if line.strip().startswith("quantized-2"))
+    assert "Nothing fits." in result.stdout
+    answer = plans_of("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
+    assert answer["recommended"] is None
+    assert all(plan["short_host_bytes"] > 0 == plan["longest_context"] for plan in answer["plans"])
+    result = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "8GiB", "--host-memory", "64GiB")
+    assert "The weights do not fit the GPU: everything is on the CPU." in result.stdout
+
+
+def test_bandwidths_tell_speeds_without_a_measurement():
+    small_card = ["--gpu-memory", "6GiB", "--host-memory", "32GiB"]
+    bandwidths = ["--host-bandwidth", "30GB/s", "--gpu-bandwidth", "300GB/s", "--bus-bandwidth", "12GB/s"]
+    result = invoke(*LLAMA, *small_card, *bandwidths)
+    assert "Recommended: dynamic, CPU attends" in result.stdout
+    assert "Fastest, with fewer bits: quantized-2, CPU attends" in result.stdout
+    assert "real ones are lower" in result.stderr
+    given = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB", "--host-bandwidth", "30GB/s")
+    plan = given["recommended"]
+    assert plan["seconds_per_token"] == pytest.approx((2_471_628_800 + plan["kv_host_bytes"]) / 30e9)
+
+
+def test_a_folder_of_any_model_will_do(tmp_path: Path):
+    tiny_model("gemma3").config.save_pretrained(tmp_path)
+    answer = plans_of("--model", str(tmp_path), *CARD, "--dtype", "float32", "--batch-size", "3")
+    assert {plan["context"] for plan in answer["plans"]} == {512}
+    assert str(tmp_path) in answer["recommended"]["code"]
+    one = plans_of("--model", str(tmp_path), *CARD, "--dtype", "bfloat16")
+    held, held_by_one = (each["recommended"]["kv_device_bytes"] for each in (answer, one))
+    assert held == pytest.approx(6 * held_by_one, rel=0.01)
+
+
+def test_a_model_without_full_attention_is_told_that_nothing_is_gained():
+    result = invoke("--model", "microsoft/Phi-4-mini-instruct", "--context", "8K", "--gpu-memory", "24GiB")
+    assert "No layer has full attention over the whole context: these caches change nothing." in result.stdout
+    assert "cache = DynamicCache(config=model.config)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-memory", "lots"], "--gpu-memory: 'lots' is not a size in bytes: write it as 8GiB"),
+        (["--host-memory", "-1"], "--host-memory: '-1' is not a size in bytes"),
+        (["--context", "0"], "--context: '0' is not a number of tokens: write it as 131072 or 128K"),
+        (["--context", "129K"], "has a context of 131,072 tokens, and 132,096 were asked for"),
+        (["--host-bandwidth", "fast"], "--host-bandwidth: 'fast' is not a bandwidth: write it as 30GB/s"),
+        (["--dtype", "int8"], "--dtype 'int8' is not one of float32, bfloat16, float16"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--model", "./no/such/folder"], "There is no folder"),
+        (["--model", "someone/something"], "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_a_bad_argument_is_named_on_stderr_with_exit_code_2(arguments: list[str], message: str):
+    result = invoke(*LLAMA, *CARD, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# Measured speeds
+
+
+@pytest.fixture(scope="module")
+def measured() -> Speeds:
+    return calibrate(torch.bfloat16, SMALL)
+
+
+def test_every_cache_is_measured_at_every_context(measured: Speeds):
+    assert measured.host is not None
+    assert list(measured.host.caches) == ["stock", *BITS]
+    for speed in measured.host.caches.values():
+        assert len(speed.steps) == len(SMALL.contexts)
+        assert all(seconds > 0 for _, seconds in speed.steps)
+        assert speed.attention_flops > 0
+    assert measured.host.weight_bytes_per_second > 0
+    assert (measured.device is None) == (not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("cache", ["stock", "offloaded", *BITS])
+def test_from_what_was_measured_every_cache_is_predicted(measured: Speeds, cache: str):
+    plan = predict(FAMILIES["llama"](), cache, 500, Machine(0, 2**40, measured))
+    assert plan.seconds_per_token is not None
+    assert plan.seconds_per_token > 0
+    assert plan.seconds_to_first_token is not None
+    assert plan.seconds_to_first_token > 0
+
+
+def test_calibrate_measures_and_keeps_the_speeds_that_the_next_plan_uses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, effort=SMALL))
+    result = invoke(*LLAMA, *CARD, "--calibrate")
+    assert result.exit_code == 0, result.stderr
+    assert f"kept in {speeds_path()}" in result.stderr
+    assert load_speeds(torch.bfloat16).host is not None
+    again = invoke(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")
+    assert again.stderr == ""
+    assert "min" in again.stdout or " h" in again.stdout
+
+
+def test_a_file_that_cannot_be_used_is_named_and_a_given_bandwidth_is_used_instead_of_a_measured_one():
+    save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9)))
+    slow = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")["recommended"]
+    fast = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB", "--host-bandwidth", "2GB/s")["recommended"]
+    assert slow["seconds_per_token"] == pytest.approx(2 * fast["seconds_per_token"])
+    speeds_path().write_text("{}")
+    result = invoke(*LLAMA, *CARD)
+    assert result.exit_code == 0
+    assert f"{speeds_path()} is damaged" in result.stderr
+
+
+def test_measuring_asks_for_memory_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**20)
+    with pytest.raises(HostMemoryError, match=r"Measuring speeds needs .* GiB more host memory"):
+        calibrate(torch.bfloat16)
