@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments import records
-from experiments.sizes import byte_size
+from experiments.options import byte_size
 from experiments.sweep import store
 from experiments.sweep.caches import CACHES, DECODE_DEVICES
 from experiments.sweep.cell import Cell

@@ -4,6 +4,8 @@ import argparse
 import textwrap
 from pathlib import Path
 
+from hf_hybrid_cache.planning import parse_bytes
+
 
 def experiment_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:
     """A parser with the options of every measurement that is held against the read bandwidth."""
@@ -17,3 +19,11 @@ def experiment_parser(experiment: str, description: str | None) -> argparse.Argu
         help="what is read to learn the read bandwidth (default: twice the last-level cache, at least 512)",
     )
     return parser
+
+
+def byte_size(text: str) -> int:
+    """A size such as 24GiB, as the type of an option."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

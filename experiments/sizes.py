@@ -1,2 +1,0 @@
-def byte_size(text: str) -> int:
-    return int(text)
