@@ -36,14 +36,15 @@ class Effort:
 
     Attributes:
         matrices: of 4096 by 8192 weights, together more than the processor's caches hold.
-        contexts: tokens in the caches, the fewest first.
+        contexts: tokens in the caches, the fewest first, for numbers of two bytes; half as many for those of four.
         chunk: tokens of a prompt at once.
         layers: of the model that tells what a layer takes besides weights and attention.
         rounds: of which the median counts.
     """
 
     matrices: int = 8
-    contexts: tuple[int, ...] = (4096, 32_768, 131_072)
+    # The second is just below where the C library maps new memory for every tensor, which DynamicCache then waits for.
+    contexts: tuple[int, ...] = (4096, 32_000, 131_072)
     chunk: int = 512
     layers: int = 8
     rounds: int = 5
@@ -59,8 +60,8 @@ def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Speeds:
         HostMemoryError: host memory would not suffice.
     """
     effort = effort or Effort()
-    states = 2 * _KV_HEADS * _HEAD_DIM * sum(effort.contexts)
-    num_bytes = dtype.itemsize * (effort.matrices * _MATRIX[0] * _MATRIX[1] + (len(BITS) + 2) * states)
+    states = 2 * _KV_HEADS * _HEAD_DIM * sum(effort.contexts) * 2
+    num_bytes = effort.matrices * _MATRIX[0] * _MATRIX[1] * dtype.itemsize + (len(BITS) + 2) * states
     require_host_bytes(num_bytes, "Measuring speeds needs")
     host = _device_speed(HOST, dtype, effort)
     if not torch.cuda.is_available():
@@ -71,9 +72,10 @@ def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Speeds:
 
 @torch.inference_mode()
 def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> DeviceSpeed:
+    contexts = [num_tokens * 2 // dtype.itemsize for num_tokens in effort.contexts]
     weights = _Weights(device, dtype, effort.matrices)
     layers: dict[tuple[str, int], _Layer] = {}
-    for num_tokens in effort.contexts:
+    for num_tokens in contexts:
         states = _random_states(_KV_HEADS, num_tokens, device, dtype)
         layers |= {(name, num_tokens): _Layer(name, states) for name in ("stock", *BITS)}
     del states
@@ -90,15 +92,15 @@ def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> D
     seconds = {key: statistics.median(values) for key, values in samples.items()}
     caches = {
         name: CacheSpeed(
-            tuple((layers[name, num_tokens].num_bytes, seconds[name, num_tokens]) for num_tokens in effort.contexts),
-            layers[name, effort.contexts[0]].attention_flops(effort.chunk),
+            tuple((layers[name, num_tokens].num_bytes, seconds[name, num_tokens]) for num_tokens in contexts),
+            layers[name, contexts[0]].attention_flops(effort.chunk, effort.rounds),
         )
         for name in ("stock", *BITS)
     }
     return DeviceSpeed(
         weights.num_bytes / seconds["weights"],
         max(0.0, seconds["model"] / effort.layers - caches["stock"].step_seconds(0)),
-        weights.flops(effort.chunk),
+        weights.flops(effort.chunk, effort.rounds),
         caches,
     )
 
@@ -123,10 +125,10 @@ class _Weights:
         for _ in self._matrices:
             self.read_next()
 
-    def flops(self, chunk: int) -> float:
+    def flops(self, chunk: int, rounds: int) -> float:
         """Arithmetic a second of products with `chunk` tokens."""
-        self._multiply(chunk)
-        return 2 * chunk * _MATRIX[0] * _MATRIX[1] / _seconds(lambda: self._multiply(chunk), self._device)
+        seconds = _median_seconds(lambda: self._multiply(chunk), self._device, rounds)
+        return 2 * chunk * _MATRIX[0] * _MATRIX[1] / seconds
 
     def _multiply(self, num_tokens: int) -> None:
         matrix = self._matrices[self._turn]
@@ -152,16 +154,15 @@ class _Layer:
     def step(self) -> None:
         self._attend(1, None)
 
-    def attention_flops(self, chunk: int) -> float:
-        """Arithmetic a second of a chunk of a prompt."""
+    def attention_flops(self, chunk: int, rounds: int) -> float:
+        """Arithmetic a second of attention of a chunk of a prompt to what was there before."""
 
         def attend() -> None:
             visible = torch.ones(chunk, self._num_tokens + chunk, dtype=torch.bool, device=self._device)
             self._attend(chunk, visible.tril(self._num_tokens)[None, None])
 
-        attend()  # compiles
-        seconds = _seconds(attend, self._device)
-        return 4 * _HEADS * _HEAD_DIM * chunk * self._num_tokens / seconds
+        flops = 4 * _HEADS * _HEAD_DIM * chunk * self._num_tokens
+        return flops / _median_seconds(attend, self._device, rounds)
 
     def _attend(self, num_tokens: int, mask: torch.Tensor | None) -> None:
         states = self._states(_KV_HEADS, num_tokens)
@@ -218,11 +219,13 @@ def _bus_speed(device: torch.device, rounds: int) -> tuple[float, float]:
     """Bytes a second from page-locked host memory to `device`, and seconds of a small tensor there and back."""
     block = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
     small = torch.zeros(_HEADS * _HEAD_DIM, device=device)
-    copies, round_trips = [], []
-    for _ in range(rounds + 1):
-        copies.append(_seconds(lambda: block.to(device, non_blocking=True), device))
-        round_trips.append(_seconds(lambda: small.to(HOST).to(device), device))
-    return _BUS_BYTES / statistics.median(copies[1:]), statistics.median(round_trips[1:])
+    copy = _median_seconds(lambda: block.to(device, non_blocking=True), device, rounds)
+    return _BUS_BYTES / copy, _median_seconds(lambda: small.to(HOST).to(device), device, rounds)
+
+
+def _median_seconds(action: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Of `rounds` rounds after one that compiles."""
+    return statistics.median([_seconds(action, device) for _ in range(rounds + 1)][1:])
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:

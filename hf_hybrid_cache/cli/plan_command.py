@@ -21,10 +21,10 @@ from ..planning import (
     Plan,
     Speeds,
     SpeedsFileError,
-    candidates,
     farthest,
+    has_room,
     load_speeds,
-    make_plan,
+    make_plans,
     model_cost,
     parse_bandwidth,
     parse_bytes,
@@ -32,7 +32,6 @@ from ..planning import (
     recommended,
     save_speeds,
     this_machine,
-    uses_gpu,
 )
 from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
@@ -87,7 +86,7 @@ def plan(
             speeds.round_trip_seconds,
         )
         machine = this_machine(device_bytes, host_bytes, speeds)
-        plans = [make_plan(cost, each, num_tokens or cost.max_context, machine) for each in candidates(cost, machine)]
+        plans = make_plans(cost, num_tokens or cost.max_context, machine)
         best = recommended(plans)
         if as_json:
             shown = {"recommended": best and asdict(best), "plans": [asdict(each) for each in plans]}
@@ -127,12 +126,13 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
 
     precision = str(cost.dtype).removeprefix("torch.")
     say(f"{cost.name} in {precision}: {_gibibytes(cost.weight_bytes)} GiB of weights")
-    say(f"{plans[0].context:,} tokens, the prompt in chunks of {cost.chunk:,}")
+    context, working = plans[0].context, _gibibytes(cost.working_bytes(plans[0].context))
+    say(f"{context:,} tokens, the prompt in chunks of {cost.chunk:,}, which take {working} GiB besides")
     say(
         f"{_gibibytes(machine.device_bytes)} GiB of GPU memory, {_gibibytes(machine.host_bytes)} GiB of host memory; "
         f"{_gibibytes(RUNTIME_BYTES)} GiB of each for the process"
     )
-    if machine.device_bytes and not uses_gpu(cost, machine):
+    if machine.device_bytes and not has_room(cost, machine):
         say("The weights do not fit the GPU: everything is on the CPU.")
     if not cost.shapes:
         say("No layer has full attention over the whole context: these caches change nothing.")

@@ -5,7 +5,7 @@ Which cache for which machine, worked out before anything is loaded.
 a token takes, `candidates` which caches there are, and `plans` puts it all together.
 """
 
-from .candidates import BITS, RUNTIME_BYTES, Candidate, candidates, uses_gpu
+from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .machine import (
     CacheSpeed,
@@ -19,7 +19,7 @@ from .machine import (
     this_machine,
 )
 from .model_cost import CostError, ModelCost, model_cost
-from .plans import Plan, PlanError, choose, farthest, make_plan, predict, recommended
+from .plans import Plan, PlanError, choose, farthest, has_room, make_plan, make_plans, predict, recommended
 from .sizes import parse_bandwidth, parse_bytes, parse_tokens
 from .speed import Way
 
@@ -40,12 +40,15 @@ __all__ = [
     "SpeedsFileError",
     "Way",
     "cache_cost",
-    "candidates",
     "choose",
+    "cpu_candidates",
     "farthest",
+    "gpu_candidates",
+    "has_room",
     "layer_bytes",
     "load_speeds",
     "make_plan",
+    "make_plans",
     "model_cost",
     "parse_bandwidth",
     "parse_bytes",
@@ -56,5 +59,4 @@ __all__ = [
     "speeds_path",
     "stock_cost",
     "this_machine",
-    "uses_gpu",
 ]

@@ -7,7 +7,6 @@ from ..codecs import minmax
 from ..placement import Placement
 from ..storage import KVCodec
 from .cost import CacheCost, Held, cache_cost, stock_cost
-from .machine import Machine
 from .model_cost import ModelCost
 from .speed import Way
 
@@ -95,28 +94,17 @@ class Candidate:
         return "\n".join(lines)
 
 
-def candidates(model: ModelCost, machine: Machine) -> list[Candidate]:
-    """
-    The caches to choose from, the best quality first and then the fewest transfers.
-
-    A GPU that has no room for the weights is not used. A model without layers of full attention gains nothing from our
-    caches.
-    """
-    has_gpu = uses_gpu(model, machine)
-    found = [Candidate("stock", Way.GPU if has_gpu else Way.CPU)]
-    if not model.shapes:
-        return found
-    if not has_gpu:
-        return found + [Candidate(name, Way.CPU) for name in BITS]
-    for name in BITS:
+def gpu_candidates(model: ModelCost) -> list[Candidate]:
+    """The caches to choose from with the model on a GPU, the best quality first and then the fewest transfers."""
+    found = [Candidate("stock", Way.GPU)]
+    for name in BITS if model.shapes else []:
         streamed = "offloaded" if name == "dynamic" else name
-        found += [Candidate(name, Way.GPU), Candidate(streamed, Way.STREAMED)]
-        if model.has_kernel:
-            found += [Candidate(name, Way.CPU_ATTENTION)]
+        attended = [Candidate(name, Way.CPU_ATTENTION)] if model.has_kernel else []
+        found += [Candidate(name, Way.GPU), Candidate(streamed, Way.STREAMED), *attended]
         found += [Candidate(streamed, Way.CPU_DECODE)]
     return found
 
 
-def uses_gpu(model: ModelCost, machine: Machine) -> bool:
-    """Whether weights, and a chunk of a prompt, fit the GPU."""
-    return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes <= machine.device_bytes
+def cpu_candidates(model: ModelCost) -> list[Candidate]:
+    """The caches to choose from with the model on the CPU, the best quality first."""
+    return [Candidate(name, Way.CPU) for name in ("stock", *(BITS if model.shapes else ()))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from .candidates import BITS, Candidate, candidates
+from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
 from .machine import Machine, Speeds, SpeedsFileError, load_speeds
 from .model_cost import ModelCost, model_cost
 from .speed import Way, seconds_per_token, seconds_to_first_token
@@ -90,6 +90,29 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
     )
 
 
+def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
+    """
+    A plan for every cache there is to choose from.
+
+    With the model on the GPU, where it has room for the weights. With the model on the CPU, where it has not, or
+    nothing fits.
+
+    Raises:
+        PlanError: the model does not go that far.
+    """
+    plans = []
+    if has_room(model, machine):
+        plans = [make_plan(model, candidate, context, machine) for candidate in gpu_candidates(model)]
+    if recommended(plans) is None:
+        plans += [make_plan(model, candidate, context, machine) for candidate in cpu_candidates(model)]
+    return plans
+
+
+def has_room(model: ModelCost, machine: Machine) -> bool:
+    """Whether weights, and a chunk of a prompt, fit the GPU."""
+    return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes <= machine.device_bytes
+
+
 def predict(
     config: PreTrainedConfig,
     cache: str,
@@ -161,12 +184,7 @@ def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes
         warnings.warn(str(error), stacklevel=3)
         speeds = Speeds()
     machine = Machine(device_bytes, host_bytes, speeds)
-    made = {
-        candidate: make_plan(model, candidate, context, machine)
-        for candidate in candidates(model, machine)
-        if candidate.way != Way.CPU_DECODE
-    }
-    plans = list(made.values())
+    plans = [plan for plan in make_plans(model, context, machine) if plan.way != Way.CPU_DECODE]
     best = recommended(plans)
     if best is None:
         nearest = farthest(plans)
@@ -176,7 +194,7 @@ def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes
             f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
             f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context."
         )
-    return next(candidate for candidate, plan in made.items() if plan is best)
+    return Candidate(best.cache, best.way)
 
 
 def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:

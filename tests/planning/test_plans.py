@@ -23,8 +23,10 @@ from hf_hybrid_cache.planning import (
     PlanError,
     Speeds,
     Way,
-    candidates,
+    cpu_candidates,
+    gpu_candidates,
     make_plan,
+    make_plans,
     model_cost,
     predict,
     recommended,
@@ -58,8 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plans_of(model: ModelCost, context: int, machine: Machine) -> dict[tuple[str, str], Plan]:
-    made = [make_plan(model, candidate, context, machine) for candidate in candidates(model, machine)]
-    return {(plan.cache, plan.way): plan for plan in made}
+    return {(plan.cache, plan.way): plan for plan in make_plans(model, context, machine)}
 
 
 # What fits
@@ -80,7 +81,7 @@ def test_the_longest_context_fits_and_one_token_more_does_not(llama: ModelCost):
 
 
 def test_what_is_short_is_what_is_missing(llama: ModelCost):
-    for candidate in candidates(llama, PLENTY):
+    for candidate in [*gpu_candidates(llama), *cpu_candidates(llama)]:
         plan = make_plan(llama, candidate, 100_000, PLENTY)
         assert plan.fits
         exact = Machine(plan.device_bytes, plan.host_bytes)
@@ -103,6 +104,15 @@ def test_weights_are_where_the_model_decodes(llama: ModelCost):
 def test_a_gpu_without_room_for_the_weights_is_not_used(llama: ModelCost):
     assert {way for _, way in plans_of(llama, 1000, Machine(2 * GIB, 2**45))} == {Way.CPU}
     assert Way.CPU not in {way for _, way in plans_of(llama, 1000, Machine(4 * GIB, 2**45))}
+
+
+def test_where_nothing_fits_the_gpu_the_cpu_is_planned_with_too(llama: ModelCost):
+    machine = Machine(3 * GIB, 2**45)
+    plans = plans_of(llama, 131_072, machine)
+    assert {way for _, way in plans} == set(Way)
+    best = recommended(list(plans.values()))
+    assert best is not None
+    assert best.way == Way.CPU
 
 
 def test_without_full_attention_there_is_only_the_stock_cache():
@@ -217,7 +227,7 @@ def test_the_lines_of_every_plan_run(folder: Path):
     model = model_cost(config, chunk=16)
     inputs = {"input_ids": random_prompt(1, 40), "attention_mask": torch.ones(1, 40, dtype=torch.long)}
     plain = tiny_model("llama").generate(**inputs, max_new_tokens=4)
-    for candidate in [*candidates(model, PLENTY), *candidates(model, Machine(0, 2**45))]:
+    for candidate in [*gpu_candidates(model), *cpu_candidates(model)]:
         code = candidate.code(model).replace('device_map="cuda"', 'device_map="cpu"')
         names = {"inputs": inputs}
         exec(code.replace("model.generate", "result = model.generate").replace("=200", "=4"), names)
