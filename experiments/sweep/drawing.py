@@ -1,5 +1,6 @@
 """Writes the figures of the context sweep and its page, from records only."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from experiments.sweep.page import page
 from experiments.sweep.points import points
 
 PAGE = "README.md"
+PREDICTIONS = RESULTS / "predictions"
 Found = list[dict[str, Any]]
 
 
@@ -23,8 +25,13 @@ def all_records() -> dict[str, Found]:
     return {folder.name: list(store.read(folder).records.values()) for folder in folders}
 
 
-def figures_of(found: Found) -> dict[str, Callable[[], Figure]]:
-    """How to draw each figure, by file name; what compares with a GPU only where there was one."""
+def all_predictions() -> dict[str, dict[str, Any]]:
+    """By machine."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(PREDICTIONS.glob("*.json"))}
+
+
+def figures_of(found: Found, prediction: dict[str, Any] | None = None) -> dict[str, Callable[[], Figure]]:
+    """How to draw each figure, by file name; what compares with a GPU, or a prediction, only where there was one."""
     curves = points(found)
     environment = found[-1]["environment"]
     models = ", ".join(sorted({record["cell"]["model"] for record in found}))
@@ -39,25 +46,27 @@ def figures_of(found: Found) -> dict[str, Callable[[], Figure]]:
     if figures.has_gpu(curves):
         drawn["device_memory_per_speed"] = partial(figures.memory_per_speed, curves, "device", title)
         drawn["speed_ratio"] = partial(figures.speed_ratio, curves, title)
+    if prediction is not None:
+        drawn["predictions"] = partial(figures.predictions, prediction["cells"], title)
     return drawn
 
 
-def page_of(machines: Mapping[str, Found]) -> str:
+def page_of(machines: Mapping[str, Found], predictions: Mapping[str, dict[str, Any]]) -> str:
     """The page, with the figures as they lie beside the records."""
     folder = store.FOLDER.relative_to(RESULTS)
     shown = {
-        machine: [folder / machine / f"{name}.png" for name in figures_of(found)]
+        machine: [folder / machine / f"{name}.png" for name in figures_of(found, predictions.get(machine))]
         for machine, found in machines.items()
         if found
     }
-    return page(machines, shown)
+    return page(machines, predictions, shown)
 
 
 def draw_all() -> Iterator[Path]:
     """Draw and write everything; the paths of the figures and of the page."""
-    machines = all_records()
+    machines, predictions = all_records(), all_predictions()
     for machine, found in machines.items():
-        for name, draw in figures_of(found).items() if found else ():
+        for name, draw in figures_of(found, predictions.get(machine)).items() if found else ():
             figure = draw()
             path = store.FOLDER / machine / name
             figure.savefig(path.with_suffix(".png"), dpi=150)
@@ -65,5 +74,5 @@ def draw_all() -> Iterator[Path]:
             plt.close(figure)
             yield path.with_suffix(".svg")
     path = RESULTS / PAGE
-    path.write_text(page_of(machines))
+    path.write_text(page_of(machines, predictions))
     yield path

@@ -31,7 +31,7 @@ from hf_hybrid_cache.models import load
 
 PREFILL_CHUNK = 512
 FILL_CHUNK = 8192
-WARM_UP_TOKENS = 64
+WARM_UP_TOKENS = 256  # some of them are coded, so that all kernels are compiled
 READER_MIB = 512
 
 
