@@ -96,12 +96,12 @@ class HybridCache(DynamicCache):
         The cache that `hf-hybrid-cache plan` recommends, for one sequence and `prefill_chunk_size=512`.
 
         It loses as little as possible, and is the fastest of those that do, by the speeds that `--calibrate` has
-        measured. Where the weights do not fit the GPU, it is one for a model on the CPU.
+        measured.
 
         Args:
             config: the model's config (`model.config`).
             context: tokens, prompt and answer.
-            gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 for a model on the CPU.
+            gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 if the model is on the CPU.
             host_memory: likewise.
 
         Raises:

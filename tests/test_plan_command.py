@@ -54,7 +54,7 @@ def test_there_is_a_row_for_each_cache_in_80_columns_and_the_lines_of_the_recomm
     assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =")))
     assert "Recommended: dynamic, on the GPU" in lines
     assert "cache = DynamicHybridCache(model.config)" in lines
-    assert result.stderr.startswith("Speeds are not known: run with --calibrate")
+    assert result.stderr.startswith("Speeds are not known where there is a dash: run with --calibrate")
 
 
 def test_without_a_gpu_everything_is_on_the_cpu():
@@ -96,6 +96,11 @@ def test_a_folder_of_any_model_will_do(tmp_path: Path):
     one = plans_of("--model", str(tmp_path), *CARD, "--dtype", "bfloat16")
     held, held_by_one = (each["recommended"]["kv_device_bytes"] for each in (answer, one))
     assert held == pytest.approx(6 * held_by_one, rel=0.01)
+
+
+def test_attention_that_is_not_measured_is_named():
+    result = invoke("--model", "google/gemma-2-2b", *CARD, "--host-bandwidth", "30GB/s")
+    assert "The attention of this model is of a kind that is not measured" in result.stderr
 
 
 def test_a_model_without_full_attention_is_told_that_nothing_is_gained():

@@ -93,9 +93,13 @@ def plan(
             out.print(json.dumps(shown, indent=1), markup=False, highlight=False)
             return
         _print_plans(cost, machine, plans, best, out)
-        if speeds == Speeds():
-            note(notes, "Speeds are not known: run with --calibrate, or give bandwidths (--help).")
-        elif host_rate or device_rate or bus_rate:
+        if cost.shapes and not cost.has_kernel:
+            note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
+        elif any(each.seconds_per_token is None for each in plans):
+            note(
+                notes, "Speeds are not known where there is a dash: run with --calibrate, or give bandwidths (--help)."
+            )
+        if host_rate or device_rate or bus_rate:
             note(notes, "Speeds are those of reading at the bandwidths given: real ones are lower.")
 
 

@@ -1,5 +1,6 @@
 """The caches to choose from: how each is made, and what a model with it takes."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -79,7 +80,8 @@ class Candidate:
             options.append("cpu_decode=True")
         classes = ["AutoModelForCausalLM"] + ["DynamicCache"] * (self.cache == "stock")
         ours = [] if self.cache == "stock" else [name] + ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)
-        dtype, device = str(model.dtype).removeprefix("torch."), "cpu" if self.way == Way.CPU else "cuda"
+        loaded = model.name, str(model.dtype).removeprefix("torch."), "cpu" if self.way == Way.CPU else "cuda"
+        model_name, dtype, device = map(json.dumps, loaded)
         generate = ["**inputs", "past_key_values=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
         if self.way == Way.CPU_DECODE:
             generate.append("custom_generate=decode_on_cpu")
@@ -87,7 +89,7 @@ class Candidate:
             f"from transformers import {', '.join(classes)}",
             *([f"from hf_hybrid_cache import {', '.join(ours)}"] if ours else []),
             "",
-            f'model = AutoModelForCausalLM.from_pretrained("{model.name}", dtype="{dtype}", device_map="{device}")',
+            f"model = AutoModelForCausalLM.from_pretrained({model_name}, dtype={dtype}, device_map={device})",
             f"cache = {name}({', '.join(options)})",
             f"model.generate({', '.join(generate)})",
         ]

@@ -9,6 +9,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class ModelCost:
         others: the layers that have transformers' own cache.
         has_kernel: its attention is what the CPU kernel computes.
         token_flops: of products with weights, for each token of the prompt.
-        pair_flops: of attention, for each token of the prompt and each token it can see.
+        pair_flops: of attention, for each token of the prompt and each token in the cache.
         least_working_bytes: what a chunk takes besides weights and cache, whatever comes before it.
         working_bytes_line: the same as a constant and a slope in the tokens of the context, where that is more.
     """
@@ -114,7 +115,8 @@ class ModelCost:
 
     def attention_flops(self, context: int) -> float:
         """Arithmetic of attention in a prompt of `context` tokens."""
-        return self.pair_flops * self.chunk * sum(self.lengths(context))
+        ends = self.lengths(context)
+        return self.pair_flops * sum((end - start) * end for start, end in pairwise([0, *ends]))
 
 
 def model_cost(
@@ -142,6 +144,7 @@ def model_cost(
         # What a chunk takes grows with the tokens before it; the second and the third tell how.
         longest = max(max_context, 8 * chunk)
         first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
+        read, output = list(_weights_read(model)), model.get_output_embeddings().weight
     except Exception as error:  # of any kind, because this runs the code of any model
         raise CostError(f"What {name} costs cannot be worked out without its weights: {error}") from error
     more = longest - longest // 4
@@ -149,8 +152,6 @@ def model_cost(
     # By type, as `HybridCache` chooses the layers that it replaces.
     ours = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized]
     shapes = {index: KVShape.of(cache.layers[index].keys, cache.layers[index].values) for index in ours}
-    read = list(_weights_read(model))
-    output = model.get_output_embeddings().weight
     return ModelCost(
         name=name,
         dtype=dtype,

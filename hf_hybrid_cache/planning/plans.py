@@ -173,6 +173,12 @@ def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes
     """
     The recommended one of the caches that `generate` takes as they are, by the speeds measured here.
 
+    Args:
+        config: of the model, which is on the GPU if `device_bytes` is more than 0.
+        context: tokens of each sequence.
+        device_bytes: of GPU memory.
+        host_bytes: of host memory.
+
     Raises:
         CostError: the costs of the model cannot be worked out.
         PlanError: nothing fits, or the model does not go that far.
@@ -184,15 +190,17 @@ def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes
         warnings.warn(str(error), stacklevel=3)
         speeds = Speeds()
     machine = Machine(device_bytes, host_bytes, speeds)
-    plans = [plan for plan in make_plans(model, context, machine) if plan.way != Way.CPU_DECODE]
+    candidates = gpu_candidates(model) if device_bytes else cpu_candidates(model)
+    plans = [make_plan(model, each, context, machine) for each in candidates if each.way != Way.CPU_DECODE]
     best = recommended(plans)
     if best is None:
         nearest = farthest(plans)
         missing = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
         short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in missing.items() if size)
+        otherwise = ", or load the model on the CPU and pass gpu_memory=0" if device_bytes else ""
         raise PlanError(
             f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
-            f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context."
+            f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context{otherwise}."
         )
     return Candidate(best.cache, best.way)
 
