@@ -22,7 +22,7 @@ lint: $(VENV)/.dev
 
 # Every cache at every context on the CPU, in less than an hour on two cores; goes on where it was stopped.
 sweep: $(VENV)/.test
-	$(BIN)/python -m experiments.context_sweep --contexts 1024 2048 4096 8192 --new-tokens 100
+	$(BIN)/python -m experiments.context_sweep --contexts 1024 2048 4096 8192 --new-tokens 100 --prefill-limit 15
 	$(BIN)/python -m experiments.context_sweep --contexts 16384 32768 65536 131072 --new-tokens 20
 	$(BIN)/python -m experiments.report
 
