@@ -37,7 +37,8 @@ def compared(found: list[dict[str, Any]], speeds: Speeds) -> list[dict[str, Any]
     for (cache, device), measured in points(found).items():
         for point in measured if device == CPU else ():
             try:
-                plan = predict(config, cache, point.context_tokens, machine, torch.bfloat16)
+                # The last token is not stored: no other one attends to it.
+                plan = predict(config, cache, point.context_tokens - 1, machine, torch.bfloat16)
             except PlanError:  # a cache that is not planned, such as quanto's
                 continue
             cells.append({"cache": cache, "context_tokens": point.context_tokens, **_compared(plan, point)})
