@@ -15,6 +15,8 @@ from typing import Any, TextIO
 import psutil
 import torch
 
+from hf_hybrid_cache.planning import cpu_name
+
 RESULTS = Path(__file__).parent.parent / "results"
 _PACKAGES = ("hf_hybrid_cache", "torch", "transformers", "numpy", "numba")
 
@@ -25,7 +27,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": _git("rev-parse", "HEAD"),
         "git_clean": _git("status", "--porcelain", "--untracked-files=no") == "",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": psutil.cpu_count(logical=False),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -37,7 +39,7 @@ def environment() -> dict[str, Any]:
 
 def machine_name() -> str:
     """A folder name for results of this machine, such as `intel-xeon-processor-2-cores`."""
-    parts = [_cpu_name(), f"{psutil.cpu_count(logical=False)} cores"]
+    parts = [cpu_name(), f"{psutil.cpu_count(logical=False)} cores"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)", "", " ".join(parts).lower())).strip("-")
@@ -71,11 +73,3 @@ def _git(*arguments: str) -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from experiments import pictures
 from experiments.records import RESULTS
 from experiments.sweep.drawing import draw_all
 
@@ -112,9 +113,7 @@ def save(draw_record: Drawing, record: dict[str, Any], path: Path) -> None:
     """Write what `draw_record` draws of a record as SVG and PNG."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     draw_record(record, axes)
-    for suffix in (".svg", ".png"):
-        figure.savefig(path.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
-    plt.close(figure)
+    pictures.write(figure, path)
 
 
 def main() -> None:

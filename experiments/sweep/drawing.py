@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from experiments import pictures
 from experiments.records import RESULTS
 from experiments.sweep import figures, store
 from experiments.sweep.page import page
@@ -67,11 +67,8 @@ def draw_all() -> Iterator[Path]:
     machines, predictions = all_records(), all_predictions()
     for machine, found in machines.items():
         for name, draw in figures_of(found, predictions.get(machine)).items() if found else ():
-            figure = draw()
             path = store.FOLDER / machine / name
-            figure.savefig(path.with_suffix(".png"), dpi=150)
-            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-            plt.close(figure)
+            pictures.write(draw(), path)
             yield path.with_suffix(".svg")
     path = RESULTS / PAGE
     path.write_text(page_of(machines, predictions))

@@ -115,6 +115,15 @@ def this_machine(device_bytes: int | None, host_bytes: int | None, speeds: Speed
     )
 
 
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def speeds_path() -> Path:
     return cache_home() / "speeds.json"
 
@@ -165,7 +174,7 @@ def _signature() -> dict[str, Any]:
         "schema": _SCHEMA,
         "hf_hybrid_cache": __version__,
         "torch": torch.__version__,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
@@ -195,11 +204,3 @@ def _check_numbers(speeds: dict[str, Any]) -> None:
             _check_numbers({str(index): part for index, part in enumerate(value)})
         elif value is not None and not (0 <= value < math.inf and (value > 0 or name.endswith("_seconds"))):
             raise ValueError(f"{name} is {value}")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
