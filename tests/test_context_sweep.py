@@ -230,7 +230,7 @@ def test_other_errors_are_not_taken_for_want_of_memory():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell the highest RSS")
 def test_peaks_count_from_when_they_are_asked_for_and_keep_what_was_given_back():
     def hold(num_bytes: int) -> None:
-        with mmap.mmap(-1, num_bytes) as pages:  # of the system: an allocator may have freed ones at hand, which add nothing
+        with mmap.mmap(-1, num_bytes) as pages:  # not freed ones that an allocator has at hand
             np.frombuffer(pages, np.uint8).fill(1)
 
     hold(2**27)
