@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from rich.progress import track
 from transformers import LlamaConfig, PreTrainedModel
 
 from experiments import llama_cpp, records
@@ -68,7 +69,10 @@ def reasons_to_leave_out(model_name: str, model: PreTrainedModel, names: list[st
 def read_passages(model_name: str, contexts: list[int], steps: int) -> dict[int, Passage]:
     """By context; the model in float32 is given back afterwards."""
     model, tokenizer = load(model_name, torch.float32, "cpu")
-    return {context: read_passage(model, tokenizer, context, steps, DTYPE) for context in contexts}
+    return {
+        context: read_passage(model, tokenizer, context, steps, DTYPE)
+        for context in track(contexts, "prompts in float32")
+    }
 
 
 def make_readers(
@@ -86,7 +90,7 @@ def make_readers(
         return LlamaCppEngine(file_model, form, passage.prompt, len(passage.following), threads)
 
     return {
-        context: {name: Reader(engine(name, passage), passage) for name in names}
+        context: {name: Reader(engine(name, passage), passage) for name in track(names, f"engines, {context:,} tokens")}
         for context, passage in passages.items()
     }
 
