@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test lint sweep sweep-gpu report clean
+.PHONY: demo notebooks test soak lint sweep sweep-gpu report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -14,6 +14,10 @@ notebooks: $(VENV)/.notebooks
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The tests that search at random, for long: minutes instead of seconds.
+soak: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak --soak --soak-record results/soak
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
