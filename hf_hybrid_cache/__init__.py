@@ -6,15 +6,18 @@ from .codecs import minmax, quanto
 from .decode import DecodeOnCPU, decode_on_cpu
 from .handles import StaleHandleError
 from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
+from .layer import DeviceMemoryError, IncompleteCacheError
 from .placement import Placement
 from .storage import CacheStats, HostMemoryError, KVCodec
 
 __all__ = [
     "CacheStats",
     "DecodeOnCPU",
+    "DeviceMemoryError",
     "DynamicHybridCache",
     "HostMemoryError",
     "HybridCache",
+    "IncompleteCacheError",
     "KVCodec",
     "MemoryReport",
     "OffloadedHybridCache",

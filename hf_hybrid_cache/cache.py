@@ -1,16 +1,17 @@
 """The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .codecs import minmax
-from .layer import HybridLayer, LayerStores, move_tensors_of, tensors_of
-from .placement import Placement, require_count
+from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
+from .placement import OnOom, Placement, require_count
 from .planning import choose, parse_bytes
 from .storage import CacheStats, KVCodec, Room, require_host_bytes
 
@@ -124,7 +125,7 @@ class HybridCache(DynamicCache):
         sizes = {"host": 0, "device": 0}
         for device, num_bytes in self._holdings():
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
-        return MemoryReport(sizes["device"], sizes["host"], self.get_seq_length())
+        return MemoryReport(sizes["device"], sizes["host"], super().get_seq_length())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
         """
@@ -148,10 +149,63 @@ class HybridCache(DynamicCache):
                     _move(layer, old_device, old_dtype)
             raise
 
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """
+        Tokens of each sequence that are stored, by all layers or by one.
+
+        Raises:
+            IncompleteCacheError: the last forward pass stored its tokens in the first layers only.
+        """
+        if layer_idx is not None:
+            return super().get_seq_length(layer_idx)
+        lengths = self._lengths()
+        if lengths and lengths[0] > lengths[-1]:
+            index = next(index for index, length in enumerate(lengths) if length != lengths[0])
+            raise IncompleteCacheError(
+                f"An error or an interruption ended a forward pass half-way: the first {index} layers of attention hold "
+                f"{lengths[0]:,} tokens, the last one {lengths[-1]:,}. Call cache.drop_unfinished() to go back to what "
+                "all of them hold, or cache.reset()."
+            )
+        return super().get_seq_length()
+
+    def drop_unfinished(self) -> None:
+        """
+        Forget what a forward pass that was ended half-way had stored; nothing changes after a whole one.
+
+        Raises:
+            IncompleteCacheError: layers of transformers' own took part, which cannot go back: call `reset`.
+        """
+        lengths = self._lengths()
+        if not lengths or lengths[0] <= lengths[-1]:
+            return
+        if lengths[-1] == 0:
+            self.reset()
+            return
+        theirs = [layer for layer in self.layers if not isinstance(layer, HybridLayer) and list(tensors_of(layer))]
+        if others := {type(layer).__name__ for layer in theirs}:
+            raise IncompleteCacheError(
+                f"An error or an interruption ended a forward pass half-way, and layers of type "
+                f"{', '.join(sorted(others))} cannot go back. Call cache.reset(), or use a new cache."
+            )
+        for layer in self.layers:
+            if isinstance(layer, HybridLayer) and layer.get_seq_length() == lengths[0]:
+                layer.crop(lengths[-1] - lengths[0])
+
     def reset(self) -> None:
         """Forget all tokens and give their memory back; the cache can be used again."""
         super().reset()
+        self._stores.unfinished = None
         self.stats.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `beam_idx[i]` was."""
+        with self._changing_all("reorder_cache"):
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
+        with self._changing_all("batch_select_indices"):
+            super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """
@@ -162,7 +216,30 @@ class HybridCache(DynamicCache):
         """
         copies = self.memory().host_bytes * (repeats - 1)
         require_host_bytes(copies, f"{repeats} copies of {self.get_seq_length():,} tokens need")
-        super().batch_repeat_interleave(repeats)
+        with self._changing_all("batch_repeat_interleave"):
+            super().batch_repeat_interleave(repeats)
+
+    @contextmanager
+    def _changing_all(self, operation: str) -> Iterator[None]:
+        """For what changes layer after layer and cannot be taken back."""
+        before = self._versions()
+        try:
+            yield
+        except BaseException:
+            if self._versions() != before:
+                self._stores.unfinished = operation
+            raise
+
+    def _versions(self) -> list[object]:
+        """Differ if something has changed; layers of transformers' own always do."""
+        return [
+            (layer.store and layer.store.version) if isinstance(layer, HybridLayer) else object()
+            for layer in self.layers
+        ]
+
+    def _lengths(self) -> list[int]:
+        """Tokens in each layer of attention."""
+        return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
 
     def _holdings(self) -> Iterable[tuple[torch.device, int]]:
         for staging in self._stores.stagings.values():
@@ -229,6 +306,8 @@ class OffloadedHybridCache(HybridCache):
         pin_memory: page-lock the host memory; `None` does so for CUDA.
         cpu_decode: attend to layers in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.
+        on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
+            resident ones for good, and tries once more, with the same tokens; `"raise"` does not.
 
     Example:
         >>> cache = OffloadedHybridCache(model.config)
@@ -242,8 +321,9 @@ class OffloadedHybridCache(HybridCache):
         resident_layers: int = 0,
         pin_memory: bool | None = None,
         cpu_decode: bool | Collection[int] | None = None,
+        on_oom: OnOom = "evict",
     ):
-        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode))
+        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom))
 
 
 Bits = int | tuple[int, int]

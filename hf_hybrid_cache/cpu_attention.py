@@ -15,6 +15,7 @@ from .storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStor
 # Assisted decoding checks up to this many tokens at once; with more, attention is bound by arithmetic.
 MAX_QUERIES = 16
 _MAX_WORKSPACES = 8
+Arrays = tuple[np.ndarray | None, np.ndarray | None]
 
 
 class CpuAttention:
@@ -167,22 +168,22 @@ class _HostMask:
     """The last mask as the kernel takes it: the layers of a model get the same one after each other."""
 
     def __init__(self) -> None:
-        self._mask: torch.Tensor | None = None
-        self._key: object = None
-        self._arrays: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+        # The mask, what tells it from others, and its arrays: one attribute, so that all are of one mask at any time.
+        self._last: tuple[torch.Tensor | None, object, Arrays] = (None, None, (None, None))
 
-    def arrays(self, mask: torch.Tensor | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def arrays(self, mask: torch.Tensor | None) -> Arrays:
         """`mask` as (visible, bias), of which at least one is `None`."""
         if mask is None:
             return None, None
         # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device)
         version = None if mask.is_inference() else mask._version
-        if self._mask is None or (key, version) != self._key or version is None:
+        last_mask, last_key, arrays = self._last
+        if last_mask is None or (key, version) != last_key or version is None:
             host = mask.detach().to("cpu")
             if host.dtype == torch.bool:
-                self._arrays = host.contiguous().view(torch.uint8).numpy(), None
+                arrays = host.contiguous().view(torch.uint8).numpy(), None
             else:
-                self._arrays = None, host.to(torch.float32).contiguous().numpy()
-            self._mask, self._key = mask, (key, version)
-        return self._arrays
+                arrays = None, host.to(torch.float32).contiguous().numpy()
+            self._last = mask, (key, version), arrays
+        return arrays

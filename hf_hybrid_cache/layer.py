@@ -30,6 +30,14 @@ from .storage import (
 )
 
 
+class IncompleteCacheError(RuntimeError):
+    """Something ended a change of the cache half-way, and it is used without being reset."""
+
+
+class DeviceMemoryError(torch.OutOfMemoryError):
+    """The device has no room for the keys and values of a layer; the message says what to use instead."""
+
+
 class LayerStores:
     """
     Makes the stores of a cache's layers, and holds what they share: budgets, counters, memory of the devices.
@@ -42,6 +50,9 @@ class LayerStores:
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
+
+    Attributes:
+        unfinished: the operation on all layers that something ended half-way.
     """
 
     def __init__(self, placement: Placement, room: Room, num_layers: int, codecs: Mapping[int, KVCodec] | None = None):
@@ -54,6 +65,7 @@ class LayerStores:
         self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
+        self.unfinished: str | None = None
         self._resident = placement.resident_ordinals(num_layers)
 
     def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
@@ -101,7 +113,8 @@ class LayerStores:
             return ResidentStore(shape, room, budget, records)
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
-            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
+            evicts = self.placement.on_oom == "evict"
+            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats, evicts)
         # A meta device stands for a CUDA device that is planned for.
         pinned = shape.device.type in ("cuda", "meta") and self.placement.pin_memory is not False
         resident = ordinal in self._resident and not on_cpu
@@ -139,15 +152,17 @@ class HybridLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first."""
-        return None if self.store is None else self.store.read()[0]
+        store = self._usable_store()
+        return None if store is None else store.read()[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """All values, like `keys`."""
-        return None if self.store is None else self.store.read()[1]
+        store = self._usable_store()
+        return None if store is None else store.read()[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.store = self._make_store(KVShape.of(key_states, value_states))
+        self._adopt(*self._make_store(KVShape.of(key_states, value_states)))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -170,7 +185,13 @@ class HybridLayer(CacheLayerMixin):
             ValueError: the states do not fit each other, or what is stored.
             RuntimeError: the states require gradients, which a cache that writes in place does not keep.
             HostMemoryError: host memory would not suffice; nothing has changed then.
+            DeviceMemoryError: the memory of the device does not.
+            IncompleteCacheError: something ended an earlier change half-way.
+
+        Whatever ends it, the layer holds the tokens of before, or the new ones too, or `IncompleteCacheError` is raised by the
+        next use.
         """
+        self._usable_store()
         self._check(key_states, value_states)
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
@@ -181,7 +202,10 @@ class HybridLayer(CacheLayerMixin):
         if self._is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
-        return store.append(key_states, value_states)
+        try:
+            return store.append(key_states, value_states)
+        except torch.OutOfMemoryError as error:
+            raise self._device_memory_error(key_states.shape[2], error) from error
 
     def get_seq_length(self) -> int:
         return 0 if self.store is None else self.store.num_tokens
@@ -208,8 +232,9 @@ class HybridLayer(CacheLayerMixin):
                 f"{tokens_to_remove} of {self.get_seq_length()} tokens, use "
                 f"crop({min(0, tokens_to_remove - self.get_seq_length())})."
             )
-        if self.store is not None:
-            self.store.truncate(max(0, self.store.num_tokens + tokens_to_remove))
+        store = self._usable_store()
+        if store is not None:
+            store.truncate(max(0, store.num_tokens + tokens_to_remove))
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """
@@ -218,9 +243,10 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
-        if self.store is None:
+        store = self._usable_store()
+        if store is None:
             return
-        now = self.store.shape
+        now = store.shape
         shape = now._replace(device=device, key_dtype=dtype or now.key_dtype, value_dtype=dtype or now.value_dtype)
         if shape != now:
             self._move(shape)
@@ -255,25 +281,58 @@ class HybridLayer(CacheLayerMixin):
         """Put what is stored into a store for `shape`."""
         old = self.store
         assert old is not None
-        new = self._make_store(shape)
+        new, is_attended_on_cpu = self._make_store(shape)
         try:
             new.take_from(old)
         except BaseException:
             new.close()
             raise
-        self.store = new
+        self._adopt(new, is_attended_on_cpu)
         old.close()
 
-    def _make_store(self, shape: KVShape) -> KVStore:
-        self._is_attended_on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
-        if self._is_attended_on_cpu:
+    def _make_store(self, shape: KVShape) -> tuple[KVStore, bool]:
+        """A store, and whether it is attended to on the CPU."""
+        on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
+        if on_cpu:
             assert shape.element is not None
             self._stores.attention.prepare(shape.element, self.layer_idx in self._stores.codecs)
-        return self._stores.make(self.layer_idx, self._ordinal, shape)
+        return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
+
+    def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
+        # Nothing is called between the two, so that no interruption comes between them.
+        self.store = store
+        self._is_attended_on_cpu = is_attended_on_cpu
+
+    def _usable_store(self) -> KVStore | None:
+        """The store, if it is whole."""
+        store = self.store
+        if self._stores.unfinished is not None or (store is not None and not store.is_intact):
+            raise IncompleteCacheError(
+                f"{self._stores.unfinished or f'A change of layer {self.layer_idx}'} was ended half-way, by an error or an "
+                "interruption, so that what is stored is not whole. Call cache.reset(), or use a new cache."
+            )
+        return store
+
+    def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+        assert self.store is not None
+        if self._stores.placement.offload:
+            advice = (
+                "Pass prefill_chunk_size=512 to generate, fewer resident_layers or prefetch_layers, or cpu_decode=True"
+            )
+        else:
+            advice = (
+                "Use OffloadedHybridCache, which keeps them in host memory, or QuantizedHybridCache, with offload=True"
+            )
+        return DeviceMemoryError(
+            f"The device has no room for {new_tokens:,} more tokens of layer {self.layer_idx}, which holds "
+            f"{self.store.num_tokens:,} ({self.store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "
+            f"The device said: {str(error).splitlines()[0]}"
+        )
 
     def _select_batch(self, indices: torch.Tensor) -> None:
-        if self.store is not None and self.store.num_tokens > 0:
-            self.store.select_batch(indices)
+        store = self._usable_store()
+        if store is not None and store.num_tokens > 0:
+            store.select_batch(indices)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:

@@ -2,6 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+OnOom = Literal["evict", "raise"]
 
 
 def require_count(name: str, count: object) -> None:
@@ -27,9 +30,11 @@ class Placement:
         pin_memory: page-lock the host memory, so that copies run beside the computation; `None` does so for CUDA.
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
+        on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
+            resident ones for good, and tries once more; `"raise"` does not.
 
     Raises:
-        ValueError: a negative count or index.
+        ValueError: a negative count or index, or an unknown `on_oom`.
     """
 
     offload: bool = False
@@ -37,8 +42,11 @@ class Placement:
     resident_layers: int = 0
     pin_memory: bool | None = None
     cpu_decode: bool | Collection[int] | None = None
+    on_oom: OnOom = "evict"
 
     def __post_init__(self) -> None:
+        if self.on_oom not in get_args(OnOom):
+            raise ValueError(f'on_oom must be "evict" or "raise", got {self.on_oom!r}.')
         if self.cpu_decode is not None and not isinstance(self.cpu_decode, bool):
             object.__setattr__(self, "cpu_decode", _layer_indices(self.cpu_decode))
         require_count("prefetch_layers", self.prefetch_layers)

@@ -71,11 +71,12 @@ class BufferedStore(KVStore):
 
     def select_batch(self, indices: torch.Tensor) -> None:
         indices = indices.to(self.keys.device)
-        self.keys = self.keys.select_batch(indices, self.num_tokens)
-        self.values = self.values.select_batch(indices, self.num_tokens)
-        self.shape = self.shape._replace(batch=len(indices))
-        self.version += 1
-        self._budget.note(self, self._approved_tokens, self.bytes_per_token)
+        with self._changing():
+            self.keys = self.keys.select_batch(indices, self.num_tokens)
+            self.values = self.values.select_batch(indices, self.num_tokens)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
+            self._budget.note(self, self._approved_tokens, self.bytes_per_token)
 
     def reserve(self, num_tokens: int) -> None:
         """
@@ -93,8 +94,17 @@ class BufferedStore(KVStore):
                 self._budget.grow(self, num_tokens, self.bytes_per_token)
                 ahead = num_tokens
             self._approved_tokens = ahead
-        self.keys.ensure(num_tokens, self.num_tokens)
-        self.values.ensure(num_tokens, self.num_tokens)
+        for buffer in (self.keys, self.values):
+            if num_tokens <= buffer.capacity:
+                buffer.ensure(num_tokens, self.num_tokens)
+                continue
+            self._is_changing = True
+            try:
+                buffer.ensure(num_tokens, self.num_tokens)
+            except Exception:
+                self._is_changing = False  # larger memory takes the place of the old once all is in it
+                raise
+            self._is_changing = False
 
     def _duplicate(self, memo: dict) -> Self:
         """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""

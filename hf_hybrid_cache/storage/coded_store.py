@@ -1,8 +1,8 @@
 """Keys and values of one layer of which all but the first and the last tokens are coded."""
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ RECENT_TOKENS = GRANULE
 _CODED_AT_ONCE = 64 * GRANULE
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Added = TypeVar("Added")
 
 
 def record_shape(shape: KVShape, codec: KVCodec) -> KVShape:
@@ -72,26 +73,36 @@ class CodedStore(KVStore):
         twin._scratch = copy.deepcopy(self._scratch, memo)
         return twin
 
+    @property
+    def is_intact(self) -> bool:
+        parts = self.full.is_intact and self.records.is_intact
+        whole = self.full.num_tokens + self.records.num_tokens * GRANULE == self.num_tokens
+        return super().is_intact and parts and whole
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states; returns all, as the codes have them, or the new ones as they are if they are all."""
         only_these = self.num_tokens == 0
         change = self._coded(keys, values)
-        records = self.records.append(*change.records)
-        self._finish(change)
-        return (keys, values) if only_these else self._put_together(records)
+        # Memory that may be refused is taken before anything changes.
+        states = None if only_these else self._lend(self.num_tokens + keys.shape[2])
+        records = self._store(change, self.records.append)
+        return (keys, values) if states is None else self._put_together(records, states)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._scratch.release()
         if self._blocks_to_code(keys.shape[2]) or isinstance(self.records, StreamedStore):
-            change = self._coded(keys, values)
-            self.records.extend(*change.records)
-            self._finish(change)
-        else:  # a decode step: few operations
+            self._store(self._coded(keys, values), self.records.extend)
+            return
+        held = self.full.num_tokens  # a decode step: few operations
+        try:
             self.full.extend(keys, values)
-            self._set_length(self.num_tokens + keys.shape[2])
+        except BaseException:
+            self.full.truncate(held)
+            raise
+        self._set_length(self.num_tokens + keys.shape[2])
 
     def read(self) -> Pair:
-        return self._put_together(self.records.read())
+        return self._put_together(self.records.read(), self._lend(self.num_tokens))
 
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, CodedStore)
@@ -114,16 +125,18 @@ class CodedStore(KVStore):
         else:
             self.settle()
             rest = self._decoded_block(kept, num_tokens - first - kept * GRANULE)
-            self.full.truncate(first)
-            self.full.extend(*rest)
-            self.records.truncate(kept)
+            with self._changing():
+                self.full.truncate(first)
+                self.full.extend(*rest)
+                self.records.truncate(kept)
         self._set_length(num_tokens)
 
     def select_batch(self, indices: torch.Tensor) -> None:
-        self.full.select_batch(indices)
-        self.records.select_batch(indices)
-        self.shape = self.shape._replace(batch=len(indices))
-        self.version += 1
+        with self._changing():
+            self.full.select_batch(indices)
+            self.records.select_batch(indices)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
 
     def settle(self) -> None:
         self.full.settle()
@@ -170,27 +183,37 @@ class CodedStore(KVStore):
             full.append(torch.cat([new[:, :, :missing], sequence[count:]], dim=2))
         return _Change((records[0], records[1]), kept, (full[0], full[1]), keys.shape[2])
 
-    def _finish(self, change: "_Change") -> None:
-        """Let what is in full precision follow what happened to the records."""
-        self.full.truncate(change.kept)
-        self.full.extend(*change.full)
-        self._set_length(self.num_tokens + change.new_tokens)
+    def _store(self, change: "_Change", add_records: Callable[[torch.Tensor, torch.Tensor], Added]) -> Added:
+        """Add the records, in the way that is given, and let what is in full precision follow."""
+        coded = self.records.num_tokens
+        try:
+            added = add_records(*change.records)
+        except BaseException:
+            self.records.truncate(coded)  # their tokens are in full precision still
+            raise
+        with self._changing():
+            self.full.truncate(change.kept)
+            self.full.extend(*change.full)
+            self._set_length(self.num_tokens + change.new_tokens)
+        return added
 
-    def _put_together(self, records: Pair) -> Pair:
-        """All states, in memory that other layers will use after this one."""
+    def _lend(self, num_tokens: int) -> Pair:
+        """Room for all states, in memory that other layers will use after this one."""
+        keys, values = (
+            self._scratch.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
+            for (batch, heads, head_dim), dtype in self._forms
+        )
+        return keys, values
+
+    def _put_together(self, records: Pair, states: Pair) -> Pair:
+        """All states, written into those that were lent."""
         first = min(self.num_tokens, self.codec.sink_tokens)
         last = first + self.records.num_tokens * GRANULE
-        results = []
-        for codec, (sizes, dtype), full, coded in zip(
-            self._codecs, self._forms, self.full.read(), records, strict=True
-        ):
-            batch, heads, head_dim = sizes
-            states = self._scratch.lend(torch.Size((batch, heads, self.num_tokens, head_dim)), dtype)
-            states[:, :, :first] = full[:, :, :first]
-            codec.decode(coded, states[:, :, first:last])
-            states[:, :, last:] = full[:, :, first:]
-            results.append(states)
-        return results[0], results[1]
+        for codec, full, coded, target in zip(self._codecs, self.full.read(), records, states, strict=True):
+            target[:, :, :first] = full[:, :, :first]
+            codec.decode(coded, target[:, :, first:last])
+            target[:, :, last:] = full[:, :, first:]
+        return states
 
     def _decoded_block(self, block: int, num_tokens: int) -> Pair:
         """The first tokens of one coded block, where records are kept."""

@@ -1,7 +1,8 @@
 """What a layer needs of the place where its keys and values are kept."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,12 @@ class KVStore(ABC):
         self.shape = shape
         self.num_tokens = 0
         self.version = 0
+        self._is_changing = False
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether what is stored is whole; not after something has ended a change half-way."""
+        return not self._is_changing
 
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +85,8 @@ class KVStore(ABC):
 
         Raises:
             HostMemoryError: the host has no room for them; nothing has changed then.
+
+        Whatever else is raised, the tokens are those of before, or the new ones too, or `is_intact` is false.
         """
 
     @abstractmethod
@@ -114,6 +123,13 @@ class KVStore(ABC):
     def close(self) -> None:
         """Give back what is shared with other layers. The store must not be used afterwards."""
         self.version += 1
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For changes that cannot be taken back."""
+        self._is_changing = True
+        yield
+        self._is_changing = False
 
     def _set_length(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -53,9 +54,9 @@ class Slot:
             self._streams.wait(self.saved)
 
     def _build(self, shape: KVShape) -> None:
-        self.shape = shape
-        self.keys = TokenBuffer(shape.keys, shape.key_dtype, shape.device, token_major=True)
-        self.values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
+        keys = TokenBuffer(shape.keys, shape.key_dtype, shape.device, token_major=True)
+        values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
+        self.shape, self.keys, self.values = shape, keys, values
 
     def make_room(self, shape: KVShape, num_tokens: int, keep: int) -> None:
         """Room for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
@@ -101,10 +102,12 @@ class Staging:
         streams: of the device.
         prefetch_layers: layers to fetch ahead.
         stats: counted into.
+        evicts_on_oom: give up other layers' copies, resident ones too, where the device has no room for one in use.
     """
 
-    def __init__(self, streams: Streams, prefetch_layers: int, stats: CacheStats):
+    def __init__(self, streams: Streams, prefetch_layers: int, stats: CacheStats, evicts_on_oom: bool = True):
         self.streams = streams
+        self.evicts_on_oom = evicts_on_oom
         self.prefetch_layers = prefetch_layers
         self.stats = stats
         self.slots: list[Slot] = []
@@ -112,7 +115,7 @@ class Staging:
         self._registered: list[weakref.ref[StreamedStore]] = []
 
     def __deepcopy__(self, memo: dict) -> "Staging":
-        twin = Staging(self.streams, self.prefetch_layers, copy.deepcopy(self.stats, memo))
+        twin = Staging(self.streams, self.prefetch_layers, copy.deepcopy(self.stats, memo), self.evicts_on_oom)
         memo[id(self)] = twin
         for store in self._stores:
             twin.register(copy.deepcopy(store, memo))
@@ -178,7 +181,11 @@ class Staging:
         for other in upcoming[: self.prefetch_layers]:
             slot = self._slot_of(other)
             if other.num_tokens > 0 and (slot is None or slot.num_tokens < other.num_tokens):
-                self._fetch(other, current=store)
+                try:
+                    self._fetch(other, current=store)
+                except torch.OutOfMemoryError:
+                    self.vacate(other)  # it is fetched when it is needed
+                    return
 
     def planned_bytes(self, shape: KVShape, num_layers: int, sizes: Sequence[int]) -> int:
         """Bytes of the slots for layers of `shape`, none of them resident, after growing to each of `sizes`."""
@@ -199,6 +206,30 @@ class Staging:
         slot = self._slot_of(store)
         if slot is not None:
             self.slots.remove(slot)
+
+    def give_up_others(self, current: "StreamedStore") -> bool:
+        """
+        Give up the device copies of all layers but `current`, resident ones too, after the device ran out of memory.
+
+        Returns:
+            whether there were any, and it may have room now.
+        """
+        if not self.evicts_on_oom:
+            return False
+        given_up = [slot for slot in self.slots if slot.owner is not current and not slot.is_lent]
+        owners = [slot.owner for slot in given_up if slot.owner is not None]
+        self.slots = [slot for slot in self.slots if slot not in given_up]
+        self.stats.evictions += sum(slot.num_tokens > 0 for slot in given_up)
+        resident = [owner for owner in owners if owner.resident]
+        for owner in resident:
+            owner.resident = False
+        if resident:
+            warnings.warn(
+                f"The device ran out of memory, so {len(resident)} resident layers are streamed from now on. Pass fewer "
+                "resident_layers, or a smaller prefill_chunk_size to generate.",
+                stacklevel=2,
+            )
+        return bool(given_up)
 
     def settle(self, store: "StreamedStore") -> None:
         """Let the calling thread wait until no copy reads or writes the host memory of `store`."""

@@ -1,6 +1,7 @@
 """Keys and values kept in host memory and streamed to the compute device for each use."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 
@@ -10,6 +11,8 @@ from .host_store import HostStore
 from .kv_store import KVShape
 from .staging import Staging
 from .streams import Event
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class StreamedStore(HostStore):
@@ -59,7 +62,10 @@ class StreamedStore(HostStore):
         twin.staging = copy.deepcopy(self.staging, memo)
         return twin
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        return self._with_room(lambda: self._append(keys, values))
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         if self._arriving or end > min(self.keys.capacity, self.values.capacity):
             # Growing copies host memory on this thread, so the newest tokens must have arrived there.
@@ -87,10 +93,10 @@ class StreamedStore(HostStore):
         self.saved = self.staging.streams.computed()
         self._set_length(end)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self) -> Pair:
         if self._arriving:
             self.settle()
-        return self.staging.open(self, self.num_tokens).lend(self.num_tokens)
+        return self._with_room(lambda: self.staging.open(self, self.num_tokens).lend(self.num_tokens))
 
     def select_batch(self, indices: torch.Tensor) -> None:
         indices = indices.to("cpu")
@@ -110,3 +116,12 @@ class StreamedStore(HostStore):
     def close(self) -> None:
         super().close()
         self.staging.release(self)
+
+    def _with_room(self, use: Callable[[], Pair]) -> Pair:
+        """The result of `use`, tried again with other layers' device copies given up if the device has no room."""
+        try:
+            return use()
+        except torch.OutOfMemoryError:
+            if not self.staging.give_up_others(self):
+                raise
+        return use()

@@ -87,8 +87,12 @@ class AcceleratorStreams(Streams):
         for event in after:
             if event is not None:
                 stream.wait_event(event)
-        with stream:
-            copy()
+        try:
+            with stream:
+                copy()
+        except BaseException:
+            stream.synchronize()  # what was started has no event, and must not outlive the memory it uses
+            raise
         return stream.record_event()
 
 
