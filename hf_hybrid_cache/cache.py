@@ -154,31 +154,32 @@ class HybridCache(DynamicCache):
         Tokens of each sequence that are stored, by all layers or by one.
 
         Raises:
-            IncompleteCacheError: the last forward pass stored its tokens in the first layers only.
+            IncompleteCacheError: a forward pass, or `crop`, reached the first layers only.
         """
         if layer_idx is not None:
             return super().get_seq_length(layer_idx)
         lengths = self._lengths()
-        if lengths and lengths[0] > lengths[-1]:
+        if lengths and lengths[0] != lengths[-1]:
             index = next(index for index, length in enumerate(lengths) if length != lengths[0])
             raise IncompleteCacheError(
-                f"An error or an interruption ended a forward pass half-way: the first {index} layers of attention hold "
-                f"{lengths[0]:,} tokens, the last one {lengths[-1]:,}. Call cache.drop_unfinished() to go back to what "
-                "all of them hold, or cache.reset()."
+                f"An error or an interruption ended a forward pass, or crop, half-way: the first {index} layers of "
+                f"attention hold {lengths[0]:,} tokens, the last one {lengths[-1]:,}. Call cache.drop_unfinished() to go "
+                "back to what all of them hold, or cache.reset()."
             )
         return super().get_seq_length()
 
     def drop_unfinished(self) -> None:
         """
-        Forget what a forward pass that was ended half-way had stored; nothing changes after a whole one.
+        Forget tokens that not all layers hold, because something ended a forward pass, or `crop`, half-way.
 
         Raises:
             IncompleteCacheError: layers of transformers' own took part, which cannot go back: call `reset`.
         """
         lengths = self._lengths()
-        if not lengths or lengths[0] <= lengths[-1]:
+        if not lengths or lengths[0] == lengths[-1]:
             return
-        if lengths[-1] == 0:
+        longer, kept = max(lengths[0], lengths[-1]), min(lengths[0], lengths[-1])
+        if kept == 0:
             self.reset()
             return
         theirs = [layer for layer in self.layers if not isinstance(layer, HybridLayer) and list(tensors_of(layer))]
@@ -188,8 +189,8 @@ class HybridCache(DynamicCache):
                 f"{', '.join(sorted(others))} cannot go back. Call cache.reset(), or use a new cache."
             )
         for layer in self.layers:
-            if isinstance(layer, HybridLayer) and layer.get_seq_length() == lengths[0]:
-                layer.crop(lengths[-1] - lengths[0])
+            if isinstance(layer, HybridLayer) and layer.get_seq_length() == longer:
+                layer.crop(kept - longer)
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back; the cache can be used again."""

@@ -188,8 +188,8 @@ class HybridLayer(CacheLayerMixin):
             DeviceMemoryError: the memory of the device does not.
             IncompleteCacheError: something ended an earlier change half-way.
 
-        Whatever ends it, the layer holds the tokens of before, or the new ones too, or `IncompleteCacheError` is raised by the
-        next use.
+        Whatever ends it, the layer holds the tokens of before, or the new ones too, or the next use raises
+        `IncompleteCacheError`.
         """
         self._usable_store()
         self._check(key_states, value_states)
@@ -308,21 +308,17 @@ class HybridLayer(CacheLayerMixin):
         store = self.store
         if self._stores.unfinished is not None or (store is not None and not store.is_intact):
             raise IncompleteCacheError(
-                f"{self._stores.unfinished or f'A change of layer {self.layer_idx}'} was ended half-way, by an error or an "
-                "interruption, so that what is stored is not whole. Call cache.reset(), or use a new cache."
+                f"An error or an interruption ended {self._stores.unfinished or f'a change of layer {self.layer_idx}'} "
+                "half-way, so what is stored is not whole. Call cache.reset(), or use a new cache."
             )
         return store
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self.store is not None
         if self._stores.placement.offload:
-            advice = (
-                "Pass prefill_chunk_size=512 to generate, fewer resident_layers or prefetch_layers, or cpu_decode=True"
-            )
+            advice = "Pass prefill_chunk_size=512 to generate, or fewer resident_layers or cpu_decode=True to the cache"
         else:
-            advice = (
-                "Use OffloadedHybridCache, which keeps them in host memory, or QuantizedHybridCache, with offload=True"
-            )
+            advice = "Use OffloadedHybridCache, which keeps them in host memory, or QuantizedHybridCache(offload=True)"
         return DeviceMemoryError(
             f"The device has no room for {new_tokens:,} more tokens of layer {self.layer_idx}, which holds "
             f"{self.store.num_tokens:,} ({self.store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "

@@ -11,12 +11,12 @@ class Job:
         self.before = before
 
     def run(self) -> None:
-        """Run what comes first, then the copy; nothing the second time."""
+        """Run what comes first, then the copy; nothing the second time, unless the first was interrupted."""
         if self.copy is not None:
-            copy, self.copy = self.copy, None
             for job in self.before:
                 job.run()
-            copy()
+            self.copy()
+            self.copy = None
 
 
 class LazyStreams(Streams):

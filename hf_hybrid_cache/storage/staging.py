@@ -28,12 +28,14 @@ class Slot:
         saved: the copy that takes the newest of them to the host.
     """
 
+    # Of the class, for a slot whose making was interrupted.
+    arrived: Event = None
+    saved: Event = None
+
     def __init__(self, shape: KVShape, streams: Streams):
         self._streams = streams
         self._owner: weakref.ref[StreamedStore] | None = None
         self.num_tokens = 0
-        self.arrived: Event = None
-        self.saved: Event = None
         self._lent: list[weakref.ref[torch.Tensor]] = []
         self._build(shape)
 
@@ -50,8 +52,9 @@ class Slot:
     def __del__(self) -> None:
         # A copy in flight must not outlive the memory it reads or writes.
         if not sys.is_finalizing():
-            self._streams.wait(self.arrived)
-            self._streams.wait(self.saved)
+            for event in (self.arrived, self.saved):
+                if event is not None:
+                    self._streams.wait(event)
 
     def _build(self, shape: KVShape) -> None:
         keys = TokenBuffer(shape.keys, shape.key_dtype, shape.device, token_major=True)
@@ -225,8 +228,8 @@ class Staging:
             owner.resident = False
         if resident:
             warnings.warn(
-                f"The device ran out of memory, so {len(resident)} resident layers are streamed from now on. Pass fewer "
-                "resident_layers, or a smaller prefill_chunk_size to generate.",
+                f"The device ran out of memory: {len(resident)} resident layers are streamed from now on. Use fewer "
+                "resident_layers, or a smaller prefill_chunk_size in generate.",
                 stacklevel=2,
             )
         return bool(given_up)

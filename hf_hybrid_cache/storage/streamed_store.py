@@ -119,9 +119,10 @@ class StreamedStore(HostStore):
 
     def _with_room(self, use: Callable[[], Pair]) -> Pair:
         """The result of `use`, tried again with other layers' device copies given up if the device has no room."""
+        held = self.num_tokens
         try:
             return use()
         except torch.OutOfMemoryError:
-            if not self.staging.give_up_others(self):
+            if self.num_tokens != held or not self.staging.give_up_others(self):
                 raise
         return use()

@@ -1,0 +1,62 @@
+"""Raises an exception at any line that the package runs."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hf_hybrid_cache
+
+_PACKAGE = str(Path(hf_hybrid_cache.__file__).parent)
+# What is raised while memory is given back is lost: Python only prints it.
+_FINALIZERS = {"__del__", "_unlock"}
+
+
+class Interruption:
+    """
+    Runs an action and counts the lines of the package that it runs; raises `error` in place of one of them.
+
+    Args:
+        error: what to raise.
+        at_line: how many lines run before; `None` lets all run.
+    """
+
+    def __init__(self, error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None):
+        self.error, self.at_line = error, at_line
+        self.lines = 0
+        self.place: str | None = None
+
+    def run(self, action: Callable[[], object]) -> bool:
+        """Whether `error` ended the action."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            action()
+        except self.error:
+            if self.place is None:
+                raise
+            return True
+        finally:
+            sys.settrace(before)
+        # Raised where it may be handled: the action went on.
+        return False
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if event == "call":
+            return self._trace if code.co_filename.startswith(_PACKAGE) and not _finalizes(frame) else None
+        if event == "line" and self.place is None:
+            if self.lines == self.at_line:
+                self.place = f"{code.co_filename}:{frame.f_lineno}"
+                raise self.error(f"injected at {self.place}")
+            self.lines += 1
+        return self._trace
+
+
+def _finalizes(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in _FINALIZERS:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,153 @@
+"""
+Whatever ends a change of a cache, and wherever: the cache is as before or after it, or says that it is not whole.
+
+An exception takes the place of each line of the package that an operation runs, one line at a time.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_hybrid_cache import DeviceMemoryError, HybridCache, IncompleteCacheError, OffloadedHybridCache
+
+from interruptions import Interruption
+from soak import budget, count
+from test_stateful import CONFIG, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, QUANTIZED_VARIANTS, VARIANTS
+
+ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
+BATCH, TOKENS = 2, 200
+MAKERS: dict[str, tuple[Callable[[], HybridCache], Callable[[], Cache]]] = {
+    **{name: (make, partial(DynamicCache, config=CONFIG)) for name, make in VARIANTS.items()},
+    **QUANTIZED_VARIANTS,
+}
+States = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def random_states(num_tokens: int, seed: int) -> States:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, NUM_KV_HEADS, num_tokens, HEAD_DIM)
+    return [(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(NUM_LAYERS)]
+
+
+def forward(cache: Cache, states: States) -> None:
+    """As a model does it: the length first, then layer after layer, each of which is attended to."""
+    cache.get_seq_length()
+    for layer, (keys, values) in enumerate(states):
+        held = cache.update(keys, values, layer)
+        query = torch.ones(BATCH, 2 * NUM_KV_HEADS, keys.shape[2], HEAD_DIM)
+        torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
+
+
+OPERATIONS: dict[str, Callable[[Cache], object]] = {
+    "one token": lambda cache: forward(cache, random_states(1, seed=2)),
+    "two blocks": lambda cache: forward(cache, random_states(130, seed=2)),
+    "more than was reserved": lambda cache: forward(cache, random_states(600, seed=2)),
+    "crop": lambda cache: cache.crop(-150),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+}
+
+
+def contents(cache: Cache) -> States:
+    twin = copy.deepcopy(cache)  # looking must not change where layers are
+    return [(layer.keys.clone(), layer.values.clone()) for layer in twin.layers]
+
+
+def same(found: States, *allowed: States) -> bool:
+    """Whether each layer holds what it does in one of those that are allowed."""
+    return all(
+        any(torch.equal(layer[0], other[0]) and torch.equal(layer[1], other[1]) for other in others)
+        for layer, *others in zip(found, *allowed, strict=True)
+    )
+
+
+class Trial:
+    """
+    An operation on a cache of `TOKENS`, ended at one line or another.
+
+    Args:
+        variant: which cache.
+        operation: a key of `OPERATIONS`.
+    """
+
+    def __init__(self, variant: str, operation: str):
+        self._make, make_reference = MAKERS[variant]
+        self._operation = OPERATIONS[operation]
+        self._first, self._second = random_states(TOKENS - 1, seed=0), random_states(1, seed=1)
+        reference = make_reference()
+        self._fill(reference)
+        self._before = contents(reference)
+        self._operation(reference)
+        self._after = contents(reference)
+        # What was coded meanwhile stays as the codes have it.
+        added = reference.get_seq_length() - TOKENS
+        reference.crop(-max(0, added))
+        self._taken_back = contents(reference)
+        counting = Interruption()
+        cache = self._filled()
+        counting.run(lambda: self._operation(cache))
+        self.lines = counting.lines
+
+    def run(self, error: type[BaseException], at_line: int) -> None:
+        cache = self._filled()
+        fault = Interruption(error, at_line)
+        ended = fault.run(lambda: self._operation(cache))
+        if not ended:  # where it is raised it may be handled
+            assert same(contents(cache), self._after), fault.place
+        elif not self._is_as_before_or_after(cache, fault.place):
+            self._check_reset(cache)
+        count("faults injected")
+
+    def _is_as_before_or_after(self, cache: HybridCache, place: str) -> bool:
+        """Whether it is, and works; otherwise it says that it is not whole."""
+        try:
+            try:
+                cache.get_seq_length()
+            except IncompleteCacheError:
+                cache.drop_unfinished()
+                assert same(contents(cache), self._before, self._taken_back), place
+                cache.get_seq_length()
+                return True
+            found = contents(cache)
+        except IncompleteCacheError:
+            return False
+        if same(found, self._before):
+            self._operation(cache)
+            found = contents(cache)
+        assert same(found, self._after), place
+        return True
+
+    def _check_reset(self, cache: HybridCache) -> None:
+        with pytest.raises(IncompleteCacheError, match="reset"):
+            forward(cache, self._second)
+        cache.reset()
+        self._fill(cache)
+        assert same(contents(cache), self._before)
+
+    def _filled(self) -> HybridCache:
+        cache = self._make()
+        self._fill(cache)
+        return cache
+
+    def _fill(self, cache: Cache) -> None:
+        forward(cache, self._first)
+        forward(cache, self._second)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.filterwarnings("ignore:The device ran out of memory")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("variant", MAKERS)
+def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(variant: str, operation: str):
+    trial = Trial(variant, operation)
+    chosen = random.Random(f"{variant} {operation}")
+    lines = range(trial.lines)
+    for at_line in chosen.sample(lines, min(len(lines), budget(8, 10_000))):
+        trial.run(chosen.choice(ERRORS), at_line)
