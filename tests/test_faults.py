@@ -6,18 +6,22 @@ An exception takes the place of each line of the package that an operation runs,
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from test_stateful import CONFIG, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, QUANTIZED_VARIANTS, VARIANTS
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_hybrid_cache import DeviceMemoryError, HybridCache, IncompleteCacheError, OffloadedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError
 
+from caches import CACHES, QUANTIZED
 from interruptions import Interruption
 from soak import budget, count
-from test_stateful import CONFIG, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, QUANTIZED_VARIANTS, VARIANTS
+from tiny_models import random_prompt, tiny_model
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
 BATCH, TOKENS = 2, 200
@@ -31,7 +35,9 @@ States = list[tuple[torch.Tensor, torch.Tensor]]
 def random_states(num_tokens: int, seed: int) -> States:
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH, NUM_KV_HEADS, num_tokens, HEAD_DIM)
-    return [(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(NUM_LAYERS)]
+    return [
+        (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(NUM_LAYERS)
+    ]
 
 
 def forward(cache: Cache, states: States) -> None:
@@ -149,5 +155,82 @@ def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(variant: 
     trial = Trial(variant, operation)
     chosen = random.Random(f"{variant} {operation}")
     lines = range(trial.lines)
-    for at_line in chosen.sample(lines, min(len(lines), budget(8, 10_000))):
+    for at_line in chosen.sample(lines, min(len(lines), budget(4, 150))):
         trial.run(chosen.choice(ERRORS), at_line)
+
+
+@contextmanager
+def interrupted_in_layer(model: PreTrainedModel, index: int, at_token: int) -> Iterator[None]:
+    """Ctrl-C between attention and MLP of a layer, while the token `at_token` is computed."""
+
+    def interrupt(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        nonlocal left
+        left -= args[0].shape[1]
+        if left < 0:
+            raise KeyboardInterrupt
+
+    left = at_token
+    hook = model.model.layers[index].mlp.register_forward_pre_hook(interrupt)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def generated(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+    return model.generate(ids, past_key_values=cache, max_length=ids.shape[1] + 16, do_sample=False)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("make", [*CACHES.values(), *(ours for ours, _ in QUANTIZED.values())])
+def test_an_interrupted_generate_goes_on_where_it_was(make: Callable[[PreTrainedConfig], HybridCache], layer: int):
+    model, ids = tiny_model("llama"), random_prompt(1, 140)
+    expected = generated(model, ids, make(model.config))
+    cache = make(model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, layer, at_token=145):
+        generated(model, ids, cache)
+    if layer < 3:
+        with pytest.raises(IncompleteCacheError, match=r"the first \d layers of attention hold 146 tokens, .* 145"):
+            generated(model, ids, cache)
+    cache.drop_unfinished()
+    assert cache.get_seq_length() == 145 + (layer == 3)
+    known = expected[:, : cache.get_seq_length() + 1]
+    assert torch.equal(model.generate(known, past_key_values=cache, max_length=156, do_sample=False), expected)
+
+
+def test_a_prefill_that_was_interrupted_is_forgotten_as_a_whole():
+    model, ids = tiny_model("llama"), random_prompt(1, 140)
+    cache = DynamicHybridCache(model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=5):
+        generated(model, ids, cache)
+    with pytest.raises(IncompleteCacheError, match="hold 140 tokens, the last one 0"):
+        generated(model, ids, cache)
+    cache.drop_unfinished()
+    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
+
+
+def test_layers_that_cannot_go_back_must_be_reset():
+    model, ids = tiny_model("gemma3"), random_prompt(1, 40)
+    cache = DynamicHybridCache(model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=45):
+        generated(model, ids, cache)
+    with pytest.raises(IncompleteCacheError, match="drop_unfinished"):
+        generated(model, ids, cache)
+    with pytest.raises(IncompleteCacheError, match="DynamicSlidingWindowLayer cannot go back"):
+        cache.drop_unfinished()
+    cache.reset()
+    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
+
+
+def test_a_report_of_memory_is_given_for_an_incomplete_cache_too():
+    cache = DynamicHybridCache(CONFIG)
+    cache.update(*random_states(5, seed=0)[0], 0)
+    assert cache.memory().num_tokens == 5
+
+
+def test_wrong_indices_do_not_make_a_cache_incomplete():
+    cache = DynamicHybridCache(CONFIG)
+    forward(cache, random_states(5, seed=0))
+    with pytest.raises(IndexError):
+        cache.batch_select_indices(torch.tensor([7]))
+    forward(cache, random_states(1, seed=1))
