@@ -158,12 +158,13 @@ class HybridCache(DynamicCache):
         """
         if layer_idx is not None:
             return super().get_seq_length(layer_idx)
-        lengths = self._lengths()
-        if lengths and lengths[0] != lengths[-1]:
-            index = next(index for index, length in enumerate(lengths) if length != lengths[0])
+        first, last = self._lengths_of_ends()
+        if first != last:
+            lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+            index = next(index for index, length in enumerate(lengths) if length != first)
             raise IncompleteCacheError(
                 f"An error or an interruption ended a forward pass, or crop, half-way: the first {index} layers of "
-                f"attention hold {lengths[0]:,} tokens, the last one {lengths[-1]:,}. Call cache.drop_unfinished() to go "
+                f"attention hold {first:,} tokens, the last one {last:,}. Call cache.drop_unfinished() to go "
                 "back to what all of them hold, or cache.reset()."
             )
         return super().get_seq_length()
@@ -172,13 +173,14 @@ class HybridCache(DynamicCache):
         """
         Forget tokens that not all layers hold, because something ended a forward pass, or `crop`, half-way.
 
+        In a quantized cache, tokens that were coded meanwhile stay as their codes have them.
+
         Raises:
             IncompleteCacheError: layers of transformers' own took part, which cannot go back: call `reset`.
         """
-        lengths = self._lengths()
-        if not lengths or lengths[0] == lengths[-1]:
+        kept, longer = sorted(self._lengths_of_ends())
+        if kept == longer:
             return
-        longer, kept = max(lengths[0], lengths[-1]), min(lengths[0], lengths[-1])
         if kept == 0:
             self.reset()
             return
@@ -238,9 +240,13 @@ class HybridCache(DynamicCache):
             for layer in self.layers
         ]
 
-    def _lengths(self) -> list[int]:
-        """Tokens in each layer of attention."""
-        return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+    def _lengths_of_ends(self) -> tuple[int, int]:
+        """Tokens in the first and the last layer of attention, which differ if something did not reach all layers."""
+        first, last = (
+            next((layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)), 0)
+            for layers in (self.layers, reversed(self.layers))
+        )
+        return first, last
 
     def _holdings(self) -> Iterable[tuple[torch.device, int]]:
         for staging in self._stores.stagings.values():

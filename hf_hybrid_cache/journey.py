@@ -67,8 +67,10 @@ class Journey:
             self._remove_hooks()
             if not self._arrived:
                 # An exception may have come while the cache was under way.
-                self._cache.to(self._weights.home, self._home_dtype)
-                self._weights.use_home()
+                try:
+                    self._cache.to(self._weights.home, self._home_dtype)
+                finally:
+                    self._weights.use_home()
             elif self._restore:
                 self._return()
 

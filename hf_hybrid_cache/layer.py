@@ -243,8 +243,8 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
-        store = self._usable_store()
-        if store is None:
+        store = self.store
+        if store is None or not store.is_intact:  # what is not whole says so at its next use
             return
         now = store.shape
         shape = now._replace(device=device, key_dtype=dtype or now.key_dtype, value_dtype=dtype or now.value_dtype)
