@@ -204,6 +204,12 @@ class Staging:
             if slot.is_lent:
                 slot.owner = None
 
+    def truncate(self, store: "StreamedStore") -> None:
+        """The device copy of `store` ends where it does: other tokens may follow on the host alone."""
+        slot = self._slot_of(store)
+        if slot is not None:
+            slot.num_tokens = min(slot.num_tokens, store.num_tokens)
+
     def vacate(self, store: "StreamedStore") -> None:
         """Give up the device copy of `store`, and the memory it is in."""
         slot = self._slot_of(store)

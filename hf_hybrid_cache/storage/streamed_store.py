@@ -98,6 +98,10 @@ class StreamedStore(HostStore):
             self.settle()
         return self._with_room(lambda: self.staging.open(self, self.num_tokens).lend(self.num_tokens))
 
+    def truncate(self, num_tokens: int) -> None:
+        super().truncate(num_tokens)
+        self.staging.truncate(self)
+
     def select_batch(self, indices: torch.Tensor) -> None:
         indices = indices.to("cpu")
         if torch.equal(indices, torch.arange(self.shape.batch)):

@@ -132,3 +132,14 @@ def test_released_stores_leave_nothing_on_the_device():
     for store in stores:
         store.close()
     assert staging.slots == []
+
+
+@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
+def test_tokens_that_were_removed_are_not_read_in_place_of_those_that_came_on_the_host(streams):
+    _, stores = make_stores(1, prefetch_layers=0, streams=streams)
+    stores[0].extend(states(0, 5), states(0, 5))
+    stores[0].read()
+    stores[0].truncate(3)
+    stores[0].extend(states(7, 2), states(7, 2))
+    for part in stores[0].read():
+        assert torch.equal(part, torch.cat([states(0, 3), states(7, 2)], dim=2))
