@@ -1,5 +1,6 @@
 """One full-attention layer of a hybrid cache."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from .storage import (
     KVCodec,
     KVShape,
     KVStore,
+    Outlook,
     ResidentStore,
     Room,
     Scratch,
@@ -59,14 +61,17 @@ class LayerStores:
         self.placement = placement
         self.room = room
         self.codecs = dict(codecs or {})
-        self.budget = HostBudget(num_layers)
-        self.record_budget = HostBudget(len(self.codecs), GRANULE)
+        outlook = Outlook(room.device_tokens)
+        self.budget = HostBudget(num_layers - len(self.codecs), outlook=outlook)
+        self.ends_budget = HostBudget(len(self.codecs))
+        self.record_budget = HostBudget(len(self.codecs), GRANULE, outlook)
         self.stats = CacheStats()
         self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
         self._resident = placement.resident_ordinals(num_layers)
+        self._thread: int | None = None
 
     def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
         """
@@ -91,22 +96,38 @@ class LayerStores:
             )
         return shape.element is not None and has_kernel
 
+    def note_thread(self, ordinal: int) -> None:
+        """
+        Note which thread stores the states of a forward pass, which begins with the first layer.
+
+        Raises:
+            RuntimeError: another thread has begun one before this one's ended.
+        """
+        thread = threading.get_ident()
+        if ordinal == 0:
+            self._thread = thread
+        elif self._thread not in (thread, None):
+            raise RuntimeError(
+                "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. Give "
+                "each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
+            )
+
     def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:
         """The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer."""
         codec = self.codecs.get(layer_idx)
         on_cpu = self.attends_on_cpu(layer_idx, shape)
         if codec is None:
-            return self._buffered(ordinal, shape, on_cpu)
-        room = Room(full_tokens(codec), full_tokens(codec))
+            return self._buffered(ordinal, shape, on_cpu, self.room, self.budget)
+        room, budget = Room(full_tokens(codec), full_tokens(codec)), self.ends_budget
         # What is in full precision is small: without attention on the CPU it stays on the device.
-        full = self._buffered(ordinal, shape, on_cpu, room) if on_cpu else ResidentStore(shape, room, self.budget)
-        records = self._buffered(ordinal, record_shape(shape, codec), on_cpu, self.room.of_records(), records=True)
+        full = self._buffered(ordinal, shape, on_cpu, room, budget) if on_cpu else ResidentStore(shape, room, budget)
+        room, budget = self.room.of_records(), self.record_budget
+        records = self._buffered(ordinal, record_shape(shape, codec), on_cpu, room, budget, records=True)
         return CodedStore(shape, codec, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
 
     def _buffered(
-        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room | None = None, records: bool = False
+        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room, budget: HostBudget, records: bool = False
     ) -> BufferedStore:
-        room, budget = room or self.room, self.record_budget if records else self.budget
         if on_cpu and shape.device.type == "cpu":
             return HostStore(shape, room, budget, records)
         if not on_cpu and not self.placement.offload:
@@ -183,7 +204,8 @@ class HybridLayer(CacheLayerMixin):
 
         Raises:
             ValueError: the states do not fit each other, or what is stored.
-            RuntimeError: the states require gradients, which a cache that writes in place does not keep.
+            RuntimeError: the states require gradients, which a cache that writes in place does not keep; or another
+                thread uses the cache at the same time.
             HostMemoryError: host memory would not suffice; nothing has changed then.
             DeviceMemoryError: the memory of the device does not.
             IncompleteCacheError: something ended an earlier change half-way.
@@ -193,6 +215,7 @@ class HybridLayer(CacheLayerMixin):
         """
         self._usable_store()
         self._check(key_states, value_states)
+        self._stores.note_thread(self._ordinal)
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None

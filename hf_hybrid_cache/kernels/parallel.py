@@ -2,11 +2,13 @@
 Running a kernel on several threads: those of the OpenMP runtime that torch uses.
 
 With a pool of their own, the kernels' threads and torch's would keep each other from the processors: a thread that has
-finished waits for more by spinning, for milliseconds. Where no GNU interface to OpenMP is found, threads are started
-for each call.
+finished waits for more by spinning, for milliseconds. Where no GNU interface to OpenMP is found, and in a process that
+was forked, threads are started for each call.
 """
 
+import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +24,7 @@ from .vector_ir import INT8, INT32, INT64
 # What both the kernel and OpenMP call: `body(data)`, and `parallel(body, data, threads, flags)`.
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_imported_by = os.getpid()
 
 
 @intrinsic
@@ -89,9 +92,17 @@ class Threads(NamedTuple):
     team: Callable[[], int]
 
 
-@cache
 def openmp() -> Threads | None:
-    """Those of the OpenMP runtime that is in the process; `None` if there is none."""
+    """
+    Those of the OpenMP runtime that is in the process; `None` if there is none.
+
+    And `None` in a forked process: the pool's threads have stayed behind, and the runtime would wait for them for ever.
+    """
+    return _openmp() if os.getpid() == _imported_by else None
+
+
+@cache
+def _openmp() -> Threads | None:
     try:
         library = ctypes.CDLL(None)
         parallel = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
@@ -113,9 +124,13 @@ def started_threads() -> Threads:
 @_PARALLEL
 def _run_on_started_threads(body: int, data: int, num_threads: int, flags: int) -> None:
     run = _BODY(body)
-    others = [threading.Thread(target=run, args=(data,)) for _ in range(num_threads - 1)]
-    for thread in others:
-        thread.start()
+    others = []
+    # Where there are no more threads to be had, this one does their parts.
+    with contextlib.suppress(RuntimeError):
+        for _ in range(num_threads - 1):
+            thread = threading.Thread(target=run, args=(data,))
+            thread.start()
+            others.append(thread)
     run(data)
     for thread in others:
         thread.join()

@@ -74,7 +74,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     for meta_shape, num_layers in Counter(model.shapes.values()).items():
         index = next(index for index, shape in model.shapes.items() if shape == meta_shape)
         shape = meta_shape._replace(device=HOST) if on_cpu else meta_shape
-        layer = _LayerCost.of(stores, index, shape, num_layers, model.lengths(context))
+        layer = LayerCost.of(stores, index, shape, num_layers, model.lengths(context))
         kept.update({device: num_layers * num_bytes for device, num_bytes in layer.kept.items()})
         stored = layer_bytes(shape, codec, context)
         read += num_layers * stored
@@ -96,7 +96,7 @@ def layer_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
     return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
 
 
-class _LayerCost(NamedTuple):
+class LayerCost(NamedTuple):
     """
     What one layer costs.
 
@@ -115,7 +115,7 @@ class _LayerCost(NamedTuple):
     moved: int
 
     @classmethod
-    def of(cls, stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: list[int]) -> "_LayerCost":
+    def of(cls, stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: list[int]) -> "LayerCost":
         """Of the layer `index`, one of `num_layers` of this shape, after growing to each of `lengths`."""
         store = stores.make(index, 0, shape)
         kept: Counter[str] = Counter()

@@ -4,7 +4,7 @@ from .buffered_store import BufferedStore
 from .codec import Codec, KVCodec
 from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
 from .growth import GRANULE, Room
-from .host_memory import HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
+from .host_memory import HostBudget, HostMemoryError, Outlook, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .resident_store import ResidentStore
@@ -26,6 +26,7 @@ __all__ = [
     "KVCodec",
     "KVShape",
     "KVStore",
+    "Outlook",
     "ResidentStore",
     "Room",
     "Scratch",

@@ -1,13 +1,15 @@
 """Keys and values in two growing buffers."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
 
 from .growth import grown_capacity
-from .host_memory import HostBudget, HostMemoryError, require_host_bytes
+from .host_buffer import HostBuffer
+from .host_memory import HostBudget, require_host_bytes
 from .kv_store import KVShape, KVStore
 from .token_buffer import TokenBuffer
 
@@ -55,6 +57,7 @@ class BufferedStore(KVStore):
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, BufferedStore)
         other.settle()
+        self.reserve(other.num_tokens)
         for start in range(0, other.num_tokens, _MOVED_TOKENS):
             keys, values = other.read_range(start, min(start + _MOVED_TOKENS, other.num_tokens))
             self.extend(keys.to(self.keys.device), values.to(self.values.device))
@@ -86,25 +89,34 @@ class BufferedStore(KVStore):
             HostMemoryError: the host has no room for them; nothing has changed then.
         """
         if num_tokens > self._approved_tokens and self.keys.device.type == "cpu":
+            buffers = [buffer for buffer in self.buffers() if isinstance(buffer, HostBuffer)]
             ahead = grown_capacity(num_tokens, self.keys.entry_tokens)
-            try:
-                self._budget.grow(self, ahead, self.bytes_per_token)
-            except HostMemoryError:
-                # The last tokens that fit are not refused for the sake of those after them.
-                self._budget.grow(self, num_tokens, self.bytes_per_token)
-                ahead = num_tokens
-            self._approved_tokens = ahead
-        for buffer in (self.keys, self.values):
-            if num_tokens <= buffer.capacity:
-                buffer.ensure(num_tokens, self.num_tokens)
-                continue
-            self._is_changing = True
-            try:
-                buffer.ensure(num_tokens, self.num_tokens)
-            except Exception:
-                self._is_changing = False  # larger memory takes the place of the old once all is in it
-                raise
+            moved = max(buffer.moved_bytes(ahead) for buffer in buffers)
+            approved = self._budget.grow(self, num_tokens, self.bytes_per_token, moved)
+            with self._growing():
+                for buffer in buffers:
+                    buffer.make_room(approved, self.num_tokens)
+            self._approved_tokens = approved
+        if num_tokens > min(self.keys.capacity, self.values.capacity):
+            with self._growing():
+                self._ensure(num_tokens)
+        else:
+            self._ensure(num_tokens)
+
+    def _ensure(self, num_tokens: int) -> None:
+        self.keys.ensure(num_tokens, self.num_tokens)
+        self.values.ensure(num_tokens, self.num_tokens)
+
+    @contextmanager
+    def _growing(self) -> Iterator[None]:
+        """Larger memory takes the place of the old once all is in it: only an interruption can leave it half-way."""
+        self._is_changing = True
+        try:
+            yield
+        except Exception:
             self._is_changing = False
+            raise
+        self._is_changing = False
 
     def _duplicate(self, memo: dict) -> Self:
         """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""

@@ -3,7 +3,8 @@
 import torch
 
 from .address_space import AddressSpace, reserve
-from .growth import grown_capacity
+from .host_memory import HostMemoryError
+from .memory_limits import address_space_is_limited, tightest_limit
 from .token_buffer import TokenBuffer
 
 _MAX_RESERVED_BYTES = 2**40
@@ -14,8 +15,8 @@ class HostBuffer(TokenBuffer):
     States of one layer in host memory, in a layout that torch reads.
 
     Address space for `expected_tokens` is reserved at the first token and memory is committed as tokens are written,
-    so growing neither copies nor moves anything. Beyond the reservation, and where the system reserves nothing, it
-    grows like any `TokenBuffer`.
+    so growing neither copies nor moves anything. Beyond the reservation, and where address space is limited or the
+    system reserves none, what is stored is copied to make room.
     """
 
     def __init__(
@@ -37,25 +38,56 @@ class HostBuffer(TokenBuffer):
     def ensure(self, num_tokens: int, keep: int) -> None:
         if num_tokens <= self._committed_tokens:
             return
+        self.make_room(num_tokens, keep)
+        self._commit(num_tokens)
+
+    def make_room(self, num_tokens: int, keep: int) -> None:
+        """
+        Let there be room for `num_tokens`, without memory yet; the first `keep` stay as they are.
+
+        Raises:
+            HostMemoryError: the system refused it.
+        """
         if num_tokens > self.capacity:
             self._grow(num_tokens, keep)
-        self._commit(num_tokens)
+
+    def moved_bytes(self, num_tokens: int) -> int:
+        """Bytes that are held twice while room for `num_tokens` is made."""
+        return self.num_bytes if num_tokens > self.capacity else 0
 
     def _memory_for(self, num_tokens: int) -> int:
         return num_tokens
 
     def _grow(self, num_tokens: int, keep: int) -> None:
-        shape = self._stored_shape(max(num_tokens, self.expected_tokens, 2 * self.capacity))
-        num_bytes = shape.numel() * self.dtype.itemsize
-        self._space = None
-        if 0 < num_bytes <= _MAX_RESERVED_BYTES:
-            with torch.inference_mode(False):
-                self._space = reserve(num_bytes)
-        if self._space is None:
-            self._move_to(self._allocate(grown_capacity(num_tokens, self.entry_tokens)), keep)
+        whole = max(num_tokens, self.expected_tokens, 2 * self.capacity)
+        for size in [num_tokens] if address_space_is_limited() else [whole, num_tokens]:
+            space = self._reserve(size)
+            if space is not None:
+                with torch.inference_mode(False):
+                    data = space.data.view(self.dtype).view(self._stored_shape(size))
+                break
         else:
-            with torch.inference_mode(False):
-                self._move_to(self._space.data.view(self.dtype).view(shape), keep)
+            data = self._allocate(num_tokens)
+        self._move_to(data, keep)
+        self._space = space
+
+    def _reserve(self, num_tokens: int) -> AddressSpace | None:
+        num_bytes = self._stored_shape(num_tokens).numel() * self.dtype.itemsize
+        if not 0 < num_bytes <= _MAX_RESERVED_BYTES:
+            return None
+        with torch.inference_mode(False):
+            return reserve(num_bytes)
+
+    def _allocate(self, num_tokens: int) -> torch.Tensor:
+        try:
+            return super()._allocate(num_tokens)
+        except RuntimeError as error:  # of torch, which has no type of its own for it
+            limit = tightest_limit()
+            num_bytes = self._stored_shape(num_tokens).numel() * self.dtype.itemsize
+            raise HostMemoryError(
+                f"The system refused {num_bytes / 2**30:.2f} GiB of host memory in one piece; {limit.free / 2**30:.2f} "
+                f"GiB are free{limit.where}. Use a shorter context, a smaller batch or fewer beams."
+            ) from error
 
     def _commit(self, num_tokens: int) -> None:
         """Note that memory up to `num_tokens` is about to be written."""

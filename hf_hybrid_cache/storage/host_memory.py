@@ -1,9 +1,12 @@
 """How much host memory is free, and the error that says so before it runs out."""
 
+import copy
+import warnings
 import weakref
-from pathlib import Path
+from bisect import bisect_left
 
-import psutil
+from .growth import grown_capacity, least_capacity
+from .memory_limits import tightest_limit
 
 
 class HostMemoryError(MemoryError):
@@ -11,45 +14,25 @@ class HostMemoryError(MemoryError):
 
 
 def available_host_bytes() -> int:
-    """Bytes that can be allocated without swapping: what the system reports free, or what a container leaves."""
-    free = psutil.virtual_memory().available
-    return max(0, min([free, *_cgroup_headrooms()]))
+    """
+    Bytes that can be allocated without swapping.
+
+    What the system reports free, or what a container or a limit on the process leaves.
+    """
+    return tightest_limit().free
 
 
-def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Bytes left under each memory limit on this process: its control groups (v2 and v1), up to the root."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    headrooms = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # v2
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # v1
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = top / path.lstrip("/")
-        # Inside a container the path may be the host's; the container's own group is then mounted at the top.
-        for folder in [group, *group.parents] if group.is_dir() else [top]:
-            if folder.is_relative_to(top):
-                headrooms += _headroom(folder, *names)
-    return headrooms
+class Outlook:
+    """
+    How long a cache is expected to get, and whether its user has been told that memory ends before.
 
+    Args:
+        expected_tokens: tokens that will be stored; 0 if that is not known.
+    """
 
-def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        usage = int((folder / usage_name).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return []
-    if limit == "max":
-        return []
-    # Page cache counts as usage, but the kernel gives it up before it refuses memory.
-    return [int(limit) - usage + int(stat.get(reclaimable_name, 0))]
+    def __init__(self, expected_tokens: int = 0):
+        self.expected_tokens = expected_tokens
+        self.has_warned = False
 
 
 class HostBudget:
@@ -62,35 +45,80 @@ class HostBudget:
     Args:
         num_stores: number of layers that will hold tokens in host memory.
         entry_tokens: tokens that are counted as one: 64 where what is held are records of coded blocks.
+        outlook: of the cache; what is expected is asked for with the first tokens, and looked at whenever layers grow.
     """
 
-    def __init__(self, num_stores: int, entry_tokens: int = 1):
+    def __init__(self, num_stores: int, entry_tokens: int = 1, outlook: Outlook | None = None):
         self.num_stores = num_stores
         self.entry_tokens = entry_tokens
+        self.outlook = outlook or Outlook()
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
         """An empty budget: the copies of the layers note themselves in it."""
-        return HostBudget(self.num_stores, self.entry_tokens)
+        return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.outlook, memo))
 
-    def grow(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
+    def grow(self, store: object, num_entries: int, bytes_per_entry: int, moved_bytes: int = 0) -> int:
         """
-        Note that `store` will hold `num_tokens`, once it is known that all layers could.
+        Note that `store` will hold `num_entries` and some more, once it is known that all layers could.
+
+        Args:
+            store: of one layer.
+            num_entries: that it must hold.
+            bytes_per_entry: of the whole batch.
+            moved_bytes: held twice while the store makes room.
+
+        Returns:
+            Entries that there is memory for: a chunk more than `num_entries`, or just whole blocks of tokens. Where
+            memory will end within the chunk, or before what is expected, a warning says so, once for a cache.
 
         Raises:
-            HostMemoryError: they would need more than is free; nothing is noted then.
+            HostMemoryError: they would need more than is free, or nothing is held yet and what is expected would;
+                nothing is noted then.
         """
-        held = {other: size for other, size in self._held.items() if other is not store}
-        held_tokens, held_bytes_per_token = self._held.get(store, (0, bytes_per_token))
-        need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token
-        need += sum(max(0, num_tokens - tokens) * size for tokens, size in held.values())
-        need += max(0, self.num_stores - len(held) - 1) * num_tokens * bytes_per_token
-        require_host_bytes(need, f"{num_tokens * self.entry_tokens:,} tokens need")
-        self.note(store, num_tokens, bytes_per_token)
 
-    def note(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
+        def need(entries: int) -> int:
+            return self._missing_bytes(store, entries, bytes_per_entry) + moved_bytes
+
+        free = available_host_bytes()
+        expected = self.outlook.expected_tokens // self.entry_tokens
+        ahead = grown_capacity(num_entries, self.entry_tokens)
+        granted = ahead if need(ahead) <= free else least_capacity(num_entries, self.entry_tokens)
+        if need(granted) > free:
+            require_host_bytes(need(granted), f"{num_entries * self.entry_tokens:,} tokens need")
+        if need(expected) > free and not self._held:
+            require_host_bytes(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need")
+        if need(max(ahead, expected)) > free:
+            # The first number of entries that do not fit, less one.
+            last = granted - 1 + bisect_left(range(granted, max(ahead, expected)), True, key=lambda n: need(n) > free)
+            self._warn(last * self.entry_tokens, free)
+        self.note(store, granted, bytes_per_entry)
+        return granted
+
+    def note(self, store: object, num_entries: int, bytes_per_entry: int) -> None:
         """Note what `store` holds, without asking."""
-        self._held[store] = (num_tokens, bytes_per_token)
+        self._held[store] = (num_entries, bytes_per_entry)
+
+    def _missing_bytes(self, store: object, num_entries: int, bytes_per_entry: int) -> int:
+        """What all layers lack to hold `num_entries`."""
+        held = {other: size for other, size in self._held.items() if other is not store}
+        held_entries, held_bytes_per_entry = self._held.get(store, (0, bytes_per_entry))
+        need = num_entries * bytes_per_entry - held_entries * held_bytes_per_entry
+        need += sum(max(0, num_entries - entries) * size for entries, size in held.values())
+        return need + max(0, self.num_stores - len(held) - 1) * num_entries * bytes_per_entry
+
+    def _warn(self, last_token: int, free: int) -> None:
+        if self.outlook.has_warned:
+            return
+        self.outlook.has_warned = True
+        expected = self.outlook.expected_tokens
+        of_expected = f" of {expected:,} (max_length)" if expected > last_token else ""
+        warnings.warn(
+            f"Host memory will end at about token {last_token:,}{of_expected}: {free / 2**30:.2f} GiB are free"
+            f"{tightest_limit().where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens that "
+            "are stored stay, and the cache can be used on, also after an error.",
+            stacklevel=2,
+        )
 
 
 def require_host_bytes(num_bytes: int, purpose: str) -> None:
@@ -103,6 +131,6 @@ def require_host_bytes(num_bytes: int, purpose: str) -> None:
     free = available_host_bytes()
     if num_bytes > free:
         raise HostMemoryError(
-            f"{purpose} {num_bytes / 2**30:.2f} GiB more host memory and {free / 2**30:.2f} GiB are free. "
-            "Use a shorter context, a smaller batch or fewer beams, or free memory first."
+            f"{purpose} {num_bytes / 2**30:.2f} GiB more host memory and {free / 2**30:.2f} GiB are free"
+            f"{tightest_limit().where}. Use a shorter context, a smaller batch or fewer beams, or free memory first."
         )

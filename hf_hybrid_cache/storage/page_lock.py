@@ -7,6 +7,7 @@ import weakref
 import torch
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+_has_warned = False
 
 
 class PageLock:
@@ -46,18 +47,31 @@ class PageLock:
 
 
 def _lock(address: int, num_bytes: int, device: torch.device) -> bool:
-    with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
+    error = _register(address, num_bytes, device)
     if error == 0:
         return True
     _clear_error(device)
+    _warn_once(num_bytes, error)
+    return False
+
+
+def _register(address: int, num_bytes: int, device: torch.device) -> int:
+    with torch.cuda.device(device):
+        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
+
+
+def _warn_once(num_bytes: int, error: int) -> None:
+    """Of the first refusal in the process: every buffer of every layer is likely to be refused after it."""
+    global _has_warned
+    if _has_warned:
+        return
+    _has_warned = True
     warnings.warn(
         f"The system refused to page-lock {num_bytes / 2**20:.0f} MiB of host memory (CUDA error {error}); copies "
-        "between it and the device will not overlap with the computation. Raise the limit of locked memory, or pass "
-        "pin_memory=False.",
+        "between it and the device will not overlap with the computation. Raise the limit of locked memory "
+        "(ulimit -l), or pass pin_memory=False. This is said once.",
         stacklevel=2,
     )
-    return False
 
 
 def _clear_error(device: torch.device) -> None:

@@ -24,7 +24,7 @@ class RunBuffer(HostBuffer):
         expected_tokens: reserve address space for this many.
         entry_tokens: as `TokenBuffer`.
         pinned_for: page-lock the memory, chunk by chunk as it is used, for copies to and from this CUDA device. Where
-            the system refuses, one warning is given and copies are slower.
+            the system refuses, copies are slower, and one warning in the process says so.
 
     Attributes:
         row_entries: entries in one row; the unit of copies to and from a device.

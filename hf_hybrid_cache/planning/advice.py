@@ -1,0 +1,81 @@
+"""What would fit where a cache does not: for errors of a cache that has its tokens already, or some of them."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..codecs import minmax
+from ..layer import LayerStores
+from ..placement import Placement
+from ..storage import KVCodec, KVShape, Room
+from .candidates import BITS
+from .cost import HOST, LayerCost
+
+_CHUNK = 512
+
+
+def advice(
+    placement: Placement,
+    codecs: Mapping[int, KVCodec],
+    shapes: Mapping[int, KVShape],
+    num_tokens: int,
+    least_tokens: int,
+    host_bytes: int,
+) -> str:
+    """
+    What to do if `num_tokens` are more than fit in host memory.
+
+    Args:
+        placement: of the cache.
+        codecs: of its layers that are coded.
+        shapes: of all layers of full attention.
+        num_tokens: that are wanted.
+        least_tokens: that are known to fit.
+        host_bytes: for the cache in all.
+
+    Returns:
+        How many tokens fit, and the quantized cache that loses least of those that would hold all, if one does.
+    """
+
+    def does_not_fit(tokens: int) -> bool:
+        return _host_bytes(placement, codecs, shapes, tokens) > host_bytes
+
+    fitting = least_tokens + bisect_left(range(least_tokens + 1, num_tokens), True, key=does_not_fit)
+    sentences = [f"{fitting:,} tokens fit as it is."] if fitting else []
+    placement = replace(placement, resident_layers=0, pin_memory=None)
+    for bits in BITS.values():
+        codec = None if bits is None else minmax(bits)
+        if codec is None or codec in codecs.values():
+            continue
+        need = _host_bytes(placement, dict.fromkeys(shapes, codec), shapes, num_tokens)
+        if need <= host_bytes:
+            cache = f"QuantizedHybridCache({', '.join(['config', f'bits={bits}', *_options(placement)])})"
+            sentences.append(f"{cache} would hold {num_tokens:,} in {need / 2**30:.2f} GiB.")
+            break
+    return " ".join(sentences)
+
+
+def _host_bytes(
+    placement: Placement, codecs: Mapping[int, KVCodec], shapes: Mapping[int, KVShape], num_tokens: int
+) -> int:
+    """At most, while a prompt in chunks, or the tokens after it, bring all layers to `num_tokens`."""
+    stores = LayerStores(placement, Room(), len(shapes), codecs)
+    lengths = [*range(_CHUNK, num_tokens, _CHUNK)][:1] + [num_tokens]
+    kept = shared = moved = 0
+    for index, shape in shapes.items():
+        on_cpu = shape.device == HOST
+        layer = LayerCost.of(stores, index, shape if on_cpu else shape._replace(device="meta"), len(shapes), lengths)
+        kept += layer.kept[HOST.type]
+        shared = max(shared, layer.shared_prefill * on_cpu)
+        # Of the layer that is taken out of its blocks, or copied to where there is room.
+        moved = max(moved, layer.copied, layer.kept[HOST.type])
+    return kept + shared + moved
+
+
+def _options(placement: Placement) -> list[str]:
+    options = ["offload=True"] if placement.offload else []
+    if placement.cpu_layers:
+        options.append(f"cpu_decode={sorted(placement.cpu_layers)}")
+    elif placement.cpu_decode is not None:
+        options.append(f"cpu_decode={placement.cpu_decode}")
+    return options

@@ -1,0 +1,92 @@
+"""What limits the host memory of this process: the system, a container, limits of the process itself."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+if sys.platform == "linux":
+    import resource
+
+# Of a limit on the process: for what Python and torch allocate beside a cache that takes all the rest.
+_SPARE_BYTES = 32 * 2**20
+
+
+class Limit(NamedTuple):
+    """
+    One limit.
+
+    Attributes:
+        free: bytes that it leaves.
+        where: the end of a sentence that says how much is free.
+    """
+
+    free: int
+    where: str
+
+
+def tightest_limit() -> Limit:
+    """The limit that leaves the least."""
+    limits = [Limit(psutil.virtual_memory().available, "")]
+    limits += [Limit(free, " within the memory limit of its container (control group)") for free in _cgroup_headrooms()]
+    limits += _process_limits()
+    limit = min(limits)
+    return limit._replace(free=max(0, limit.free))
+
+
+def address_space_is_limited() -> bool:
+    """Whether address space that is reserved, and not used, counts against a limit on the process."""
+    return bool(_process_limits())
+
+
+def _process_limits() -> list[Limit]:
+    """Those of `ulimit`, which other systems have and do not enforce."""
+    if sys.platform != "linux":
+        return []
+    names = [
+        (resource.RLIMIT_AS, "vms", " within the process's limit of address space (RLIMIT_AS, ulimit -v)"),
+        (resource.RLIMIT_DATA, "data", " within the process's limit of data (RLIMIT_DATA, ulimit -d)"),
+    ]
+    limits = []
+    for number, used, where in names:
+        limit, _ = resource.getrlimit(number)
+        if limit != resource.RLIM_INFINITY:
+            limits.append(Limit(limit - getattr(psutil.Process().memory_info(), used) - _SPARE_BYTES, where))
+    return limits
+
+
+def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Bytes left under each memory limit on this process: its control groups (v2 and v1), up to the root."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    headrooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # v2
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # v1
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        # Inside a container the path may be the host's; the container's own group is then mounted at the top.
+        for folder in [group, *group.parents] if group.is_dir() else [top]:
+            if folder.is_relative_to(top):
+                headrooms += _headroom(folder, *names)
+    return headrooms
+
+
+def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return []
+    if limit == "max":
+        return []
+    # Page cache counts as usage, but the kernel gives it up before it refuses memory.
+    return [int(limit) - usage + int(stat.get(reclaimable_name, 0))]
