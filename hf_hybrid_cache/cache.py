@@ -1,8 +1,9 @@
 """The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from .codecs import minmax
 from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
 from .placement import OnOom, Placement, require_count
-from .planning import choose, parse_bytes
-from .storage import CacheStats, KVCodec, Room, require_host_bytes
+from .planning import advice, choose, parse_bytes
+from .storage import CacheStats, HostMemoryError, KVCodec, KVShape, Room, available_host_bytes, require_host_bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class HybridCache(DynamicCache):
         config: the model's config (`model.config`).
         placement: where layers live.
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once instead of in
-            chunks. A hint: more tokens still fit.
+            chunks, and host memory that would not suffice for so many is an error at the first token. A hint: more
+            tokens still fit.
         codec: how layers are coded: one for all, or by index in the model; layers that are not named stay in full
             precision. `None` codes none.
 
@@ -115,6 +117,22 @@ class HybridCache(DynamicCache):
         candidate = choose(config, context, parse_bytes(gpu_memory), parse_bytes(host_memory))
         return HybridCache(config, candidate.placement, codec=candidate.codec)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Store the states of new tokens of one layer and return those of all tokens, see `HybridLayer.update`.
+
+        Raises:
+            HostMemoryError: host memory would not suffice; the message says what would fit.
+        """
+        try:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except HostMemoryError as error:
+            num_tokens = self.layers[layer_idx].get_seq_length() + key_states.shape[2]
+            shape = KVShape.of(key_states, value_states)
+            raise self._advised(error, max(num_tokens, self._stores.room.device_tokens), shape) from None
+
     @property
     def stats(self) -> CacheStats:
         """What was copied between host and device since the cache was built or reset."""
@@ -125,7 +143,7 @@ class HybridCache(DynamicCache):
         sizes = {"host": 0, "device": 0}
         for device, num_bytes in self._holdings():
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
-        return MemoryReport(sizes["device"], sizes["host"], super().get_seq_length())
+        return MemoryReport(sizes["device"], sizes["host"], self._num_tokens)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
         """
@@ -143,10 +161,13 @@ class HybridCache(DynamicCache):
         try:
             for layer in self.layers:
                 _move(layer, device, dtype)
-        except BaseException:
+        except BaseException as error:
             for layer, old_device, old_dtype in before:
                 if old_device is not None:
                     _move(layer, old_device, old_dtype)
+            if isinstance(error, HostMemoryError):
+                dtypes = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
+                raise self._advised(error, self._num_tokens, device=device, **dtypes) from None
             raise
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -217,8 +238,8 @@ class HybridCache(DynamicCache):
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
-        copies = self.memory().host_bytes * (repeats - 1)
-        require_host_bytes(copies, f"{repeats} copies of {self.get_seq_length():,} tokens need")
+        if repeats > 1:
+            self._require_room_for_copies(repeats, f"{repeats} copies of {self._num_tokens:,} tokens need")
         with self._changing_all("batch_repeat_interleave"):
             super().batch_repeat_interleave(repeats)
 
@@ -240,6 +261,11 @@ class HybridCache(DynamicCache):
             for layer in self.layers
         ]
 
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens in the first layer of attention, also while others hold more or less."""
+        return super().get_seq_length()
+
     def _lengths_of_ends(self) -> tuple[int, int]:
         """Tokens in the first and the last layer of attention, which differ if something did not reach all layers."""
         first, last = (
@@ -247,6 +273,55 @@ class HybridCache(DynamicCache):
             for layers in (self.layers, reversed(self.layers))
         )
         return first, last
+
+    def __deepcopy__(self, memo: dict) -> "HybridCache":
+        self._require_room_for_copies(2, f"A copy of {self._num_tokens:,} tokens needs")
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def _require_room_for_copies(self, number: int, purpose: str) -> None:
+        """Check that what is held fits `number` times, and one buffer once more while it is exchanged."""
+        sizes = [num_bytes for device, num_bytes in self._holdings() if device.type == "cpu"]
+        try:
+            require_host_bytes((number - 1) * sum(sizes) + max(sizes, default=0), purpose)
+        except HostMemoryError as error:
+            batch = number * next(self._shapes()).batch
+            raise self._advised(error, self._num_tokens, batch=batch) from None
+
+    def _shapes(self) -> Iterator[KVShape]:
+        """Of the states of our layers that hold some."""
+        for layer in self.layers:
+            if isinstance(layer, HybridLayer) and layer.store is not None:
+                yield layer.store.shape
+
+    def _advised(
+        self, error: HostMemoryError, num_tokens: int, shape: KVShape | None = None, **changes: Any
+    ) -> HostMemoryError:
+        """
+        An error that also says what would fit.
+
+        Args:
+            error: what it says so far.
+            num_tokens: that do not fit.
+            shape: of the states of layers that hold none yet; `None` for that of another layer.
+            **changes: of the shapes, that made it too much.
+        """
+        stores, layers = self._stores, [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+        shape = shape or next(self._shapes())
+        shapes = {
+            layer.layer_idx: (shape if layer.store is None else layer.store.shape)._replace(**changes)
+            for layer in layers
+        }
+        placement = stores.placement
+        if stores.attention.is_declined:
+            placement = replace(placement, cpu_decode=False)
+        held = 0 if changes else min(layer.get_seq_length() for layer in layers)
+        host_bytes = available_host_bytes() + self.memory().host_bytes
+        return HostMemoryError(
+            f"{error} {advice(placement, stores.codecs, shapes, num_tokens, held, host_bytes)}".rstrip()
+        )
 
     def _holdings(self) -> Iterable[tuple[torch.device, int]]:
         for staging in self._stores.stagings.values():

@@ -2,9 +2,11 @@
 Which cache for which machine, worked out before anything is loaded.
 
 `model_cost` and `cost` say what a model and a cache take, `machine` what there is and how fast it is, `speed` how long
-a token takes, `candidates` which caches there are, and `plans` puts it all together.
+a token takes, `candidates` which caches there are, and `plans` puts it all together. `advice` is for a cache that has
+no more room.
 """
 
+from .advice import advice
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .machine import (
@@ -40,6 +42,7 @@ __all__ = [
     "Speeds",
     "SpeedsFileError",
     "Way",
+    "advice",
     "cache_cost",
     "choose",
     "cpu_candidates",

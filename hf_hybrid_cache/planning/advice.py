@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from ..codecs import minmax
 from ..layer import LayerStores
 from ..placement import Placement
@@ -12,6 +14,7 @@ from .candidates import BITS
 from .cost import HOST, LayerCost
 
 _CHUNK = 512
+_META = torch.device("meta")
 
 
 def advice(
@@ -60,11 +63,12 @@ def _host_bytes(
 ) -> int:
     """At most, while a prompt in chunks, or the tokens after it, bring all layers to `num_tokens`."""
     stores = LayerStores(placement, Room(), len(shapes), codecs)
-    lengths = [*range(_CHUNK, num_tokens, _CHUNK)][:1] + [num_tokens]
+    lengths = [_CHUNK, num_tokens] if num_tokens > _CHUNK else [num_tokens]
     kept = shared = moved = 0
     for index, shape in shapes.items():
         on_cpu = shape.device == HOST
-        layer = LayerCost.of(stores, index, shape if on_cpu else shape._replace(device="meta"), len(shapes), lengths)
+        planned = shape if on_cpu else shape._replace(device=_META)
+        layer = LayerCost.of(stores, index, planned, len(shapes), lengths)
         kept += layer.kept[HOST.type]
         shared = max(shared, layer.shared_prefill * on_cpu)
         # Of the layer that is taken out of its blocks, or copied to where there is room.
