@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def checked(path: Path) -> dict[str, Any]:
         DamagedRecordError: it is cut off, of another form or version, or contradicts itself.
     """
     try:
-        record: dict[str, Any] = json.loads(path.read_bytes(), parse_constant=_refuse)
-    except ValueError as error:
+        record: dict[str, Any] = json.loads(path.read_bytes(), parse_constant=_refuse, parse_float=_finite)
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedRecordError(f"not JSON: {error}") from error
     if flaw := best_match(Draft202012Validator(SCHEMA).iter_errors(record)):
         raise DamagedRecordError(f"{flaw.json_path}: {flaw.message.splitlines()[0][:_SHOWN]}")
@@ -118,3 +119,8 @@ def summary_row(record: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)

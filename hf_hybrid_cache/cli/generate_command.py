@@ -247,6 +247,8 @@ def _read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UsageError(f"{str(path)!r} is not the name of a file: {error}.") from error
     if "\0" in text:
         raise UsageError(f"{path} is a binary file, not text.")
     if not text.strip():
@@ -263,7 +265,7 @@ def _checked_device(name: str | None) -> torch.device | None:
     )
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         device = torch.device("meta")
     wanted = device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}"
     if wanted not in here:

@@ -115,7 +115,10 @@ def _speeds(dtype: torch.dtype, measure: bool, notes: Console) -> Speeds:
     if measure:
         note(notes, "measuring the speeds of this machine; the first time, kernels are compiled")
         speeds = calibrate(dtype)
-        note(notes, f"kept in {save_speeds(dtype, speeds)}")
+        try:
+            note(notes, f"kept in {save_speeds(dtype, speeds)}")
+        except OSError as error:
+            note(notes, f"not kept: {error}")
         return speeds
     try:
         return load_speeds(dtype)

@@ -57,9 +57,9 @@ def _attend_segment(segment, call):
     segments, heads = call.maxima.shape[:2]
     key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
     keys, values = call.keys.ctypes.data, call.values.ctypes.data
-    plan = started_segment(segment, call)
-    items = (call.num_tokens + BLOCK - 1) // BLOCK * heads
-    for item in share(segment, segments, items):
+    items = share(segment, segments, (call.num_tokens + BLOCK - 1) // BLOCK * heads)
+    plan = started_segment(segment, items, call)
+    for item in items:
         block = item // heads
         key_address, head = keys + item * key_block, item - block * heads
         attend_block(head, block * BLOCK, key_address, values + item * value_block, key_address + key_block, plan)
@@ -103,11 +103,15 @@ class Plan(NamedTuple):
 
 
 @jit
-def started_segment(segment, call):
-    """The plan of a segment that has seen nothing yet."""
-    call.maxima[segment] = -np.inf
-    call.sums[segment] = 0
-    call.partial[segment] = 0
+def started_segment(segment, items, call):
+    """The plan of a segment that has seen nothing yet. Heads with none of its items have no maximum: not a number."""
+    heads = call.maxima.shape[1]
+    call.maxima[segment] = np.nan
+    for item in range(items.start, min(items.stop, items.start + heads)):
+        head = item % heads
+        call.maxima[segment, head] = -np.inf
+        call.sums[segment, head] = 0
+        call.partial[segment, head] = 0
     return Plan(
         call.keys.dtype.type(0),
         call.query.ctypes.data,
@@ -172,7 +176,11 @@ def weights_of_tile(head, row, start, plan):
 
 @jit
 def _mask_tile(start, first_row, head, plan):
-    """Scale a tile's scores, add the bias, and let minus infinity stand where a query does not see a token."""
+    """
+    Scale a tile's scores, add the bias, and minus infinity where a query does not see a token.
+
+    Added, as torch adds a mask, so that a score that is not a number stays one.
+    """
     sequence = head // plan.num_kv_heads
     scores = numba.carray(pointer(plan.scores, numba.float32(0)), (ROWS, BLOCK))
     visible = numba.carray(pointer(plan.visible, numba.uint8(0)), plan.visible_shape)
@@ -182,8 +190,8 @@ def _mask_tile(start, first_row, head, plan):
         query_index = row % plan.query_length
         query_head = head % plan.num_kv_heads * plan.group + row // plan.query_length
         limit = plan.num_tokens - plan.query_length + 1 + query_index if plan.causal else plan.num_tokens
-        seen = min(max(limit - start, 0), BLOCK)
-        for token in range(seen):
+        seen, stored = min(max(limit - start, 0), BLOCK), min(plan.num_tokens - start, BLOCK)
+        for token in range(stored):
             scores[tile_row, token] *= plan.scale
         if plan.bias:
             added = bias[
@@ -201,8 +209,10 @@ def _mask_tile(start, first_row, head, plan):
             ]
             for token in range(seen):
                 if shown[token] == 0:
-                    scores[tile_row, token] = -np.inf
-        for token in range(seen, BLOCK):
+                    scores[tile_row, token] += -np.inf
+        for token in range(seen, stored):
+            scores[tile_row, token] += -np.inf
+        for token in range(stored, BLOCK):
             scores[tile_row, token] = -np.inf
 
 
@@ -219,39 +229,41 @@ def merge_segments(head, call, rotated_segments, dim, size):
     Those of the first `rotated_segments` are of values that were rotated, `size` of their `dim` numbers together.
     """
     segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
-    weights = np.empty(segments, np.float64)
+    shape, real = call.maxima.shape, numba.float32(0)
+    maxima = numba.carray(pointer(call.maxima.ctypes.data, real), shape)
+    sums = numba.carray(pointer(call.sums.ctypes.data, real), shape)
+    partial = numba.carray(pointer(call.partial.ctypes.data, real), call.partial.shape)
+    out, lse = call.out[head], call.lse[head]
     merged = np.empty(width, np.float64)
     for row in range(rows):
-        total = _weigh_segments(head, row, call, weights)
+        base = _highest(head, row, maxima)
+        total = 0.0
         merged[:] = 0
-        _add_segments(head, row, 0, rotated_segments, call, weights, merged)
-        rotate(merged, dim, size)
-        _add_segments(head, row, rotated_segments, segments, call, weights, merged)
+        for segment in range(segments):
+            if segment == rotated_segments:
+                rotate(merged, dim, size)
+            if np.isnan(maxima[segment, head, row]):
+                continue
+            weight = 2.0 ** (maxima[segment, head, row] - base)
+            total += weight * sums[segment, head, row]
+            for column in range(width):
+                merged[column] += weight * partial[segment, head, row, column]
+        if rotated_segments == segments:
+            rotate(merged, dim, size)
+        # Of log2, see `softmax_tile`.
+        lse[row] = base / LOG2_E + np.log(total)
         for column in range(width):
-            call.out[head, row, column] = merged[column] / total if total != 0 else 0.0
+            out[row, column] = merged[column] / total if total != 0 else 0.0
 
 
 @jit
-def _weigh_segments(head, row, call, weights):
-    """Write the weight of each segment's result, and the log-sum-exp; returns the sum of all weights of tokens."""
-    maxima, sums = call.maxima[:, head, row], call.sums[:, head, row]
-    highest = maxima.max()
-    # Of log2, see `softmax_tile`. Minus infinity less itself would not be a number.
-    base = 0.0 if highest == -np.inf else np.float64(highest)
-    total = 0.0
-    for segment in range(maxima.size):
-        weights[segment] = 2.0 ** (maxima[segment] - base)
-        total += weights[segment] * sums[segment]
-    call.lse[head, row] = base / LOG2_E + np.log(total)
-    return total
-
-
-@jit
-def _add_segments(head, row, first, last, call, weights, merged):
-    """Add the weighted results of segments `first` to `last`."""
-    for segment in range(first, last):
-        for column in range(merged.size):
-            merged[column] += weights[segment] * call.partial[segment, head, row, column]
+def _highest(head, row, maxima):
+    """The highest of the segments' maxima; 0 if no token is seen, as minus infinity less itself is not a number."""
+    highest = np.float64(-np.inf)
+    for segment in range(maxima.shape[0]):
+        if maxima[segment, head, row] > highest:
+            highest = np.float64(maxima[segment, head, row])
+    return 0.0 if highest == -np.inf else highest
 
 
 def compile_attention(element: np.dtype) -> None:

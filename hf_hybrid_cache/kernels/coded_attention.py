@@ -88,12 +88,13 @@ def attend_coded(parallel, team, threads, call):
 def _attend_segment(segment, call):
     """Attend to some blocks, all coded or all in full precision, as they lie: all heads of a block before the next."""
     heads = call.maxima.shape[1]
-    plan = started_segment(segment, call)
     if segment < call.coded_segments:
+        items = share(segment, call.coded_segments, call.coded_blocks * heads)
+        plan = started_segment(segment, items, call)
         key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
         keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
         forms = _forms(segment, call)
-        for item in share(segment, call.coded_segments, call.coded_blocks * heads):
+        for item in items:
             block = item // heads
             head, start, at = item - block * heads, (call.first_coded + block) * BLOCK, keys + item * key_record
             _attend_coded_block(head, start, at, values + item * value_record, at + key_record, plan, *forms)
@@ -101,8 +102,9 @@ def _attend_segment(segment, call):
         key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
         keys, values = call.keys.ctypes.data, call.values.ctypes.data
         blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.coded_blocks
-        segments = call.maxima.shape[0] - call.coded_segments
-        for item in share(segment - call.coded_segments, segments, blocks * heads):
+        items = share(segment - call.coded_segments, call.maxima.shape[0] - call.coded_segments, blocks * heads)
+        plan = started_segment(segment, items, call)
+        for item in items:
             block = item // heads
             head, at = item - block * heads, keys + item * key_block
             start = (block if block < call.first_coded else block + call.coded_blocks) * BLOCK

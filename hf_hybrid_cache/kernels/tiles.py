@@ -12,6 +12,7 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -113,15 +114,16 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
     Turn scores into weights relative to a running maximum (online softmax, arXiv:1805.02867).
 
     Replaces `scores` by `2 ** (scale * scores * log2(e) - maximum)`, raises the maximum and the sum of each row to
-    cover this block, and writes the factor that corrects what was summed relative to the old maximum. A maximum is that
-    of the scaled scores times log2(e), rounded: any reference would do that all weights share.
+    cover this block, and writes the factor that corrects what was summed relative to the old maximum. A row with a
+    score that is not a number gets such a sum, whatever its maximum.
 
     scores: address of float32 `[ROWS, BLOCK]`; maxima, sums, corrections: addresses of float32 `[ROWS]`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         scores, scale, maxima, sums, corrections = arguments
-        log2_e, factor = vec.floats(LOG2_E), vec.splat(builder, scale)
+        # With the maximum of the very numbers that it is taken from, no power is above 0, however large the scores.
+        factor = vec.splat(builder, builder.fmul(scale, ir.Constant(FLOAT, float(np.float32(LOG2_E)))))
         rows = [
             [builder.add(scores, INT64((row * BLOCK + column) * 4)) for column in range(0, BLOCK, LANES)]
             for row in range(ROWS)
@@ -129,7 +131,7 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
         scaled = [[builder.fmul(vec.load(builder, place, FLOATS), factor) for place in row] for row in rows]
         highest = vec.fold(builder, [_reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
         old = vec.load_four(builder, maxima)
-        new = vec.maximum(builder, builder.fmul(highest, log2_e), old)
+        new = vec.maximum(builder, highest, old)
         vec.store_four(builder, new, maxima)
         # A row that has seen nothing but masked tokens: minus infinity less itself would not be a number.
         nothing = builder.fcmp_ordered("==", new, vec.floats(float("-inf")))
@@ -138,8 +140,8 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
         vec.store_four(builder, correction, corrections)
         added = []
         for row, (places, vectors) in enumerate(zip(rows, scaled, strict=True)):
-            below = builder.fneg(vec.splat_fourth(builder, base, row))
-            weights = [vec.exp2(builder, vec.multiply_add(builder, vector, log2_e, below)) for vector in vectors]
+            row_base = vec.splat_fourth(builder, base, row)
+            weights = [vec.exp2(builder, builder.fsub(vector, row_base)) for vector in vectors]
             for place, weight in zip(places, weights, strict=True):
                 vec.store(builder, weight, place)
             added.append(_reduced(builder, weights, vec.add))

@@ -102,6 +102,7 @@ def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger of the two, and `b` where either is not a number: one instruction of x86-64."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -149,7 +150,8 @@ EXP2_COEFFICIENTS = (
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """
-    2 to the power of sixteen floats of at most 0, to 1e-7 relative; 0 below -126, minus infinity included.
+    2 to the power of sixteen floats of at most 0, to 1e-7 relative; 0 below -126, minus infinity included. What is not
+    a number stays so.
 
     Splits off the nearest integer by adding 1.5 * 2^23, whose last mantissa bits then hold it, and takes a polynomial
     of degree 6 on [-0.5, 0.5]: Chebyshev interpolation of 2^x, computed in float64.
@@ -161,7 +163,9 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         power = multiply_add(builder, power, fraction, floats(coefficient))
     exponent = builder.shl(builder.bitcast(shifted, INTS), ints(23))
     power = builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
-    return builder.select(builder.fcmp_ordered("<", x, floats(-126.0)), floats(0.0), power)
+    # Of what is not a number, adding to the exponent may make one.
+    otherwise = maximum(builder, floats(0.0), x)
+    return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
 
 
 def loop(

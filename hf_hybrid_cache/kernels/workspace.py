@@ -16,6 +16,9 @@ from .tiles import ROWS
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
 _SEGMENT_BLOCKS = 64
+# Segments of a call, and what they double from: most numbers of threads divide them.
+_FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
+_WORTH_A_SEGMENT = 4  # blocks
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 
@@ -136,9 +139,9 @@ class Workspace:
         """
         shape = self.shape
         threads = get_num_threads()
-        coded_segments = 0 if coded is None else self._segments(coded.num_blocks, threads)
+        coded_segments = 0 if coded is None else self._segments(coded.num_blocks)
         blocks = -(-num_tokens // BLOCK) - (0 if coded is None else coded.num_blocks)
-        segments = coded_segments + self._segments(blocks, threads)
+        segments = coded_segments + self._segments(blocks)
         if segments != len(self.maxima):
             self._make_partial(segments)
         pool = openmp() or started_threads()
@@ -168,9 +171,12 @@ class Workspace:
         else:
             attend_coded(pool.parallel, team, threads, self._coded_call(call, coded, coded_segments))
 
-    def _segments(self, blocks: int, threads: int) -> int:
-        """Pieces in which to attend to some blocks of all heads."""
-        return min(blocks * self.shape.heads, threads * -(-blocks // (threads * _SEGMENT_BLOCKS)))
+    def _segments(self, blocks: int) -> int:
+        """Pieces in which to attend to some blocks of all heads; not of the threads, so that no result depends on them."""
+        segments = _FEWEST_SEGMENTS
+        while segments < _MOST_SEGMENTS and 2 * segments * _WORTH_A_SEGMENT <= blocks:
+            segments *= 2
+        return min(blocks * self.shape.heads, segments * -(-blocks // (segments * _SEGMENT_BLOCKS)))
 
     def _coded_call(self, call: Call, coded: CodedBlocks, coded_segments: int) -> CodedCall:
         keys, values = coded.key_layout, coded.value_layout

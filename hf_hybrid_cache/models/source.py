@@ -62,18 +62,19 @@ def load_config_by_name(name: str, built_in: str) -> PreTrainedConfig:
 
 def _load(name: str, loader: Callable[[str, bool], _T], built_in: str) -> _T:
     """What `loader` makes of a folder or a name of the Hub, given whether it may only look at local files."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(
-                f"{folder.resolve()} has no config.json: pass the folder that save_pretrained() wrote."
-            )
-        local_files_only = True
-    else:
-        _check_hub_name(name, folder, built_in)
-        local_files_only = not hub_answers()
     try:
-        return loader(str(folder) if folder.is_dir() else name, local_files_only)
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+        has_config = is_folder and (folder / "config.json").is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a zero in it
+        raise ModelLoadError(f"{name!r} cannot be a folder here: {first_line(error)}") from error
+    if is_folder and not has_config:
+        raise ModelLoadError(f"{folder.absolute()} has no config.json: pass the folder that save_pretrained() wrote.")
+    if not is_folder:
+        _check_hub_name(name, folder, built_in)
+    local_files_only = is_folder or not hub_answers()
+    try:
+        return loader(str(folder) if is_folder else name, local_files_only)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises many kinds, of which the cause matters
@@ -128,7 +129,7 @@ def first_line(error: BaseException) -> str:
 def _check_hub_name(name: str, folder: Path, built_in: str) -> None:
     try:
         if name.startswith((".", "~", os.sep)):
-            raise ModelLoadError(f"There is no folder {folder.resolve()}.")
+            raise ModelLoadError(f"There is no folder {folder.absolute()}.")
         validate_repo_id(name)
     except HFValidationError as error:
         raise ModelLoadError(

@@ -1,7 +1,6 @@
 """The machine that a plan is for: its memory, and its speeds, which are measured once and kept in a file."""
 
 import json
-import math
 import os
 import platform
 from bisect import bisect_left
@@ -17,6 +16,9 @@ from ..storage import available_host_bytes
 from ..user_folder import cache_home
 
 _SCHEMA = 1
+_MAY_BE_UNKNOWN = ("host", "device", "bus_bytes_per_second", "flops")
+# Numbers beyond are no measurements, and products of them may be infinite.
+_LEAST, _MOST = 1e-15, 1e30
 
 
 class SpeedsFileError(ValueError):
@@ -142,7 +144,7 @@ def load_speeds(dtype: torch.dtype) -> Speeds:
         speeds = _parsed(content["speeds"].get(str(dtype), {}))
     except FileNotFoundError:
         return Speeds()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"is damaged ({type(error).__name__}: {error})"
         raise SpeedsFileError(f"{path} {problem} and is not used. Measure again with --calibrate.") from error
     if there != here:
@@ -158,7 +160,7 @@ def save_speeds(dtype: torch.dtype, speeds: Speeds) -> Path:
     try:
         content = json.loads(path.read_text())
         kept = dict(content["speeds"]) if content["measured_on"] == here else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         kept = {}
     kept[str(dtype)] = asdict(speeds)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,5 +204,9 @@ def _check_numbers(speeds: dict[str, Any]) -> None:
             _check_numbers(value)
         elif isinstance(value, list):
             _check_numbers({str(index): part for index, part in enumerate(value)})
-        elif value is not None and not (0 <= value < math.inf and (value > 0 or name.endswith("_seconds"))):
+        elif not (
+            (value is None and name in _MAY_BE_UNKNOWN)
+            or (value == 0 and name.endswith("_seconds"))
+            or _LEAST <= value <= _MOST
+        ):
             raise ValueError(f"{name} is {value}")

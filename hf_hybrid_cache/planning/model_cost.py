@@ -136,8 +136,10 @@ def model_cost(
     """
     name = config.name_or_path or type(config).__name__
     dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
-    max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _MAX_CONTEXT
     try:
+        max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _MAX_CONTEXT
+        if not isinstance(max_context, int) or max_context < 1:
+            raise ValueError(f"max_position_embeddings is {max_context!r}")
         with torch.device(META):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
         cache: Any = DynamicCache(config=config)
@@ -146,7 +148,8 @@ def model_cost(
         first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
         read, output = list(_weights_read(model)), model.get_output_embeddings().weight
     except Exception as error:  # of any kind, because this runs the code of any model
-        raise CostError(f"What {name} costs cannot be worked out without its weights: {error}") from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CostError(f"What {name} costs cannot be worked out without its weights: {reason}") from error
     more = longest - longest // 4
     slope = (last.peak_bytes - middle.peak_bytes) / more
     # By type, as `HybridCache` chooses the layers that it replaces.

@@ -53,7 +53,7 @@ def make(
     storage: str = "bfloat16",
     is_rotated: bool = True,
     seed: int = 0,
-) -> tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks]:
+) -> "Made":
     """`first` and `coded` blocks, and `last` tokens in full precision after them."""
     generator = np.random.default_rng(seed)
     query = generator.standard_normal((batch, num_kv_heads * group, length, dims[0])).astype(np.float32)
@@ -76,9 +76,10 @@ def make(
     return case, (floats[0], floats[1]), CodedBlocks(*records, first, coded, *layouts)
 
 
-def check(
-    made: tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks], is_integer: bool, scale: float = 0.125, **masks
-) -> None:
+Made = tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks]
+
+
+def run(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> tuple[np.ndarray, np.ndarray]:
     case, (keys, values), coded = made
     set_integer_kernels(None if is_integer else False)
     assert uses_integer_kernels() == is_integer
@@ -89,7 +90,12 @@ def check(
     workspace.query[:, : shape.rows, :key_dim] = case.query.reshape(shape.heads, shape.rows, key_dim)
     workspace.attend(keys, values, case.tokens, scale, coded=coded, **masks)
     out = workspace.out[:, : shape.rows, :value_dim].reshape(batch, heads, length, value_dim)
-    lse = workspace.lse[:, : shape.rows].reshape(batch, heads, length)
+    return out, workspace.lse[:, : shape.rows].reshape(batch, heads, length)
+
+
+def check(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> None:
+    out, lse = run(made, is_integer, scale, **masks)
+    case = made[0]
     expected, expected_lse = attention(case, scale, **masks)
     bound = BOUNDS[is_integer]
     np.testing.assert_allclose(out, expected, rtol=0, atol=bound * np.abs(case.values).max())

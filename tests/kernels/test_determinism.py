@@ -1,0 +1,139 @@
+"""The same bits, whatever the number of threads."""
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.kernels import BITS, RecordLayout, coding, decode_blocks, encode_blocks, workspace
+from kernels import test_attention, test_coded_attention
+from kernels.reference import ELEMENTS, random_masks, stored
+from kernels.test_coded_attention import EVERY_WAY
+from soak import budget, count
+from tiny_models import random_prompt, tiny_model
+
+THREADS = [1, 2, 3, 4, 7]
+pytestmark = pytest.mark.soak
+SearchAtRandom = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=budget(15, 2000),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+Results = tuple[np.ndarray, ...]
+ForThreads = Callable[[Callable[[], Results]], None]
+
+
+@pytest.fixture
+def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
+    """Calls a function with several numbers of threads, also more than there are processors, and compares."""
+
+    def run(action: Callable[[], Results]) -> None:
+        results = []
+        for threads in THREADS:
+            for module in (workspace, coding):
+                monkeypatch.setattr(module, "get_num_threads", lambda threads=threads: threads)
+            results.append([array.tobytes() for array in action()])
+        assert all(result == results[0] for result in results)
+        count("calls compared between numbers of threads", len(THREADS))
+
+    return run
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 1000, 12 * 8 * 64, 30_000])
+@pytest.mark.parametrize("storage", ELEMENTS)
+def test_attention_does_not_depend_on_the_threads(storage: str, tokens: int, same_bits: ForThreads):
+    case, bits = test_attention.make(storage, tokens, num_kv_heads=2, group=4)
+    same_bits(lambda: test_attention.run(case, bits, 0.125))
+
+
+@SearchAtRandom
+@given(data=st.data())
+def test_attention_of_random_shapes_and_masks_does_not_depend_on_the_threads(
+    data: st.DataObject, same_bits: ForThreads
+):
+    draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
+    case, bits = test_attention.make(
+        draw(st.sampled_from(list(ELEMENTS))),
+        draw(st.integers(16, 3000)),
+        batch=draw(st.integers(1, 3)),
+        num_kv_heads=draw(st.integers(1, 9)),
+        group=draw(st.integers(1, 8)),
+        length=draw(st.integers(1, 16)),
+        key_dim=draw(st.sampled_from([24, 64, 80])),
+        seed=seed,
+    )
+    masks = random_masks(draw, case, seed)
+    same_bits(lambda: test_attention.run(case, bits, 0.125, **masks))
+
+
+@EVERY_WAY
+@SearchAtRandom
+@given(data=st.data())
+def test_attention_to_codes_does_not_depend_on_the_threads(
+    is_integer: bool, data: st.DataObject, same_bits: ForThreads
+):
+    draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
+    made = test_coded_attention.make(
+        first=draw(st.integers(0, 2)),
+        coded=draw(st.integers(1, 60)),
+        last=draw(st.integers(16, 130)),
+        num_kv_heads=draw(st.integers(1, 4)),
+        group=draw(st.integers(1, 8)),
+        length=draw(st.integers(1, 16)),
+        bits=(draw(st.sampled_from(BITS)), draw(st.sampled_from(BITS))),
+        seed=seed,
+    )
+    masks = random_masks(draw, made[0], seed)
+    same_bits(lambda: test_coded_attention.run(made, is_integer, **masks))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_coding_does_not_depend_on_the_threads(storage: str, bits: int, same_bits: ForThreads):
+    given_bits, _ = stored(np.random.default_rng(0).standard_normal((2, 3, 512, 80)), storage)
+    layout = RecordLayout.of_keys(bits, 80, 64, is_rotated=True)
+
+    def there_and_back() -> Results:
+        records, decoded = encode_blocks(given_bits, layout), np.empty_like(given_bits)
+        decode_blocks(records, layout, decoded)
+        return records, decoded
+
+    same_bits(there_and_back)
+
+
+@pytest.mark.parametrize("make_cache", [DynamicHybridCache, QuantizedHybridCache])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generate_gives_the_same_logits_for_any_number_of_threads(
+    make_cache: Callable, dtype: torch.dtype, same_bits: ForThreads
+):
+    model, ids = tiny_model("llama", dtype), random_prompt(2, 300)
+
+    def logits() -> Results:
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=make_cache(model.config, cpu_decode=True),
+            max_new_tokens=8,
+            do_sample=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return result.sequences.numpy(), torch.stack(result.logits).float().numpy()
+
+    def seeded() -> Results:
+        torch.manual_seed(0)
+        return logits()
+
+    same_bits(seeded)
+
+
+def test_the_shape_alone_says_how_work_is_cut_and_most_numbers_of_threads_get_the_same_of_it():
+    shape = workspace.Shape(1, 8, 4, 1, 64, 64)
+    cut = {blocks: workspace.Workspace(shape)._segments(blocks) for blocks in (1, 2, 16, 128, 512, 2048, 16_384)}
+    assert cut == {1: 8, 2: 12, 16: 12, 128: 24, 512: 96, 2048: 96, 16_384: 288}
