@@ -1,4 +1,5 @@
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Test processes share the cores: threads that wait must sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +18,11 @@ from experiments import records
 import soak
 
 _COUNTS = pytest.StashKey[Counter[str]]()
+_STARTED = pytest.StashKey[float]()
+
+# The same examples every time, or other ones each time; what fails then says how to repeat it.
+hypothesis.settings.register_profile("brief", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("soak", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.
     torch.set_num_threads(1)
-    soak.set_soaking(config.getoption("--soak"))
-    config.stash[_COUNTS] = Counter()
+    is_soaking = config.getoption("--soak")
+    soak.set_soaking(is_soaking)
+    hypothesis.settings.load_profile("soak" if is_soaking else "brief")
+    config.stash[_COUNTS], config.stash[_STARTED] = Counter(), time.monotonic()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -41,16 +50,23 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     node.config.stash[_COUNTS].update(getattr(node, "workeroutput", {}).get("soak", {}))
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    config = session.config
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["soak"] = soak.counts()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["soak"] = soak.counts()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """At the end of all test processes."""
+    folder = config.getoption("--soak-record")
+    if folder is None:
         return
-    counts = config.stash[_COUNTS] + Counter(soak.counts())
-    if folder := config.getoption("--soak-record"):
-        record = {
-            "tests_failed": session.testsfailed,
-            "exit_status": int(exitstatus),
-            "counts": dict(sorted(counts.items())),
-        }
-        print(f"\nrecord: {records.save('soak', record, folder)}")
+    record = {
+        "seconds": round(time.monotonic() - config.stash[_STARTED], 1),
+        "exit_status": int(exitstatus),
+        "tests_passed": len(terminalreporter.getreports("passed")),
+        "tests_failed": [
+            report.nodeid for kind in ("failed", "error") for report in terminalreporter.getreports(kind)
+        ],
+        "counts": dict(sorted((config.stash[_COUNTS] + Counter(soak.counts())).items())),
+    }
+    terminalreporter.write_line(f"record: {records.save('soak', record, folder)}")

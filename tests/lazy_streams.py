@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Iterable
 
-from hf_hybrid_cache.storage import Streams
+import torch
+
+from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.layer import LayerStores
+from hf_hybrid_cache.storage import BufferedStore, KVShape, Room, Staging, StreamedStore, Streams
 
 
 class Job:
@@ -53,3 +57,23 @@ class LazyStreams(Streams):
     def wait(self, event: Job | None) -> None:
         if event is not None:
             event.run()
+
+
+class StreamsOnCpu(LayerStores):
+    """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
+
+    def _buffered(
+        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room | None = None, records: bool = False
+    ) -> BufferedStore:
+        if not on_cpu:
+            return super()._buffered(ordinal, shape, on_cpu, room, records)
+        budget = self.record_budget if records else self.budget
+        return StreamedStore(shape, room or self.room, budget, self.stagings[shape.device], records=records)
+
+
+def copy_late(cache: HybridCache) -> None:
+    """Let `cache`, which is new, stream all its layers on the CPU, with lazy copies."""
+    stores = cache._stores
+    stores.__class__ = StreamsOnCpu
+    staging = Staging(LazyStreams(), stores.placement.prefetch_layers, cache.stats)
+    stores.stagings[torch.device("cpu")] = staging

@@ -22,26 +22,15 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
-from hf_hybrid_cache.layer import LayerStores
-from hf_hybrid_cache.storage import KVShape, Room, Staging, StreamedStore
+from hf_hybrid_cache.storage import Room
 
 from caches import CACHES, QUANTIZED
-from lazy_streams import LazyStreams
+from lazy_streams import copy_late
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
 CONFIG = LlamaConfig(
     num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=NUM_KV_HEADS, hidden_size=16, vocab_size=8
 )
-
-
-class StreamsOnCpu(LayerStores):
-    """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
-
-    def _buffered(
-        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room | None = None, records: bool = False
-    ) -> StreamedStore:
-        budget = self.record_budget if records else self.budget
-        return StreamedStore(shape, room or self.room, budget, self.stagings[shape.device], records=records)
 
 
 def with_lazy_streams(
@@ -53,10 +42,8 @@ def with_lazy_streams(
 ) -> HybridCache:
     placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode)
     cache = HybridCache(CONFIG, placement, codec=codec)
-    if cpu_decode:
-        cache._stores.__class__ = StreamsOnCpu
     cache._stores.room = Room(host_tokens=host_tokens)
-    cache._stores.stagings[torch.device("cpu")] = Staging(LazyStreams(), prefetch_layers, cache.stats)
+    copy_late(cache)
     return cache
 
 

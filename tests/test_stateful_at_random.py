@@ -1,0 +1,307 @@
+"""Random sequences of everything that random caches can be asked, beside a plain cache: the same states and attention."""
+
+import copy
+import sys
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from setups import DTYPES, Setup, setups
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from hf_hybrid_cache import HybridCache, set_integer_kernels
+from hf_hybrid_cache.handles import KVHandle
+
+from soak import budget, count
+
+MOST_SEQUENCES = 6
+# Around the length of queries that the kernel takes, the size of a block, and chunks that buffers grow by.
+NEW_TOKENS = st.one_of(st.just(1), st.sampled_from([2, 15, 16, 17, 63, 64, 65, 255, 257]), st.integers(1, 300))
+MODES = st.sampled_from([nullcontext, torch.no_grad, torch.inference_mode])
+Mode = type[AbstractContextManager]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    setups: ClassVar[st.SearchStrategy[Setup]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.surroundings = ExitStack()
+        self.operations = 0
+
+    @initialize(data=st.data(), batch=st.integers(1, 3))
+    def start(self, data: st.DataObject, batch: int) -> None:
+        self.setup = setup = data.draw(self.setups)
+        self.surroundings.enter_context(setup.system())
+        set_integer_kernels(setup.integer_kernels)
+        self.surroundings.callback(set_integer_kernels, None)
+        self.generator = torch.Generator().manual_seed(0)
+        self.batch, self.dtype = batch, setup.dtype
+        self.ours, self.plain = setup.cache(), setup.reference()
+        # A copy that is not used any more, and what it holds; tensors that `update` returned, and what was in them.
+        self.twin: tuple[HybridCache, DynamicCache] | None = None
+        self.held: list[Pair] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return self.plain.get_seq_length()
+
+    @property
+    def coded_tokens(self) -> int:
+        """In the layer that has most of them."""
+        return max(getattr(layer, "coded_tokens", 0) for layer in self.plain.layers)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    @rule(
+        new_tokens=NEW_TOKENS,
+        mask=st.sampled_from([None, "padding", "bias"]),
+        scale=st.sampled_from([None, 0.3]),
+        repeats_heads=st.booleans(),
+        attends_last=st.booleans(),
+        asks_for_states=st.sampled_from([False, False, True]),
+        holds=st.booleans(),
+        mode=MODES,
+    )
+    def update(
+        self,
+        new_tokens: int,
+        mask: str | None,
+        scale: float | None,
+        repeats_heads: bool,
+        attends_last: bool,
+        asks_for_states: bool,
+        holds: bool,
+        mode: Mode,
+    ) -> None:
+        setup, given = self.setup, self.mask(mask, new_tokens)
+        late: list[tuple[torch.Tensor, Pair, Pair]] = []
+        for layer in range(setup.num_layers):
+            keys, values = (
+                self.random(self.batch, setup.num_kv_heads, new_tokens, dim) for dim in (setup.key_dim, setup.value_dim)
+            )
+            expected = self.plain.update(keys, values, layer)
+            query = self.random(self.batch, setup.num_kv_heads * setup.group, new_tokens, setup.key_dim)
+            with mode():
+                returned = self.ours.update(keys.clone(), values.clone(), layer)
+            late.append((query, returned, expected))
+            # A model attends before the next layer's `update`, or, where layers share states, later.
+            if not attends_last or layer == setup.num_layers - 1:
+                for step in late:
+                    self.attend(*step, given, scale, repeats_heads, mode)
+                    self.compare(*step[1:], asks_for_states)
+                    if holds and not isinstance(step[1][0], KVHandle):
+                        self.held += [(part, part.clone()) for part in step[1]]
+                late.clear()
+                del returned
+        for tensor, content in self.held:
+            assert torch.equal(tensor, content)
+
+    def mask(self, kind: str | None, new_tokens: int) -> torch.Tensor | None:
+        """For all tokens, `[batch or 1, heads or 1, new_tokens, tokens]`; with padding, some queries see nothing."""
+        tokens = self.num_tokens + new_tokens
+        order = torch.arange(tokens)
+        visible = order <= torch.arange(self.num_tokens, tokens)[:, None]
+        if kind == "padding":
+            padding = torch.randint(0, tokens, (self.batch, 1, 1, 1), generator=self.generator)
+            return visible & (order >= padding)
+        if kind == "bias":
+            heads = self.setup.num_kv_heads * self.setup.group
+            return self.random(1, heads, new_tokens, tokens).masked_fill(~visible, -torch.inf)
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        returned: Pair,
+        expected: Pair,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        repeats_heads: bool,
+        mode: Mode,
+    ) -> None:
+        if not isinstance(returned[0], KVHandle):
+            return  # tensors, which are compared
+        with mode():
+            keys, values = (repeat_kv(part, self.setup.group) for part in returned) if repeats_heads else returned
+            ours = scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=scale, enable_gqa=not repeats_heads
+            )
+        exact = mask.double() if mask is not None and mask.is_floating_point() else mask
+        theirs = scaled_dot_product_attention(
+            query.double(), *(part.double() for part in expected), attn_mask=exact, scale=scale, enable_gqa=True
+        )
+        rounding = torch.finfo(self.dtype).eps
+        # Codes: the kernel does not round what they stand for to the type of the states, but queries and weights to 16
+        # bits where there are integer kernels.
+        atol = 2e-3 + 4 * rounding if self.setup.codecs else 1e-5
+        torch.testing.assert_close(ours.double(), theirs.nan_to_num(0.0), rtol=max(rounding, 1.3e-6), atol=atol)
+
+    def compare(self, returned: Pair, expected: Pair, asks_for_states: bool) -> None:
+        for ours, theirs in zip(returned, expected, strict=True):
+            assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+            if asks_for_states or not isinstance(ours, KVHandle):
+                assert torch.equal(ours, theirs)
+
+    @rule(tokens=st.sampled_from([0, 1, 16, 63, 64, 65]) | st.integers(0, 700), mode=MODES)
+    def crop(self, tokens: int, mode: Mode) -> None:
+        self.held.clear()
+        with mode():
+            self.ours.crop(-tokens)
+        # transformers 5.17 cannot crop what was never filled.
+        if self.num_tokens > 0:
+            self.plain.crop(-tokens)
+
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(drawn=st.lists(st.integers(0, MOST_SEQUENCES - 1), min_size=MOST_SEQUENCES), mode=MODES)
+    def reorder(self, drawn: list[int], mode: Mode) -> None:
+        self.held.clear()
+        indices = torch.tensor(drawn)[: self.batch] % self.batch
+        with mode():
+            self.ours.reorder_cache(indices)
+        self.plain.reorder_cache(indices)
+
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(drawn=st.lists(st.integers(0, MOST_SEQUENCES - 1), min_size=1, max_size=3), as_mask=st.booleans(), mode=MODES)
+    def select(self, drawn: list[int], as_mask: bool, mode: Mode) -> None:
+        self.held.clear()
+        indices = torch.tensor(drawn) % self.batch
+        if as_mask:
+            indices = torch.isin(torch.arange(self.batch), indices)
+        with mode():
+            self.ours.batch_select_indices(indices)
+        self.plain.batch_select_indices(indices)
+        self.batch = int(indices.sum()) if as_mask else len(indices)
+
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(repeats=st.integers(1, 3), mode=MODES)
+    def repeat(self, repeats: int, mode: Mode) -> None:
+        repeats = min(repeats, MOST_SEQUENCES // self.batch)
+        self.held.clear()
+        with mode():
+            self.ours.batch_repeat_interleave(repeats)
+        self.plain.batch_repeat_interleave(repeats)
+        self.batch *= repeats
+
+    # Codes that were decoded and rounded once are not those that are decoded for another type.
+    @precondition(lambda self: self.dtype == torch.float32 or not self.coded_tokens)
+    @rule(dtype=st.sampled_from(DTYPES), mode=MODES)
+    def convert(self, dtype: torch.dtype, mode: Mode) -> None:
+        self.held.clear()
+        with mode():
+            self.ours.to("cpu", dtype)
+        for layer in self.plain.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values, layer.dtype = layer.keys.to(dtype), layer.values.to(dtype), dtype
+        self.dtype = dtype
+
+    @rule(batch=st.integers(1, 3), by_crop=st.booleans())
+    def begin_again(self, batch: int, by_crop: bool) -> None:
+        """As after `reset`, also where all tokens were removed: other sequences may come."""
+        self.held.clear()
+        if by_crop:
+            self.ours.crop(-self.num_tokens)
+        else:
+            self.ours.reset()
+            assert self.ours.memory().host_bytes == 0
+        # Not `reset`: transformers 5.17 only zeroes what is stored.
+        self.plain, self.batch = self.setup.reference(), batch
+
+    @rule(goes_on_with_copy=st.booleans(), mode=MODES)
+    def copy(self, goes_on_with_copy: bool, mode: Mode) -> None:
+        with mode():
+            twin = copy.deepcopy(self.ours)
+        if goes_on_with_copy:
+            self.ours, twin = twin, self.ours
+        self.twin = twin, copy.deepcopy(self.plain)
+
+    @precondition(lambda self: self.num_tokens > 0)
+    @rule(layer=st.integers(0, 3), mode=MODES)
+    def look(self, layer: int, mode: Mode) -> None:
+        layer %= self.setup.num_layers
+        with mode():
+            assert torch.equal(self.ours.layers[layer].keys, self.plain.layers[layer].keys)
+            assert torch.equal(self.ours.layers[layer].values, self.plain.layers[layer].values)
+
+    @invariant()
+    def reports_what_it_holds(self) -> None:
+        if not hasattr(self, "held"):
+            return
+        self.operations += 1
+        assert self.ours.get_seq_length() == self.num_tokens
+        assert self.ours.get_mask_sizes(3, 0) == (self.num_tokens + 3, 0)
+        report = self.ours.memory()
+        assert (report.num_tokens, report.device_bytes) == (self.num_tokens, 0)
+        assert report.host_bytes >= self.least_bytes()
+        # Copies that are run late stay late: looking at what is stored would run them.
+        if not self.setup.copies_late:
+            check_same_states(self.ours, self.plain)
+
+    def least_bytes(self) -> int:
+        """Of all keys and values, of which some are coded."""
+        held = 0
+        for index, layer in enumerate(self.plain.layers):
+            coded = getattr(layer, "coded_tokens", 0)
+            if layer.is_initialized:
+                held += layer.keys[:, :, coded:].nbytes + layer.values[:, :, coded:].nbytes
+            if coded:
+                codec, shape = self.setup.codecs[index], self.setup
+                record = codec.keys.record_bytes(shape.key_dim) + codec.values.record_bytes(shape.value_dim)
+                held += coded // 64 * record * self.batch * shape.num_kv_heads
+        return held
+
+    def teardown(self) -> None:
+        try:
+            # An operation that failed has said so.
+            if hasattr(self, "held") and sys.exception() is None:
+                check_same_states(self.ours, self.plain)
+                if self.twin is not None:
+                    check_same_states(*self.twin)
+                count("examples of operation sequences")
+                count("operations", self.operations)
+        finally:
+            self.surroundings.close()
+
+
+def check_same_states(ours: HybridCache, plain: DynamicCache) -> None:
+    assert ours.get_seq_length() == plain.get_seq_length()
+    if plain.get_seq_length() == 0:
+        return
+    # A copy is looked at, so that looking does not fetch what the next step should find fetched, or not.
+    for mine, theirs in zip(copy.deepcopy(ours).layers, plain.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("copies_late", [False, True], ids=["copies_at_once", "copies_late"])
+@pytest.mark.parametrize("is_coded", [False, True], ids=["full_precision", "coded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_any_sequence_of_operations_on_any_cache_gives_what_a_plain_cache_gives(
+    dtype: torch.dtype, is_coded: bool, copies_late: bool
+):
+    machine = type("Machine", (CacheMachine,), {"setups": setups(dtype, is_coded, copies_late)})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=budget(4, 175),
+            stateful_step_count=20,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
