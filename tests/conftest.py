@@ -64,9 +64,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         "seconds": round(time.monotonic() - config.stash[_STARTED], 1),
         "exit_status": int(exitstatus),
         "tests_passed": len(terminalreporter.getreports("passed")),
-        "tests_failed": [
-            report.nodeid for kind in ("failed", "error") for report in terminalreporter.getreports(kind)
-        ],
+        "tests_failed": [report.nodeid for kind in ("failed", "error") for report in terminalreporter.getreports(kind)],
         "counts": dict(sorted((config.stash[_COUNTS] + Counter(soak.counts())).items())),
     }
     terminalreporter.write_line(f"record: {records.save('soak', record, folder)}")

@@ -48,9 +48,7 @@ class Setup:
 
     @property
     def config(self) -> PreTrainedConfig:
-        return LlamaConfig(
-            num_hidden_layers=self.num_layers, hidden_size=16, num_attention_heads=4, vocab_size=8
-        )
+        return LlamaConfig(num_hidden_layers=self.num_layers, hidden_size=16, num_attention_heads=4, vocab_size=8)
 
     def cache(self) -> HybridCache:
         cache = HybridCache(self.config, self.placement, codec=self.codecs)
@@ -64,7 +62,7 @@ class Setup:
 
     def system(self) -> AbstractContextManager:
         """In which the cache is used."""
-        return nullcontext() if self.reserves else mock.patch.object(host_buffer, "reserve", lambda num_bytes: None)
+        return nullcontext() if self.reserves else mock.patch.object(host_buffer, "reserve", return_value=None)
 
 
 def _swapped(codec: KVCodec) -> KVCodec:

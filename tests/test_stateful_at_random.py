@@ -1,8 +1,9 @@
-"""Random sequences of everything that random caches can be asked, beside a plain cache: the same states and attention."""
+"""Random sequences of operations on random caches, beside a plain cache: the same states, and the same attention."""
 
 import copy
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -23,16 +24,52 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import HybridCache, set_integer_kernels
+from hf_hybrid_cache.cpu_attention import MAX_QUERIES
 from hf_hybrid_cache.handles import KVHandle
 
 from soak import budget, count
 
 MOST_SEQUENCES = 6
-# Around the length of queries that the kernel takes, the size of a block, and chunks that buffers grow by.
-NEW_TOKENS = st.one_of(st.just(1), st.sampled_from([2, 15, 16, 17, 63, 64, 65, 255, 257]), st.integers(1, 300))
 MODES = st.sampled_from([nullcontext, torch.no_grad, torch.inference_mode])
 Mode = type[AbstractContextManager]
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Use:
+    """
+    What a model does with the states that `update` returns.
+
+    Attributes:
+        mask: `None`, "padding" or "bias".
+        scale: of the scores.
+        repeats_heads: repeat KV heads for their query heads first, as transformers does where there is a mask.
+        attends_last: attend after all layers got their states, as models do whose layers share them.
+        asks_for_states: read the states themselves.
+        holds: hold on to them.
+    """
+
+    mask: str | None
+    scale: float | None
+    repeats_heads: bool
+    attends_last: bool
+    asks_for_states: bool
+    holds: bool
+    mode: Mode
+
+
+USES = st.builds(
+    Use,
+    mask=st.sampled_from([None, "padding", "bias"]),
+    scale=st.sampled_from([None, 0.3]),
+    repeats_heads=st.booleans(),
+    attends_last=st.booleans(),
+    asks_for_states=st.sampled_from([False] * 7 + [True]),
+    holds=st.booleans(),
+    mode=MODES,
+)
+# Around the size of a block, and chunks that buffers grow by.
+PROMPTS = st.sampled_from([63, 64, 65, 128, 255, 257]) | st.integers(MAX_QUERIES + 1, 300)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -43,8 +80,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.surroundings = ExitStack()
         self.operations = 0
 
-    @initialize(data=st.data(), batch=st.integers(1, 3))
-    def start(self, data: st.DataObject, batch: int) -> None:
+    @initialize(data=st.data(), batch=st.integers(1, 3), new_tokens=st.just(0) | PROMPTS, use=USES)
+    def start(self, data: st.DataObject, batch: int, new_tokens: int, use: Use) -> None:
         self.setup = setup = data.draw(self.setups)
         self.surroundings.enter_context(setup.system())
         set_integer_kernels(setup.integer_kernels)
@@ -55,6 +92,8 @@ class CacheMachine(RuleBasedStateMachine):
         # A copy that is not used any more, and what it holds; tensors that `update` returned, and what was in them.
         self.twin: tuple[HybridCache, DynamicCache] | None = None
         self.held: list[Pair] = []
+        if new_tokens:
+            self.update(new_tokens, use)
 
     @property
     def num_tokens(self) -> int:
@@ -68,46 +107,36 @@ class CacheMachine(RuleBasedStateMachine):
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
-    @rule(
-        new_tokens=NEW_TOKENS,
-        mask=st.sampled_from([None, "padding", "bias"]),
-        scale=st.sampled_from([None, 0.3]),
-        repeats_heads=st.booleans(),
-        attends_last=st.booleans(),
-        asks_for_states=st.sampled_from([False, False, True]),
-        holds=st.booleans(),
-        mode=MODES,
-    )
-    def update(
-        self,
-        new_tokens: int,
-        mask: str | None,
-        scale: float | None,
-        repeats_heads: bool,
-        attends_last: bool,
-        asks_for_states: bool,
-        holds: bool,
-        mode: Mode,
-    ) -> None:
-        setup, given = self.setup, self.mask(mask, new_tokens)
-        late: list[tuple[torch.Tensor, Pair, Pair]] = []
+    @rule(new_tokens=PROMPTS, use=USES)
+    def prompt(self, new_tokens: int, use: Use) -> None:
+        self.update(new_tokens, use)
+
+    @rule(new_tokens=st.integers(2, MAX_QUERIES), use=USES)
+    def guesses(self, new_tokens: int, use: Use) -> None:
+        self.update(new_tokens, use)
+
+    @rule(steps=st.integers(1, 3), use=USES)
+    def decode(self, steps: int, use: Use) -> None:
+        for _ in range(steps):
+            self.update(1, use)
+
+    def update(self, new_tokens: int, use: Use) -> None:
+        setup, mask = self.setup, self.mask(use.mask, new_tokens)
+        waiting: list[tuple[torch.Tensor, Pair, Pair]] = []
         for layer in range(setup.num_layers):
             keys, values = (
                 self.random(self.batch, setup.num_kv_heads, new_tokens, dim) for dim in (setup.key_dim, setup.value_dim)
             )
             expected = self.plain.update(keys, values, layer)
             query = self.random(self.batch, setup.num_kv_heads * setup.group, new_tokens, setup.key_dim)
-            with mode():
+            with use.mode():
                 returned = self.ours.update(keys.clone(), values.clone(), layer)
-            late.append((query, returned, expected))
-            # A model attends before the next layer's `update`, or, where layers share states, later.
-            if not attends_last or layer == setup.num_layers - 1:
-                for step in late:
-                    self.attend(*step, given, scale, repeats_heads, mode)
-                    self.compare(*step[1:], asks_for_states)
-                    if holds and not isinstance(step[1][0], KVHandle):
-                        self.held += [(part, part.clone()) for part in step[1]]
-                late.clear()
+            waiting.append((query, returned, expected))
+            if not use.attends_last or layer == setup.num_layers - 1:
+                for query, returned, expected in waiting:
+                    self.attend(query, returned, expected, mask, use)
+                    self.compare(returned, expected, use)
+                waiting.clear()
                 del returned
         for tensor, content in self.held:
             assert torch.equal(tensor, content)
@@ -125,26 +154,17 @@ class CacheMachine(RuleBasedStateMachine):
             return self.random(1, heads, new_tokens, tokens).masked_fill(~visible, -torch.inf)
         return None
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        returned: Pair,
-        expected: Pair,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        repeats_heads: bool,
-        mode: Mode,
-    ) -> None:
+    def attend(self, query: torch.Tensor, returned: Pair, expected: Pair, mask: torch.Tensor | None, use: Use) -> None:
         if not isinstance(returned[0], KVHandle):
             return  # tensors, which are compared
-        with mode():
-            keys, values = (repeat_kv(part, self.setup.group) for part in returned) if repeats_heads else returned
+        with use.mode():
+            keys, values = (repeat_kv(part, self.setup.group) for part in returned) if use.repeats_heads else returned
             ours = scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, scale=scale, enable_gqa=not repeats_heads
+                query, keys, values, attn_mask=mask, scale=use.scale, enable_gqa=not use.repeats_heads
             )
         exact = mask.double() if mask is not None and mask.is_floating_point() else mask
         theirs = scaled_dot_product_attention(
-            query.double(), *(part.double() for part in expected), attn_mask=exact, scale=scale, enable_gqa=True
+            query.double(), *(part.double() for part in expected), attn_mask=exact, scale=use.scale, enable_gqa=True
         )
         rounding = torch.finfo(self.dtype).eps
         # Codes: the kernel does not round what they stand for to the type of the states, but queries and weights to 16
@@ -152,13 +172,15 @@ class CacheMachine(RuleBasedStateMachine):
         atol = 2e-3 + 4 * rounding if self.setup.codecs else 1e-5
         torch.testing.assert_close(ours.double(), theirs.nan_to_num(0.0), rtol=max(rounding, 1.3e-6), atol=atol)
 
-    def compare(self, returned: Pair, expected: Pair, asks_for_states: bool) -> None:
+    def compare(self, returned: Pair, expected: Pair, use: Use) -> None:
         for ours, theirs in zip(returned, expected, strict=True):
             assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
-            if asks_for_states or not isinstance(ours, KVHandle):
+            if use.asks_for_states or not isinstance(ours, KVHandle):
                 assert torch.equal(ours, theirs)
+                if use.holds and not isinstance(ours, KVHandle):
+                    self.held.append((ours, ours.clone()))
 
-    @rule(tokens=st.sampled_from([0, 1, 16, 63, 64, 65]) | st.integers(0, 700), mode=MODES)
+    @rule(tokens=st.integers(0, MAX_QUERIES) | st.sampled_from([63, 64, 65]) | st.integers(0, 300), mode=MODES)
     def crop(self, tokens: int, mode: Mode) -> None:
         self.held.clear()
         with mode():
@@ -168,35 +190,26 @@ class CacheMachine(RuleBasedStateMachine):
             self.plain.crop(-tokens)
 
     @precondition(lambda self: self.num_tokens > 0)
-    @rule(drawn=st.lists(st.integers(0, MOST_SEQUENCES - 1), min_size=MOST_SEQUENCES), mode=MODES)
-    def reorder(self, drawn: list[int], mode: Mode) -> None:
-        self.held.clear()
-        indices = torch.tensor(drawn)[: self.batch] % self.batch
-        with mode():
-            self.ours.reorder_cache(indices)
-        self.plain.reorder_cache(indices)
-
-    @precondition(lambda self: self.num_tokens > 0)
-    @rule(drawn=st.lists(st.integers(0, MOST_SEQUENCES - 1), min_size=1, max_size=3), as_mask=st.booleans(), mode=MODES)
-    def select(self, drawn: list[int], as_mask: bool, mode: Mode) -> None:
+    @rule(
+        method=st.sampled_from(["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]),
+        drawn=st.lists(st.integers(0, MOST_SEQUENCES - 1), min_size=1, max_size=3),
+        as_mask=st.booleans(),
+        mode=MODES,
+    )
+    def change_sequences(self, method: str, drawn: list[int], as_mask: bool, mode: Mode) -> None:
         self.held.clear()
         indices = torch.tensor(drawn) % self.batch
-        if as_mask:
-            indices = torch.isin(torch.arange(self.batch), indices)
+        argument: torch.Tensor | int = indices
+        if method == "reorder_cache":
+            argument = indices.repeat(self.batch)[: self.batch]
+        elif method == "batch_repeat_interleave":
+            argument = min(len(drawn), MOST_SEQUENCES // self.batch)
+        elif as_mask:
+            argument = torch.isin(torch.arange(self.batch), indices)
         with mode():
-            self.ours.batch_select_indices(indices)
-        self.plain.batch_select_indices(indices)
-        self.batch = int(indices.sum()) if as_mask else len(indices)
-
-    @precondition(lambda self: self.num_tokens > 0)
-    @rule(repeats=st.integers(1, 3), mode=MODES)
-    def repeat(self, repeats: int, mode: Mode) -> None:
-        repeats = min(repeats, MOST_SEQUENCES // self.batch)
-        self.held.clear()
-        with mode():
-            self.ours.batch_repeat_interleave(repeats)
-        self.plain.batch_repeat_interleave(repeats)
-        self.batch *= repeats
+            getattr(self.ours, method)(argument)
+        getattr(self.plain, method)(argument)
+        self.batch = self.plain.layers[0].keys.shape[0]
 
     # Codes that were decoded and rounded once are not those that are decoded for another type.
     @precondition(lambda self: self.dtype == torch.float32 or not self.coded_tokens)
@@ -210,6 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
                 layer.keys, layer.values, layer.dtype = layer.keys.to(dtype), layer.values.to(dtype), dtype
         self.dtype = dtype
 
+    @precondition(lambda self: self.num_tokens > 200)
     @rule(batch=st.integers(1, 3), by_crop=st.booleans())
     def begin_again(self, batch: int, by_crop: bool) -> None:
         """As after `reset`, also where all tokens were removed: other sequences may come."""
@@ -300,8 +314,8 @@ def test_any_sequence_of_operations_on_any_cache_gives_what_a_plain_cache_gives(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=budget(4, 175),
-            stateful_step_count=20,
+            max_examples=budget(4, 200),
+            stateful_step_count=30,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
