@@ -1,16 +1,25 @@
 """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
 from ._version import __version__
-from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache, QuantizedHybridCache
+from .cache import (
+    DynamicHybridCache,
+    HybridCache,
+    MemoryReport,
+    OffloadedHybridCache,
+    QuantizedHybridCache,
+    saved_token_ids,
+)
 from .codecs import minmax, quanto
 from .decode import DecodeOnCPU, decode_on_cpu
 from .handles import StaleHandleError
 from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
 from .layer import DeviceMemoryError, IncompleteCacheError
 from .placement import Placement
+from .saving import CacheFileError
 from .storage import CacheStats, HostMemoryError, KVCodec
 
 __all__ = [
+    "CacheFileError",
     "CacheStats",
     "DecodeOnCPU",
     "DeviceMemoryError",
@@ -29,6 +38,7 @@ __all__ = [
     "get_num_threads",
     "minmax",
     "quanto",
+    "saved_token_ids",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

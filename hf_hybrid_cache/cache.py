@@ -1,6 +1,7 @@
 """The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
 import copy
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from .codecs import minmax
 from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
 from .placement import OnOom, Placement, require_count
 from .planning import advice, choose, parse_bytes
+from .saving import CacheFile, CacheFileError, save_layers, traits_of
 from .storage import CacheStats, HostMemoryError, KVCodec, KVShape, Room, available_host_bytes, require_host_bytes
 
 
@@ -67,8 +69,7 @@ class HybridCache(DynamicCache):
         max_length: int | None = None,
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
     ):
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
+        _require_config(config)
         if max_length is not None:
             require_count("max_length", max_length)
         placement = placement or Placement()
@@ -85,6 +86,7 @@ class HybridCache(DynamicCache):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
         context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
         room = Room.expecting(max_length, context)
+        self._model_traits = traits_of(config)
         self._stores = LayerStores(placement, room, len(ours), codecs)
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
@@ -132,6 +134,86 @@ class HybridCache(DynamicCache):
             num_tokens = self.layers[layer_idx].get_seq_length() + key_states.shape[2]
             shape = KVShape.of(key_states, value_states)
             raise self._advised(error, max(num_tokens, self._stores.room.device_tokens), shape) from None
+
+    def save(self, path: str | os.PathLike[str], token_ids: torch.Tensor | None = None) -> None:
+        """
+        Keep what is stored in a file, a safetensors file with a checksum for each layer.
+
+        It is written beside `path` and takes its place when it is complete; what was there stays until then. States
+        that are on a device pass through host memory layer by layer.
+
+        Args:
+            path: of the file, in a folder that exists.
+            token_ids: of the tokens that are stored, `[batch, tokens]`, to be kept with them: `load` compares them with
+                those of a prompt, and `saved_token_ids` returns them.
+
+        Raises:
+            CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
+            ValueError: `token_ids` are not as many as there are tokens.
+
+        Example:
+            >>> cache = QuantizedHybridCache(model.config, bits=4)
+            >>> model(document_ids, past_key_values=cache)
+            >>> cache.save("document.kv", document_ids)
+        """
+        if token_ids is not None:
+            num_tokens = self.get_seq_length()
+            if token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point():
+                raise ValueError(
+                    f"token_ids must be integers [batch, {num_tokens}], one for each token that is stored, got "
+                    f"{list(token_ids.shape)} of {token_ids.dtype}. The last token that was generated is not stored."
+                )
+        save_layers(path, self.layers, self._stores, self._model_traits, token_ids)
+
+    @staticmethod
+    def load(
+        path: str | os.PathLike[str],
+        config: PreTrainedConfig,
+        placement: Placement | None = None,
+        mmap: bool = False,
+        device: torch.device | str | None = None,
+        token_ids: torch.Tensor | None = None,
+        verify: bool = True,
+    ) -> "HybridCache":
+        """
+        The cache that `save` wrote; `generate` then computes only what comes after the tokens in it.
+
+        Args:
+            path: of the file.
+            config: of the model that will use it (`model.config`).
+            placement: where layers live now; `None` for where they did.
+            mmap: let keys and values be those of the file: nothing is read before it is attended to, and memory that
+                only holds the file can be had back by the system. For layers that are attended to on the CPU. New
+                tokens, and changes, stay in memory. Replace the file while it is in use, as `save` does, but do not
+                write to it. Where the system cannot map it (other than Linux) it is read.
+            device: of the model; `None` for where it was.
+            token_ids: of the prompt that is to follow, `[batch, tokens]`: refused unless it begins with the tokens
+                that were saved with the cache.
+            verify: compare layers with their checksums, for which all of the file is read. `False` saves that time.
+
+        Raises:
+            CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
+                `token_ids`, or `mmap` is asked for and a layer is not attended to on the CPU.
+            HostMemoryError: host memory would not suffice.
+
+        Example:
+            >>> cache = HybridCache.load("document.kv", model.config)
+            >>> model.generate(torch.cat([document_ids, question_ids], dim=1), past_key_values=cache)
+        """
+        _require_config(config)
+        with CacheFile(path) as file:
+            file.require_model(config)
+            if token_ids is not None:
+                file.require_prefix(token_ids)
+            saved = file.description
+            try:
+                cache = HybridCache(config, placement or saved.placement, saved.max_length, saved.codecs)
+            except ValueError as error:
+                raise CacheFileError(
+                    path, f"cannot be loaded like this: {error} Pass placement=Placement(...)."
+                ) from error
+            file.fill(cache.layers, device, mmap, verify)
+        return cache
 
     @property
     def stats(self) -> CacheStats:
@@ -334,6 +416,22 @@ class HybridCache(DynamicCache):
                 yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))
             elif layer.store is not None:
                 yield from ((buffer.device, buffer.num_bytes) for buffer in layer.store.buffers())
+
+
+def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
+    """
+    The token ids that were saved with a cache, `[batch, tokens]`; `None` if there are none.
+
+    Raises:
+        CacheFileError: `path` is not the whole and unaltered file of a cache.
+    """
+    with CacheFile(path) as file:
+        return file.token_ids()
+
+
+def _require_config(config: object) -> None:
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
 
 
 def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:

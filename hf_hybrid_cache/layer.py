@@ -152,6 +152,10 @@ class HybridLayer(CacheLayerMixin):
         layer_idx: index in the model, for messages.
         ordinal: index among the full-attention layers.
         stores: where the layer gets its store, once the first states tell their shape.
+
+    Attributes:
+        store: what the layer holds; `None` before the first states.
+        is_attended_on_cpu: whether the store is one for attention on the CPU.
     """
 
     is_compileable = False
@@ -163,7 +167,7 @@ class HybridLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self._ordinal = ordinal
         self._stores = stores
-        self._is_attended_on_cpu = False
+        self.is_attended_on_cpu = False
         self.store: KVStore | None = None
 
     @property
@@ -183,7 +187,13 @@ class HybridLayer(CacheLayerMixin):
         return None if store is None else store.read()[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._adopt(*self._make_store(KVShape.of(key_states, value_states)))
+        self.start(KVShape.of(key_states, value_states))
+
+    def start(self, shape: KVShape) -> KVStore:
+        """Make the layer's store, empty, for states of this shape."""
+        self._adopt(*self._make_store(shape))
+        assert self.store is not None
+        return self.store
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -219,10 +229,10 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
-        if self._is_attended_on_cpu and self._stores.attention.is_declined:
+        if self.is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
-        if self._is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
+        if self.is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
         try:
@@ -324,7 +334,7 @@ class HybridLayer(CacheLayerMixin):
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
         # Nothing is called between the two, so that no interruption comes between them.
         self.store = store
-        self._is_attended_on_cpu = is_attended_on_cpu
+        self.is_attended_on_cpu = is_attended_on_cpu
 
     def _usable_store(self) -> KVStore | None:
         """The store, if it is whole."""

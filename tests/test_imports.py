@@ -33,14 +33,15 @@ ALLOWED = {
         "transformers",
         "user_folder",
     },
-    "cache": {"codecs", "layer", "placement", "planning", "storage", "torch", "transformers"},
+    "saving": {"_version", "codecs", "layer", "placement", "saving", "storage", "torch", "transformers"},
+    "cache": {"codecs", "layer", "placement", "planning", "saving", "storage", "torch", "transformers"},
     "weights": {"storage", "torch", "transformers"},
     "journey": {"cache", "torch", "transformers", "weights"},
     "decode": {"cache", "journey", "torch", "transformers", "weights"},
     "calibration": {"cache", "planning", "storage", "torch", "transformers"},
     "models": {"models", "torch", "transformers", "user_folder"},
     "demo": {"cache", "layer", "torch", "transformers"},
-    "cli": {"calibration", "cli", "demo", "models", "planning", "torch", "transformers"},
+    "cli": {"calibration", "cli", "demo", "models", "planning", "saving", "torch", "transformers"},
 }
 WATCHED = {"torch", "transformers", "numba"}
 

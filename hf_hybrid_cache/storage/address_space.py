@@ -1,6 +1,7 @@
 """Address space without memory: pages are committed by the operating system when they are first written."""
 
 import contextlib
+import ctypes
 import mmap
 import sys
 
@@ -8,6 +9,7 @@ import torch
 
 # Linux: do not count the mapping against the overcommit heuristic, which refuses what exceeds RAM in one piece.
 _MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 2**20
 
@@ -42,6 +44,28 @@ class AddressSpace:
         for page in range(first, min(written, last), _HUGE_PAGE):
             self._advise(_MADV_COLLAPSE, page, _HUGE_PAGE)
         self._huge_until = last
+
+    def map_file(self, file: int, offset: int, num_bytes: int) -> bool:
+        """
+        Let the first `num_bytes` be those of an open file, from `offset` on. What is written to them stays here.
+
+        Returns:
+            False where the system cannot do that (not Linux, or `offset` is not where a page begins). The space must
+            not be used then.
+        """
+        if sys.platform != "linux" or offset % mmap.ALLOCATIONGRANULARITY:
+            return False
+        # Python's own mmap cannot be told where to.
+        map_memory = ctypes.CDLL(None).mmap
+        map_memory.restype = ctypes.c_void_p
+        map_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        address = self.data.data_ptr()
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        if map_memory(address, num_bytes, protection, flags, file, offset) != address:
+            return False
+        # Pages of the file are shared with the system's cache of it; huge ones would be copies.
+        self._huge_until = num_bytes + -(address + num_bytes) % _HUGE_PAGE
+        return True
 
     def _advise(self, advice: str | int, start: int, num_bytes: int) -> None:
         # It is advice: systems that do not know it, or have huge pages switched off, may ignore it.

@@ -84,6 +84,11 @@ class BlockBuffer(RunBuffer):
             _like(place, states, first - start).copy_(place)
         return states
 
+    def clear_rest(self, num_entries: int) -> None:
+        block, offset = divmod(num_entries, BLOCK)
+        if offset:
+            self._seen[:, :, block, offset:] = 0
+
     def load(self, target: TokenBuffer, num_tokens: int) -> None:
         """Copy the first `num_tokens` to a buffer on a device, where the blocks are taken apart."""
         for first, last in self._pieces(0, self.rows(num_tokens)):

@@ -110,6 +110,10 @@ class CodedStore(KVStore):
         self.records.take_from(other.records)
         self._set_length(other.num_tokens)
 
+    def follow_parts(self) -> None:
+        """Hold what `full` and `records` hold, after they were filled one by one."""
+        self._set_length(self.full.num_tokens + self.records.num_tokens * GRANULE)
+
     def buffers(self) -> Iterable[TokenBuffer]:
         return *self.full.buffers(), *self.records.buffers()
 

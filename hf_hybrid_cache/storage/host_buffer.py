@@ -72,6 +72,7 @@ class HostBuffer(TokenBuffer):
         self._space = space
 
     def _reserve(self, num_tokens: int) -> AddressSpace | None:
+        """Address space for so many tokens; `None` if there is none to be had."""
         num_bytes = self._stored_shape(num_tokens).numel() * self.dtype.itemsize
         if not 0 < num_bytes <= _MAX_RESERVED_BYTES:
             return None

@@ -4,7 +4,7 @@ import torch
 
 from .block_buffer import BlockBuffer
 from .buffered_store import BufferedStore
-from .growth import Room
+from .growth import GRANULE, Room
 from .host_memory import HostBudget
 from .kv_store import KVShape
 from .record_buffer import RecordBuffer
@@ -43,6 +43,13 @@ class HostStore(BufferedStore):
             values = BlockBuffer(shape.values, shape.value_dtype, False, room.host_tokens, pinned_for)
         super().__init__(shape, keys, values, budget)
 
+    @classmethod
+    def like(cls, store: BufferedStore) -> "HostStore":
+        """An empty store that can take what another one holds, and has a budget of its own."""
+        entry_tokens = store.keys.entry_tokens
+        shape = store.shape._replace(device=torch.device("cpu"))
+        return HostStore(shape, Room(0, store.num_tokens), HostBudget(1, entry_tokens), entry_tokens == GRANULE)
+
     def __deepcopy__(self, memo: dict) -> "HostStore":
         return self._duplicate(memo)
 
@@ -51,3 +58,38 @@ class HostStore(BufferedStore):
         only_these = self.num_tokens == 0
         self.extend(keys, values)
         return (keys, values) if only_these else self.read()
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is stored as it is stored, keys and values in whole rows: views, also to be written to; `settle` first."""
+        return self.keys.stored_rows(self.num_tokens), self.values.stored_rows(self.num_tokens)
+
+    def clear_rest(self) -> None:
+        """Zero what the last row holds after the last entry, such as tokens that were removed."""
+        for buffer in (self.keys, self.values):
+            buffer.clear_rest(self.num_tokens)
+
+    def make_rows(self, num_entries: int) -> None:
+        """
+        Make rows for so many entries, which count as stored from then on, with any content.
+
+        Raises:
+            HostMemoryError: the host has no room for them; nothing has changed then.
+        """
+        self.reserve(num_entries)
+        self._set_length(num_entries)
+
+    def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int) -> bool:
+        """
+        Let the rows be those of an open file, keys and values from these offsets on, which count as stored then.
+
+        Returns:
+            False where the system cannot do that; use `make_rows` then.
+        """
+        pairs = zip((self.keys, self.values), offsets, strict=True)
+        if not all(buffer.map_file(file, offset, num_entries) for buffer, offset in pairs):
+            return False
+        # Not asked for: the pages are those of the file until they are written to.
+        self._approved_tokens = num_entries
+        self._budget.note(self, num_entries, self.bytes_per_token)
+        self._set_length(num_entries)
+        return True

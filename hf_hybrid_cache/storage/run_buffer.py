@@ -52,6 +52,38 @@ class RunBuffer(HostBuffer):
         """Rows that hold this many entries."""
         return -(-num_entries // self.row_entries)
 
+    def stored_shape(self, num_entries: int) -> torch.Size:
+        """The shape of the rows that hold this many entries."""
+        return self._stored_shape(num_entries)
+
+    def stored_rows(self, num_entries: int) -> torch.Tensor:
+        """These rows as they are stored, one piece of memory: a view, also to be written to."""
+        return self._data[: self.rows(num_entries)]
+
+    def clear_rest(self, num_entries: int) -> None:
+        """Zero what the last of these rows holds after the entries."""
+
+    def map_file(self, file: int, offset: int, num_entries: int) -> bool:
+        """
+        Let the rows of an empty buffer be those of an open file, from `offset` on; the file is never written to.
+
+        Further entries come after them in memory, and entries of theirs that are written are from then on too.
+
+        Returns:
+            False where the system cannot do that; nothing has changed then.
+        """
+        reserved = max(num_entries, self.expected_tokens)
+        space = self._reserve(reserved)
+        num_rows = self.rows(num_entries)
+        if space is None or not space.map_file(file, offset, num_rows * self.row_entries * self.bytes_per_token):
+            return False
+        self.pinned_for = None  # locked pages would be copies
+        self._space = space
+        with torch.inference_mode(False):
+            self._adopt(space.data.view(self.dtype).view(self._stored_shape(reserved)))
+        self._committed_tokens = num_rows * self.row_entries
+        return True
+
     def duplicate(self, num_tokens: int) -> "RunBuffer":
         twin = self._emptied(self.shape)
         twin.ensure(num_tokens, keep=0)

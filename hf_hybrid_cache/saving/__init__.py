@@ -1,0 +1,8 @@
+"""A filled cache in a file, and back."""
+
+from .errors import CacheFileError
+from .model_traits import traits_of
+from .reading import CacheFile
+from .writing import save_layers
+
+__all__ = ["CacheFile", "CacheFileError", "save_layers", "traits_of"]

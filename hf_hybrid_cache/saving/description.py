@@ -1,0 +1,169 @@
+"""What a file says about the cache in it: typed here, JSON there."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..codecs import describe, described_codec
+from ..placement import Placement
+from ..storage import KVCodec, KVShape
+from .plain_layers import dtype_name, named_dtype
+
+FORMAT = "hf_hybrid_cache"
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class States:
+    """
+    Keys and values of a full-attention layer.
+
+    Attributes:
+        device: where the model computed them; text, because there may be no such device here.
+        entries: how many there are in each part of the store.
+    """
+
+    batch: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_dtype: str
+    value_dtype: str
+    device: str
+    entries: dict[str, int]
+
+    @classmethod
+    def of(cls, shape: KVShape, entries: dict[str, int]) -> "States":
+        """Of a store with states of `shape`."""
+        dtypes = dtype_name(shape.key_dtype), dtype_name(shape.value_dtype)
+        return cls(shape.batch, shape.num_kv_heads, shape.key_dim, shape.value_dim, *dtypes, str(shape.device), entries)
+
+    def shape_on(self, device_of: Callable[[str], Any]) -> KVShape:
+        """The shape of the states where they are to be."""
+        dtypes = named_dtype(self.key_dtype), named_dtype(self.value_dtype)
+        return KVShape(self.batch, self.num_kv_heads, self.key_dim, self.value_dim, *dtypes, device_of(self.device))
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """
+    One layer.
+
+    Attributes:
+        type: name of its class.
+        states: of a layer of ours that holds any.
+        attributes: of a layer of transformers' own.
+    """
+
+    type: str
+    states: States | None = None
+    attributes: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class CacheDescription:
+    """
+    A cache.
+
+    Attributes:
+        package_version: that wrote it.
+        transformers_version: that it was written with.
+        model: traits of the model.
+        placement: of the layers.
+        max_length: that the cache was made for, or 0.
+        codecs: by layer.
+        layers: all of them.
+    """
+
+    package_version: str
+    transformers_version: str
+    model: dict[str, Any]
+    placement: Placement
+    max_length: int
+    codecs: dict[int, KVCodec]
+    layers: tuple[LayerDescription, ...]
+
+    def to_json(self) -> str:
+        """
+        What `from_json` reads.
+
+        Raises:
+            ValueError: a codec, or a value, that cannot be described.
+        """
+        layers_of: dict[KVCodec, list[int]] = {}
+        for layer, codec in self.codecs.items():
+            layers_of.setdefault(codec, []).append(layer)
+        cpu_decode = self.placement.cpu_decode
+        tree = {
+            "package_version": self.package_version,
+            "transformers_version": self.transformers_version,
+            "model": self.model,
+            "placement": asdict(replace(self.placement, cpu_decode=None))
+            | {"cpu_decode": sorted(cpu_decode) if isinstance(cpu_decode, frozenset) else cpu_decode},
+            "max_length": self.max_length,
+            "codecs": [{"codec": describe(codec), "layers": layers} for codec, layers in layers_of.items()],
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+        return json.dumps(tree, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CacheDescription":
+        """
+        Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            return _described(json.loads(text))
+        except (ValueError, TypeError, KeyError, RecursionError, ImportError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _described(tree: Any) -> CacheDescription:
+    placement = _mapping(tree["placement"])
+    for name in ("offload", "pin_memory"):
+        if placement[name] not in (True, False, None):
+            raise ValueError(f"{name} is {placement[name]!r}")
+    return CacheDescription(
+        _text(tree["package_version"]),
+        _text(tree["transformers_version"]),
+        _mapping(tree["model"]),
+        Placement(**placement),
+        _count(tree["max_length"]),
+        {
+            _count(layer): described_codec(_mapping(each["codec"]))
+            for each in tree["codecs"]
+            for layer in each["layers"]
+        },
+        tuple(_layer(_mapping(each)) for each in tree["layers"]),
+    )
+
+
+def _layer(tree: Mapping[str, Any]) -> LayerDescription:
+    states, attributes = tree["states"], tree["attributes"]
+    if states is not None:
+        texts = {name: _text(states[name]) for name in ("key_dtype", "value_dtype", "device")}
+        counts = {name: _count(states[name], 2**16) for name in ("batch", "num_kv_heads", "key_dim", "value_dim")}
+        entries = {part: _count(number) for part, number in _mapping(states["entries"]).items()}
+        states = States(**counts, **texts, entries=entries)
+    return LayerDescription(_text(tree["type"]), states, None if attributes is None else _mapping(attributes))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _count(value: Any, limit: int = 2**40) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is not a mapping")
+    return value

@@ -1,0 +1,302 @@
+"""Reads the file: nothing of it is believed before it has been compared with its checksums, the model and the layers."""
+
+import os
+import stat
+import zlib
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..layer import HybridLayer
+from ..storage import CodedStore, HostStore
+from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
+from .description import FORMAT, VERSION, CacheDescription, LayerDescription
+from .errors import CacheFileError
+from .model_traits import differences, traits_of
+from .plain_layers import restore
+from .sections import TOKEN_IDS, Tensors, forms_of, layer_name, part_names, parts_of
+from .writing import bytes_of, checksum_of_header, pieces
+
+
+class CacheFile:
+    """
+    The open file of a saved cache, whose header is whole and whose size is right. A context manager.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        description: of the cache.
+
+    Raises:
+        CacheFileError: it is not such a file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = path
+        try:
+            mode = os.stat(path).st_mode
+            if not stat.S_ISREG(mode):
+                raise CacheFileError(path, "is a folder." if stat.S_ISDIR(mode) else "is not a regular file.")
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise CacheFileError(path, f"cannot be read: {error.strerror or error}.") from error
+        try:
+            self._num_bytes = os.fstat(self._file.fileno()).st_size
+            self._read_header()
+        except BaseException as error:
+            self._file.close()
+            if type(error) is ValueError:
+                raise CacheFileError(path, str(error)) from error
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def require_model(self, config: PreTrainedConfig) -> None:
+        """
+        Check that the cache is of a model with this config.
+
+        Raises:
+            CacheFileError: it is not.
+        """
+        if different := differences(self.description.model, traits_of(config)):
+            raise CacheFileError(self.path, f"is of another model: {'; '.join(different)}.")
+
+    def token_ids(self) -> torch.Tensor | None:
+        """
+        The token ids that were saved with the cache, `[batch, tokens]`, or `None`.
+
+        Raises:
+            CacheFileError: they were altered.
+        """
+        placed = next((tensor for tensor in self._header.tensors if tensor.name == TOKEN_IDS), None)
+        if placed is None:
+            return None
+        if placed.form.dtype != torch.int32 or len(placed.form.shape) != 2:
+            raise CacheFileError(self.path, "is not the file of a saved cache: its token ids are no rows of integers.")
+        ids = _empty(placed.form)
+        self._read_section(TOKEN_IDS, {TOKEN_IDS: ids})
+        return ids.long()
+
+    def require_prefix(self, token_ids: torch.Tensor) -> None:
+        """
+        Check that `token_ids`, `[batch, tokens]`, begin with those that were saved.
+
+        Raises:
+            CacheFileError: they do not, or none were saved.
+        """
+        saved = self.token_ids()
+        if saved is None:
+            raise CacheFileError(self.path, "has no token ids to compare with: save it with token_ids.")
+        given = token_ids.to("cpu", torch.long)
+        if given.dim() != 2 or given.shape[0] != saved.shape[0] or given.shape[1] < saved.shape[1]:
+            raise CacheFileError(
+                self.path, f"holds {list(saved.shape)} tokens, with which token_ids {list(given.shape)} cannot begin."
+            )
+        different = (given[:, : saved.shape[1]] != saved).nonzero()
+        if len(different):
+            sequence, position = different[different[:, 1].argmin()].tolist()
+            raise CacheFileError(
+                self.path,
+                f"is of another text: token {position:,} of sequence {sequence} is {int(saved[sequence, position])} in "
+                f"the file and {int(given[sequence, position])} in token_ids (counted from 0).",
+            )
+
+    def fill(self, layers: Sequence[Any], device: torch.device | str | None, mmap: bool, verify: bool) -> None:
+        """
+        Put what was saved into the new layers of a cache for the same model.
+
+        Args:
+            layers: all of them, empty.
+            device: where the model computes; `None` for where it did.
+            mmap: let keys and values be those of the file, not read.
+            verify: compare layers with their checksums.
+
+        Raises:
+            CacheFileError: the layers are others, a checksum is wrong, or `mmap` with layers that are not attended to
+                on the CPU.
+            HostMemoryError: the host has no room.
+        """
+        devices = _Devices(device)
+        try:
+            self._require_layers([type(layer).__name__ for layer in layers])
+            for index, (layer, saved) in enumerate(zip(layers, self.description.layers, strict=True)):
+                if not isinstance(layer, HybridLayer):
+                    self._fill_plain(index, layer, saved, devices, verify)
+                elif saved.states is not None:
+                    self._fill_ours(index, layer, saved, devices, mmap, verify)
+                elif self._header.section(layer_name(index)):
+                    raise ValueError(f"there are tensors of layer {index}, which is empty")
+            self.token_ids()
+        except CacheFileError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise CacheFileError(self.path, f"cannot be loaded: {error}.") from error
+
+    def _fill_plain(self, index: int, layer: Any, saved: LayerDescription, devices: "_Devices", verify: bool) -> None:
+        name = layer_name(index)
+        placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
+        tensors = {tensor.name: _empty(tensor.form) for tensor in placed}
+        self._read_section(name, tensors, verify=verify)
+        by_name = {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
+        try:
+            restore(layer, saved.attributes or {}, by_name, devices)
+        except ValueError as error:
+            raise ValueError(
+                f"layer {index} {error}; it was saved with transformers {self.description.transformers_version}"
+            ) from error
+
+    def _fill_ours(
+        self, index: int, layer: HybridLayer, saved: LayerDescription, devices: "_Devices", mmap: bool, verify: bool
+    ) -> None:
+        assert saved.states is not None
+        store = layer.start(saved.states.shape_on(devices))
+        if mmap and not layer.is_attended_on_cpu:
+            raise ValueError(
+                f"mmap=True is for layers that are attended to on the CPU, and layer {index} is not. Pass "
+                "placement=Placement(cpu_decode=True), or mmap=False"
+            )
+        name, parts, entries = layer_name(index), parts_of(store), saved.states.entries
+        if parts.keys() != entries.keys():
+            raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
+        rows: dict[str, torch.Tensor] = {}
+        mapped: set[str] = set()
+        hosts: dict[str, HostStore] = {}
+        for part, target in parts.items():
+            names = part_names(name, part)
+            host = hosts[part] = target if isinstance(target, HostStore) else HostStore.like(target)
+            placed = self._placed(names, forms_of(host, entries[part]))
+            offsets = placed[0].start + self._data_start, placed[1].start + self._data_start
+            if mmap and host.map_rows(self._file.fileno(), offsets, entries[part]):
+                mapped.update(names)
+            else:
+                host.make_rows(entries[part])
+            rows |= dict(zip(names, host.rows(), strict=True))
+        self._read_section(name, rows, mapped, verify)
+        for part, target in parts.items():
+            if target is not hosts[part]:
+                target.take_from(hosts[part])
+        if isinstance(store, CodedStore):
+            store.follow_parts()
+
+    def _read_header(self) -> None:
+        start = self._read(0, min(LENGTH_BYTES, self._num_bytes))
+        length = header_length(start, self._num_bytes)
+        self._data_start = LENGTH_BYTES + length
+        text = self._read(LENGTH_BYTES, length)
+        self._header = header = Header.from_bytes(text)
+        metadata = header.metadata
+        if metadata.get("format") != FORMAT:
+            raise ValueError("is a safetensors file, but not of a saved cache.")
+        if metadata.get("format_version") != VERSION:
+            raise ValueError(
+                f"has format version {metadata.get('format_version')!r}, and this version of hf_hybrid_cache reads "
+                f"{VERSION}. Use the version that wrote it, or save the cache again."
+            )
+        missing = self._data_start + header.num_data_bytes - self._num_bytes
+        if missing:
+            what = "is cut off: {:,} bytes are missing." if missing > 0 else "has {:,} bytes more than its header says."
+            raise ValueError(what.format(abs(missing)))
+        checksum = self._read(max(0, self._num_bytes - CHECKSUM_BYTES), CHECKSUM_BYTES)
+        if header.tensors[-1].name != HEADER_CHECKSUM or checksum != checksum_of_header(start + text):
+            raise ValueError("was altered: its header does not fit its checksum.")
+        try:
+            self.description = CacheDescription.from_json(metadata.get("cache", ""))
+        except ValueError as error:
+            raise ValueError(f"does not describe a cache ({error}).") from error
+        self._require_sections()
+
+    def _require_sections(self) -> None:
+        known = {layer_name(index) for index in range(len(self.description.layers))} | {TOKEN_IDS, HEADER_CHECKSUM}
+        if unknown := {tensor.section for tensor in self._header.tensors} - known:
+            raise ValueError(f"does not describe a cache (it has tensors of {', '.join(map(repr, sorted(unknown)))}).")
+
+    def _require_layers(self, types: list[str]) -> None:
+        saved = [layer.type for layer in self.description.layers]
+        if len(saved) != len(types):
+            raise ValueError(f"it has {len(saved)} layers and the model {len(types)}")
+        for index, pair in enumerate(zip(saved, types, strict=True)):
+            if pair[0] != pair[1]:
+                raise ValueError(f"layer {index} is a {pair[0]} there and a {pair[1]} here")
+
+    def _placed(self, names: Sequence[str], forms: Sequence[TensorForm]) -> list[PlacedTensor]:
+        """The tensors of these names, which have to have these forms."""
+        by_name = {tensor.name: tensor for tensor in self._header.tensors}
+        for name, form in zip(names, forms, strict=True):
+            if name not in by_name or by_name[name].form != form:
+                raise ValueError(f"the tensor {name} is not {form.dtype} {list(form.shape)}")
+        return [by_name[name] for name in names]
+
+    def _read_section(
+        self, section: str, tensors: Tensors, mapped: set[str] | frozenset[str] = frozenset(), verify: bool = True
+    ) -> None:
+        """Read the tensors of a section, except for those that are mapped, and compare them with its checksum."""
+        checksum = 0
+        for placed in self._header.section(section):
+            if placed.is_padding:
+                data = memoryview(bytearray(placed.form.num_bytes))
+            elif placed.name in tensors:
+                data = bytes_of(tensors[placed.name])
+            else:
+                raise ValueError(f"nothing is known of the tensor {placed.name!r}")
+            self._file.seek(self._data_start + placed.start)
+            for piece in pieces(data):
+                if placed.name not in mapped:
+                    self._read_into(piece)
+                if verify:
+                    checksum = zlib.crc32(piece, checksum)
+        if verify and self._header.metadata.get(f"checksum {section}", f"{0:08x}") != f"{checksum:08x}":
+            raise CacheFileError(self.path, f"was altered: {section} does not fit its checksum.")
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
+        self._file.seek(start)
+        self._read_into(memoryview(data))
+        return bytes(data)
+
+    def _read_into(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                count = self._file.readinto(data)
+            except OSError as error:
+                raise CacheFileError(self.path, f"cannot be read: {error.strerror or error}.") from error
+            if not count:
+                raise CacheFileError(self.path, "is cut off: it became shorter while it was read.")
+            data = data[count:]
+
+
+class _Devices:
+    """
+    Where to put what was on a device.
+
+    Args:
+        wanted: everything; `None` for the devices where it was.
+    """
+
+    def __init__(self, wanted: torch.device | str | None):
+        self._wanted = wanted
+        self._known: dict[str, torch.device] = {}
+
+    def __call__(self, saved: str) -> torch.device:
+        name = str(self._wanted or saved)
+        if name not in self._known:
+            try:
+                # With its index, as the states of a model have it.
+                self._known[name] = torch.empty(0, device=name).device
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(
+                    f"there is no device {name} here; pass device='cpu', or the one of the model"
+                ) from error
+        return self._known[name]
+
+
+def _empty(form: TensorForm) -> torch.Tensor:
+    # Inference tensors could not be written to outside inference mode later on.
+    with torch.inference_mode(False):
+        return torch.empty(form.shape, dtype=form.dtype)
