@@ -209,9 +209,7 @@ class HybridCache(DynamicCache):
             try:
                 cache = HybridCache(config, placement or saved.placement, saved.max_length, saved.codecs)
             except ValueError as error:
-                raise CacheFileError(
-                    path, f"cannot be loaded like this: {error} Pass placement=Placement(...)."
-                ) from error
+                raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
             file.fill(cache.layers, device, mmap, verify)
         return cache
 

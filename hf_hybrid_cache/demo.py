@@ -48,11 +48,13 @@ class Prompt:
         input_ids: [1, tokens]
         document_tokens: tokens of the whole document; 0 without one.
         kept_tokens: how many of them, from the start, are in the prompt.
+        prefix_tokens: tokens before the question, which can be saved for another one; 0 where they are not told apart.
     """
 
     input_ids: torch.Tensor
     document_tokens: int = 0
     kept_tokens: int = 0
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,12 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 def document_prompt(
-    tokenizer: PreTrainedTokenizerBase, document: str, question: str, context_tokens: int, max_prompt_tokens: int
+    tokenizer: PreTrainedTokenizerBase,
+    document: str,
+    question: str,
+    context_tokens: int,
+    max_prompt_tokens: int,
+    apart: bool = False,
 ) -> Prompt:
     """
     Put as much of the start of a document as fits before a question.
@@ -110,33 +117,56 @@ def document_prompt(
         question: comes after the document, whole.
         context_tokens: how many tokens of the document to keep at most.
         max_prompt_tokens: the whole prompt, chat template and question included, is never longer.
+        apart: let no token span the end of the document and the question, so that other questions can follow it.
 
     Raises:
-        PromptError: not one token of the document fits.
+        PromptError: not one token of the document fits, or the chat template changes the question.
     """
     encoded = tokenizer(document, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     document_ids = encoded["input_ids"]
 
-    def prompt_ids(kept: int) -> list[int]:
+    def prompt_parts(kept: int) -> tuple[list[int], list[int]]:
         if kept == len(document_ids):
             start = document
         elif tokenizer.is_fast:
             start = document[: encoded["offset_mapping"][kept - 1][1]] if kept else ""
         else:
             start = str(tokenizer.decode(document_ids[:kept]))
-        return _chat_ids(tokenizer, f"{start.strip()}\n\n{question}")
+        if apart:
+            return _ids_apart(tokenizer, start.strip(), question)
+        return [], _chat_ids(tokenizer, f"{start.strip()}\n\n{question}")
 
-    overhead = len(prompt_ids(0))
+    overhead = sum(map(len, prompt_parts(0)))
     kept = min(len(document_ids), context_tokens, max_prompt_tokens - overhead)
     while kept > 0:
-        input_ids = prompt_ids(kept)
+        prefix, rest = prompt_parts(kept)
+        input_ids = prefix + rest
         if len(input_ids) <= max_prompt_tokens:
-            return Prompt(torch.tensor([input_ids]), len(document_ids), kept)
+            return Prompt(torch.tensor([input_ids]), len(document_ids), kept, len(prefix))
         kept -= len(input_ids) - max_prompt_tokens  # tokens can split where the document meets the template
     raise PromptError(
         f"The question takes {overhead:,} tokens and {max_prompt_tokens:,} fit (the model's context less the new "
         "tokens): nothing of the document is left. Ask a shorter question or reduce --max-new-tokens."
     )
+
+
+def following_prompt(
+    tokenizer: PreTrainedTokenizerBase, prefix_ids: torch.Tensor, question: str, max_prompt_tokens: int
+) -> Prompt:
+    """
+    Put a question after the tokens of a document, `[1, tokens]`, which are those of a prompt made `apart`.
+
+    Raises:
+        PromptError: it does not fit, or the chat template changes the question.
+    """
+    _, rest = _ids_apart(tokenizer, "", question)
+    num_tokens = prefix_ids.shape[1] + len(rest)
+    if num_tokens > max_prompt_tokens:
+        raise PromptError(
+            f"The saved document has {prefix_ids.shape[1]:,} tokens, the question {len(rest):,}, and {max_prompt_tokens:,} "
+            "fit (the model's context less the new tokens). Ask a shorter question or reduce --max-new-tokens."
+        )
+    return Prompt(torch.cat([prefix_ids, torch.tensor([rest])], dim=1), prefix_tokens=prefix_ids.shape[1])
 
 
 def verbatim_prompt(tokenizer: PreTrainedTokenizerBase, text: str, max_prompt_tokens: int) -> Prompt:
@@ -179,7 +209,7 @@ def timed_generate(
     Args:
         model: of any decoder architecture.
         input_ids: [1, tokens]
-        cache: an empty one.
+        cache: an empty one, or one that holds the first tokens, which are not computed again then.
         max_new_tokens: at most; an end-of-text token ends the answer before.
         prefill_chunk_size: tokens of the prompt per forward pass.
         on_prefill: called with the number of tokens after each chunk.
@@ -245,12 +275,26 @@ class _Recorder(BaseStreamer):
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
+    return tokenizer(_chat_text(tokenizer, message), add_special_tokens=not tokenizer.chat_template, verbose=False)[
+        "input_ids"
+    ]
+
+
+def _ids_apart(tokenizer: PreTrainedTokenizerBase, document: str, question: str) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt up to the end of the document, and from there on."""
+    middle = f"\n\n{question}"
+    before, found, after = _chat_text(tokenizer, document + middle).rpartition(middle)
+    if not found:
+        raise PromptError("The model's chat template changes the question, so it cannot follow a saved document.")
+    prefix = tokenizer(before, add_special_tokens=not tokenizer.chat_template, verbose=False)["input_ids"]
+    return prefix, tokenizer(middle + after, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _chat_text(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
     if not tokenizer.chat_template:
-        return tokenizer(f"{message}\nAnswer:", verbose=False)["input_ids"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return f"{message}\nAnswer:"
+    messages = [{"role": "user", "content": message}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _memory(cache: Cache) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from ..demo import PromptError
 from ..models import ModelLoadError
 from ..planning import CostError, PlanError
+from ..saving import CacheFileError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
@@ -35,7 +36,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (UsageError, PromptError, ModelLoadError, CostError, PlanError) as error:
+    except (UsageError, PromptError, ModelLoadError, CostError, PlanError, CacheFileError) as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):

@@ -1,13 +1,13 @@
 """
 The container: a safetensors file, described at https://github.com/huggingface/safetensors#format.
 
-Eight bytes with the length of a header, the header in JSON, and the tensors one after the other without holes. Here every
-tensor begins at a multiple of 4,096 bytes, so that it can be mapped: what lies between is a tensor of padding. Tensors are
-in sections, `SECTION/NAME`, and a section of one tensor has the name of it alone. The last one is the checksum of all that
-is before the tensors.
+Eight bytes with the length of a header, the header in JSON, and the tensors one after the other without holes. Here
+every tensor begins at a multiple of 4,096 bytes, so that it can be mapped: what lies between is a tensor of padding.
+Tensors are in sections, `SECTION/NAME`; a section of one tensor has its name alone. The last tensor is the checksum of
+all that is before the tensors.
 
-`safetensors.torch.save_file` makes every tensor anew that is not a contiguous one of its own, and computes no checksums, so
-files are written here.
+It is written here because `safetensors.torch.save_file` takes all tensors at once, puts them in an order of its own and
+computes no checksums.
 """
 
 import json
@@ -155,8 +155,8 @@ class Header:
         for tensor in tensors:
             if tensor.start != end:
                 raise ValueError(
-                    f"is not a safetensors file: the tensor {tensor.name!r} begins at byte {tensor.start:,} of the data "
-                    f"and the one before it ends at {end:,}."
+                    f"is not a safetensors file: the tensor {tensor.name!r} begins at byte {tensor.start:,} of the "
+                    f"data and the one before it ends at {end:,}."
                 )
             end = tensor.end
         return cls(metadata, tuple(tensors))

@@ -144,10 +144,16 @@ def _described(tree: Any) -> CacheDescription:
 def _layer(tree: Mapping[str, Any]) -> LayerDescription:
     states, attributes = tree["states"], tree["attributes"]
     if states is not None:
-        texts = {name: _text(states[name]) for name in ("key_dtype", "value_dtype", "device")}
-        counts = {name: _count(states[name], 2**16) for name in ("batch", "num_kv_heads", "key_dim", "value_dim")}
-        entries = {part: _count(number) for part, number in _mapping(states["entries"]).items()}
-        states = States(**counts, **texts, entries=entries)
+        states = States(
+            _count(states["batch"], 2**16),
+            _count(states["num_kv_heads"], 2**16),
+            _count(states["key_dim"], 2**16),
+            _count(states["value_dim"], 2**16),
+            _text(states["key_dtype"]),
+            _text(states["value_dtype"]),
+            _text(states["device"]),
+            {part: _count(number) for part, number in _mapping(states["entries"]).items()},
+        )
     return LayerDescription(_text(tree["type"]), states, None if attributes is None else _mapping(attributes))
 
 

@@ -1,8 +1,8 @@
 """
 Layers of transformers' own as plain values and tensors, and back.
 
-Their types come and go with versions, so none is named here: whatever attributes a layer has are kept, and a layer with an
-attribute that is more than numbers, text, tensors and dicts of these is refused.
+Their types come and go with versions, so none is named here: whatever attributes a layer has are kept, and a layer with
+an attribute that is more than numbers, text, tensors and dicts of these is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping

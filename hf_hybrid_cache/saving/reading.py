@@ -1,4 +1,4 @@
-"""Reads the file: nothing of it is believed before it has been compared with its checksums, the model and the layers."""
+"""Reads the file; nothing of it is believed before it was held against its checksums, the model and the layers."""
 
 import os
 import stat

@@ -92,7 +92,8 @@ def checksum_of_header(start: bytes) -> bytes:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a tensor in host memory, or of a copy if it is not one piece."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    data: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def pieces(data: memoryview) -> Iterator[memoryview]:
@@ -131,8 +132,8 @@ def _replaced_when_whole(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
         if num_bytes > free:
             raise CacheFileError(
                 path,
-                f"was not written: it needs {num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there. Free "
-                "some, use another disk, or a QuantizedHybridCache.",
+                f"was not written: it needs {num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there. "
+                "Free some, use another disk, or a QuantizedHybridCache.",
             )
         with unfinished.open("xb") as file:
             yield file

@@ -60,7 +60,7 @@ class HostStore(BufferedStore):
         return (keys, values) if only_these else self.read()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is stored as it is stored, keys and values in whole rows: views, also to be written to; `settle` first."""
+        """Keys and values as they are stored, in whole rows: views, also to be written to; `settle` first."""
         return self.keys.stored_rows(self.num_tokens), self.values.stored_rows(self.num_tokens)
 
     def clear_rest(self) -> None:
