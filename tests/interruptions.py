@@ -8,9 +8,13 @@ from typing import Any
 
 import hf_hybrid_cache
 
+from lazy_streams import Job
+
 _PACKAGE = str(Path(hf_hybrid_cache.__file__).parent)
 # What is raised while memory is given back is lost: Python only prints it.
 _FINALIZERS = {"__del__", "_unlock"}
+# A copy that runs late would fail with its device, and not where it is waited for.
+_LATE_COPY = Job.run.__code__
 
 
 class Interruption:
@@ -33,7 +37,7 @@ class Interruption:
         sys.settrace(self._trace)
         try:
             action()
-        except self.error:
+        except BaseException:  # it may have become another one
             if self.place is None:
                 raise
             return True
@@ -45,7 +49,7 @@ class Interruption:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         if event == "call":
-            return self._trace if code.co_filename.startswith(_PACKAGE) and not _finalizes(frame) else None
+            return self._trace if code.co_filename.startswith(_PACKAGE) and not _is_out_of_reach(frame) else None
         if event == "line" and self.place is None:
             if self.lines == self.at_line:
                 self.place = f"{code.co_filename}:{frame.f_lineno}"
@@ -54,9 +58,9 @@ class Interruption:
         return self._trace
 
 
-def _finalizes(frame: FrameType | None) -> bool:
+def _is_out_of_reach(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in _FINALIZERS:
+        if frame.f_code.co_name in _FINALIZERS or frame.f_code is _LATE_COPY:
             return True
         frame = frame.f_back
     return False

@@ -6,7 +6,7 @@ import torch
 
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.layer import LayerStores
-from hf_hybrid_cache.storage import BufferedStore, KVShape, Room, Staging, StreamedStore, Streams
+from hf_hybrid_cache.storage import BufferedStore, HostBudget, KVShape, Room, Staging, StreamedStore, Streams
 
 
 class Job:
@@ -15,12 +15,12 @@ class Job:
         self.before = before
 
     def run(self) -> None:
-        """Run what comes first, then the copy; nothing the second time, unless the first was interrupted."""
+        """Run what comes first, then the copy; nothing the second time."""
         if self.copy is not None:
+            copy, self.copy = self.copy, None
             for job in self.before:
                 job.run()
-            self.copy()
-            self.copy = None
+            copy()
 
 
 class LazyStreams(Streams):
@@ -63,12 +63,11 @@ class StreamsOnCpu(LayerStores):
     """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
 
     def _buffered(
-        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room | None = None, records: bool = False
+        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room, budget: HostBudget, records: bool = False
     ) -> BufferedStore:
         if not on_cpu:
-            return super()._buffered(ordinal, shape, on_cpu, room, records)
-        budget = self.record_budget if records else self.budget
-        return StreamedStore(shape, room or self.room, budget, self.stagings[shape.device], records=records)
+            return super()._buffered(ordinal, shape, on_cpu, room, budget, records)
+        return StreamedStore(shape, room, budget, self.stagings[shape.device], records=records)
 
 
 def copy_late(cache: HybridCache) -> None:
