@@ -131,7 +131,7 @@ class HybridCache(DynamicCache):
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
-            num_tokens = self.layers[layer_idx].get_seq_length() + key_states.shape[2]
+            num_tokens = self.get_seq_length(layer_idx) + key_states.shape[2]
             shape = KVShape.of(key_states, value_states)
             raise self._advised(error, max(num_tokens, self._stores.room.device_tokens), shape) from None
 
@@ -246,7 +246,7 @@ class HybridCache(DynamicCache):
                 if old_device is not None:
                     _move(layer, old_device, old_dtype)
             if isinstance(error, HostMemoryError):
-                dtypes = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
+                dtypes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
                 raise self._advised(error, self._num_tokens, device=device, **dtypes) from None
             raise
 

@@ -13,8 +13,9 @@ from ..storage import KVCodec, KVShape, Room
 from .candidates import BITS
 from .cost import HOST, LayerCost
 
-_CHUNK = 512
 _META = torch.device("meta")
+# Of what is free: the rest is for what a prompt in chunks takes for a moment and allocators keep.
+_USABLE = 7 / 8
 
 
 def advice(
@@ -40,18 +41,20 @@ def advice(
         How many tokens fit, and the quantized cache that loses least of those that would hold all, if one does.
     """
 
+    usable = _USABLE * host_bytes
+
     def does_not_fit(tokens: int) -> bool:
-        return _host_bytes(placement, codecs, shapes, tokens) > host_bytes
+        return _host_bytes(placement, codecs, shapes, tokens) > usable
 
     fitting = least_tokens + bisect_left(range(least_tokens + 1, num_tokens), True, key=does_not_fit)
-    sentences = [f"{fitting:,} tokens fit as it is."] if fitting else []
+    sentences = [f"At least {fitting:,} tokens fit as it is."] if fitting else []
     placement = replace(placement, resident_layers=0, pin_memory=None)
     for bits in BITS.values():
         codec = None if bits is None else minmax(bits)
         if codec is None or codec in codecs.values():
             continue
         need = _host_bytes(placement, dict.fromkeys(shapes, codec), shapes, num_tokens)
-        if need <= host_bytes:
+        if need <= usable:
             cache = f"QuantizedHybridCache({', '.join(['config', f'bits={bits}', *_options(placement)])})"
             sentences.append(f"{cache} would hold {num_tokens:,} in {need / 2**30:.2f} GiB.")
             break
@@ -63,7 +66,7 @@ def _host_bytes(
 ) -> int:
     """At most, while a prompt in chunks, or the tokens after it, bring all layers to `num_tokens`."""
     stores = LayerStores(placement, Room(), len(shapes), codecs)
-    lengths = [_CHUNK, num_tokens] if num_tokens > _CHUNK else [num_tokens]
+    lengths = [1, num_tokens]
     kept = shared = moved = 0
     for index, shape in shapes.items():
         on_cpu = shape.device == HOST
@@ -71,8 +74,8 @@ def _host_bytes(
         layer = LayerCost.of(stores, index, planned, len(shapes), lengths)
         kept += layer.kept[HOST.type]
         shared = max(shared, layer.shared_prefill * on_cpu)
-        # Of the layer that is taken out of its blocks, or copied to where there is room.
-        moved = max(moved, layer.copied, layer.kept[HOST.type])
+        # A layer that is taken out of its blocks, and one that is copied to where there is room.
+        moved = max(moved, layer.copied + layer.kept[HOST.type])
     return kept + shared + moved
 
 

@@ -58,54 +58,55 @@ class HostBudget:
         """An empty budget: the copies of the layers note themselves in it."""
         return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.outlook, memo))
 
-    def grow(self, store: object, num_entries: int, bytes_per_entry: int, moved_bytes: int = 0) -> int:
+    def grow(self, store: object, num_tokens: int, bytes_per_token: int, moved_bytes: int = 0) -> int:
         """
-        Note that `store` will hold `num_entries` and some more, once it is known that all layers could.
+        Note that `store` will hold `num_tokens` and some more, once it is known that all layers could.
 
         Args:
             store: of one layer.
-            num_entries: that it must hold.
-            bytes_per_entry: of the whole batch.
+            num_tokens: that it must hold.
+            bytes_per_token: of the whole batch.
             moved_bytes: held twice while the store makes room.
 
         Returns:
-            Entries that there is memory for: a chunk more than `num_entries`, or just whole blocks of tokens. Where
-            memory will end within the chunk, or before what is expected, a warning says so, once for a cache.
+            Tokens that there is memory for: a chunk more than `num_tokens`, or only what fills whole blocks. Where
+            memory will end within one more chunk, or before what is expected, a warning says so, once for a cache.
 
         Raises:
             HostMemoryError: they would need more than is free, or nothing is held yet and what is expected would;
                 nothing is noted then.
         """
 
-        def need(entries: int) -> int:
-            return self._missing_bytes(store, entries, bytes_per_entry) + moved_bytes
+        def need(tokens: int) -> int:
+            return self._missing_bytes(store, tokens, bytes_per_token) + moved_bytes
 
         free = available_host_bytes()
         expected = self.outlook.expected_tokens // self.entry_tokens
-        ahead = grown_capacity(num_entries, self.entry_tokens)
-        granted = ahead if need(ahead) <= free else least_capacity(num_entries, self.entry_tokens)
+        ahead = grown_capacity(num_tokens, self.entry_tokens)
+        granted = ahead if need(ahead) <= free else least_capacity(num_tokens, self.entry_tokens)
         if need(granted) > free:
-            require_host_bytes(need(granted), f"{num_entries * self.entry_tokens:,} tokens need")
+            require_host_bytes(need(granted), f"{num_tokens * self.entry_tokens:,} tokens need")
         if need(expected) > free and not self._held:
             require_host_bytes(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need")
-        if need(max(ahead, expected)) > free:
-            # The first number of entries that do not fit, less one.
-            last = granted - 1 + bisect_left(range(granted, max(ahead, expected)), True, key=lambda n: need(n) > free)
-            self._warn(last * self.entry_tokens, free)
-        self.note(store, granted, bytes_per_entry)
+        horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
+        if need(horizon) > free:
+            beyond = range(granted + 1, horizon)
+            fitting = granted + bisect_left(beyond, True, key=lambda tokens: need(tokens) > free)
+            self._warn(fitting * self.entry_tokens, free)
+        self.note(store, granted, bytes_per_token)
         return granted
 
-    def note(self, store: object, num_entries: int, bytes_per_entry: int) -> None:
+    def note(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
         """Note what `store` holds, without asking."""
-        self._held[store] = (num_entries, bytes_per_entry)
+        self._held[store] = (num_tokens, bytes_per_token)
 
-    def _missing_bytes(self, store: object, num_entries: int, bytes_per_entry: int) -> int:
-        """What all layers lack to hold `num_entries`."""
+    def _missing_bytes(self, store: object, num_tokens: int, bytes_per_token: int) -> int:
+        """What all layers lack to hold `num_tokens`."""
         held = {other: size for other, size in self._held.items() if other is not store}
-        held_entries, held_bytes_per_entry = self._held.get(store, (0, bytes_per_entry))
-        need = num_entries * bytes_per_entry - held_entries * held_bytes_per_entry
-        need += sum(max(0, num_entries - entries) * size for entries, size in held.values())
-        return need + max(0, self.num_stores - len(held) - 1) * num_entries * bytes_per_entry
+        held_tokens, held_bytes_per_token = self._held.get(store, (0, bytes_per_token))
+        need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token
+        need += sum(max(0, num_tokens - tokens) * size for tokens, size in held.values())
+        return need + max(0, self.num_stores - len(held) - 1) * num_tokens * bytes_per_token
 
     def _warn(self, last_token: int, free: int) -> None:
         if self.outlook.has_warned:

@@ -8,10 +8,11 @@ import pytest
 from hf_hybrid_cache.storage.host_memory import (
     HostBudget,
     HostMemoryError,
-    _cgroup_headrooms,
+    Outlook,
     available_host_bytes,
     require_host_bytes,
 )
+from hf_hybrid_cache.storage.memory_limits import _cgroup_headrooms
 
 
 def write_group(folder: Path, files: dict[str, str]) -> None:

@@ -1,0 +1,244 @@
+"""Memory limits of a process that really has them, and memory that 200 `generate` calls leave as it was."""
+
+import copy
+import gc
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+from kernels.programs import run_program
+from transformers import LlamaConfig
+from transformers.cache_utils import Cache
+
+import hf_hybrid_cache
+from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.storage.memory_limits import _SPARE_BYTES
+
+from caches import CACHES, QUANTIZED, stock
+from soak import budget, count
+from tiny_models import COMMON, random_prompt, tiny_model
+
+if sys.platform == "linux":
+    import resource
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs limits and files of Linux")
+MIB = 2**20
+# A token of the tiny model in so many sequences takes 64 KiB.
+BATCH = 64
+TOKEN_BYTES = BATCH * 1024
+
+
+@contextmanager
+def limited(free: int, kind: str = "AS", used: str = "vms") -> Iterator[None]:
+    """Let this process have `free` bytes for caches, beside what it has now and what is left to the rest of it."""
+    gc.collect()
+    number = getattr(resource, f"RLIMIT_{kind}")
+    limit = getattr(psutil.Process().memory_info(), used) + free + _SPARE_BYTES
+    resource.setrlimit(number, (limit, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(number, (resource.RLIM_INFINITY,) * 2)
+
+
+def generate(cache: Cache, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    model = tiny_model("llama")
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False
+    )
+
+
+def store(cache: HybridCache, num_tokens: int) -> None:
+    """Give a cache random states of `num_tokens` more, as a prompt in chunks would."""
+    num_layers = len(cache.layers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Host memory will end")
+        while num_tokens:
+            states = torch.randn(BATCH * 4 // num_layers, 2, min(200, num_tokens), 16)
+            for layer in range(num_layers):
+                cache.update(states, states, layer)
+            num_tokens -= states.shape[2]
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(HostMemoryError) as caught:
+        act()
+    return str(caught.value)
+
+
+def refusal_of_many_tokens(cache: HybridCache, num_tokens: int = 3000) -> str:
+    # A view of one number, which takes nothing.
+    states = torch.ones(1).expand(BATCH * 4 // len(cache.layers), 2, num_tokens, 16)
+    return refusal(lambda: cache.update(states, states, 0))
+
+
+def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
+    cache, ids = make(tiny_model("llama").config), random_prompt(BATCH, 100)
+    with limited(30 * MIB):
+        with pytest.warns(UserWarning, match=r"Host memory will end at about token [\d,]+: ") as warned:
+            message = refusal(lambda: generate(cache, ids, 2000))
+        assert len(warned) == 1
+        assert "limit of address space (RLIMIT_AS, ulimit -v)" in message
+        length = cache.get_seq_length()
+        assert ids.shape[1] + 20 < length < 2000
+        assert {layer.get_seq_length() for layer in cache.layers} == {length}
+        cache.crop(-20)
+        cache.batch_select_indices(torch.tensor([0]))
+    # What was kept is right: the model goes on from it as if nothing had happened.
+    expected = generate(stock(tiny_model("llama").config), ids[:1], length - ids.shape[1])
+    assert torch.equal(generate(cache, expected[:, : length - 10], 10), expected)
+    count("faults injected")
+
+
+def follow_the_advice(make: Callable[..., HybridCache]) -> None:
+    config = LlamaConfig(**COMMON, num_hidden_layers=16)
+    with limited(100 * MIB):
+        cache = make(config)
+        message = refusal_of_many_tokens(cache)
+        fitting = int(re.search(r"([\d,]+) tokens fit as it is", message)[1].replace(",", ""))
+        assert 500 < fitting < 2000
+        store(cache, fitting)
+        cache.reset()
+        other = re.search(r"(QuantizedHybridCache\(.*?\)) would hold ([\d,]+)", message)
+        store(eval(other[1], vars(hf_hybrid_cache) | {"config": config}), int(other[2].replace(",", "")))
+
+
+def refuse_copies() -> None:
+    cache = DynamicHybridCache(tiny_model("llama").config)
+    with limited(40 * MIB):
+        store(cache, 200)
+        before = cache.memory()
+        for act in (lambda: copy.deepcopy(cache), lambda: cache.batch_repeat_interleave(3)):
+            message = refusal(act)
+            assert "200 tokens need" in message
+            assert "tokens fit as it is" in message
+            assert cache.memory() == before
+        halves = DynamicHybridCache(tiny_model("llama").config)
+        cache.reset()
+        store(halves, 100)
+        twin = copy.deepcopy(halves)
+        twin.batch_repeat_interleave(2)
+
+
+def take_only_what_is_asked_for() -> None:
+    """Address space beside what torch takes: that of the tokens and a chunk, not that of the model's context."""
+    cache = DynamicHybridCache(tiny_model("llama").config)
+    with limited(100 * MIB):
+        store(cache, 64)
+        before = psutil.Process().memory_info().vms
+        store(cache, 400)
+        assert psutil.Process().memory_info().vms - before < 2 * 400 * TOKEN_BYTES
+
+
+def refuse_max_length_at_once() -> None:
+    with limited(40 * MIB):
+        for make in (DynamicHybridCache, QuantizedHybridCache):
+            cache = make(tiny_model("llama").config, max_length=20_000)
+            message = refusal_of_many_tokens(cache, num_tokens=1)
+            assert "20,000 tokens (max_length) need" in message
+            assert cache.get_seq_length() == 0
+
+
+def refuse_beyond_the_limit_of_data() -> None:
+    cache = DynamicHybridCache(tiny_model("llama").config)
+    with limited(100 * MIB, "DATA", "data"):
+        assert "limit of data (RLIMIT_DATA, ulimit -d)" in refusal_of_many_tokens(cache)
+        store(cache, 1000)
+
+
+def all_in_a_limited_process() -> None:
+    warnings.simplefilter("error")
+    makes = [DynamicHybridCache, OffloadedHybridCache]
+    for make in [*makes, QuantizedHybridCache]:
+        # Compiled and with all threads before there is a limit, as in a process that has served for a while.
+        generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
+    for make in makes:
+        generate_up_to_the_limit(make)
+        follow_the_advice(make)
+    take_only_what_is_asked_for()
+    refuse_copies()
+    refuse_max_length_at_once()
+    refuse_beyond_the_limit_of_data()
+
+
+def test_limits_of_a_process_are_kept_told_and_survived():
+    run_program("import test_limits; test_limits.all_in_a_limited_process()")
+
+
+def control_group() -> Path:
+    """A new group in the one that the tests may use; what holds the memory controller there is v2 or v1."""
+    given = os.environ.get("HF_HYBRID_CACHE_TEST_CGROUP")
+    if given is None:
+        pytest.skip("no control group is given to the tests: HF_HYBRID_CACHE_TEST_CGROUP is not set")
+    group = Path(given) / f"hf-hybrid-cache-{os.getpid()}"
+    group.mkdir()
+    return group
+
+
+def refuse_beyond_the_limit_of_the_group(group: str) -> None:
+    generate(DynamicHybridCache(tiny_model("llama").config), random_prompt(1, 300), 2)
+    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    names = ("memory.max", "memory.limit_in_bytes")
+    limit = next(Path(group) / name for name in names if (Path(group) / name).exists())
+    limit.write_text(str(psutil.Process().memory_info().rss + 200 * MIB))
+    cache = DynamicHybridCache(tiny_model("llama").config)
+    assert "memory limit of its container (control group)" in refusal_of_many_tokens(cache, 10_000)
+    store(cache, 1000)
+
+
+def test_a_limit_of_a_control_group_is_kept():
+    group = control_group()
+    try:
+        run_program(f"import test_limits; test_limits.refuse_beyond_the_limit_of_the_group({str(group)!r})")
+    finally:
+        group.rmdir()
+
+
+class Footprint(NamedTuple):
+    """What a process has of things that a leak takes."""
+
+    rss: int
+    threads: int
+    files: int
+    mappings: int
+
+    @classmethod
+    def now(cls) -> "Footprint":
+        gc.collect()
+        process = psutil.Process()
+        folders = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
+        return cls(process.memory_info().rss, *folders, len(Path("/proc/self/maps").read_text().splitlines()))
+
+
+def generate_again_and_again(rounds: int) -> None:
+    makes = [*CACHES.values(), *(ours for ours, _ in QUANTIZED.values())]
+    ids = random_prompt(2, 300)
+    for number in range(rounds):
+        for make in makes:
+            generate(make(tiny_model("llama").config), ids, 4)
+        if number == 2:
+            early = Footprint.now()
+    late = Footprint.now()
+    # Of 300 tokens a cache holds 1.2 MB, and most rounds add nothing at all: the rest is what allocators keep.
+    assert late.rss - early.rss < 4 * MIB, (early, late)
+    assert late.threads <= early.threads, (early, late)
+    assert late.files <= early.files, (early, late)
+    assert late.mappings - early.mappings < 10, (early, late)
+
+
+@pytest.mark.soak
+def test_memory_threads_files_and_mappings_stay_as_they_were_after_the_first_caches():
+    rounds = budget(19, 200)
+    run_program(f"import test_limits; test_limits.generate_again_and_again({rounds})")
+    calls = rounds * (len(CACHES) + len(QUANTIZED))
+    assert calls >= 200
+    count("generate calls", calls)
+    count("tokens generated", calls * 8)
