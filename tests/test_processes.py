@@ -1,11 +1,9 @@
 """Threads, forked processes, and processes that end in the middle of something."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kernels import test_threads as kernel_calls
+from kernels.programs import TESTS, run_program
 from torch.utils.data import DataLoader, Dataset
 from transformers.cache_utils import Cache
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.kernels import compile_in_background
 
 from caches import CACHES, QUANTIZED, stock
-from kernels import test_threads as kernel_calls
-from kernels.programs import TESTS, run_program
 from soak import budget, count
 from tiny_models import random_prompt, tiny_model
 
@@ -83,3 +81,136 @@ def test_two_threads_that_run_a_model_with_one_cache_are_told():
         cache.update(states, states, 1)
     cache.reset()
     assert generate(cache, seed=0) == generate(stock(tiny_model("llama").config), seed=0)
+
+
+class Numbers(Dataset):
+    """What a data loader's workers load: each makes a cache's kernel call too, as an evaluation would."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        case = kernel_calls.make("float32", 100 + index, seed=index)
+        result = kernel_calls.run(*case, 0.125)[0]
+        return index, bool(np.isfinite(result).all())
+
+
+def work_beside_data_loaders() -> None:
+    expected = generate(make("cpu_decode"), seed=5, new_tokens=40)
+    loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork", timeout=SECONDS_TO_END)
+    seen = []
+    for index, is_finite in loader:
+        seen.append((index.item(), is_finite.item()))
+        assert generate(make("cpu_decode"), seed=5, new_tokens=40) == expected
+    assert seen == [(index, True) for index in range(8)]
+
+
+def in_a_forked_child(act: Callable[[], object]) -> None:
+    """Run in a child that `os.fork` makes here; fails if it does, or does not end."""
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS_TO_END)
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def work_in_forked_children() -> None:
+    """With torch's threads and the kernels' started, caches filled, and a compilation under way."""
+    torch.set_num_threads(2)
+    torch.ones(1 << 22).sum()
+    names = ("cpu_decode", "quantized_8")
+    expected = {name: generate(make(name), seed=5) for name in names}
+    used = {name: make(name) for name in names}
+    for cache in used.values():
+        generate(cache, seed=5)
+        cache.crop(-10)
+    case = kernel_calls.make("bfloat16", 5000)
+
+    def run_kernels() -> None:
+        kernel_calls.run(*case, 0.125)
+
+    def run_model() -> None:
+        # torch's own threads do not live on in a child either.
+        torch.set_num_threads(1)
+        for name, cache in used.items():
+            assert generate(make(name), seed=5) == expected[name]
+            ids = torch.tensor(expected[name])[:, : cache.get_seq_length() + 5]
+            again = tiny_model("llama").generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, do_sample=False
+            )
+            assert again.tolist() == [row[: again.shape[1]] for row in expected[name]]
+
+    in_a_forked_child(run_kernels)
+    in_a_forked_child(run_model)
+
+
+def fork_while_a_kernel_is_compiled() -> None:
+    compile_in_background(np.dtype(np.float32))
+    time.sleep(0.3)
+    in_a_forked_child(lambda: kernel_calls.run(*kernel_calls.make("float32", 500), 0.125))
+
+
+def follow_the_threads_of_torch() -> None:
+    tokens = []
+    for number in (1, os.cpu_count() or 1, 1):
+        torch.set_num_threads(number)
+        for ours in (1, None):
+            set_num_threads(ours)
+            tokens.append([generate(make(name), seed=1) for name in ("default", "quantized_8")])
+    assert all(each == tokens[0] for each in tokens)
+
+
+@HAS_FORK
+def test_forked_children_data_loaders_and_any_number_of_threads_give_the_same_tokens():
+    steps = ("follow_the_threads_of_torch", "work_in_forked_children", "work_beside_data_loaders")
+    run_program("import test_processes as t\n" + "\n".join(f"t.{step}()" for step in steps))
+
+
+@HAS_FORK
+def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path):
+    run_program("import test_processes as t; t.fork_while_a_kernel_is_compiled()", NUMBA_CACHE_DIR=str(tmp_path))
+
+
+RUN_FOR_EVER = """
+import os, signal, sys, threading, time
+import test_processes as t
+
+def generate_for_ever():
+    while True:
+        for name in ("offloaded_partly", "cpu_decode_partly", "quantized_streamed", "quantized_8"):
+            t.generate(t.make(name), seed=0)
+        running.set()
+
+running = threading.Event()
+"""
+COMPILE = """
+import sys, time
+import numpy as np
+from hf_hybrid_cache.kernels import compile_in_background
+compile_in_background(np.dtype(np.uint16), True)
+time.sleep(0.5)
+"""
+START = "threading.Thread(target=generate_for_ever, daemon=True).start(); assert running.wait(60);"
+INTERRUPT = "threading.Thread(target=lambda: (running.wait(60), os.kill(os.getpid(), signal.SIGINT))).start();"
+ENDS = {
+    "an error while a thread streams and attends": (RUN_FOR_EVER + START + "raise ValueError", 1),
+    "an interrupt of streams and kernels": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", -signal.SIGINT),
+    "sys.exit while a thread compiles": (COMPILE + "sys.exit(3)", 3),
+}
+
+
+@pytest.mark.parametrize(("program", "code"), ENDS.values(), ids=ENDS)
+def test_a_process_ends_in_the_middle_of_something(program: str, code: int, tmp_path: Path):
+    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = os.environ | {"PYTHONPATH": paths}
+    if program.startswith(COMPILE):
+        environment["NUMBA_CACHE_DIR"] = str(tmp_path)
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL, timeout=SECONDS_TO_END
+    )
+    assert process.returncode == code

@@ -1,10 +1,13 @@
 """Free host memory, container limits, and the refusal that comes before any allocation."""
 
+import re
 from pathlib import Path
 
 import psutil
 import pytest
 
+from hf_hybrid_cache.storage import host_memory
+from hf_hybrid_cache.storage.growth import grown_capacity
 from hf_hybrid_cache.storage.host_memory import (
     HostBudget,
     HostMemoryError,
@@ -89,6 +92,52 @@ def test_layers_that_hold_the_tokens_already_are_not_counted_again():
     budget.grow(Holder(), num_tokens=size, bytes_per_token=1)
     with pytest.raises(HostMemoryError):
         budget.grow(holders[0], num_tokens=3 * size, bytes_per_token=1)
+
+
+def test_a_cache_that_is_expected_to_get_too_long_is_refused_with_its_first_tokens():
+    size = available_host_bytes() // 100
+    budget = HostBudget(num_stores=10, outlook=Outlook(expected_tokens=20 * size))
+    with pytest.raises(HostMemoryError, match=rf"{20 * size:,} tokens \(max_length\) need"):
+        budget.grow(Holder(), num_tokens=1, bytes_per_token=1)
+
+
+@pytest.mark.parametrize("expected_tokens", [0, 5000])
+def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    outlook = Outlook(expected_tokens)
+    budget, holders, held = HostBudget(num_stores=2, outlook=outlook), (Holder(), Holder()), [0, 0]
+    total = 2**20
+
+    def grow(num_tokens: int) -> None:
+        for index, holder in enumerate(holders):
+            monkeypatch.setattr(host_memory, "available_host_bytes", lambda: total - sum(held))
+            held[index] = 100 * budget.grow(holder, num_tokens, bytes_per_token=100)
+
+    grow(100)
+    # Another process takes some of it.
+    total = 400_000
+    said = re.escape("about token 2,000" + (" of 5,000 (max_length)" if expected_tokens else ""))
+    with pytest.warns(UserWarning, match=said) as warned:
+        for num_tokens in range(400, 1900, 100):
+            grow(num_tokens)
+    assert len(warned) == 1
+    with pytest.raises(HostMemoryError, match="2,100 tokens need"):
+        grow(2100)
+
+
+def test_records_are_counted_in_tokens_of_their_blocks(monkeypatch: pytest.MonkeyPatch):
+    budget = HostBudget(num_stores=1, entry_tokens=64, outlook=Outlook(expected_tokens=64_000))
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 999)
+    with pytest.raises(HostMemoryError, match=r"64,000 tokens \(max_length\) need"):
+        budget.grow(Holder(), num_tokens=1, bytes_per_token=1)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 1000)
+    assert 64 * budget.grow(Holder(), num_tokens=1, bytes_per_token=1) == grown_capacity(64)
+
+
+def test_what_moves_to_grow_is_asked_for_twice():
+    size = available_host_bytes() // 3
+    HostBudget(num_stores=1).grow(Holder(), size, bytes_per_token=1, moved_bytes=size)
+    with pytest.raises(HostMemoryError):
+        HostBudget(num_stores=1).grow(Holder(), size, bytes_per_token=1, moved_bytes=3 * size)
 
 
 def test_layers_that_are_gone_are_forgotten():
