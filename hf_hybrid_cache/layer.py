@@ -108,8 +108,8 @@ class LayerStores:
             self._thread = thread
         elif self._thread not in (thread, None):
             raise RuntimeError(
-                "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. Give "
-                "each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
+                "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "
+                "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
             )
 
     def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:

@@ -18,7 +18,7 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.planning import BITS, Candidate, Way, model_cost
-from hf_hybrid_cache.storage import KVShape
+from hf_hybrid_cache.storage import KVShape, page_lock
 from hf_hybrid_cache.storage.page_lock import _lock
 from hf_hybrid_cache.storage.staging import Slot
 from hf_hybrid_cache.storage.streams import AcceleratorStreams
@@ -177,7 +177,8 @@ def test_a_slot_dropped_with_copies_under_way_harms_nobody():
         assert not any(other.any() for other in others)
 
 
-def test_memory_that_cannot_be_page_locked_is_used_all_the_same():
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page_lock, "_has_warned", False)
     memory = torch.empty(2**20, dtype=torch.uint8)
     address = -(-memory.data_ptr() // 4096) * 4096
     assert int(torch.cuda.cudart().cudaHostRegister(address, 4096, 0)) == 0

@@ -17,7 +17,7 @@ from kernels.programs import TESTS, run_program
 from torch.utils.data import DataLoader, Dataset
 from transformers.cache_utils import Cache
 
-from hf_hybrid_cache import DynamicHybridCache
+from hf_hybrid_cache import DynamicHybridCache, set_num_threads
 from hf_hybrid_cache.kernels import compile_in_background
 
 from caches import CACHES, QUANTIZED, stock
@@ -177,7 +177,7 @@ def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path
 
 
 RUN_FOR_EVER = """
-import os, signal, sys, threading, time
+import os, signal, threading
 import test_processes as t
 
 def generate_for_ever():
@@ -195,17 +195,33 @@ from hf_hybrid_cache.kernels import compile_in_background
 compile_in_background(np.dtype(np.uint16), True)
 time.sleep(0.5)
 """
+ATTEND = """
+import threading
+from kernels import test_threads as kernel_calls
+
+def attend_for_ever():
+    case = kernel_calls.make("bfloat16", 20_000)
+    while True:
+        kernel_calls.run(*case, 0.125)
+        running.set()
+
+running = threading.Event()
+threading.Thread(target=attend_for_ever, daemon=True).start()
+assert running.wait(60)
+"""
 START = "threading.Thread(target=generate_for_ever, daemon=True).start(); assert running.wait(60);"
 INTERRUPT = "threading.Thread(target=lambda: (running.wait(60), os.kill(os.getpid(), signal.SIGINT))).start();"
 ENDS = {
-    "an error while a thread streams and attends": (RUN_FOR_EVER + START + "raise ValueError", 1),
-    "an interrupt of streams and kernels": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", -signal.SIGINT),
-    "sys.exit while a thread compiles": (COMPILE + "sys.exit(3)", 3),
+    "an error while a thread attends": (ATTEND + "raise ValueError", [1]),
+    # Up to Python 3.13 torch may end a process in whose other threads it runs, with any cache.
+    "an error while a thread generates": (RUN_FOR_EVER + START + "raise ValueError", [1, -signal.SIGABRT]),
+    "an interrupt of generation": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", [-signal.SIGINT]),
+    "sys.exit while a thread compiles": (COMPILE + "sys.exit(3)", [3]),
 }
 
 
-@pytest.mark.parametrize(("program", "code"), ENDS.values(), ids=ENDS)
-def test_a_process_ends_in_the_middle_of_something(program: str, code: int, tmp_path: Path):
+@pytest.mark.parametrize(("program", "codes"), ENDS.values(), ids=ENDS)
+def test_a_process_ends_in_the_middle_of_something(program: str, codes: list[int], tmp_path: Path):
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = os.environ | {"PYTHONPATH": paths}
     if program.startswith(COMPILE):
@@ -213,4 +229,4 @@ def test_a_process_ends_in_the_middle_of_something(program: str, code: int, tmp_
     process = subprocess.run(
         [sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL, timeout=SECONDS_TO_END
     )
-    assert process.returncode == code
+    assert process.returncode in codes

@@ -40,7 +40,6 @@ def advice(
     Returns:
         How many tokens fit, and the quantized cache that loses least of those that would hold all, if one does.
     """
-
     usable = _USABLE * host_bytes
 
     def does_not_fit(tokens: int) -> bool:

@@ -34,6 +34,17 @@ class Outlook:
         self.expected_tokens = expected_tokens
         self.has_warned = False
 
+    def warn(self, last_token: int, free: int) -> None:
+        """Say that memory, of which `free` bytes are left, ends at `last_token`."""
+        self.has_warned = True
+        of_expected = f" of {self.expected_tokens:,} (max_length)" if self.expected_tokens > last_token else ""
+        warnings.warn(
+            f"Host memory will end at about token {last_token:,}{of_expected}: {free / 2**30:.2f} GiB are free"
+            f"{tightest_limit().where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens "
+            "that are stored stay, and the cache can be used on, also after an error.",
+            stacklevel=2,
+        )
+
 
 class HostBudget:
     """
@@ -45,13 +56,14 @@ class HostBudget:
     Args:
         num_stores: number of layers that will hold tokens in host memory.
         entry_tokens: tokens that are counted as one: 64 where what is held are records of coded blocks.
-        outlook: of the cache; what is expected is asked for with the first tokens, and looked at whenever layers grow.
+        outlook: of the cache: what is expected is asked for with the first tokens, and looked at whenever layers grow;
+            `None` where layers soon stop growing.
     """
 
     def __init__(self, num_stores: int, entry_tokens: int = 1, outlook: Outlook | None = None):
         self.num_stores = num_stores
         self.entry_tokens = entry_tokens
-        self.outlook = outlook or Outlook()
+        self.outlook = outlook
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
@@ -81,18 +93,19 @@ class HostBudget:
             return self._missing_bytes(store, tokens, bytes_per_token) + moved_bytes
 
         free = available_host_bytes()
-        expected = self.outlook.expected_tokens // self.entry_tokens
         ahead = grown_capacity(num_tokens, self.entry_tokens)
         granted = ahead if need(ahead) <= free else least_capacity(num_tokens, self.entry_tokens)
         if need(granted) > free:
             require_host_bytes(need(granted), f"{num_tokens * self.entry_tokens:,} tokens need")
-        if need(expected) > free and not self._held:
-            require_host_bytes(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need")
-        horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
-        if need(horizon) > free:
-            beyond = range(granted + 1, horizon)
-            fitting = granted + bisect_left(beyond, True, key=lambda tokens: need(tokens) > free)
-            self._warn(fitting * self.entry_tokens, free)
+        if self.outlook is not None:
+            expected = self.outlook.expected_tokens // self.entry_tokens
+            if need(expected) > free and not self._held:
+                require_host_bytes(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need")
+            horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
+            if need(horizon) > free and not self.outlook.has_warned:
+                beyond = range(granted + 1, horizon)
+                fitting = granted + bisect_left(beyond, True, key=lambda tokens: need(tokens) > free)
+                self.outlook.warn(fitting * self.entry_tokens, free)
         self.note(store, granted, bytes_per_token)
         return granted
 
@@ -107,19 +120,6 @@ class HostBudget:
         need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token
         need += sum(max(0, num_tokens - tokens) * size for tokens, size in held.values())
         return need + max(0, self.num_stores - len(held) - 1) * num_tokens * bytes_per_token
-
-    def _warn(self, last_token: int, free: int) -> None:
-        if self.outlook.has_warned:
-            return
-        self.outlook.has_warned = True
-        expected = self.outlook.expected_tokens
-        of_expected = f" of {expected:,} (max_length)" if expected > last_token else ""
-        warnings.warn(
-            f"Host memory will end at about token {last_token:,}{of_expected}: {free / 2**30:.2f} GiB are free"
-            f"{tightest_limit().where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens that "
-            "are stored stay, and the cache can be used on, also after an error.",
-            stacklevel=2,
-        )
 
 
 def require_host_bytes(num_bytes: int, purpose: str) -> None:

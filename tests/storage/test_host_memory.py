@@ -1,5 +1,6 @@
 """Free host memory, container limits, and the refusal that comes before any allocation."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -107,8 +108,8 @@ def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: 
     budget, holders, held = HostBudget(num_stores=2, outlook=outlook), (Holder(), Holder()), [0, 0]
     total = 2**20
 
-    def grow(num_tokens: int) -> None:
-        for index, holder in enumerate(holders):
+    def grow(*lengths: int) -> None:
+        for num_tokens, (index, holder) in itertools.product(lengths, enumerate(holders)):
             monkeypatch.setattr(host_memory, "available_host_bytes", lambda: total - sum(held))
             held[index] = 100 * budget.grow(holder, num_tokens, bytes_per_token=100)
 
@@ -117,8 +118,7 @@ def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: 
     total = 400_000
     said = re.escape("about token 2,000" + (" of 5,000 (max_length)" if expected_tokens else ""))
     with pytest.warns(UserWarning, match=said) as warned:
-        for num_tokens in range(400, 1900, 100):
-            grow(num_tokens)
+        grow(*range(400, 1900, 100))
     assert len(warned) == 1
     with pytest.raises(HostMemoryError, match="2,100 tokens need"):
         grow(2100)
