@@ -74,7 +74,7 @@ def refusal(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def refusal_of_many_tokens(cache: HybridCache, num_tokens: int = 3000) -> str:
+def refusal_of(cache: HybridCache, num_tokens: int = 3000) -> str:
     # A view of one number, which takes nothing.
     states = torch.ones(1).expand(BATCH * 4 // len(cache.layers), 2, num_tokens, 16)
     return refusal(lambda: cache.update(states, states, 0))
@@ -102,7 +102,7 @@ def follow_the_advice(make: Callable[..., HybridCache]) -> None:
     config = LlamaConfig(**COMMON, num_hidden_layers=16)
     with limited(100 * MIB):
         cache = make(config)
-        message = refusal_of_many_tokens(cache)
+        message = refusal_of(cache)
         fitting = int(re.search(r"([\d,]+) tokens fit as it is", message)[1].replace(",", ""))
         assert 500 < fitting < 2000
         store(cache, fitting)
@@ -139,9 +139,10 @@ def take_only_what_is_asked_for() -> None:
 
 def refuse_max_length_at_once() -> None:
     with limited(40 * MIB):
-        for make in (DynamicHybridCache, QuantizedHybridCache):
+        # The first block that is coded comes after 192 tokens.
+        for make, num_tokens in ((DynamicHybridCache, 1), (QuantizedHybridCache, 192)):
             cache = make(tiny_model("llama").config, max_length=20_000)
-            message = refusal_of_many_tokens(cache, num_tokens=1)
+            message = refusal_of(cache, num_tokens)
             assert "20,000 tokens (max_length) need" in message
             assert cache.get_seq_length() == 0
 
@@ -149,7 +150,7 @@ def refuse_max_length_at_once() -> None:
 def refuse_beyond_the_limit_of_data() -> None:
     cache = DynamicHybridCache(tiny_model("llama").config)
     with limited(100 * MIB, "DATA", "data"):
-        assert "limit of data (RLIMIT_DATA, ulimit -d)" in refusal_of_many_tokens(cache)
+        assert "limit of data (RLIMIT_DATA, ulimit -d)" in refusal_of(cache)
         store(cache, 1000)
 
 
@@ -159,8 +160,8 @@ def all_in_a_limited_process() -> None:
     for make in [*makes, QuantizedHybridCache]:
         # Compiled and with all threads before there is a limit, as in a process that has served for a while.
         generate(make(tiny_model("llama").config), random_prompt(BATCH, 300), 2)
+    generate_up_to_the_limit(DynamicHybridCache)
     for make in makes:
-        generate_up_to_the_limit(make)
         follow_the_advice(make)
     take_only_what_is_asked_for()
     refuse_copies()
@@ -189,7 +190,7 @@ def refuse_beyond_the_limit_of_the_group(group: str) -> None:
     limit = next(Path(group) / name for name in names if (Path(group) / name).exists())
     limit.write_text(str(psutil.Process().memory_info().rss + 200 * MIB))
     cache = DynamicHybridCache(tiny_model("llama").config)
-    assert "memory limit of its container (control group)" in refusal_of_many_tokens(cache, 10_000)
+    assert "memory limit of its container (control group)" in refusal_of(cache, 10_000)
     store(cache, 1000)
 
 
