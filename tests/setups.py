@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -80,7 +81,7 @@ _MINMAX = st.builds(
     rotate=st.booleans(),
 )
 _QUANTO = st.builds(quanto, bits=st.sampled_from([4, 2]), sink_tokens=_SINK_TOKENS)
-_CODECS = st.one_of(_MINMAX, _MINMAX, _MINMAX, _MINMAX.map(_swapped), _QUANTO)
+_CODECS = st.one_of(_MINMAX, _MINMAX, _MINMAX, _MINMAX.map(_swapped), *([_QUANTO] if find_spec("optimum") else []))
 _DIMS = st.integers(4, 40) | st.sampled_from([16, 32, 48, 64])
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from coded_reference import coded_reference
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
@@ -20,6 +21,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.storage import CodedStore, host_memory
 
+from lazy_streams import copy_late
 from tiny_models import random_prompt, tiny_model
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, hidden_size=512, head_dim=64)
@@ -208,3 +210,14 @@ def test_the_same_general_form_takes_a_codec_and_a_placement():
     fill(cache, 300)
     assert cache.stats.bytes_to_host > 0
     assert cache.get_seq_length() == 300
+
+
+def test_each_chunk_of_a_prompt_sees_the_tokens_in_full_precision_as_they_are_now():
+    """Not as the device had them for the chunk before, where the codes are attended to on the CPU afterwards."""
+    cache, plain = QuantizedHybridCache(CONFIG, bits=8, cpu_decode=True), coded_reference(CONFIG, minmax(8))
+    copy_late(cache)
+    for chunk in range(4):
+        new = states(128, seed=chunk), states(128, seed=chunk + 10)
+        ours, theirs = (each.update(*new, 0) for each in (cache, plain))
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
