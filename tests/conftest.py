@@ -13,8 +13,6 @@ import hypothesis
 import pytest
 import torch
 
-from experiments import records
-
 import soak
 
 _COUNTS = pytest.StashKey[Counter[str]]()
@@ -60,6 +58,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     folder = config.getoption("--soak-record")
     if folder is None:
         return
+    # Takes seconds, which every test process would spend.
+    from experiments import records
+
     record = {
         "seconds": round(time.monotonic() - config.stash[_STARTED], 1),
         "exit_status": int(exitstatus),

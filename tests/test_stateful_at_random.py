@@ -314,7 +314,7 @@ def test_any_sequence_of_operations_on_any_cache_gives_what_a_plain_cache_gives(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=budget(4, 200),
+            max_examples=budget(8, 200),
             stateful_step_count=30,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
