@@ -44,7 +44,7 @@ class Use:
         mask: `None`, "padding" or "bias".
         scale: of the scores.
         repeats_heads: repeat KV heads for their query heads first, as transformers does where there is a mask.
-        attends_last: attend after all layers got their states, as models do whose layers share them.
+        attends: "at_once"; "last", after all layers got their states, as in models whose layers share them; or "never".
         asks_for_states: read the states themselves.
         holds: hold on to them.
     """
@@ -52,7 +52,7 @@ class Use:
     mask: str | None
     scale: float | None
     repeats_heads: bool
-    attends_last: bool
+    attends: str
     asks_for_states: bool
     holds: bool
     mode: Mode
@@ -63,7 +63,7 @@ USES = st.builds(
     mask=st.sampled_from([None, "padding", "bias"]),
     scale=st.sampled_from([None, 0.3]),
     repeats_heads=st.booleans(),
-    attends_last=st.booleans(),
+    attends=st.sampled_from(["at_once", "at_once", "last", "last", "never"]),
     asks_for_states=st.sampled_from([False] * 7 + [True]),
     holds=st.booleans(),
     mode=MODES,
@@ -132,9 +132,10 @@ class CacheMachine(RuleBasedStateMachine):
             with use.mode():
                 returned = self.ours.update(keys.clone(), values.clone(), layer)
             waiting.append((query, returned, expected))
-            if not use.attends_last or layer == setup.num_layers - 1:
+            if use.attends != "last" or layer == setup.num_layers - 1:
                 for query, returned, expected in waiting:
-                    self.attend(query, returned, expected, mask, use)
+                    if use.attends != "never" and isinstance(returned[0], KVHandle):
+                        self.attend(query, returned, expected, mask, use)
                     self.compare(returned, expected, use)
                 waiting.clear()
                 del returned
@@ -155,8 +156,6 @@ class CacheMachine(RuleBasedStateMachine):
         return None
 
     def attend(self, query: torch.Tensor, returned: Pair, expected: Pair, mask: torch.Tensor | None, use: Use) -> None:
-        if not isinstance(returned[0], KVHandle):
-            return  # tensors, which are compared
         with use.mode():
             keys, values = (repeat_kv(part, self.setup.group) for part in returned) if use.repeats_heads else returned
             ours = scaled_dot_product_attention(
