@@ -16,7 +16,6 @@ from ..storage import available_host_bytes
 from ..user_folder import cache_home
 
 _SCHEMA = 1
-_MAY_BE_UNKNOWN = ("host", "device", "bus_bytes_per_second", "flops")
 # Numbers beyond are no measurements, and products of them may be infinite.
 _LEAST, _MOST = 1e-15, 1e30
 
@@ -36,7 +35,7 @@ class CacheSpeed:
         attention_flops: a second, in the prefill.
     """
 
-    steps: tuple[tuple[int, float], ...]
+    steps: tuple[tuple[float, float], ...]
     attention_flops: float
 
     def __post_init__(self) -> None:
@@ -141,7 +140,8 @@ def load_speeds(dtype: torch.dtype) -> Speeds:
     try:
         content = json.loads(path.read_text())
         there = dict(content["measured_on"])
-        speeds = _parsed(content["speeds"].get(str(dtype), {}))
+        kept = content["speeds"]
+        speeds = _parsed(kept[str(dtype)]) if str(dtype) in kept else Speeds()
     except FileNotFoundError:
         return Speeds()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,30 +183,39 @@ def _signature() -> dict[str, Any]:
 
 def _parsed(speeds: dict[str, Any]) -> Speeds:
     """What `asdict` made of speeds."""
-    _check_numbers(speeds)
-    host, device = (_parsed_device(speeds.pop(name, None)) for name in ("host", "device"))
-    return Speeds(host, device, **speeds)
+    bus = speeds["bus_bytes_per_second"]
+    return Speeds(
+        _parsed_device(speeds["host"]),
+        _parsed_device(speeds["device"]),
+        None if bus is None else _positive("bus_bytes_per_second", bus),
+        _seconds("round_trip_seconds", speeds["round_trip_seconds"]),
+    )
 
 
 def _parsed_device(speed: dict[str, Any] | None) -> DeviceSpeed | None:
     if speed is None:
         return None
     caches = {
-        name: CacheSpeed(tuple((size, seconds) for size, seconds in cache["steps"]), cache["attention_flops"])
-        for name, cache in speed.pop("caches").items()
+        name: CacheSpeed(
+            tuple((_positive("a size", size), _positive("a step", seconds)) for size, seconds in cache["steps"]),
+            _positive("attention_flops", cache["attention_flops"]),
+        )
+        for name, cache in speed["caches"].items()
     }
-    return DeviceSpeed(**speed, caches=caches)
+    flops = speed["flops"]
+    return DeviceSpeed(
+        _positive("weight_bytes_per_second", speed["weight_bytes_per_second"]),
+        _seconds("layer_seconds", speed["layer_seconds"]),
+        None if flops is None else _positive("flops", flops),
+        caches,
+    )
 
 
-def _check_numbers(speeds: dict[str, Any]) -> None:
-    for name, value in speeds.items():
-        if isinstance(value, dict):
-            _check_numbers(value)
-        elif isinstance(value, list):
-            _check_numbers({str(index): part for index, part in enumerate(value)})
-        elif not (
-            (value is None and name in _MAY_BE_UNKNOWN)
-            or (value == 0 and name.endswith("_seconds"))
-            or _LEAST <= value <= _MOST
-        ):
-            raise ValueError(f"{name} is {value}")
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
+
+
+def _seconds(name: str, value: Any) -> float:
+    return 0.0 if value == 0 else _positive(name, value)

@@ -1,0 +1,145 @@
+"""Whatever stands on the command line: an answer, or a message and exit code 2; never a traceback."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import typer
+from hypothesis import HealthCheck, example, given, settings
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_hybrid_cache import cli
+from soak import budget, count
+from tiny_models import VOCAB_SIZE, tiny_model
+
+pytestmark = pytest.mark.soak
+# Measures for seconds, and takes no value.
+LEFT_OUT = ("calibrate_first",)
+ODD = [
+    "",
+    " ",
+    "0",
+    "-5",
+    "1e999GiB",
+    "8GiB8",
+    "NaN",
+    "inf",
+    "1" * 30,
+    "9" * 5000,
+    "\0",
+    "\ud800",
+    "\udcff",
+    "８",
+    "8\u212a",
+    "a" * 5000,
+    "~nobody-of-this-name",
+    "./none",
+    "/",
+    ".",
+    "/dev/null",
+    "cpu:0",
+    "cpu:7",
+    "cuda",
+    "cuda:-1",
+    "cuda:" + "9" * 30,
+    "meta",
+    "--",
+    "%s{}",
+    "[red]",
+]
+GOOD = ["1", "2", "4", "8", "100", "8GiB", "30GB/s", "128", "1K", "cpu", "float32", "quantized", "stock", "Why?"]
+VALUES = st.one_of(
+    st.sampled_from(GOOD), st.sampled_from(ODD), st.text(st.characters(categories=None)), st.integers().map(str)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Holds a tiny model, and texts; the user's own folder is elsewhere."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(path)
+    (path / "text").write_text("w5 w7 w11 w13 " * 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HYBRID_CACHE_HOME", str(path / "home"))
+        patch.chdir(path)
+        yield path
+
+
+def options_of(command: str) -> list[Any]:
+    """All that the command itself says it has."""
+    group: Any = typer.main.get_command(cli.app)
+    parameters = group.commands[command].params
+    return [each for each in parameters if each.param_type_name == "option" and each.name not in LEFT_OUT]
+
+
+@st.composite
+def arguments_of(draw: st.DrawFn, command: str, start: list[str]) -> list[str]:
+    """`start` and a few options of a command, each with some value."""
+    arguments = [*start]
+    for option in draw(st.lists(st.sampled_from(options_of(command)), max_size=3)):
+        name = draw(st.sampled_from(option.opts))
+        if option.is_flag:
+            arguments.append(name)
+        elif draw(st.booleans()):
+            arguments += [name, draw(VALUES)]
+        else:
+            arguments.append(f"{name}={draw(VALUES)}")
+    return arguments
+
+
+def check(command: str, arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, [command, *arguments])
+    count("command lines")
+    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
+    assert result.exit_code in (0, 2)
+    assert "Traceback" not in result.stderr
+    if result.exit_code == 2:
+        assert "rror: " in result.stderr  # ours begins small
+
+
+def search_at_random(ci: int, soak: int) -> settings:
+    return settings(
+        deadline=None,
+        derandomize=True,
+        max_examples=budget(ci, soak),
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@search_at_random(60, 5000)
+@given(data=st.data())
+def test_plan_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
+    check("plan", data.draw(arguments_of("plan", ["--model", str(folder)])))
+
+
+@search_at_random(40, 3000)
+@given(data=st.data())
+def test_generate_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
+    source = data.draw(st.sampled_from(["--document", "--prompt-file"]))
+    start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "3", source, str(folder / "text")]
+    check("generate", data.draw(arguments_of("generate", start)))
+
+
+@pytest.mark.parametrize("command", ["plan", "generate"])
+def test_every_option_tells_odd_values_from_good_ones(command: str, folder: Path):
+    for option in options_of(command):
+        start = [] if option.name == "model" else ["--model", "./none"]
+        for value in [] if option.is_flag else ODD:
+            check(command, [*start, option.opts[0], value])
+
+
+@search_at_random(40, 3000)
+@given(content=st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode())))
+@example(content=b"\xef\xbb\xbf")
+@example(content=b"w1 \xff")
+def test_any_file_is_a_prompt_or_no_text(content: bytes, folder: Path):
+    (folder / "any").write_bytes(content)
+    start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "1"]
+    check("generate", [*start, "--prompt-file", str(folder / "any")])
