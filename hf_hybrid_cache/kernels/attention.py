@@ -105,21 +105,24 @@ class Plan(NamedTuple):
 @jit
 def started_segment(segment, items, call):
     """The plan of a segment that has seen nothing yet. Heads with none of its items have no maximum: not a number."""
-    heads = call.maxima.shape[1]
-    call.maxima[segment] = np.nan
+    heads, rows, width = call.partial.shape[1:]
+    maxima = call.maxima.ctypes.data + segment * heads * rows * 4
+    sums = call.sums.ctypes.data + segment * heads * rows * 4
+    partial = call.partial.ctypes.data + segment * heads * rows * width * 4
+    _fill(maxima, heads * rows, np.nan)
     for item in range(items.start, min(items.stop, items.start + heads)):
-        head = item % heads
-        call.maxima[segment, head] = -np.inf
-        call.sums[segment, head] = 0
-        call.partial[segment, head] = 0
+        row = item % heads * rows
+        _fill(maxima + row * 4, rows, -np.inf)
+        _fill(sums + row * 4, rows, 0)
+        _fill(partial + row * width * 4, rows * width, 0)
     return Plan(
         call.keys.dtype.type(0),
         call.query.ctypes.data,
         call.scores[segment].ctypes.data,
         call.corrections[segment].ctypes.data,
-        call.maxima[segment].ctypes.data,
-        call.sums[segment].ctypes.data,
-        call.partial[segment].ctypes.data,
+        maxima,
+        sums,
+        partial,
         call.query.shape[1],
         call.query.shape[2] * 4,
         call.keys.shape[2],
@@ -136,6 +139,14 @@ def started_segment(segment, items, call):
         call.bias.ctypes.data if call.bias.size > 0 else 0,
         call.bias.shape,
     )
+
+
+@jit
+def _fill(address, count, value):
+    """Write `value` into some float32."""
+    numbers = numba.carray(pointer(address, numba.float32(0)), (count,))
+    for index in range(count):
+        numbers[index] = value
 
 
 @jit

@@ -16,9 +16,9 @@ from .tiles import ROWS
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
 _SEGMENT_BLOCKS = 64
-# Segments of a call, and what they double from: most numbers of threads divide them.
+# A call has as few segments, or a double of them, of which most numbers of threads get the same.
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
-_WORTH_A_SEGMENT = 4  # blocks
+_WORTH_A_SEGMENT = 8  # blocks: merging its result is then nothing beside them
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 
@@ -172,7 +172,7 @@ class Workspace:
             attend_coded(pool.parallel, team, threads, self._coded_call(call, coded, coded_segments))
 
     def _segments(self, blocks: int) -> int:
-        """Pieces in which to attend to some blocks of all heads; not of the threads, so that no result depends on them."""
+        """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""
         segments = _FEWEST_SEGMENTS
         while segments < _MOST_SEGMENTS and 2 * segments * _WORTH_A_SEGMENT <= blocks:
             segments *= 2

@@ -15,7 +15,9 @@ ANY_JSON = st.recursive(
     max_leaves=12,
 )
 # Not of any JSON, or of too deep a one.
-NO_JSON = st.one_of(st.binary(max_size=200), st.sampled_from([b"", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{", b"1e999"]))
+NO_JSON = st.one_of(
+    st.binary(max_size=200), st.sampled_from([b"", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{", b"1e999"])
+)
 
 
 @st.composite

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hybrid_cache import cli
+
 from soak import budget, count
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -33,7 +34,7 @@ ODD = [
     "\0",
     "\ud800",
     "\udcff",
-    "８",
+    "\uff18",
     "8\u212a",
     "a" * 5000,
     "~nobody-of-this-name",

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from hf_hybrid_cache.planning import parse_bandwidth, parse_bytes, parse_tokens
+
 from soak import budget
 
 pytestmark = pytest.mark.soak
@@ -35,14 +36,18 @@ def test_any_text_is_a_number_or_an_error_that_quotes_it(parse: Callable[[str], 
     try:
         number = parse(text)
     except ValueError as error:
-        assert str(error).startswith(f"{text!r} {PARSERS[parse]}")
+        message = str(error)
+        assert message.startswith(f"{text!r} {PARSERS[parse]}")
     else:
         assert 0 <= float(number) < 1e31
         assert number > 0 or parse is parse_bytes
 
 
 @SearchAtRandom
-@given(count=st.integers(0, 10**18 - 1), unit=st.sampled_from(["KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB", "B", ""]))
+@given(
+    count=st.integers(0, 10**18 - 1),
+    unit=st.sampled_from(["KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB", "B", ""]),
+)
 def test_whole_numbers_come_back_exactly(count: int, unit: str):
     factors = {"K": 1, "M": 2, "G": 3, "T": 4}
     base = 1024 if "i" in unit else 1000

@@ -15,6 +15,7 @@ from kernels import test_coded_attention
 from kernels.reference import ELEMENTS, Case, attention, stored
 from kernels.test_attention import BOUND, make, run
 from kernels.test_coded_attention import BOUNDS, EVERY_WAY
+
 from soak import budget, count
 
 STORAGES = list(ELEMENTS)
@@ -87,12 +88,14 @@ def test_a_bad_number_anywhere_gives_what_torch_gives(storage: str, part: str, b
 def test_bad_numbers_at_random_places_give_what_torch_gives(data: st.DataObject):
     draw = data.draw
     storage, tokens = draw(st.sampled_from(STORAGES)), draw(st.integers(1, 200))
-    case, _ = make(storage, tokens, batch=2, num_kv_heads=2, group=draw(st.integers(1, 5)), seed=draw(st.integers(0, 9)))
+    group, seed = draw(st.integers(1, 5)), draw(st.integers(0, 9))
+    case, _ = make(storage, tokens, batch=2, num_kv_heads=2, group=group, seed=seed)
     for part in draw(st.lists(st.sampled_from(["keys", "values", "query"]), min_size=1, max_size=4)):
         states = getattr(case, part)
         place = tuple(draw(st.integers(0, size - 1)) for size in states.shape)
         states[place] = draw(st.sampled_from(BAD))
-    masks = mask_at(draw(st.sampled_from(["none", "visible", "bias", "lowest"])), draw(st.integers(0, tokens - 1)), tokens)
+    hidden = draw(st.integers(0, tokens - 1))
+    masks = mask_at(draw(st.sampled_from(["none", "visible", "bias", "lowest"])), hidden, tokens)
     bits = stored(case.keys, storage)[0], stored(case.values, storage)[0]
     check_like_torch(run(case, bits, 0.125, **masks)[0], case, masks)
 
@@ -126,7 +129,10 @@ def test_bad_numbers_in_full_precision_beside_codes_give_what_torch_gives(is_int
         case, (keys, values), coded = test_coded_attention.make(coded=3, last=70, group=4)
         block, place = divmod(token, BLOCK)
         bad_bits = stored(np.array(bad), "bfloat16")[0]
-        (keys if part == "keys" else values)[(block, 0, 5, place) if part == "keys" else (block, 0, place, 5)] = bad_bits
+        if part == "keys":
+            keys[block, 0, 5, place] = bad_bits
+        else:
+            values[block, 0, place, 5] = bad_bits
         getattr(case, part)[0, 0, token if block == 0 else token + 3 * BLOCK, 5] = bad
         out, _ = test_coded_attention.run((case, (keys, values), coded), is_integer)
         check_like_torch(out, case, {}, BOUNDS[is_integer])
