@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -117,10 +117,12 @@ def summary_row(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
 
 
 def _finite(number: str) -> float:
     value = float(number)
-    return value if math.isfinite(value) else _refuse(number)
+    if not math.isfinite(value):
+        _refuse(number)
+    return value
