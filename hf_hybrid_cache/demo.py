@@ -163,8 +163,9 @@ def following_prompt(
     num_tokens = prefix_ids.shape[1] + len(rest)
     if num_tokens > max_prompt_tokens:
         raise PromptError(
-            f"The saved document has {prefix_ids.shape[1]:,} tokens, the question {len(rest):,}, and {max_prompt_tokens:,} "
-            "fit (the model's context less the new tokens). Ask a shorter question or reduce --max-new-tokens."
+            f"The saved document has {prefix_ids.shape[1]:,} tokens, the question {len(rest):,}, and "
+            f"{max_prompt_tokens:,} fit (the model's context less the new tokens). Ask a shorter question or reduce "
+            "--max-new-tokens."
         )
     return Prompt(torch.cat([prefix_ids, torch.tensor([rest])], dim=1), prefix_tokens=prefix_ids.shape[1])
 
@@ -282,8 +283,9 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
 
 def _ids_apart(tokenizer: PreTrainedTokenizerBase, document: str, question: str) -> tuple[list[int], list[int]]:
     """Tokens of the prompt up to the end of the document, and from there on."""
-    middle = f"\n\n{question}"
-    before, found, after = _chat_text(tokenizer, document + middle).rpartition(middle)
+    middle = f"\n\n{question.strip()}"
+    # Templates may trim a message, and so what follows an empty document.
+    before, found, after = _chat_text(tokenizer, (document or ".") + middle).rpartition(middle)
     if not found:
         raise PromptError("The model's chat template changes the question, so it cannot follow a saved document.")
     prefix = tokenizer(before, add_special_tokens=not tokenizer.chat_template, verbose=False)["input_ids"]

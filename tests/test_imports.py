@@ -41,7 +41,7 @@ ALLOWED = {
     "calibration": {"cache", "planning", "storage", "torch", "transformers"},
     "models": {"models", "torch", "transformers", "user_folder"},
     "demo": {"cache", "layer", "torch", "transformers"},
-    "cli": {"calibration", "cli", "demo", "models", "planning", "saving", "torch", "transformers"},
+    "cli": {"cache", "calibration", "cli", "demo", "models", "planning", "saving", "torch", "transformers"},
 }
 WATCHED = {"torch", "transformers", "numba"}
 

@@ -1,5 +1,6 @@
 """`hf-hybrid-cache generate`: ask a question about a long document, with any of the caches."""
 
+import time
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
+from ..cache import HybridCache, saved_token_ids
 from ..demo import (
     CACHES,
     DEFAULT_QUESTION,
@@ -26,6 +28,7 @@ from ..demo import (
     context_length,
     default_document,
     document_prompt,
+    following_prompt,
     random_prompt,
     timed_generate,
     verbatim_prompt,
@@ -46,10 +49,18 @@ def generate(
     model: Annotated[
         str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")
     ] = next(iter(NAMED_MODELS)),
-    cache: Annotated[str, typer.Option(help=f"One of {', '.join(CACHES)}.")] = "offloaded",
+    cache: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(CACHES)}. Default: offloaded, or as it was saved.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Generate with every cache and print a table; --cache is not used.")
     ] = False,
+    save_cache: Annotated[
+        Path | None, typer.Option(help="Keep the document, computed, in this file, for other questions.")
+    ] = None,
+    load_cache: Annotated[
+        Path | None, typer.Option(help="Ask about the document that was kept in this file; --document is not needed.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 64,
     context_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the document to keep at most.")] = 2000,
     prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
@@ -68,7 +79,9 @@ def generate(
     """
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
-        check_choice("--cache", cache, CACHES)
+        _check_files(save_cache, load_cache, cache, compare, prompt_file)
+        name = cache or "offloaded"
+        check_choice("--cache", name, CACHES)
         if bits not in (8, 4, 2):
             raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
         if dtype is not None:
@@ -79,6 +92,7 @@ def generate(
             raise UsageError("--question is empty.")
         source = prompt_file or document
         text = _read_text(source) if source else None
+        saved_ids = _document_ids(load_cache) if load_cache and text is None else None
         if not notes.is_interactive:
             disable_progress_bars()
             transformers_logging.disable_progress_bar()
@@ -93,16 +107,22 @@ def generate(
         if room < 1:
             raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {context:,} tokens.")
         if tokenizer is None:
-            if text is not None or question is not None:
+            if text is not None or question is not None or save_cache or load_cache:
                 raise UsageError(f"{model} has no tokenizer: it takes no text, only the random tokens it gets without.")
             prompt = random_prompt(language_model, min(context_tokens, room))
             note(notes, f"prompt: {prompt.input_ids.shape[1]:,} random tokens")
         elif prompt_file and text is not None:
             prompt = verbatim_prompt(tokenizer, text, room)
             note(notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens")
+        elif saved_ids is not None:
+            prompt = following_prompt(tokenizer, saved_ids, question or DEFAULT_QUESTION, room)
+            note(
+                notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens, {prompt.prefix_tokens:,} of them in {load_cache}"
+            )
         else:
+            is_apart = bool(save_cache or load_cache)
             prompt = document_prompt(
-                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context_tokens, room
+                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context_tokens, room, is_apart
             )
             kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
             note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
@@ -111,9 +131,14 @@ def generate(
         task = _Task(language_model, prompt, options, max_new_tokens, prefill_chunk_size, notes)
         stream = _Stream(out, tokenizer)
         if not compare:
-            run = task.run(cache, stream.put)
+            filled = None
+            if load_cache:
+                filled, name = task.load(load_cache), f"{load_cache}"
+            elif save_cache:
+                filled = task.save(name, save_cache)
+            run = task.run(name, stream.put, filled)
             stream.end()
-            note(notes, _summary(cache, run))
+            note(notes, _summary(name, run))
             return
         runs = {}
         for name in CACHES:
@@ -128,7 +153,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Task:
-    """One prompt for one model, to be run with any cache, each time a new one."""
+    """One prompt for one model, to be run with any cache, each time a new one unless one is given."""
 
     model: PreTrainedModel
     prompt: Prompt
@@ -140,12 +165,55 @@ class _Task:
     def warm_up(self, name: str) -> None:
         warm_up(self.model, self.prompt.input_ids, self._new_cache(name))
 
-    def run(self, name: str, on_token: Callable[[int], None] | None = None) -> Run:
+    @property
+    def _prefix(self) -> torch.Tensor:
+        return self.prompt.input_ids[:, : self.prompt.prefix_tokens]
+
+    def save(self, name: str, path: Path) -> HybridCache:
+        """A cache that holds what is before the question, which `path` then does too."""
+        cache = self._new_cache(name)
+        assert isinstance(cache, HybridCache)
+        run = self._generate(f"{name}: document", self._prefix, cache, 1)
+        start = time.perf_counter()
+        cache.save(path, self._prefix)
+        seconds = time.perf_counter() - start
+        size = _mebibytes(path.stat().st_size)
+        note(self.notes, f"document: prefill {run.prefill_seconds:.2f} s; {size} written to {path} in {seconds:.2f} s")
+        return cache
+
+    def load(self, path: Path) -> HybridCache:
+        """The cache that `save` wrote, if it is of what is before the question."""
+        start = time.perf_counter()
+        cache = HybridCache.load(path, self.model.config, device=self.model.device, token_ids=self._prefix)
+        seconds = time.perf_counter() - start
+        left = self.prompt.input_ids.shape[1] - cache.get_seq_length()
+        note(self.notes, f"document: read from {path} in {seconds:.2f} s; {left:,} tokens of the prompt are left")
+        return cache
+
+    def run(self, name: str, on_token: Callable[[int], None] | None = None, cache: HybridCache | None = None) -> Run:
         """Generate once; on a terminal a bar shows the prefill."""
-        input_ids = self.prompt.input_ids
+        filled = cache.get_seq_length() if cache else 0
+        return self._generate(
+            f"{name}: prefill",
+            self.prompt.input_ids,
+            cache or self._new_cache(name),
+            self.max_new_tokens,
+            filled,
+            on_token,
+        )
+
+    def _generate(
+        self,
+        title: str,
+        input_ids: torch.Tensor,
+        cache: Cache,
+        max_new_tokens: int,
+        filled: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.notes, transient=True, disable=not self.notes.is_interactive) as progress:
-            bar = progress.add_task(f"{name}: prefill", total=input_ids.shape[1])
+            bar = progress.add_task(title, total=input_ids.shape[1] - filled)
 
             def on_each_token(token: int) -> None:
                 progress.stop()  # before the answer is written where the bar was
@@ -155,8 +223,8 @@ class _Task:
             return timed_generate(
                 self.model,
                 input_ids,
-                self._new_cache(name),
-                self.max_new_tokens,
+                cache,
+                max_new_tokens,
                 self.prefill_chunk_size,
                 on_prefill=lambda num_tokens: progress.advance(bar, num_tokens),
                 on_token=on_each_token,
@@ -236,6 +304,33 @@ def _rate(run: Run) -> str:
 
 def _mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _check_files(
+    save_cache: Path | None, load_cache: Path | None, cache: str | None, compare: bool, prompt_file: Path | None
+) -> None:
+    option = "--save-cache" if save_cache else "--load-cache"
+    if not save_cache and not load_cache:
+        return
+    if save_cache and load_cache:
+        raise UsageError("--save-cache and --load-cache do not go together: copy the file.")
+    if compare:
+        raise UsageError(f"{option} is for one cache, --compare for all: drop one of them.")
+    if prompt_file:
+        raise UsageError(f"{option} tells the document from the question: use --document instead of --prompt-file.")
+    if load_cache and cache:
+        raise UsageError("--load-cache gives the cache that was saved: drop --cache.")
+    if save_cache and not save_cache.parent.is_dir():
+        raise UsageError(f"--save-cache {save_cache}: there is no folder {save_cache.parent}. Make it first.")
+    if cache == "stock":
+        raise UsageError("--cache stock is transformers' own, which cannot be saved: use dynamic.")
+
+
+def _document_ids(path: Path) -> torch.Tensor:
+    token_ids = saved_token_ids(path)
+    if token_ids is None or token_ids.shape[0] != 1:
+        raise UsageError(f"{path} was not saved with --save-cache: it lacks the tokens of a document.")
+    return token_ids
 
 
 def _read_text(path: Path) -> str:

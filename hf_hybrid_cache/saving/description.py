@@ -117,7 +117,7 @@ class CacheDescription:
         """
         try:
             return _described(json.loads(text))
-        except (ValueError, TypeError, KeyError, RecursionError, ImportError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ImportError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

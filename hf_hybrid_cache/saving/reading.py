@@ -289,10 +289,12 @@ class _Devices:
             try:
                 # With its index, as the states of a model have it.
                 self._known[name] = torch.empty(0, device=name).device
-            except (RuntimeError, AssertionError) as error:
+            except (RuntimeError, AssertionError, ImportError) as error:
                 raise ValueError(
                     f"there is no device {name} here; pass device='cpu', or the one of the model"
                 ) from error
+        if self._known[name].type == "meta":
+            raise ValueError("a meta device holds no keys and values")
         return self._known[name]
 
 

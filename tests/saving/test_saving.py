@@ -1,0 +1,352 @@
+"""A cache that was saved and loaded goes on as the one it was saved from, wherever it lives then."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+from safetensors import safe_open
+from test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_hybrid_cache import (
+    CacheFileError,
+    DynamicHybridCache,
+    HybridCache,
+    KVCodec,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+    minmax,
+    quanto,
+    saved_token_ids,
+)
+from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
+from hf_hybrid_cache.layer import HybridLayer
+from hf_hybrid_cache.storage.address_space import AddressSpace
+
+from caches import CACHES, QUANTIZED
+from soak import budget, count
+from tiny_models import FAMILIES, random_prompt, tiny_model
+
+MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
+declines = pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+
+
+@torch.no_grad()
+def filled(model: PreTrainedModel, make, num_tokens: int, batch: int = 1) -> HybridCache:
+    cache = make(model.config)
+    model(random_prompt(batch, num_tokens), past_key_values=cache)
+    return cache
+
+
+def continued(
+    model: PreTrainedModel, cache: Cache, num_tokens: int, batch: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits of a question after the prompt of `filled`."""
+    ids = torch.cat([random_prompt(batch, num_tokens), random_prompt(batch, 3, seed=1)], dim=1)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=4,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+def is_attended_on_cpu(cache: HybridCache) -> bool:
+    return all(layer.is_attended_on_cpu for layer in cache.layers if isinstance(layer, HybridLayer) and layer.store)
+
+
+def assert_goes_on_like(model: PreTrainedModel, loaded: HybridCache, original: HybridCache, num_tokens: int) -> None:
+    batch = 2
+    for ours, theirs in zip(
+        continued(model, loaded, num_tokens, batch), continued(model, original, num_tokens, batch), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@declines
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cache_of_every_family_goes_on_with_the_same_tokens_and_logits(family: str, name: str, tmp_path: Path):
+    model, path, num_tokens = tiny_model(family), tmp_path / "cache.kv", 188
+    original = filled(model, MAKERS[name], num_tokens, batch=2)
+    original.save(path)
+    content = path.read_bytes()
+    for mmap in (False, True) if is_attended_on_cpu(original) else (False,):
+        loaded = HybridCache.load(path, model.config, mmap=mmap)
+        assert_goes_on_like(model, loaded, copy.deepcopy(original), num_tokens)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 191, 192, 193, 320])
+@pytest.mark.parametrize("name", ["dynamic", "default", "quantized_8", "quantized_streamed"])
+def test_lengths_around_a_block_go_on_with_the_same_tokens_and_logits(name: str, num_tokens: int, tmp_path: Path):
+    model, path = tiny_model("llama", torch.bfloat16), tmp_path / "cache.kv"
+    original = filled(model, MAKERS[name], num_tokens, batch=2)
+    original.save(path)
+    assert_goes_on_like(model, HybridCache.load(path, model.config), original, num_tokens)
+
+
+@pytest.mark.parametrize("codec", [None, minmax(4)])
+def test_a_cache_is_loaded_into_any_placement(codec: KVCodec | None, tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    placements = [Placement(cpu_decode=False), Placement(True, cpu_decode=False), Placement(cpu_decode=True)]
+    for before in placements:
+        cache = filled(model, lambda config, before=before: HybridCache(config, before, codec=codec), 200)
+        cache.save(path)
+        for after in placements:
+            loaded = HybridCache.load(path, model.config, after)
+            for ours, theirs in zip(loaded.layers, copy.deepcopy(cache).layers, strict=True):
+                assert type(ours.store) is type(HybridCache.load(path, model.config, after).layers[0].store)
+                assert torch.equal(ours.keys, theirs.keys)
+                assert torch.equal(ours.values, theirs.values)
+
+
+def test_what_was_placed_and_coded_how_is_loaded_too(tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    codecs = {1: minmax(2, 16, 0, False), 3: minmax((8, 4))}
+    original = HybridCache(model.config, Placement(True, 2, 1, None, [1, 3]), 5000, codecs)
+    original.save(path)
+    loaded = HybridCache.load(path, model.config)
+    assert loaded._stores.placement == original._stores.placement
+    assert loaded._stores.codecs == original._stores.codecs
+    assert loaded._stores.room == original._stores.room
+    assert loaded.get_seq_length() == 0
+
+
+def quanto_or_skip() -> KVCodec:
+    pytest.importorskip("optimum.quanto")
+    return quanto(2, 128)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
+@pytest.mark.parametrize("options", [(), (16,), (32, 0), (64, 128, False)])
+def test_codecs_of_min_max_are_described_and_made_again(bits, options):
+    codec = minmax(bits, *options)
+    assert described_codec(describe(codec)) == codec
+
+
+def test_a_codec_of_quanto_is_saved_and_loaded(tmp_path: Path):
+    codec = quanto_or_skip()
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    original = filled(model, lambda config: HybridCache(config, codec=codec), 300, batch=2)
+    original.save(path)
+    assert_goes_on_like(model, HybridCache.load(path, model.config), original, 300)
+
+
+def test_a_codec_without_a_description_is_refused_and_no_file_is_written(tmp_path: Path):
+    keys = MinMaxCodec(4, 64, per_channel=True)
+    cache = HybridCache(tiny_model("llama").config, codec=KVCodec(keys, MinMaxCodec(4, 32, per_channel=False)))
+    with pytest.raises(CacheFileError, match="no way to describe"):
+        cache.save(tmp_path / "cache.kv")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(tmp_path: Path):
+    cache = filled(tiny_model("gemma3"), DynamicHybridCache, 70)
+    cache.layers[2].window = object()
+    with pytest.raises(CacheFileError, match=r"DynamicSlidingWindowLayer has window, .*: it holds a object"):
+        cache.save(tmp_path / "cache.kv")
+    assert not list(tmp_path.iterdir())
+
+
+def test_safetensors_reads_the_file_and_finds_the_states_in_it(tmp_path: Path):
+    cache, path = filled(tiny_model("llama"), DynamicHybridCache, 100), tmp_path / "cache.kv"
+    cache.save(path, random_prompt(1, 100))
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["format"] == "hf_hybrid_cache"
+        keys, ids = file.get_tensor("layers.2/states.keys"), file.get_tensor("token_ids")
+    tokens = keys.permute(1, 2, 0, 4, 3).flatten(2, 3)
+    assert torch.equal(tokens[:, :, :100], cache.layers[2].keys)
+    assert not tokens[:, :, 100:].any()
+    assert torch.equal(ids, random_prompt(1, 100).int())
+
+
+def test_tokens_that_were_removed_are_not_in_the_file(tmp_path: Path):
+    path = tmp_path / "cache.kv"
+    cache = filled(tiny_model("llama"), DynamicHybridCache, 60)
+    cache.crop(-20)
+    cache.save(path)
+    with safe_open(path, framework="pt") as file:
+        assert not file.get_tensor("layers.0/states.keys")[..., 40:].any()
+
+
+def test_a_file_may_be_replaced_by_the_cache_that_is_mapped_from_it(tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    original = filled(model, DynamicHybridCache, 130, batch=2)
+    original.save(path)
+    for _ in range(2):
+        HybridCache.load(path, model.config, mmap=True).save(path)
+    assert_goes_on_like(model, HybridCache.load(path, model.config, mmap=True), original, 130)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_files_cannot_be_mapped_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    original = filled(model, DynamicHybridCache, 130, batch=2)
+    original.save(path)
+    monkeypatch.setattr(AddressSpace, "map_file", lambda *arguments: False)
+    assert_goes_on_like(model, HybridCache.load(path, model.config, mmap=True), original, 130)
+
+
+@pytest.mark.parametrize("make", [lambda config: DynamicHybridCache(config, cpu_decode=False), OffloadedHybridCache])
+def test_mapping_layers_that_are_not_attended_to_on_the_cpu_is_refused(make, tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    filled(model, make, 10).save(path)
+    with pytest.raises(CacheFileError, match=r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)"):
+        HybridCache.load(path, model.config, Placement(cpu_decode=False), mmap=True)
+
+
+# What sequences of operations leave
+
+
+class Reloaded:
+    """Rules that a machine of operations gets besides: from then on it works on what was loaded."""
+
+    folder: Path
+    mmap: bool
+
+    @rule()
+    def reload(self) -> None:
+        path = self.folder / "cache.kv"
+        self.ours.save(path)
+        self.ours = HybridCache.load(path, CONFIG, mmap=self.mmap)
+        self.content = path.read_bytes()
+
+    @rule(sequences=st.integers(1, 2))
+    def reload_twice(self, sequences: int) -> None:
+        for _ in range(sequences):
+            self.reload()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "content"):
+            assert (self.folder / "cache.kv").read_bytes() == self.content
+            count("examples of operation sequences")
+
+
+@pytest.mark.soak
+@declines
+@pytest.mark.parametrize(
+    ("kind", "variant", "mmap"),
+    [
+        (CacheMachine, "dynamic", False),
+        (CacheMachine, "offloaded_partly", False),
+        (CacheMachine, "cpu_decode", True),
+        (QuantizedCacheMachine, "quantized_streamed", False),
+        (QuantizedCacheMachine, "quantized_8", True),
+        (QuantizedCacheMachine, "quantized_2", False),
+    ],
+)
+def test_any_sequence_of_operations_with_files_between_leaves_the_same(kind, variant: str, mmap: bool, tmp_path: Path):
+    machine = type("Machine", (Reloaded, kind), {"variant": variant, "folder": tmp_path, "mmap": mmap})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=budget(6, 300),
+            stateful_step_count=15,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+
+
+# Memory
+
+
+def printed(program: str, folder: Path) -> list[int]:
+    """Numbers that a process prints which has a cache of 64 MiB, `cache`, and its file at `path`."""
+    start = f"""
+import re, sys, torch
+from pathlib import Path
+from transformers import LlamaConfig
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache
+config = LlamaConfig(num_hidden_layers=8, num_attention_heads=8, hidden_size=512)
+path = Path({str(folder / "cache.kv")!r})
+def mebibytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+def fill(cache):
+    states = torch.ones(1, 8, 2048, 64)
+    for layer in range(8):
+        cache.update(states, states, layer)
+    return cache
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", start + program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+@needs_linux
+def test_saving_takes_the_memory_of_one_layer_at_most(tmp_path: Path):
+    # What is on a device is in another layout; here the device is the CPU.
+    program = """
+for cpu_decode in (True, False):
+    cache = fill(DynamicHybridCache(config, cpu_decode=cpu_decode))
+    cache.save(path)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = mebibytes("VmRSS")
+    cache.save(path)
+    print(mebibytes("VmHWM") - before)
+"""
+    in_blocks, on_device = printed(program, tmp_path)
+    assert in_blocks <= 4
+    assert on_device <= 8 + 4
+
+
+@needs_linux
+def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path: Path):
+    program = """
+fill(DynamicHybridCache(config, cpu_decode=True)).save(path)
+for mmap in (True, False):
+    before = mebibytes("RssAnon")
+    cache = HybridCache.load(path, config, mmap=mmap)
+    print(mebibytes("RssAnon") - before)
+"""
+    mapped, read = printed(program, tmp_path)
+    assert mapped <= 4
+    assert read >= 60
+
+
+# Token ids
+
+
+def test_token_ids_are_kept_and_compared(tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    ids = random_prompt(2, 70)
+    cache = filled(model, QuantizedHybridCache, 70, batch=2)
+    cache.save(path, ids)
+    assert torch.equal(saved_token_ids(path), ids)
+    HybridCache.load(path, model.config, token_ids=torch.cat([ids, ids], dim=1))
+    other = ids.clone()
+    other[1, 33] += 1
+    with pytest.raises(CacheFileError, match=rf"token 33 of sequence 1 is {ids[1, 33]} in the file and {other[1, 33]}"):
+        HybridCache.load(path, model.config, token_ids=other)
+    for unlike in (ids[:, :69], ids[:1], ids[0]):
+        with pytest.raises(CacheFileError, match=r"holds \[2, 70\] tokens"):
+            HybridCache.load(path, model.config, token_ids=unlike)
+    cache.save(path)
+    assert saved_token_ids(path) is None
+    with pytest.raises(CacheFileError, match="no token ids to compare with"):
+        HybridCache.load(path, model.config, token_ids=ids)
+
+
+@pytest.mark.parametrize("ids", [random_prompt(1, 9), random_prompt(1, 11), random_prompt(1, 10)[0], torch.ones(1, 10)])
+def test_token_ids_that_are_not_those_of_the_tokens_are_refused(ids: torch.Tensor, tmp_path: Path):
+    cache = filled(tiny_model("llama"), DynamicHybridCache, 10)
+    with pytest.raises(ValueError, match=r"must be integers \[batch, 10\]"):
+        cache.save(tmp_path / "cache.kv", ids)
