@@ -152,6 +152,33 @@ def test_a_model_without_a_tokenizer_runs_on_random_tokens():
     assert "prompt: 20 random tokens" in result.stderr
 
 
+# Files
+
+
+@needs_smollm2
+@pytest.mark.parametrize("cache", ["dynamic", "quantized"])
+def test_a_saved_document_answers_another_question_as_if_it_were_read_again(cache, smollm2, tmp_path):
+    path, question = tmp_path / "document.kv", "Which statement is this about?"
+    saving = invoke(*SHORT, "--cache", cache, "--save-cache", path)
+    assert saving.exit_code == 0, saving.stderr
+    assert f"MiB written to {path} in" in saving.stderr
+    loading = invoke(*SHORT, "--load-cache", path, "--question", question)
+    assert loading.exit_code == 0, loading.stderr
+    assert f"document: read from {path} in" in loading.stderr
+    assert loading.stdout == invoke(*SHORT, "--cache", cache, "--question", question).stdout
+    prompt = document_prompt(smollm2[1], default_document(), question, 150, 8000, apart=True)
+    assert f"{prompt.input_ids.shape[1] - prompt.prefix_tokens} tokens of the prompt are left" in loading.stderr
+
+
+@needs_smollm2
+def test_a_saved_document_is_refused_where_another_is_asked_about(long_text, tmp_path):
+    path = tmp_path / "document.kv"
+    (tmp_path / "short.txt").write_text("A short text.")
+    assert invoke(*SHORT, "--save-cache", path, "--document", tmp_path / "short.txt").exit_code == 0
+    assert invoke(*SHORT, "--load-cache", path, "--document", tmp_path / "short.txt").exit_code == 0
+    assert "is of another text: token " in error_of(*SHORT, "--load-cache", path, "--document", long_text)
+
+
 # Prompts
 
 
@@ -226,6 +253,14 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--question", " "], "--question is empty"),
         (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
+        (["--save-cache", "a", "--load-cache", "b"], "--save-cache and --load-cache do not go together"),
+        (["--save-cache", "a", "--compare"], "--save-cache is for one cache, --compare for all"),
+        (["--load-cache", "a", "--compare"], "--load-cache is for one cache, --compare for all"),
+        (["--save-cache", "a", "--prompt-file", "x"], "--save-cache tells the document from the question"),
+        (["--save-cache", "a", "--cache", "stock"], "--cache stock is transformers' own, which cannot be saved"),
+        (["--save-cache", "no/such/folder/a"], "there is no folder no/such/folder. Make it first"),
+        (["--load-cache", "a", "--cache", "dynamic"], "--load-cache gives the cache that was saved: drop --cache"),
+        (["--load-cache", "no-such-file"], "no-such-file cannot be read: No such file or directory."),
         (["--model", "./no/such/folder"], "There is no folder"),
         (["--model", "one/two/three"], "is neither a folder nor a name"),
     ],

@@ -55,6 +55,9 @@ def run(*command: str) -> str:
         pytest.param(
             "quantized_step", ["--tokens", "300", "--repeats", "2", *SMALL_BUFFER], {"300"}, marks=needs_quanto
         ),
+        pytest.param(
+            "reload", ["--tokens", "200", "--caches", "dynamic", "4 bits"], {"dynamic", "4 bits"}, marks=needs_smollm2
+        ),
         ("thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
         pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),

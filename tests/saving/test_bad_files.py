@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -319,22 +318,20 @@ def test_whatever_ends_the_writing_leaves_the_older_file(error: type[BaseExcepti
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
 def test_a_disk_that_is_full_leaves_the_older_file(tmp_path: Path):
+    import resource
+
     path = tmp_path / "cache.kv"
     path.write_bytes(b"older")
-    program = f"""
-import resource, torch
-from transformers import LlamaConfig
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache
-cache = DynamicHybridCache(LlamaConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64))
-cache.update(torch.ones(1, 4, 500, 16), torch.ones(1, 4, 500, 16), 0)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    cache.save({str(path)!r})
-except CacheFileError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == f"{path} was not written: File too large.\n"
+    states = torch.ones(1, 2, 500, 16)
+    filled = DynamicHybridCache(CONFIG)
+    filled.update(states, states, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CacheFileError, match=r"was not written: File too large\.$"):
+            filled.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"older"
     assert list(tmp_path.iterdir()) == [path]
 

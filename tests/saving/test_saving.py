@@ -91,9 +91,20 @@ def test_every_cache_of_every_family_goes_on_with_the_same_tokens_and_logits(fam
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 191, 192, 193, 320])
-@pytest.mark.parametrize("name", ["dynamic", "default", "quantized_8", "quantized_streamed"])
-def test_lengths_around_a_block_go_on_with_the_same_tokens_and_logits(name: str, num_tokens: int, tmp_path: Path):
-    model, path = tiny_model("llama", torch.bfloat16), tmp_path / "cache.kv"
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("dynamic", torch.bfloat16),
+        ("default", torch.float32),
+        ("quantized_8", torch.float32),
+        ("quantized_streamed", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_lengths_around_a_block_go_on_with_the_same_tokens_and_logits(
+    name: str, dtype: torch.dtype, num_tokens: int, tmp_path: Path
+):
+    model, path = tiny_model("llama", dtype), tmp_path / "cache.kv"
     original = filled(model, MAKERS[name], num_tokens, batch=2)
     original.save(path)
     assert_goes_on_like(model, HybridCache.load(path, model.config), original, num_tokens)
@@ -267,57 +278,42 @@ def test_any_sequence_of_operations_with_files_between_leaves_the_same(kind, var
 # Memory
 
 
-def printed(program: str, folder: Path) -> list[int]:
-    """Numbers that a process prints which has a cache of 64 MiB, `cache`, and its file at `path`."""
-    start = f"""
+PROGRAM = """
 import re, sys, torch
 from pathlib import Path
 from transformers import LlamaConfig
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache
-config = LlamaConfig(num_hidden_layers=8, num_attention_heads=8, hidden_size=512)
-path = Path({str(folder / "cache.kv")!r})
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement
+
 def mebibytes(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
-def fill(cache):
-    states = torch.ones(1, 8, 2048, 64)
+
+# 64 MiB in 8 layers.
+config, path = LlamaConfig(num_hidden_layers=8, num_attention_heads=8, hidden_size=512), Path(sys.argv[1])
+states = torch.ones(1, 8, 2048, 64)
+# What is on a device is in another layout than a file; here the device is the CPU.
+for cpu_decode in (True, False):
+    cache = DynamicHybridCache(config, cpu_decode=cpu_decode)
     for layer in range(8):
         cache.update(states, states, layer)
-    return cache
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", start + program], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(number) for number in done.stdout.split()]
-
-
-@needs_linux
-def test_saving_takes_the_memory_of_one_layer_at_most(tmp_path: Path):
-    # What is on a device is in another layout; here the device is the CPU.
-    program = """
-for cpu_decode in (True, False):
-    cache = fill(DynamicHybridCache(config, cpu_decode=cpu_decode))
     cache.save(path)
     Path("/proc/self/clear_refs").write_text("5")
     before = mebibytes("VmRSS")
     cache.save(path)
     print(mebibytes("VmHWM") - before)
+for mmap in (True, False):
+    before = mebibytes("RssAnon")
+    cache = HybridCache.load(path, config, Placement(cpu_decode=True), mmap=mmap)
+    print(mebibytes("RssAnon") - before)
 """
-    in_blocks, on_device = printed(program, tmp_path)
-    assert in_blocks <= 4
-    assert on_device <= 8 + 4
 
 
 @needs_linux
-def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path: Path):
-    program = """
-fill(DynamicHybridCache(config, cpu_decode=True)).save(path)
-for mmap in (True, False):
-    before = mebibytes("RssAnon")
-    cache = HybridCache.load(path, config, mmap=mmap)
-    print(mebibytes("RssAnon") - before)
-"""
-    mapped, read = printed(program, tmp_path)
+def test_saving_takes_the_memory_of_one_layer_at_most_and_a_mapped_file_none(tmp_path: Path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache.kv")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    saved_from_blocks, saved_from_a_device, mapped, read = map(int, done.stdout.split())
+    assert saved_from_blocks <= 4
+    assert saved_from_a_device <= 8 + 4
     assert mapped <= 4
     assert read >= 60
 
