@@ -113,7 +113,7 @@ def main() -> None:
     record = {
         "model": arguments.model,
         "dtype": str(model.dtype),
-        "real_prefill": tokenizer is not None,
+        "prefill": "synthetic" if tokenizer is None else "real",
         "cells": cells,
     }
     folder = arguments.out or records.RESULTS / "reload" / arguments.model
