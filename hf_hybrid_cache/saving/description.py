@@ -91,9 +91,6 @@ class CacheDescription:
         Raises:
             ValueError: a codec, or a value, that cannot be described.
         """
-        layers_of: dict[KVCodec, list[int]] = {}
-        for layer, codec in self.codecs.items():
-            layers_of.setdefault(codec, []).append(layer)
         cpu_decode = self.placement.cpu_decode
         tree = {
             "package_version": self.package_version,
@@ -102,7 +99,7 @@ class CacheDescription:
             "placement": asdict(replace(self.placement, cpu_decode=None))
             | {"cpu_decode": sorted(cpu_decode) if isinstance(cpu_decode, frozenset) else cpu_decode},
             "max_length": self.max_length,
-            "codecs": [{"codec": describe(codec), "layers": layers} for codec, layers in layers_of.items()],
+            "codecs": [[layer, describe(codec)] for layer, codec in self.codecs.items()],
             "layers": [asdict(layer) for layer in self.layers],
         }
         return json.dumps(tree, allow_nan=False)

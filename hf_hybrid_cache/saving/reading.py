@@ -204,7 +204,8 @@ class CacheFile:
             what = "is cut off: {:,} bytes are missing." if missing > 0 else "has {:,} bytes more than its header says."
             raise ValueError(what.format(abs(missing)))
         checksum = self._read(max(0, self._num_bytes - CHECKSUM_BYTES), CHECKSUM_BYTES)
-        if header.tensors[-1].name != HEADER_CHECKSUM or checksum != checksum_of_header(start + text):
+        names = [tensor.name for tensor in header.tensors]
+        if names[-1:] != [HEADER_CHECKSUM] or checksum != checksum_of_header(start + text):
             raise ValueError("was altered: its header does not fit its checksum.")
         try:
             self.description = CacheDescription.from_json(metadata.get("cache", ""))

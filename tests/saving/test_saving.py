@@ -138,11 +138,6 @@ def test_what_was_placed_and_coded_how_is_loaded_too(tmp_path: Path):
     assert loaded.get_seq_length() == 0
 
 
-def quanto_or_skip() -> KVCodec:
-    pytest.importorskip("optimum.quanto")
-    return quanto(2, 128)
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
 @pytest.mark.parametrize("options", [(), (16,), (32, 0), (64, 128, False)])
 def test_codecs_of_min_max_are_described_and_made_again(bits, options):
@@ -151,7 +146,8 @@ def test_codecs_of_min_max_are_described_and_made_again(bits, options):
 
 
 def test_a_codec_of_quanto_is_saved_and_loaded(tmp_path: Path):
-    codec = quanto_or_skip()
+    pytest.importorskip("optimum.quanto")
+    codec = quanto(2, 128)
     model, path = tiny_model("llama"), tmp_path / "cache.kv"
     original = filled(model, lambda config: HybridCache(config, codec=codec), 300, batch=2)
     original.save(path)
