@@ -176,7 +176,7 @@ class HybridCache(DynamicCache):
         verify: bool = True,
     ) -> "HybridCache":
         """
-        The cache that `save` wrote, of whichever class; `generate` then computes only what comes after the tokens in it.
+        The cache that `save` wrote; `generate` then computes only what comes after the tokens in it.
 
         Args:
             path: of the file.

@@ -129,11 +129,7 @@ def _described(tree: Any) -> CacheDescription:
         _mapping(tree["model"]),
         Placement(**placement),
         _count(tree["max_length"]),
-        {
-            _count(layer): described_codec(_mapping(each["codec"]))
-            for each in tree["codecs"]
-            for layer in each["layers"]
-        },
+        {_count(layer): described_codec(_mapping(codec)) for layer, codec in tree["codecs"]},
         tuple(_layer(_mapping(each)) for each in tree["layers"]),
     )
 

@@ -105,8 +105,8 @@ def _write_section(file: BinaryIO, section: Section) -> str:
     """
     Write the tensors and what fills them up; returns their checksum.
 
-    CRC-32 finds every change of up to 32 bits in a row, and of others all but one in four billions. It is no help against
-    forgery, and two to three times as fast as SHA-256 and BLAKE2, the fastest ones of the standard library that are.
+    CRC-32 finds every change of up to 32 bits in a row, and of others all but one in four billions. It is no help
+    against forgery, and two to three times as fast as SHA-256 and BLAKE2.
     """
     checksum = 0
     for tensors in section.pieces():
