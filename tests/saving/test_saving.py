@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from safetensors import safe_open
 from test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
@@ -255,11 +254,6 @@ class Reloaded:
         self.ours.save(path)
         self.ours = HybridCache.load(path, CONFIG, mmap=self.mmap)
         self.content = path.read_bytes()
-
-    @rule(sequences=st.integers(1, 2))
-    def reload_twice(self, sequences: int) -> None:
-        for _ in range(sequences):
-            self.reload()
 
     def teardown(self) -> None:
         super().teardown()
