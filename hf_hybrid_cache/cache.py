@@ -1,8 +1,8 @@
-"""The public caches. Each is passed to a model, or to `generate`, as `past_key_values`."""
+"""The cache that all others are: what it does beyond its layers."""
 
 import copy
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from .codecs import minmax
 from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
-from .placement import OnOom, Placement, require_count
+from .placement import Placement, require_count
 from .planning import advice, choose, parse_bytes
 from .saving import CacheFile, CacheFileError, save_layers, traits_of
 from .storage import CacheStats, HostMemoryError, KVCodec, KVShape, Room, available_host_bytes, require_host_bytes
@@ -150,19 +149,24 @@ class HybridCache(DynamicCache):
         Raises:
             CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
             ValueError: `token_ids` are not as many as there are tokens.
+            IncompleteCacheError: something ended a change of the cache half-way.
 
         Example:
             >>> cache = QuantizedHybridCache(model.config, bits=4)
             >>> model(document_ids, past_key_values=cache)
             >>> cache.save("document.kv", document_ids)
         """
-        if token_ids is not None:
-            num_tokens = self.get_seq_length()
-            if token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point():
-                raise ValueError(
-                    f"token_ids must be integers [batch, {num_tokens}], one for each token that is stored, got "
-                    f"{list(token_ids.shape)} of {token_ids.dtype}. The last token that was generated is not stored."
-                )
+        num_tokens = self.get_seq_length()
+        for layer in self.layers:
+            if isinstance(layer, HybridLayer):
+                layer.require_whole()
+        if token_ids is not None and (
+            token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point()
+        ):
+            raise ValueError(
+                f"token_ids must be integers [batch, {num_tokens}], one for each token that is stored, got "
+                f"{list(token_ids.shape)} of {token_ids.dtype}. The last token that was generated is not stored."
+            )
         save_layers(path, self.layers, self._stores, self._model_traits, token_ids)
 
     @staticmethod
@@ -416,17 +420,6 @@ class HybridCache(DynamicCache):
                 yield from ((buffer.device, buffer.num_bytes) for buffer in layer.store.buffers())
 
 
-def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
-    """
-    The token ids that were saved with a cache, `[batch, tokens]`; `None` if there are none.
-
-    Raises:
-        CacheFileError: `path` is not the whole and unaltered file of a cache.
-    """
-    with CacheFile(path) as file:
-        return file.token_ids()
-
-
 def _require_config(config: object) -> None:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
@@ -445,123 +438,3 @@ def _move(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
         layer.to(device, dtype)
     else:
         move_tensors_of(layer, device, dtype)
-
-
-class DynamicHybridCache(HybridCache):
-    """
-    A cache on the compute device that grows in place: a new token costs the write of one token.
-
-    Args:
-        config: the model's config (`model.config`).
-        max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
-        cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
-            `True`, `False`, `None` (if the model is on the CPU) or the indices of some layers.
-
-    Example:
-        >>> cache = DynamicHybridCache(model.config)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        max_length: int | None = None,
-        cpu_decode: bool | Collection[int] | None = None,
-    ):
-        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length)
-
-
-class OffloadedHybridCache(HybridCache):
-    """
-    A cache in host memory whose layers are streamed to the compute device ahead of use.
-
-    Only new tokens go back to the host. The device holds `prefetch_layers + 1` layers, and the resident ones.
-
-    Args:
-        config: the model's config (`model.config`).
-        prefetch_layers: how many layers are on their way to the device while one is attended to.
-        resident_layers: how many layers keep a copy on the device that is never given up.
-        pin_memory: page-lock the host memory; `None` does so for CUDA.
-        cpu_decode: attend to layers in host memory, with a kernel, when few tokens come at once: `True`, `False`,
-            `None` (if the model is on the CPU) or the indices of some layers.
-        on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
-            resident ones for good, and tries once more, with the same tokens; `"raise"` does not.
-
-    Example:
-        >>> cache = OffloadedHybridCache(model.config)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        prefetch_layers: int = 1,
-        resident_layers: int = 0,
-        pin_memory: bool | None = None,
-        cpu_decode: bool | Collection[int] | None = None,
-        on_oom: OnOom = "evict",
-    ):
-        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom))
-
-
-Bits = int | tuple[int, int]
-
-
-class QuantizedHybridCache(HybridCache):
-    """
-    A cache of min-max codes: keys per channel, values per token (KIVI, arXiv:2402.02750), of rotated numbers.
-
-    Blocks of 64 tokens are coded once, when 64 more have come after them. The first tokens and the last 64 to 127 stay
-    in full precision.
-
-    Args:
-        config: the model's config (`model.config`).
-        bits: 8, 4 or 2 for each number; a pair for keys and for values; a list with one of these, or `None` for full
-            precision, for each layer of the model; or a mapping from indices of layers, where the layers that are not
-            named stay in full precision.
-        offload: keep codes in host memory and stream them to the compute device; `False` keeps them there.
-        group_size: numbers that share a scale, a multiple of 16: along the tokens of a block for keys (64 at most),
-            along head_dim for values.
-        sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
-        rotate: rotate each key and value by a Hadamard transform before it is coded, which spreads outliers over all
-            channels.
-        max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
-        cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
-            `None` (if the model is on the CPU) or the indices of some layers.
-        prefetch_layers: with `offload`, layers that are on their way while one is attended to.
-
-    Raises:
-        ValueError: an argument is none of these.
-
-    Example:
-        >>> cache = QuantizedHybridCache(model.config, bits=4)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        bits: Bits | list[Bits | None] | Mapping[int, Bits] = 4,
-        offload: bool = False,
-        group_size: int = 64,
-        sink_tokens: int = 64,
-        rotate: bool = True,
-        max_length: int | None = None,
-        cpu_decode: bool | Collection[int] | None = None,
-        prefetch_layers: int = 1,
-    ):
-        codec: KVCodec | dict[int, KVCodec]
-        if isinstance(bits, list):
-            bits = _bits_of_layers(config, bits)
-        if isinstance(bits, Mapping):
-            codec = {index: minmax(each, group_size, sink_tokens, rotate) for index, each in bits.items()}
-        else:
-            codec = minmax(bits, group_size, sink_tokens, rotate)
-        super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec)
-
-
-def _bits_of_layers(config: PreTrainedConfig, bits: list[Bits | None]) -> dict[int, Bits]:
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
-    if len(bits) != num_layers:
-        raise ValueError(f"bits has {len(bits)} entries and the model {num_layers} layers; give one for each.")
-    return {index: each for index, each in enumerate(bits) if each is not None}

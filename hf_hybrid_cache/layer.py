@@ -304,6 +304,15 @@ class HybridLayer(CacheLayerMixin):
         if self.store is not None:
             self._select_batch(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
+    def require_whole(self) -> None:
+        """
+        Check that nothing has ended a change of the cache half-way.
+
+        Raises:
+            IncompleteCacheError: something has.
+        """
+        self._usable_store()
+
     def offload(self) -> None:
         """Nothing to do: the placement decides where a layer lives."""
 

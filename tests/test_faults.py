@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,3 +235,11 @@ def test_wrong_indices_do_not_make_a_cache_incomplete():
     with pytest.raises(IndexError):
         cache.batch_select_indices(torch.tensor([7]))
     forward(cache, random_states(1, seed=1))
+
+
+def test_a_cache_that_is_not_whole_is_not_saved(tmp_path: Path):
+    cache = DynamicHybridCache(CONFIG)
+    cache.update(*random_states(5, seed=0)[0], 0)
+    with pytest.raises(IncompleteCacheError, match="the first 1 layers of attention hold 5 tokens, the last one 0"):
+        cache.save(tmp_path / "part.kv")
+    assert not list(tmp_path.iterdir())

@@ -34,13 +34,14 @@ ALLOWED = {
         "user_folder",
     },
     "saving": {"_version", "codecs", "layer", "placement", "saving", "storage", "torch", "transformers"},
-    "cache": {"codecs", "layer", "placement", "planning", "saving", "storage", "torch", "transformers"},
+    "cache": {"layer", "placement", "planning", "saving", "storage", "torch", "transformers"},
+    "caches": {"cache", "codecs", "placement", "storage", "transformers"},
     "weights": {"storage", "torch", "transformers"},
     "journey": {"cache", "torch", "transformers", "weights"},
     "decode": {"cache", "journey", "torch", "transformers", "weights"},
     "calibration": {"cache", "planning", "storage", "torch", "transformers"},
     "models": {"models", "torch", "transformers", "user_folder"},
-    "demo": {"cache", "layer", "torch", "transformers"},
+    "demo": {"cache", "caches", "layer", "torch", "transformers"},
     "cli": {"cache", "calibration", "cli", "demo", "models", "planning", "saving", "torch", "transformers"},
 }
 WATCHED = {"torch", "transformers", "numba"}

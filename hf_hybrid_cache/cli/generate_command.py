@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-from ..cache import HybridCache, saved_token_ids
+from ..cache import HybridCache
 from ..demo import (
     CACHES,
     DEFAULT_QUESTION,
@@ -35,6 +35,7 @@ from ..demo import (
     warm_up,
 )
 from ..models import NAMED_MODELS, load
+from ..saving import saved_token_ids
 from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
 

@@ -2,7 +2,7 @@
 
 from .errors import CacheFileError
 from .model_traits import traits_of
-from .reading import CacheFile
+from .reading import CacheFile, saved_token_ids
 from .writing import save_layers
 
-__all__ = ["CacheFile", "CacheFileError", "save_layers", "traits_of"]
+__all__ = ["CacheFile", "CacheFileError", "save_layers", "saved_token_ids", "traits_of"]

@@ -272,6 +272,17 @@ class CacheFile:
             data = data[count:]
 
 
+def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
+    """
+    The token ids that were saved with a cache, `[batch, tokens]`; `None` if there are none.
+
+    Raises:
+        CacheFileError: `path` is not the whole and unaltered file of a cache.
+    """
+    with CacheFile(path) as file:
+        return file.token_ids()
+
+
 class _Devices:
     """
     Where to put what was on a device.
