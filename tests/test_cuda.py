@@ -438,6 +438,13 @@ def test_a_gpu_that_was_filled_meanwhile_leaves_model_and_cache_on_the_cpu():
 
 def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
     """A layer of 32,768 tokens takes 64 MiB, and there is room for four of eight."""
+
+    def fill() -> None:
+        for start in range(0, 32_768, 4096):
+            for layer in range(8):
+                chunk = states(4096, seed=start + layer)
+                cache.update(chunk, chunk, layer)
+
     cache = OffloadedHybridCache(CONFIG, resident_layers=6, cpu_decode=False)
     gc.collect()
     torch.cuda.empty_cache()
@@ -445,10 +452,7 @@ def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 300 * 2**20) / total)
     try:
         with pytest.warns(UserWarning, match="resident layers are streamed from now on"):
-            for start in range(0, 32_768, 4096):
-                for layer in range(8):
-                    chunk = states(4096, seed=start + layer)
-                    cache.update(chunk, chunk, layer)
+            fill()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert cache.stats.evictions > 0
