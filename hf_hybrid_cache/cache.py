@@ -157,9 +157,7 @@ class HybridCache(DynamicCache):
             >>> cache.save("document.kv", document_ids)
         """
         num_tokens = self.get_seq_length()
-        for layer in self.layers:
-            if isinstance(layer, HybridLayer):
-                layer.require_whole()
+        self._require_whole()
         if token_ids is not None and (
             token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point()
         ):
@@ -359,11 +357,17 @@ class HybridCache(DynamicCache):
         return first, last
 
     def __deepcopy__(self, memo: dict) -> "HybridCache":
+        self._require_whole()
         self._require_room_for_copies(2, f"A copy of {self._num_tokens:,} tokens needs")
         twin = copy.copy(self)
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
+
+    def _require_whole(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, HybridLayer):
+                layer.require_whole()
 
     def _require_room_for_copies(self, number: int, purpose: str) -> None:
         """Check that what is held fits `number` times, and one buffer once more while it is exchanged."""

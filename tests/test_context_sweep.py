@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def test_what_was_measured_is_not_measured_again_and_a_damaged_record_is(swept: 
 @needs_smollm2
 def test_ctrl_c_leaves_whole_records_and_the_same_command_goes_on(tmp_path: Path):
     command = [*SWEEP, *SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=RESULTS.parent, stdout=subprocess.PIPE, text=True)
+    # As in the foreground: in the background of a shell the signal is ignored.
+    with_default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=RESULTS.parent, stdout=subprocess.PIPE, text=True, preexec_fn=with_default)
     try:
         for _ in range(1500):
             if list(tmp_path.glob("*.json")):

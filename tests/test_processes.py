@@ -180,6 +180,8 @@ RUN_FOR_EVER = """
 import os, signal, threading
 import test_processes as t
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
+
 def generate_for_ever():
     while True:
         for name in ("offloaded_partly", "cpu_decode_partly", "quantized_streamed", "quantized_8"):

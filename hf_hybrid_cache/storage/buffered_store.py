@@ -1,8 +1,7 @@
 """Keys and values in two growing buffers."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import torch
@@ -34,6 +33,10 @@ class BufferedStore(KVStore):
         self.keys, self.values = keys, values
         self._budget = budget
         self._approved_tokens = 0
+
+    @property
+    def is_intact(self) -> bool:
+        return super().is_intact and not self.keys.is_torn and not self.values.is_torn
 
     @property
     def bytes_per_token(self) -> int:
@@ -93,30 +96,11 @@ class BufferedStore(KVStore):
             ahead = grown_capacity(num_tokens, self.keys.entry_tokens)
             moved = max(buffer.moved_bytes(ahead) for buffer in buffers)
             approved = self._budget.grow(self, num_tokens, self.bytes_per_token, moved)
-            with self._growing():
-                for buffer in buffers:
-                    buffer.make_room(approved, self.num_tokens)
+            for buffer in buffers:
+                buffer.make_room(approved, self.num_tokens)
             self._approved_tokens = approved
-        if num_tokens > min(self.keys.capacity, self.values.capacity):
-            with self._growing():
-                self._ensure(num_tokens)
-        else:
-            self._ensure(num_tokens)
-
-    def _ensure(self, num_tokens: int) -> None:
         self.keys.ensure(num_tokens, self.num_tokens)
         self.values.ensure(num_tokens, self.num_tokens)
-
-    @contextmanager
-    def _growing(self) -> Iterator[None]:
-        """Larger memory takes the place of the old once all is in it: only an interruption can leave it half-way."""
-        self._is_changing = True
-        try:
-            yield
-        except Exception:
-            self._is_changing = False
-            raise
-        self._is_changing = False
 
     def _duplicate(self, memo: dict) -> Self:
         """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""

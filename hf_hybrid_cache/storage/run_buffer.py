@@ -128,7 +128,7 @@ class RunBuffer(HostBuffer):
     def _move_to(self, data: torch.Tensor, keep: int) -> None:
         rows = self.rows(keep)
         data[:rows] = self._data[:rows]
-        self._adopt(data)
+        self._exchange(data)
 
     def _adopt(self, data: torch.Tensor) -> None:
         super()._adopt(data)

@@ -127,6 +127,6 @@ class StreamedStore(HostStore):
         try:
             return use()
         except torch.OutOfMemoryError:
-            if self.num_tokens != held or not self.staging.give_up_others(self):
+            if self.num_tokens != held or not self.is_intact or not self.staging.give_up_others(self):
                 raise
         return use()

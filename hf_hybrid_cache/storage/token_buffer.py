@@ -29,7 +29,12 @@ class TokenBuffer:
         expected_tokens: make this much room at once.
         entry_tokens: tokens that one entry stands for; 64 where an entry is the record of a coded block. Sizes are in
             entries everywhere.
+
+    Attributes:
+        is_torn: something has ended the exchange of its memory half-way.
     """
+
+    is_torn = False
 
     def __init__(
         self,
@@ -134,7 +139,12 @@ class TokenBuffer:
     def _move_to(self, data: torch.Tensor, keep: int) -> None:
         """Copy the first `keep` tokens, and only then give up the memory that held them."""
         self._as_seen(data).narrow(2, 0, keep).copy_(self._seen.narrow(2, 0, keep))
+        self._exchange(data)
+
+    def _exchange(self, data: torch.Tensor) -> None:
+        self.is_torn = True
         self._adopt(data)
+        self.is_torn = False
 
     def _adopt(self, data: torch.Tensor) -> None:
         self._data = data
