@@ -324,7 +324,8 @@ def test_a_disk_that_is_full_leaves_the_older_file(tmp_path: Path):
     path.write_bytes(b"older")
     states = torch.ones(1, 2, 500, 16)
     filled = DynamicHybridCache(CONFIG)
-    filled.update(states, states, 0)
+    for layer in range(CONFIG.num_hidden_layers):
+        filled.update(states, states, layer)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
