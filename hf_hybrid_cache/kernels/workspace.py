@@ -18,7 +18,7 @@ from .tiles import ROWS
 _SEGMENT_BLOCKS = 64
 # A call has as few segments, or a double of them, of which most numbers of threads get the same.
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
-_WORTH_A_SEGMENT = 8  # blocks: merging its result is then nothing beside them
+_WORTH_A_SEGMENT = 32  # blocks: starting it and merging its result is then nothing beside them
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 

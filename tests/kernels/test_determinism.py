@@ -137,4 +137,4 @@ def test_generate_gives_the_same_logits_for_any_number_of_threads(
 def test_the_shape_alone_says_how_work_is_cut_and_most_numbers_of_threads_get_the_same_of_it():
     shape = workspace.Shape(1, 8, 4, 1, 64, 64)
     cut = {blocks: workspace.Workspace(shape)._segments(blocks) for blocks in (1, 2, 16, 128, 512, 2048, 16_384)}
-    assert cut == {1: 8, 2: 12, 16: 12, 128: 12, 512: 48, 2048: 96, 16_384: 288}
+    assert cut == {1: 8, 2: 12, 16: 12, 128: 12, 512: 12, 2048: 48, 16_384: 288}
