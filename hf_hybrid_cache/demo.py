@@ -233,7 +233,7 @@ def timed_generate(
             attention_mask=torch.ones_like(input_ids),
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
-            prefill_chunk_size=prefill_chunk_size,
+            prefill_chunk_size=min(prefill_chunk_size, input_ids.shape[1]),
             streamer=recorder,
             do_sample=False,
             num_beams=1,

@@ -156,7 +156,7 @@ def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(variant: 
     trial = Trial(variant, operation)
     chosen = random.Random(f"{variant} {operation}")
     lines = range(trial.lines)
-    for at_line in chosen.sample(lines, min(len(lines), budget(4, 150))):
+    for at_line in chosen.sample(lines, min(len(lines), budget(4, 60))):
         trial.run(chosen.choice(ERRORS), at_line)
 
 

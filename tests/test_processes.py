@@ -48,7 +48,7 @@ def make(name: str) -> Cache:
 
 @pytest.mark.soak
 def test_threads_with_a_cache_each_get_the_tokens_they_get_alone():
-    rounds = [(name, seed) for seed in range(budget(1, 50)) for name in ALL_CACHES]
+    rounds = [(name, seed) for seed in range(budget(1, 10)) for name in ALL_CACHES]
     alone = [generate(make(name), seed) for name, seed in rounds]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(lambda case: generate(make(case[0]), case[1]), rounds))

@@ -264,7 +264,8 @@ def merge_segments(head, call, rotated_segments, dim, size):
         # Of log2, see `softmax_tile`.
         lse[row] = base / LOG2_E + np.log(total)
         for column in range(width):
-            out[row, column] = merged[column] / total if total != 0 else 0.0
+            # Of no token that is seen: zeros, or what is not a number, as of torch.
+            out[row, column] = merged[column] / total if total != 0 else merged[column]
 
 
 @jit

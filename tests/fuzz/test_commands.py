@@ -114,13 +114,13 @@ def search_at_random(ci: int, soak: int) -> settings:
     )
 
 
-@search_at_random(60, 5000)
+@search_at_random(60, 800)
 @given(data=st.data())
 def test_plan_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
     check("plan", data.draw(arguments_of("plan", ["--model", str(folder)])))
 
 
-@search_at_random(40, 3000)
+@search_at_random(40, 500)
 @given(data=st.data())
 def test_generate_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
     source = data.draw(st.sampled_from(["--document", "--prompt-file"]))
@@ -136,7 +136,7 @@ def test_every_option_tells_odd_values_from_good_ones(command: str, folder: Path
             check(command, [*start, option.opts[0], value])
 
 
-@search_at_random(40, 3000)
+@search_at_random(40, 500)
 @given(content=st.one_of(st.binary(max_size=300), st.text(max_size=100).map(lambda text: text.encode())))
 @example(content=b"\xef\xbb\xbf")
 @example(content=b"w1 \xff")

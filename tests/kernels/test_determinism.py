@@ -22,7 +22,7 @@ pytestmark = pytest.mark.soak
 SearchAtRandom = settings(
     deadline=None,
     derandomize=True,
-    max_examples=budget(15, 2000),
+    max_examples=budget(15, 200),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

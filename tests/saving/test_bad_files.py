@@ -16,7 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, QuantizedHybridCache, saved_token_ids
+from hf_hybrid_cache import (
+    CacheFileError,
+    DynamicHybridCache,
+    HostMemoryError,
+    HybridCache,
+    QuantizedHybridCache,
+    saved_token_ids,
+)
 from hf_hybrid_cache.saving.container import LENGTH_BYTES, TensorForm
 from hf_hybrid_cache.saving.sections import Section
 from hf_hybrid_cache.saving.writing import checksum_of_header, write
@@ -141,7 +148,7 @@ def replace_somewhere(tree: Any, data: st.DataObject) -> None:
 def test_a_hostile_header_is_refused_in_a_sentence_or_harmless(family: str, bits: int | None, tmp_path: Path):
     content, path, config = good_file(family, bits), tmp_path / "cache.kv", FAMILIES[family]()
 
-    @settings(SEARCH, max_examples=budget(60, 2000))
+    @settings(SEARCH, max_examples=budget(60, 1000))
     @given(st.data())
     def search(data: st.DataObject) -> None:
         tree, rest = parts(content)
@@ -154,7 +161,7 @@ def test_a_hostile_header_is_refused_in_a_sentence_or_harmless(family: str, bits
         path.write_bytes(with_header(json.dumps(tree).encode(), rest))
         try:
             HybridCache.load(path, config)
-        except CacheFileError as error:
+        except (CacheFileError, HostMemoryError) as error:  # a cache may be said to be meant for far too many tokens
             assert "\n" not in str(error)  # noqa: PT017
         count("files altered")
 

@@ -280,7 +280,7 @@ def test_any_sequence_of_operations_with_files_between_leaves_the_same(kind, var
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=budget(6, 300),
+            max_examples=budget(6, 100),
             stateful_step_count=15,
             deadline=None,
             derandomize=True,
