@@ -1,6 +1,5 @@
 """Memory limits of a process that really has them, and memory that 200 `generate` calls leave as it was."""
 
-import copy
 import gc
 import os
 import re
@@ -87,6 +86,7 @@ def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
             message = refusal(lambda: generate(cache, ids, 2000))
         assert len(warned) == 1
         assert "limit of address space (RLIMIT_AS, ulimit -v)" in message
+        cache.drop_unfinished()  # where memory ended after the first layer
         length = cache.get_seq_length()
         assert ids.shape[1] + 20 < length < 2000
         assert {layer.get_seq_length() for layer in cache.layers} == {length}
@@ -99,31 +99,16 @@ def generate_up_to_the_limit(make: Callable[..., HybridCache]) -> None:
 
 def follow_the_advice(make: Callable[..., HybridCache]) -> None:
     config = LlamaConfig(**COMMON, num_hidden_layers=16)
-    with limited(100 * MIB):
+    # Of so much that what allocators keep is little beside it.
+    with limited(200 * MIB):
         cache = make(config)
-        message = refusal_of(cache)
+        message = refusal_of(cache, 6000)
         fitting = int(re.search(r"([\d,]+) tokens fit as it is", message)[1].replace(",", ""))
-        assert 500 < fitting < 2000
+        assert 500 < fitting < 3200
         store(cache, fitting)
         cache.reset()
         other = re.search(r"(QuantizedHybridCache\(.*?\)) would hold ([\d,]+)", message)
         store(eval(other[1], vars(hf_hybrid_cache) | {"config": config}), int(other[2].replace(",", "")))
-
-
-def refuse_copies() -> None:
-    cache = DynamicHybridCache(tiny_model("llama").config)
-    with limited(40 * MIB):
-        store(cache, 200)
-        before = cache.memory()
-        for act in (lambda: copy.deepcopy(cache), lambda: cache.batch_repeat_interleave(3)):
-            message = refusal(act)
-            assert "200 tokens need" in message
-            assert "tokens fit as it is" in message
-            assert cache.memory() == before
-        halves = DynamicHybridCache(tiny_model("llama").config)
-        cache.reset()
-        store(halves, 100)
-        assert copy.deepcopy(halves).get_seq_length() == 100
 
 
 def take_only_what_is_asked_for() -> None:
@@ -148,9 +133,9 @@ def refuse_max_length_at_once() -> None:
 
 def refuse_beyond_the_limit_of_data() -> None:
     cache = DynamicHybridCache(tiny_model("llama").config)
-    with limited(100 * MIB, "DATA", "data"):
-        assert "limit of data (RLIMIT_DATA, ulimit -d)" in refusal_of(cache)
-        store(cache, 1000)
+    with limited(300 * MIB, "DATA", "data"):
+        assert "limit of data (RLIMIT_DATA, ulimit -d)" in refusal_of(cache, 12_000)
+        store(cache, 500)
 
 
 def all_in_a_limited_process() -> None:
@@ -163,7 +148,6 @@ def all_in_a_limited_process() -> None:
     for make in makes:
         follow_the_advice(make)
     take_only_what_is_asked_for()
-    refuse_copies()
     refuse_max_length_at_once()
     refuse_beyond_the_limit_of_data()
 

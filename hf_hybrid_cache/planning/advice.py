@@ -9,13 +9,14 @@ import torch
 from ..codecs import minmax
 from ..layer import LayerStores
 from ..placement import Placement
-from ..storage import KVCodec, KVShape, Room
+from ..storage import KVCodec, KVShape, Room, address_space_is_limited
 from .candidates import BITS
 from .cost import HOST, LayerCost
 
 _META = torch.device("meta")
-# Of what is free: the rest is for what a prompt in chunks takes for a moment and allocators keep.
-_USABLE = 7 / 8
+# Of what is free: the rest is for what a prompt in chunks takes for a moment and allocators keep. Under a limit on the
+# process buffers are copied to grow, which leaves holes.
+_USABLE, _USABLE_WITH_COPIES = 7 / 8, 1 / 2
 
 
 def advice(
@@ -40,7 +41,7 @@ def advice(
     Returns:
         How many tokens fit, and the quantized cache that loses least of those that would hold all, if one does.
     """
-    usable = _USABLE * host_bytes
+    usable = (_USABLE_WITH_COPIES if address_space_is_limited() else _USABLE) * host_bytes
 
     def does_not_fit(tokens: int) -> bool:
         return _host_bytes(placement, codecs, shapes, tokens) > usable

@@ -7,6 +7,7 @@ from .growth import GRANULE, Room
 from .host_memory import HostBudget, HostMemoryError, Outlook, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
+from .memory_limits import address_space_is_limited
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .staging import Staging
@@ -33,6 +34,7 @@ __all__ = [
     "Staging",
     "StreamedStore",
     "Streams",
+    "address_space_is_limited",
     "available_host_bytes",
     "coded_blocks",
     "full_tokens",
