@@ -204,6 +204,10 @@ def test_the_readme_states_what_the_records_hold():
     for cell in report.load_records("quality/perplexity")[machine]["cells"]:
         for name, row in cell["caches"].items():
             assert name == "full" or f"| {row['increase']:+.2%} |" in readme or f"| {row['increase']:+,.0%} |" in readme
+    computed_once, _, four_bits, _ = report.load_records("reload/smollm2-135m")[machine]["cells"]
+    assert f"comes after {computed_once['ways']['computed']['first_token_seconds']:.1f} s" in readme
+    assert f"\n{computed_once['ways']['read']['first_token_seconds']:.2f} s, of which" in readme
+    assert f"it is {four_bits['ways']['read']['first_token_seconds']:.2f} s (`python -m experiments.reload`" in readme
     peer_record = report.load_records("peers/smollm2-135m")[machine]
     for name, added in peer_record["added_seconds_per_1000_tokens"].items():
         ratio = f"{peer_record['times_ours'][name]:.1f}x" if name in peer_record["times_ours"] else ""
