@@ -9,7 +9,7 @@ import torch
 from .buffered_store import BufferedStore
 from .codec import Codec, KVCodec
 from .growth import GRANULE
-from .kv_store import KVShape, KVStore
+from .kv_store import KVShape, KVStore, Pair
 from .scratch import Scratch
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
@@ -18,7 +18,6 @@ from .token_buffer import TokenBuffer
 RECENT_TOKENS = GRANULE
 _CODED_AT_ONCE = 64 * GRANULE
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 Added = TypeVar("Added")
 
 

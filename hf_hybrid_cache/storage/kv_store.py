@@ -11,6 +11,9 @@ import torch
 from .block_buffer import kernel_element
 from .token_buffer import TokenBuffer
 
+# Of keys and values.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 class KVShape(NamedTuple):
     """

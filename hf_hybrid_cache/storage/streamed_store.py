@@ -8,11 +8,9 @@ import torch
 from .growth import Room
 from .host_memory import HostBudget
 from .host_store import HostStore
-from .kv_store import KVShape
+from .kv_store import KVShape, Pair
 from .staging import Staging
 from .streams import Event
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class StreamedStore(HostStore):

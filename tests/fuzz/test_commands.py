@@ -7,14 +7,15 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import typer
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from fuzz.search import search_at_random
 from hf_hybrid_cache import cli
 
-from soak import budget, count
+from soak import count
 from tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.soak
@@ -103,15 +104,6 @@ def check(command: str, arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
     if result.exit_code == 2:
         assert "rror: " in result.stderr  # ours begins small
-
-
-def search_at_random(ci: int, soak: int) -> settings:
-    return settings(
-        deadline=None,
-        derandomize=True,
-        max_examples=budget(ci, soak),
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 @search_at_random(60, 800)

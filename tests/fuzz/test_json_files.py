@@ -7,13 +7,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from planning.test_machine import SPEEDS
 from test_context_sweep import CELL, record_of
 
 from experiments.sweep import store, table
 from experiments.sweep.points import points, shortages
 from fuzz.altered import ANY_JSON, NO_JSON, altered
+from fuzz.search import search_at_random
 from hf_hybrid_cache.models import ModelLoadError, load, load_config
 from hf_hybrid_cache.planning import (
     CostError,
@@ -31,20 +32,11 @@ from hf_hybrid_cache.planning import (
     speeds_path,
 )
 
-from soak import budget, count
+from soak import count
 from tiny_models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.soak
 MACHINE = Machine(2**30, 2**34)
-
-
-def search_at_random(ci: int, soak: int) -> settings:
-    return settings(
-        deadline=None,
-        derandomize=True,
-        max_examples=budget(ci, soak),
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 def as_bytes(content: Any) -> bytes:
