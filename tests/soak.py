@@ -3,6 +3,8 @@
 import os
 from collections import Counter
 
+from hypothesis import HealthCheck, settings
+
 _SWITCH = "HF_HYBRID_CACHE_SOAK"
 _done: Counter[str] = Counter()
 
@@ -15,6 +17,12 @@ def set_soaking(is_soaking: bool) -> None:
 def budget(ci: int, soak: int) -> int:
     """How many examples a test may take."""
     return soak if os.environ.get(_SWITCH) else ci
+
+
+def search_at_random(ci: int, soak: int, **options: int) -> settings:
+    """How a search over inputs goes about it, as one example after another or as a sequence of steps."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=budget(ci, soak), suppress_health_check=checks, **options)
 
 
 def count(what: str, number: int = 1) -> None:

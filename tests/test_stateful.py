@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from coded_reference import coded_reference
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -26,6 +25,7 @@ from hf_hybrid_cache.storage import Room
 
 from caches import CACHES, QUANTIZED
 from lazy_streams import copy_late
+from soak import count, search_at_random
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
 CONFIG = LlamaConfig(
@@ -160,6 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "ours"):
             self.holds_the_same()
+            count("examples of operation sequences")
 
     def holds_the_same(self) -> None:
         assert self.ours.get_seq_length() == self.num_tokens
@@ -181,12 +182,14 @@ class QuantizedCacheMachine(CacheMachine):
         return ours(), reference()
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_sequence_of_operations_leaves_what_dynamic_cache_holds(variant: str):
     run(CacheMachine, variant)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("variant", QUANTIZED_VARIANTS)
 def test_any_sequence_of_operations_leaves_what_the_codes_of_its_blocks_stand_for(variant: str):
@@ -197,11 +200,5 @@ def run(kind: type[CacheMachine], variant: str) -> None:
     machine = type("Machine", (kind,), {"variant": variant})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=20,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
+        settings=search_at_random(40, 100, stateful_step_count=20),
     )

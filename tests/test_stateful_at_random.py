@@ -9,7 +9,6 @@ from typing import ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -27,7 +26,7 @@ from hf_hybrid_cache import HybridCache, set_integer_kernels
 from hf_hybrid_cache.cpu_attention import MAX_QUERIES
 from hf_hybrid_cache.handles import KVHandle
 
-from soak import budget, count
+from soak import count, search_at_random
 
 MOST_SEQUENCES = 6
 MODES = st.sampled_from([nullcontext, torch.no_grad, torch.inference_mode])
@@ -312,9 +311,5 @@ def test_any_sequence_of_operations_on_any_cache_gives_what_a_plain_cache_gives(
     machine = type("Machine", (CacheMachine,), {"setups": setups(dtype, is_coded, copies_late)})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=budget(8, 200),
-            stateful_step_count=30,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
+        settings=search_at_random(8, 200, stateful_step_count=30),
     )

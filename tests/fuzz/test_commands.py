@@ -12,10 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fuzz.search import search_at_random
 from hf_hybrid_cache import cli
 
-from soak import count
+from soak import count, search_at_random
 from tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.soak

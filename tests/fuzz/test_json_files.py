@@ -14,7 +14,6 @@ from test_context_sweep import CELL, record_of
 from experiments.sweep import store, table
 from experiments.sweep.points import points, shortages
 from fuzz.altered import ANY_JSON, NO_JSON, altered
-from fuzz.search import search_at_random
 from hf_hybrid_cache.models import ModelLoadError, load, load_config
 from hf_hybrid_cache.planning import (
     CostError,
@@ -32,7 +31,7 @@ from hf_hybrid_cache.planning import (
     speeds_path,
 )
 
-from soak import count
+from soak import count, search_at_random
 from tiny_models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.soak

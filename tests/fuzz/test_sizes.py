@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from hf_hybrid_cache.planning import parse_bandwidth, parse_bytes, parse_tokens
 
-from soak import budget
+from soak import search_at_random
 
 pytestmark = pytest.mark.soak
-SearchAtRandom = settings(deadline=None, derandomize=True, max_examples=budget(60, 4000))
+SearchAtRandom = search_at_random(60, 4000)
 ANY_TEXT = st.one_of(
     st.text(st.characters()),
     st.from_regex(r"[0-9.,_eE+-]{0,30} ?[kKmMgGtTpP\u212a]?[iI\u0131]?[bB]?(/s)?", fullmatch=True),

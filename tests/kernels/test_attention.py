@@ -6,11 +6,13 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, value_width
 from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, to_blocks
+
+from soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
 # Of the largest value, for scores of at most this size: float32 holds a score to 6e-8 of itself.
@@ -86,7 +88,8 @@ def test_later_queries_see_more_tokens(tokens: int, length: int):
     check(*make("bfloat16", tokens, batch=2, num_kv_heads=2, group=2, length=length), scale=0.125, causal=True)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@pytest.mark.soak
+@search_at_random(150, 2000)
 @given(data=st.data())
 def test_random_shapes_masks_and_scores(data: st.DataObject):
     draw = data.draw
@@ -105,6 +108,7 @@ def test_random_shapes_masks_and_scores(data: st.DataObject):
     highest = np.abs(np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))).max()
     scale = float(np.float32(draw(st.floats(0.01, 1)) * SCORES / highest))
     check(case, bits, scale, **random_masks(draw, case, seed))
+    count("attention compared with float64")
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from hf_hybrid_cache.kernels import (
     BITS,
@@ -21,6 +21,8 @@ from hf_hybrid_cache.kernels import (
 )
 from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, random_coded, random_masks, stored, to_blocks
+
+from soak import count, search_at_random
 
 WAYS = [False, True]
 # Of the largest value; with integers the query and the weights are rounded to 16 bits.
@@ -141,7 +143,8 @@ def test_any_number_of_queries_of_which_later_ones_see_more(is_integer: bool, gr
 
 
 @EVERY_WAY
-@settings(deadline=None, max_examples=100, derandomize=True)
+@pytest.mark.soak
+@search_at_random(100, 1000)
 @given(data=st.data())
 def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
     draw = data.draw
@@ -164,6 +167,7 @@ def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
     case = made[0]
     scale = float(np.float32(case.query.shape[3] ** -0.5))
     check(made, is_integer, scale, **random_masks(draw, case, seed))
+    count("attention compared with float64")
 
 
 @EVERY_WAY

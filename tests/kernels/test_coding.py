@@ -3,10 +3,12 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, RecordLayout, decode_blocks, encode_blocks
 from kernels.reference import from_record, hadamard, stored
+
+from soak import count, search_at_random
 
 LARGEST = np.finfo(np.float32).max
 
@@ -28,7 +30,8 @@ def taken_apart(records: np.ndarray, layout: RecordLayout, block: int, head: int
     return numbers[:, : layout.dim], steps[:, : layout.dim]
 
 
-@settings(deadline=None, max_examples=120, derandomize=True)
+@pytest.mark.soak
+@search_at_random(120, 2000)
 @given(data=st.data())
 def test_every_number_is_within_half_a_step_and_decoding_gives_what_the_record_says(data: st.DataObject):
     draw = data.draw
@@ -56,6 +59,7 @@ def test_every_number_is_within_half_a_step_and_decoding_gives_what_the_record_s
             assert (np.abs(exact[place] @ rotation - numbers) <= 0.501 * steps + 1e-5 * largest).all()
             rounding = 2.0**-8 if storage == "bfloat16" else 1e-5
             np.testing.assert_allclose(decoded[place], numbers @ rotation, rtol=0, atol=rounding * largest * 8)
+    count("codes compared with float64")
 
 
 def bfloat16(bits: np.ndarray) -> np.ndarray:

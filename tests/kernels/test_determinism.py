@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.kernels import BITS, RecordLayout, coding, decode_blocks, encode_blocks, workspace
@@ -14,17 +14,12 @@ from kernels import test_attention, test_coded_attention
 from kernels.reference import ELEMENTS, random_masks, stored
 from kernels.test_coded_attention import EVERY_WAY
 
-from soak import budget, count
+from soak import count, search_at_random
 from tiny_models import random_prompt, tiny_model
 
 THREADS = [1, 2, 3, 4, 7]
 pytestmark = pytest.mark.soak
-SearchAtRandom = settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=budget(15, 200),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+SearchAtRandom = search_at_random(15, 200)
 
 Results = tuple[np.ndarray, ...]
 ForThreads = Callable[[Callable[[], Results]], None]

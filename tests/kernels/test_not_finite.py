@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,7 +16,7 @@ from kernels.reference import ELEMENTS, Case, attention, stored
 from kernels.test_attention import BOUND, make, run
 from kernels.test_coded_attention import BOUNDS, EVERY_WAY
 
-from soak import budget, count
+from soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
 BAD = [np.nan, np.inf, -np.inf]
@@ -91,7 +91,7 @@ def test_a_hidden_value_that_is_bad_is_not_lost_in_a_row_that_sees_nothing(stora
 
 
 @pytest.mark.soak
-@settings(deadline=None, derandomize=True, max_examples=budget(40, 1000))
+@search_at_random(40, 1000)
 @given(data=st.data())
 def test_bad_numbers_at_random_places_give_what_torch_gives(data: st.DataObject):
     draw = data.draw

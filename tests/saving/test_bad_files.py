@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from safetensors.torch import save_file
 
 from hf_hybrid_cache import (
@@ -28,12 +28,9 @@ from hf_hybrid_cache.saving.container import LENGTH_BYTES, TensorForm
 from hf_hybrid_cache.saving.sections import Section
 from hf_hybrid_cache.saving.writing import checksum_of_header, write
 
-from soak import budget, count
+from soak import count, search_at_random
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
-SEARCH = settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 CONFIG = FAMILIES["llama"]()
 
 
@@ -91,7 +88,7 @@ def test_an_altered_file_is_never_loaded(family: str, bits: int | None, mmap: bo
     path.write_bytes(content)
     HybridCache.load(path, config, mmap=mmap)
 
-    @settings(SEARCH, max_examples=budget(20, 200))
+    @search_at_random(20, 200)
     @given(st.data())
     def search(data: st.DataObject) -> None:
         altered = damage(content, data)
@@ -148,7 +145,7 @@ def replace_somewhere(tree: Any, data: st.DataObject) -> None:
 def test_a_hostile_header_is_refused_in_a_sentence_or_harmless(family: str, bits: int | None, tmp_path: Path):
     content, path, config = good_file(family, bits), tmp_path / "cache.kv", FAMILIES[family]()
 
-    @settings(SEARCH, max_examples=budget(60, 1000))
+    @search_at_random(60, 1000)
     @given(st.data())
     def search(data: st.DataObject) -> None:
         tree, rest = parts(content)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from safetensors import safe_open
 from test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
@@ -33,7 +32,7 @@ from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.address_space import AddressSpace
 
 from caches import CACHES, QUANTIZED
-from soak import budget, count
+from soak import search_at_random
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}
@@ -259,7 +258,6 @@ class Reloaded:
         super().teardown()
         if hasattr(self, "content"):
             assert (self.folder / "cache.kv").read_bytes() == self.content
-            count("examples of operation sequences")
 
 
 @pytest.mark.soak
@@ -279,13 +277,7 @@ def test_any_sequence_of_operations_with_files_between_leaves_the_same(kind, var
     machine = type("Machine", (Reloaded, kind), {"variant": variant, "folder": tmp_path, "mmap": mmap})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=budget(6, 100),
-            stateful_step_count=15,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
+        settings=search_at_random(6, 100, stateful_step_count=15),
     )
 
 
