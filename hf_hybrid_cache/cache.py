@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from .forward_passes import ForwardPasses
 from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
 from .placement import Placement, require_count
 from .planning import advice, choose, parse_bytes
@@ -87,6 +88,7 @@ class HybridCache(DynamicCache):
         room = Room.expecting(max_length, context)
         self._model_traits = traits_of(config)
         self._stores = LayerStores(placement, room, len(ours), codecs)
+        self._passes = ForwardPasses(layers)
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
@@ -127,12 +129,30 @@ class HybridCache(DynamicCache):
         Raises:
             HostMemoryError: host memory would not suffice; the message says what would fit.
         """
+        self._passes.reach(layer_idx)
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
-            num_tokens = self.get_seq_length(layer_idx) + key_states.shape[2]
+            num_tokens = super().get_seq_length(layer_idx) + key_states.shape[2]
             shape = KVShape.of(key_states, value_states)
             raise self._advised(error, max(num_tokens, self._stores.room.device_tokens), shape) from None
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """The states of a layer of linear attention, which some models write to."""
+        self._passes.reach(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Store states of a layer of linear attention, as transformers' own cache does."""
+        self._passes.reach(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Store states of a layer of linear attention, as transformers' own cache does."""
+        self._passes.reach(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], token_ids: torch.Tensor | None = None) -> None:
         """
@@ -259,18 +279,14 @@ class HybridCache(DynamicCache):
         Raises:
             IncompleteCacheError: a forward pass, or `crop`, reached the first layers only.
         """
-        if layer_idx is not None:
-            return super().get_seq_length(layer_idx)
-        first, last = self._lengths_of_ends()
-        if first != last:
-            lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
-            index = next(index for index, length in enumerate(lengths) if length != first)
+        if layer_idx is None:
+            self._require_same_lengths()
+        if self._passes.is_unfinished:
             raise IncompleteCacheError(
-                f"An error or an interruption ended a forward pass, or crop, half-way: the first {index} layers of "
-                f"attention hold {first:,} tokens, the last one {last:,}. Call cache.drop_unfinished() to go "
-                "back to what all of them hold, or cache.reset()."
+                "An error or an interruption ended a forward pass half-way: not all layers of linear attention have "
+                "seen its tokens, and they cannot go back to what they held. Call cache.reset(), or use a new cache."
             )
-        return super().get_seq_length()
+        return super().get_seq_length() if layer_idx is None else super().get_seq_length(layer_idx)
 
     def drop_unfinished(self) -> None:
         """
@@ -282,7 +298,7 @@ class HybridCache(DynamicCache):
             IncompleteCacheError: layers of transformers' own took part, which cannot go back: call `reset`.
         """
         kept, longer = sorted(self._lengths_of_ends())
-        if kept == longer:
+        if kept == longer and not self._passes.is_unfinished:
             return
         if kept == 0:
             self.reset()
@@ -301,6 +317,7 @@ class HybridCache(DynamicCache):
         """Forget all tokens and give their memory back; the cache can be used again."""
         super().reset()
         self._stores.unfinished = None
+        self._passes.reset()
         self.stats.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -345,8 +362,8 @@ class HybridCache(DynamicCache):
 
     @property
     def _num_tokens(self) -> int:
-        """Tokens in the first layer of attention, also while others hold more or less."""
-        return super().get_seq_length()
+        """Tokens in the first layer of attention, also while others hold more or less; 0 without one."""
+        return self._lengths_of_ends()[0]
 
     def _lengths_of_ends(self) -> tuple[int, int]:
         """Tokens in the first and the last layer of attention, which differ if something did not reach all layers."""
@@ -355,6 +372,17 @@ class HybridCache(DynamicCache):
             for layers in (self.layers, reversed(self.layers))
         )
         return first, last
+
+    def _require_same_lengths(self) -> None:
+        first, last = self._lengths_of_ends()
+        if first != last:
+            lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+            index = next(index for index, length in enumerate(lengths) if length != first)
+            raise IncompleteCacheError(
+                f"An error or an interruption ended a forward pass, or crop, half-way: the first {index} layers of "
+                f"attention hold {first:,} tokens, the last one {last:,}. Call cache.drop_unfinished() to go "
+                "back to what all of them hold, or cache.reset()."
+            )
 
     def __deepcopy__(self, memo: dict) -> "HybridCache":
         self._require_whole()

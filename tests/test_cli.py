@@ -259,6 +259,7 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--save-cache", "a", "--prompt-file", "x"], "--save-cache tells the document from the question"),
         (["--save-cache", "a", "--cache", "stock"], "--cache stock is transformers' own, which cannot be saved"),
         (["--save-cache", "no/such/folder/a"], "there is no folder no/such/folder. Make it first"),
+        (["--save-cache", "a" * 300], "was not written: File name too long"),
         (["--load-cache", "a", "--cache", "dynamic"], "--load-cache gives the cache that was saved: drop --cache"),
         (["--load-cache", "no-such-file"], "no-such-file cannot be read: No such file or directory."),
         (["--model", "./no/such/folder"], "There is no folder"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_stateful import CONFIG, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, QUANTIZED_VARIANTS, VARIANTS
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError
@@ -22,7 +22,7 @@ from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheErro
 from caches import CACHES, QUANTIZED
 from interruptions import Interruption
 from soak import budget, count
-from tiny_models import random_prompt, tiny_model
+from tiny_models import FAMILIES, random_prompt, tiny_model
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
 BATCH, TOKENS = 2, 200
@@ -221,6 +221,50 @@ def test_layers_that_cannot_go_back_must_be_reset():
         cache.drop_unfinished()
     cache.reset()
     assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
+
+
+@pytest.fixture(scope="module")
+def linear_model() -> PreTrainedModel:
+    """Two layers of linear attention, then one of full attention, the only one that counts tokens."""
+    config = FAMILIES["qwen3_next"]()
+    config.num_hidden_layers, config.layer_types = 3, ["linear_attention", "linear_attention", "full_attention"]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("at_token", [5, 45], ids=["prefill", "decode"])
+def test_a_pass_that_ended_among_layers_of_linear_attention_is_noticed(
+    linear_model: PreTrainedModel, layer: int, at_token: int
+):
+    ids = random_prompt(1, 40)
+    expected = generated(linear_model, ids, DynamicCache(config=linear_model.config))
+    cache = DynamicHybridCache(linear_model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(linear_model, layer, at_token):
+        generated(linear_model, ids, cache)
+    for _ in range(2):
+        with pytest.raises(IncompleteCacheError, match="not all layers of linear attention have seen its tokens"):
+            generated(linear_model, ids, cache)
+    if at_token == 45:
+        with pytest.raises(IncompleteCacheError, match="LinearAttentionLayer cannot go back"):
+            cache.drop_unfinished()
+        cache.reset()
+    else:
+        cache.drop_unfinished()
+    assert torch.equal(generated(linear_model, ids, cache), expected)
+
+
+def test_whole_passes_over_linear_attention_are_not_taken_for_unfinished_ones(linear_model: PreTrainedModel):
+    ids, cache = random_prompt(1, 40), DynamicHybridCache(linear_model.config)
+    with torch.no_grad():
+        linear_model(ids, past_key_values=cache)
+        cache.drop_unfinished()
+        assert cache.get_seq_length() == 40
+        twin = copy.deepcopy(cache)
+        linear_model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        linear_model(ids, past_key_values=cache)
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 40)
 
 
 def test_a_report_of_memory_is_given_for_an_incomplete_cache_too():

@@ -35,7 +35,7 @@ from ..demo import (
     warm_up,
 )
 from ..models import NAMED_MODELS, load
-from ..saving import saved_token_ids
+from ..saving import require_place, saved_token_ids
 from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
 
@@ -321,10 +321,10 @@ def _check_files(
         raise UsageError(f"{option} tells the document from the question: use --document instead of --prompt-file.")
     if load_cache and cache:
         raise UsageError("--load-cache gives the cache that was saved: drop --cache.")
-    if save_cache and not save_cache.parent.is_dir():
-        raise UsageError(f"--save-cache {save_cache}: there is no folder {save_cache.parent}. Make it first.")
     if cache == "stock":
         raise UsageError("--cache stock is transformers' own, which cannot be saved: use dynamic.")
+    if save_cache:
+        require_place(save_cache)
 
 
 def _document_ids(path: Path) -> torch.Tensor:

@@ -3,6 +3,6 @@
 from .errors import CacheFileError
 from .model_traits import traits_of
 from .reading import CacheFile, saved_token_ids
-from .writing import save_layers
+from .writing import require_place, save_layers
 
-__all__ = ["CacheFile", "CacheFileError", "save_layers", "saved_token_ids", "traits_of"]
+__all__ = ["CacheFile", "CacheFileError", "require_place", "save_layers", "saved_token_ids", "traits_of"]

@@ -118,14 +118,35 @@ def _write_section(file: BinaryIO, section: Section) -> str:
     return f"{checksum:08x}"
 
 
+def require_place(path: Path) -> None:
+    """
+    Check what can be checked before there is anything to write.
+
+    Raises:
+        CacheFileError: there is no such folder, or nothing can be written there, or no file can have that name.
+    """
+    folder = path.parent
+    try:
+        has_folder, is_folder = folder.is_dir(), path.is_dir()
+        if has_folder and not is_folder:
+            path.lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # a name too long, a zero in it
+        raise CacheFileError(path, f"was not written: {getattr(error, 'strerror', None) or error}.") from error
+    if not has_folder:
+        raise CacheFileError(path, f"was not written: there is no folder {folder}. Make it first.")
+    if is_folder:
+        raise CacheFileError(path, "was not written: it is a folder. Give the name of a file.")
+    if not os.access(folder, os.W_OK):
+        raise CacheFileError(path, f"was not written: you may not write to the folder {folder}.")
+
+
 @contextmanager
 def _replaced_when_whole(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` when it is complete and on the disk."""
+    require_place(path)
     folder = path.parent
-    if not folder.is_dir():
-        raise CacheFileError(path, f"was not written: there is no folder {folder}. Make it first.")
-    if path.is_dir():
-        raise CacheFileError(path, "was not written: it is a folder. Give the name of a file.")
     unfinished = folder / f".{secrets.token_hex(8)}.tmp"
     try:
         free = shutil.disk_usage(folder).free

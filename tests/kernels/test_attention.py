@@ -15,8 +15,9 @@ from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, t
 from soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
-# Of the largest value, for scores of at most this size: float32 holds a score to 6e-8 of itself.
-BOUND, SCORES = 2e-6, 20.0
+# Of the largest value, for scores of at most this size: float32 holds a score to 6e-8 of itself, and adds up a few
+# such roundings. torch's own attention in float32 reaches 2.8e-6 there.
+BOUND, SCORES = 4e-6, 20.0
 
 
 def run(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +55,12 @@ def make(
     return Case(query, keys, values), (key_bits, value_bits)
 
 
+def scale_for_scores(case: Case, highest: float) -> float:
+    """What makes the highest score that."""
+    products = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))
+    return float(np.float32(highest / np.abs(products).max()))
+
+
 def check(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks) -> None:
     out, lse = run(case, bits, scale, **masks)
     expected, expected_lse = attention(case, scale, **masks)
@@ -88,6 +95,11 @@ def test_later_queries_see_more_tokens(tokens: int, length: int):
     check(*make("bfloat16", tokens, batch=2, num_kv_heads=2, group=2, length=length), scale=0.125, causal=True)
 
 
+def test_high_scores_of_many_heads_round_no_worse_than_plain_attention_in_float32():
+    case, bits = make("float32", 85, batch=3, num_kv_heads=3, group=5, length=5, key_dim=114, value_dim=5, seed=85)
+    check(case, bits, scale_for_scores(case, SCORES))
+
+
 @pytest.mark.soak
 @search_at_random(150, 2000)
 @given(data=st.data())
@@ -105,8 +117,7 @@ def test_random_shapes_masks_and_scores(data: st.DataObject):
     }
     seed = draw(st.integers(0, 2**32 - 1))
     case, bits = make(storage, tokens, **sizes, seed=seed)
-    highest = np.abs(np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))).max()
-    scale = float(np.float32(draw(st.floats(0.01, 1)) * SCORES / highest))
+    scale = scale_for_scores(case, draw(st.floats(0.01, 1)) * SCORES)
     check(case, bits, scale, **random_masks(draw, case, seed))
     count("attention compared with float64")
 

@@ -297,6 +297,9 @@ def test_places_that_cannot_be_written_to_are_refused(tmp_path: Path, monkeypatc
         cache.save(tmp_path / "none" / "cache.kv")
     with pytest.raises(CacheFileError, match="it is a folder"):
         cache.save(tmp_path)
+    for name in ("a" * 300, "a\0b", "a" * 300 + "/b"):
+        with pytest.raises(CacheFileError, match="was not written: "):
+            cache.save(tmp_path / name)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(CacheFileError, match=r"it needs 0\.00 GiB and 0\.00 GiB are free there"):
