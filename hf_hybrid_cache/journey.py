@@ -47,6 +47,7 @@ class Journey:
         self._restore = restore
         self._prompt_length = prompt_length
         self._arrived = False
+        self._is_over = False
         self._hooks: list[RemovableHandle] = []
 
     def run(self, decode: Callable[..., Any], inputs: dict[str, Any]) -> Any:
@@ -57,22 +58,19 @@ class Journey:
         are not to come back, or cannot because the device has no room any more (then with a warning).
         """
         try:
-            self._hooks = [
-                self._model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-                self._model.register_forward_hook(self._after_forward, with_kwargs=True),
-            ]
-            self._weights.use_host()
-            return decode(self._model, **inputs)
-        finally:
-            self._remove_hooks()
-            if not self._arrived:
-                # An exception may have come while the cache was under way.
-                try:
-                    self._cache.to(self._weights.home, self._home_dtype)
-                finally:
-                    self._weights.use_home()
-            elif self._restore:
-                self._return()
+            try:
+                add_pre_hook, add_hook = self._model.register_forward_pre_hook, self._model.register_forward_hook
+                self._hooks.append(add_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+                self._hooks.append(add_hook(self._after_forward, with_kwargs=True))
+                self._weights.use_host()
+                return decode(self._model, **inputs)
+            finally:
+                self._end()
+        except BaseException:
+            # Another Ctrl-C, which ended the way back.
+            if not self._is_over:
+                self._end()
+            raise
 
     def _before_forward(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if kwargs.get("past_key_values") is not self._cache:
@@ -94,6 +92,21 @@ class Journey:
         if self._arrived:
             self._weights.leave_home()
 
+    def _end(self) -> None:
+        """Bring model and cache to where they are to stay; they may be anywhere on their ways, or there."""
+        self._remove_hooks()
+        if not self._arrived:
+            try:
+                self._cache.to(self._weights.home, self._home_dtype)
+            finally:
+                self._weights.use_home()
+        elif self._restore:
+            self._return()
+        else:
+            self._weights.use_host()
+            self._weights.leave_home()
+        self._is_over = True
+
     def _return(self) -> None:
         home = self._weights.home
         try:
@@ -107,7 +120,7 @@ class Journey:
             warnings.warn(
                 f"Model and cache stay on the CPU, {home} has no room for them any more. Free some of it, then use "
                 f"model.to('{home}') and cache.to('{home}'). It said: {error}",
-                stacklevel=6,
+                stacklevel=7,
             )
         else:
             self._weights.use_home()

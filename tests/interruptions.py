@@ -1,7 +1,7 @@
 """Raises an exception at any line that the package runs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,10 +24,14 @@ class Interruption:
     Args:
         error: what to raise.
         at_line: how many lines run before; `None` lets all run.
+        modules: the only ones whose lines count; none for all.
     """
 
-    def __init__(self, error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None):
+    def __init__(
+        self, error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None, modules: Sequence[str] = ()
+    ):
         self.error, self.at_line = error, at_line
+        self._files = tuple(f"{_PACKAGE}/{module}.py" for module in modules) or _PACKAGE
         self.lines = 0
         self.place: str | None = None
 
@@ -49,7 +53,7 @@ class Interruption:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         if event == "call":
-            return self._trace if code.co_filename.startswith(_PACKAGE) and not _is_out_of_reach(frame) else None
+            return self._trace if code.co_filename.startswith(self._files) and not _is_out_of_reach(frame) else None
         if event == "line" and self.place is None:
             if self.lines == self.at_line:
                 self.place = f"{code.co_filename}:{frame.f_lineno}"

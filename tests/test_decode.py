@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import inspect
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -30,6 +31,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, decode_on_cpu
 
 from caches import dynamic, offloaded, stock
+from interruptions import Interruption
+from soak import budget, count
 from tiny_models import gemma3, llama, random_prompt, tiny_model
 
 # Another dtype on the CPU makes the CPU a place to move to: weights, keys and values are exchanged as between devices.
@@ -89,7 +92,7 @@ def assert_as_before(model: PreTrainedModel, before: dict[str, torch.Tensor], de
 
 
 def whereabouts(cache: DynamicHybridCache) -> set[tuple[torch.device, torch.dtype]]:
-    return {(layer.store.shape.device, layer.store.shape.key_dtype) for layer in cache.layers}
+    return {(layer.store.shape.device, layer.store.shape.key_dtype) for layer in cache.layers if layer.store}
 
 
 class Watcher(BaseStreamer):
@@ -552,16 +555,16 @@ def test_an_exception_in_the_prompt_leaves_model_and_cache_at_home(moving):
 
 
 class Homebound(DynamicHybridCache):
-    """A cache that can be moved to the host, or from it, only once."""
+    """A cache that cannot be moved to the host, or from it, the first times."""
 
-    def __init__(self, config: Any, refused: torch.dtype, error: BaseException):
+    def __init__(self, config: Any, refused: torch.dtype, error: BaseException, times: int = 1):
         super().__init__(config)
-        self.refused, self.error = refused, error
+        self.refused, self.error, self.times = refused, error, times
 
     def to(self, device: Any, dtype: torch.dtype | None = None) -> None:
         super().to(device, dtype)
-        if dtype == self.refused and self.get_seq_length():
-            self.refused = torch.int8
+        if dtype == self.refused and self.get_seq_length() and self.times > 0:
+            self.times -= 1
             raise self.error
 
 
@@ -588,13 +591,50 @@ def test_a_device_without_room_leaves_model_and_cache_on_the_cpu_and_says_so():
     assert run(model, torch.cat([tokens, tokens], dim=1), cache).shape == (1, 76)
 
 
-def test_an_interrupted_return_leaves_model_and_cache_on_the_cpu():
+def test_a_return_that_was_interrupted_is_made_again():
     model = copy.deepcopy(tiny_model("llama"))
-    cache = Homebound(model.config, torch.float32, KeyboardInterrupt())
+    before, cache = snapshot(model), Homebound(model.config, torch.float32, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(model, random_prompt(1, 20), cache, custom_generate=IN_FLOAT64)
+    assert_as_before(model, before, torch.device("cpu"))
+    assert whereabouts(cache) == {(torch.device("cpu"), torch.float32)}
+
+
+def test_a_return_that_was_interrupted_twice_leaves_model_and_cache_on_the_cpu():
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = Homebound(model.config, torch.float32, KeyboardInterrupt(), times=2)
     with pytest.raises(KeyboardInterrupt):
         run(model, random_prompt(1, 20), cache, custom_generate=IN_FLOAT64)
     assert model.dtype == torch.float64
     assert whereabouts(cache) == {(torch.device("cpu"), torch.float64)}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("restore", [True, False])
+def test_ended_at_any_line_model_and_cache_are_together(restore: bool):
+    ids, decode = random_prompt(1, 20), IN_FLOAT64.configure(torch.float64, restore)
+    reference = plain(tiny_model("llama"), ids)
+
+    def trial(error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None) -> Interruption:
+        model = copy.deepcopy(tiny_model("llama"))
+        before, cache = snapshot(model), dynamic(model.config)
+        fault = Interruption(error, at_line, modules=("decode", "journey", "weights"))
+        fault.run(lambda: run(model, ids, cache, custom_generate=decode, prefill_chunk_size=8))
+        if fault.place is not None:
+            assert not model._forward_hooks, fault.place
+            assert not model._forward_pre_hooks, fault.place
+            assert {weight.dtype for weight in model.parameters()} == {model.dtype}, fault.place
+            assert whereabouts(cache) <= {(model.device, model.dtype)}, fault.place
+            if restore:
+                assert_as_before(model, before, torch.device("cpu"))
+            cache.reset()
+            assert torch.equal(run(model, ids, cache, custom_generate=decode), reference)
+            count("faults injected")
+        return fault
+
+    lines, chosen = range(trial().lines), random.Random(0)
+    for at_line in chosen.sample(lines, min(len(lines), budget(20, 600))):
+        trial(chosen.choice([KeyboardInterrupt, RuntimeError]), at_line)
 
 
 def test_too_little_host_memory_is_noticed_before_the_prompt():
