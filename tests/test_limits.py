@@ -1,5 +1,6 @@
 """Memory limits of a process that really has them, and memory that 200 `generate` calls leave as it was."""
 
+import copy
 import gc
 import os
 import re
@@ -156,33 +157,75 @@ def test_limits_of_a_process_are_kept_told_and_survived():
     run_program("import test_limits; test_limits.all_in_a_limited_process()")
 
 
-def control_group() -> Path:
-    """A new group in the one that the tests may use; what holds the memory controller there is v2 or v1."""
-    given = os.environ.get("HF_HYBRID_CACHE_TEST_CGROUP")
-    if given is None:
-        pytest.skip("no control group is given to the tests: HF_HYBRID_CACHE_TEST_CGROUP is not set")
-    group = Path(given) / f"hf-hybrid-cache-{os.getpid()}"
-    group.mkdir()
-    return group
+def refuse_copies() -> None:
+    cache = OffloadedHybridCache(tiny_model("llama").config)
+    store(cache, 2000)
+    with limited(50 * MIB):
+        assert "A copy of 2,000 tokens needs" in refusal(lambda: copy.deepcopy(cache))
+        assert "3 copies of 2,000 tokens need" in refusal(lambda: cache.batch_repeat_interleave(3))
+        assert cache.get_seq_length() == 2000
+    with limited(500 * MIB):
+        assert copy.deepcopy(cache).get_seq_length() == 2000
+        cache.batch_repeat_interleave(2)
+    assert cache.layers[0].keys.shape[0] == 2 * BATCH
 
 
-def refuse_beyond_the_limit_of_the_group(group: str) -> None:
+def test_copies_beyond_a_limit_are_refused_with_nothing_changed():
+    run_program("import test_limits; test_limits.refuse_copies()")
+
+
+class Group(NamedTuple):
+    """A control group: version 2 names its files otherwise than version 1."""
+
+    folder: Path
+    limit: Path
+    usage: Path
+
+    @classmethod
+    def at(cls, folder: Path) -> "Group":
+        names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        paths = next(pair for pair in names if (folder / pair[0]).exists())
+        return cls(folder, *(folder / name for name in paths))
+
+
+def make_control_group() -> Group:
+    """A group in that of this process, which ends with the test."""
+    root, groups = Path("/sys/fs/cgroup"), {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups |= {name: path.lstrip("/") for name in controllers.split(",")}
+    if not groups.keys() & {"memory", ""}:
+        pytest.skip("there are no control groups here")
+    folder = root / "memory" / groups["memory"] if "memory" in groups else root / groups[""]
+    folder /= f"hf-hybrid-cache-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error.strerror}")
+    try:
+        return Group.at(folder)
+    except StopIteration:
+        folder.rmdir()
+        pytest.skip("the control group of this process does not let those in it limit memory")
+
+
+def refuse_beyond_the_limit_of_the_group(folder: str) -> None:
     generate(DynamicHybridCache(tiny_model("llama").config), random_prompt(1, 300), 2)
-    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
-    names = ("memory.max", "memory.limit_in_bytes")
-    limit = next(Path(group) / name for name in names if (Path(group) / name).exists())
-    limit.write_text(str(psutil.Process().memory_info().rss + 200 * MIB))
+    group = Group.at(Path(folder))
+    (group.folder / "cgroup.procs").write_text(str(os.getpid()))
+    # What the process has taken already counts where it came from.
+    group.limit.write_text(str(int(group.usage.read_text()) + 200 * MIB))
     cache = DynamicHybridCache(tiny_model("llama").config)
     assert "memory limit of its container (control group)" in refusal_of(cache, 10_000)
     store(cache, 1000)
 
 
 def test_a_limit_of_a_control_group_is_kept():
-    group = control_group()
+    group = make_control_group()
     try:
-        run_program(f"import test_limits; test_limits.refuse_beyond_the_limit_of_the_group({str(group)!r})")
+        run_program(f"import test_limits; test_limits.refuse_beyond_the_limit_of_the_group({str(group.folder)!r})")
     finally:
-        group.rmdir()
+        group.folder.rmdir()
 
 
 class Footprint(NamedTuple):

@@ -13,6 +13,7 @@ from hf_hybrid_cache.calibration import Effort, calibrate
 from hf_hybrid_cache.cli import plan_command
 from hf_hybrid_cache.planning import BITS, DeviceSpeed, Machine, Speeds, load_speeds, predict, save_speeds, speeds_path
 from hf_hybrid_cache.storage import host_memory
+from hf_hybrid_cache.storage.memory_limits import Limit
 
 from tiny_models import FAMILIES, tiny_model
 
@@ -182,6 +183,6 @@ def test_a_file_that_cannot_be_used_is_named_and_a_given_bandwidth_is_used_inste
 
 
 def test_measuring_asks_for_memory_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**20)
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(2**20, ""))
     with pytest.raises(HostMemoryError, match=r"Measuring speeds needs .* GiB more host memory"):
         calibrate(torch.bfloat16)

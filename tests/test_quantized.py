@@ -20,6 +20,7 @@ from hf_hybrid_cache import (
     quanto,
 )
 from hf_hybrid_cache.storage import CodedStore, host_memory
+from hf_hybrid_cache.storage.memory_limits import Limit
 
 from lazy_streams import copy_late
 from tiny_models import random_prompt, tiny_model
@@ -165,7 +166,7 @@ def test_keys_per_token_and_values_per_channel_are_attended_to_without_the_kerne
 def test_host_memory_that_would_not_do_is_refused_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch):
     cache = QuantizedHybridCache(CONFIG, bits=4, cpu_decode=True)
     fill(cache, 300)
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**20)
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(2**20, ""))
     with pytest.raises(HostMemoryError, match=r"tokens need .* more host memory"):
         cache.update(states(20_000), states(20_000), 0)
     assert cache.layers[0].get_seq_length() == 300

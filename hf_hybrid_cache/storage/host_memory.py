@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_left
 
 from .growth import grown_capacity, least_capacity
-from .memory_limits import tightest_limit
+from .memory_limits import Limit, tightest_limit
 
 
 class HostMemoryError(MemoryError):
@@ -34,13 +34,13 @@ class Outlook:
         self.expected_tokens = expected_tokens
         self.has_warned = False
 
-    def warn(self, last_token: int, free: int) -> None:
-        """Say that memory, of which `free` bytes are left, ends at `last_token`."""
+    def warn(self, last_token: int, limit: Limit) -> None:
+        """Say that memory ends at `last_token`."""
         self.has_warned = True
         of_expected = f" of {self.expected_tokens:,} (max_length)" if self.expected_tokens > last_token else ""
         warnings.warn(
-            f"Host memory will end at about token {last_token:,}{of_expected}: {free / 2**30:.2f} GiB are free"
-            f"{tightest_limit().where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens "
+            f"Host memory will end at about token {last_token:,}{of_expected}: {limit.free / 2**30:.2f} GiB are "
+            f"free{limit.where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens "
             "that are stored stay, and the cache can be used on, also after an error.",
             stacklevel=2,
         )
@@ -92,20 +92,21 @@ class HostBudget:
         def need(tokens: int) -> int:
             return self._missing_bytes(store, tokens, bytes_per_token) + moved_bytes
 
-        free = available_host_bytes()
+        limit = tightest_limit()
+        free = limit.free
         ahead = grown_capacity(num_tokens, self.entry_tokens)
         granted = ahead if need(ahead) <= free else least_capacity(num_tokens, self.entry_tokens)
         if need(granted) > free:
-            require_host_bytes(need(granted), f"{num_tokens * self.entry_tokens:,} tokens need")
+            raise _refusal(need(granted), f"{num_tokens * self.entry_tokens:,} tokens need", limit)
         if self.outlook is not None:
             expected = self.outlook.expected_tokens // self.entry_tokens
             if need(expected) > free and not self._held:
-                require_host_bytes(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need")
+                raise _refusal(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need", limit)
             horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
             if need(horizon) > free and not self.outlook.has_warned:
                 beyond = range(granted + 1, horizon)
                 fitting = granted + bisect_left(beyond, True, key=lambda tokens: need(tokens) > free)
-                self.outlook.warn(fitting * self.entry_tokens, free)
+                self.outlook.warn(fitting * self.entry_tokens, limit)
         self.note(store, granted, bytes_per_token)
         return granted
 
@@ -129,9 +130,13 @@ def require_host_bytes(num_bytes: int, purpose: str) -> None:
     Raises:
         HostMemoryError: they cannot; the message begins with `purpose`, such as "5 tokens need".
     """
-    free = available_host_bytes()
-    if num_bytes > free:
-        raise HostMemoryError(
-            f"{purpose} {num_bytes / 2**30:.2f} GiB more host memory and {free / 2**30:.2f} GiB are free"
-            f"{tightest_limit().where}. Use a shorter context, a smaller batch or fewer beams, or free memory first."
-        )
+    limit = tightest_limit()
+    if num_bytes > limit.free:
+        raise _refusal(num_bytes, purpose, limit)
+
+
+def _refusal(num_bytes: int, purpose: str, limit: Limit) -> HostMemoryError:
+    return HostMemoryError(
+        f"{purpose} {num_bytes / 2**30:.2f} GiB more host memory and {limit.free / 2**30:.2f} GiB are free"
+        f"{limit.where}. Use a shorter context, a smaller batch or fewer beams, or free memory first."
+    )

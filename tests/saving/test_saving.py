@@ -30,6 +30,7 @@ from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
 from hf_hybrid_cache.layer import HybridLayer
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.address_space import AddressSpace
+from hf_hybrid_cache.storage.memory_limits import Limit
 
 from caches import CACHES, QUANTIZED
 from soak import search_at_random
@@ -216,7 +217,7 @@ def test_a_file_that_host_memory_cannot_hold_is_refused_and_can_be_mapped(
 ):
     model, path = tiny_model("llama"), tmp_path / "cache.kv"
     filled(model, DynamicHybridCache, 130).save(path)
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(1000, ""))
     with pytest.raises(HostMemoryError, match="130 tokens need"):
         HybridCache.load(path, model.config)
     assert HybridCache.load(path, model.config, mmap=True).get_seq_length() == 130

@@ -16,7 +16,7 @@ from hf_hybrid_cache.storage.host_memory import (
     available_host_bytes,
     require_host_bytes,
 )
-from hf_hybrid_cache.storage.memory_limits import _cgroup_headrooms
+from hf_hybrid_cache.storage.memory_limits import Limit, _cgroup_headrooms
 
 
 def write_group(folder: Path, files: dict[str, str]) -> None:
@@ -110,7 +110,7 @@ def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: 
 
     def grow(*lengths: int) -> None:
         for num_tokens, (index, holder) in itertools.product(lengths, enumerate(holders)):
-            monkeypatch.setattr(host_memory, "available_host_bytes", lambda: total - sum(held))
+            monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(total - sum(held), ""))
             held[index] = 100 * budget.grow(holder, num_tokens, bytes_per_token=100)
 
     grow(100)
@@ -126,10 +126,10 @@ def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: 
 
 def test_records_are_counted_in_tokens_of_their_blocks(monkeypatch: pytest.MonkeyPatch):
     budget = HostBudget(num_stores=1, entry_tokens=64, outlook=Outlook(expected_tokens=64_000))
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 999)
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(999, ""))
     with pytest.raises(HostMemoryError, match=r"64,000 tokens \(max_length\) need"):
         budget.grow(Holder(), num_tokens=1, bytes_per_token=1)
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(1000, ""))
     assert 64 * budget.grow(Holder(), num_tokens=1, bytes_per_token=1) == grown_capacity(64)
 
 
