@@ -41,3 +41,13 @@ def test_a_record_has_what_all_test_processes_did_and_what_failed(tmp_path: Path
     assert [test.rpartition("::")[2] for test in record["tests_failed"]] == ["test_that_fails"]
     assert record["seconds"] > 0
     assert record["environment"]["versions"]["torch"]
+
+
+def test_the_page_on_reliability_states_what_the_last_soak_did():
+    page = (TESTS.parent / "docs/reliability.md").read_text()
+    records = [json.loads(path.read_text()) for path in (TESTS.parent / "results/soak").glob("*.json")]
+    assert records
+    for record in records:
+        assert record["exit_status"] == 0
+        for name, number in record["counts"].items():
+            assert f"| {name} | {number:,} |" in page
