@@ -12,10 +12,16 @@ from .codecs import MinMaxCodec
 from .kernels import CodedBlocks, Shape, Workspace, compile_in_background
 from .storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore
 
-# Assisted decoding checks up to this many tokens at once; with more, attention is bound by arithmetic.
-MAX_QUERIES = 16
+# With more queries of a head, attention is bound by arithmetic, and torch's is as fast: in half precision and short
+# contexts from this many on. Accelerators are sooner; assisted decoding checks up to the lower number at once.
+MAX_QUERIES_ON_CPU, MAX_QUERIES_ELSEWHERE = 64, 16
 _MAX_WORKSPACES = 8
 Arrays = tuple[np.ndarray | None, np.ndarray | None]
+
+
+def max_queries(device: torch.device) -> int:
+    """Up to how many queries of a head the kernel is the better way for a model on `device`."""
+    return MAX_QUERIES_ON_CPU if device.type == "cpu" else MAX_QUERIES_ELSEWHERE
 
 
 class CpuAttention:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .cpu_attention import MAX_QUERIES, CpuAttention
+from .cpu_attention import CpuAttention, max_queries
 from .handles import handles_of
 from .placement import Placement
 from .storage import (
@@ -232,7 +232,8 @@ class HybridLayer(CacheLayerMixin):
         if self.is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
-        if self.is_attended_on_cpu and store.num_tokens > 0 and key_states.shape[2] <= MAX_QUERIES:
+        are_few = key_states.shape[2] <= max_queries(key_states.device)
+        if self.is_attended_on_cpu and store.num_tokens > 0 and are_few:
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
         try:

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, StaleHandleError
+from hf_hybrid_cache.cpu_attention import MAX_QUERIES_ON_CPU
 from hf_hybrid_cache.handles import KVHandle
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
@@ -193,8 +194,8 @@ def test_long_chunks_and_first_tokens_are_tensors():
     cache = DynamicHybridCache(CONFIG, cpu_decode=True)
     first = states(1, 0)
     assert cache.update(*first, 0)[0] is first[0]
-    assert type(cache.update(*states(17, 1), 0)[0]) is torch.Tensor
-    assert type(cache.update(*states(16, 2), 0)[0]) is KVHandle
+    assert type(cache.update(*states(MAX_QUERIES_ON_CPU + 1, 1), 0)[0]) is torch.Tensor
+    assert type(cache.update(*states(MAX_QUERIES_ON_CPU, 2), 0)[0]) is KVHandle
 
 
 def attended_on_cpu(cache: HybridCache) -> list[bool]:

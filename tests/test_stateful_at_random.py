@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import HybridCache, set_integer_kernels
-from hf_hybrid_cache.cpu_attention import MAX_QUERIES
+from hf_hybrid_cache.cpu_attention import MAX_QUERIES_ON_CPU
 from hf_hybrid_cache.handles import KVHandle
 
 from soak import count, search_at_random
@@ -68,7 +68,7 @@ USES = st.builds(
     mode=MODES,
 )
 # Around the size of a block, and chunks that buffers grow by.
-PROMPTS = st.sampled_from([63, 64, 65, 128, 255, 257]) | st.integers(MAX_QUERIES + 1, 300)
+PROMPTS = st.sampled_from([63, 64, 65, 128, 255, 257]) | st.integers(MAX_QUERIES_ON_CPU + 1, 300)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
     def prompt(self, new_tokens: int, use: Use) -> None:
         self.update(new_tokens, use)
 
-    @rule(new_tokens=st.integers(2, MAX_QUERIES), use=USES)
+    @rule(new_tokens=st.integers(2, MAX_QUERIES_ON_CPU), use=USES)
     def guesses(self, new_tokens: int, use: Use) -> None:
         self.update(new_tokens, use)
 
@@ -178,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
                 if use.holds and not isinstance(ours, KVHandle):
                     self.held.append((ours, ours.clone()))
 
-    @rule(tokens=st.integers(0, MAX_QUERIES) | st.sampled_from([63, 64, 65]) | st.integers(0, 300), mode=MODES)
+    @rule(tokens=st.integers(0, MAX_QUERIES_ON_CPU) | st.sampled_from([63, 64, 65]) | st.integers(0, 300), mode=MODES)
     def crop(self, tokens: int, mode: Mode) -> None:
         self.held.clear()
         with mode():
