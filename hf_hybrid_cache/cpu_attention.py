@@ -1,4 +1,4 @@
-"""Attention of a few queries over a layer's blocks in host memory: from torch tensors to the kernel and back."""
+"""Attention over a layer's blocks in host memory: from torch tensors to the kernel and back, or to torch's own."""
 
 import copy
 import time
@@ -8,20 +8,15 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
+from .chunk_attention import attend_in_pieces
 from .codecs import MinMaxCodec
 from .kernels import CodedBlocks, Shape, Workspace, compile_in_background
 from .storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore
 
-# With more queries of a head, attention is bound by arithmetic, and torch's is as fast: in half precision and short
-# contexts from this many on. Accelerators are sooner; assisted decoding checks up to the lower number at once.
-MAX_QUERIES_ON_CPU, MAX_QUERIES_ELSEWHERE = 64, 16
+# With more queries of a head, attention is bound by arithmetic, and torch's is faster.
+MAX_QUERIES = 64
 _MAX_WORKSPACES = 8
 Arrays = tuple[np.ndarray | None, np.ndarray | None]
-
-
-def max_queries(device: torch.device) -> int:
-    """Up to how many queries of a head the kernel is the better way for a model on `device`."""
-    return MAX_QUERIES_ON_CPU if device.type == "cpu" else MAX_QUERIES_ELSEWHERE
 
 
 class CpuAttention:
@@ -85,6 +80,10 @@ class CpuAttention:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
         batch, query_heads, query_length, head_dim = query.shape
+        if query_length > MAX_QUERIES:
+            assert isinstance(store, HostStore | CodedStore)
+            store.settle()
+            return attend_in_pieces(query, store, group, mask, scale)
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
         on_host = query.to("cpu", non_blocking=query.is_cuda)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .cpu_attention import CpuAttention, max_queries
+from .cpu_attention import CpuAttention
 from .handles import handles_of
 from .placement import Placement
 from .storage import (
@@ -30,6 +30,9 @@ from .storage import (
     record_shape,
     streams_for,
 )
+
+# Assisted decoding checks up to so many at once.
+_FEW_TOKENS = 16
 
 
 class IncompleteCacheError(RuntimeError):
@@ -209,7 +212,7 @@ class HybridLayer(CacheLayerMixin):
 
         Returns:
             Keys and values, `[batch, num_kv_heads, tokens, head_dim]`. Views of what is stored: to be read, not kept
-            while tokens are removed. Handles (`handles.py`) where a few tokens are attended to on the CPU: to be used
+            while tokens are removed. Handles (`handles.py`) where they are attended to on the CPU: to be used
             before the cache changes.
 
         Raises:
@@ -232,8 +235,8 @@ class HybridLayer(CacheLayerMixin):
         if self.is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
-        are_few = key_states.shape[2] <= max_queries(key_states.device)
-        if self.is_attended_on_cpu and store.num_tokens > 0 and are_few:
+        are_few = key_states.shape[2] <= _FEW_TOKENS
+        if self.is_attended_on_cpu and store.num_tokens > 0 and (are_few or not _is_streamed(store)):
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
         try:
@@ -420,3 +423,8 @@ def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None)
         )
     if getattr(layer, "is_initialized", False) and hasattr(layer, "device"):
         layer.device, layer.dtype = device, dtype or layer.dtype
+
+
+def _is_streamed(store: KVStore) -> bool:
+    """Whether there is an accelerator, which is the better place for attention of many tokens."""
+    return isinstance(store.records if isinstance(store, CodedStore) else store, StreamedStore)

@@ -11,8 +11,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, StaleHandleError
-from hf_hybrid_cache.cpu_attention import MAX_QUERIES_ON_CPU
 from hf_hybrid_cache.handles import KVHandle
+
+from lazy_streams import copy_late
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
 CONFIG = LlamaConfig(
@@ -190,12 +191,14 @@ def test_handles_are_refused_once_the_cache_has_changed(change):
         keys + 1
 
 
-def test_long_chunks_and_first_tokens_are_tensors():
-    cache = DynamicHybridCache(CONFIG, cpu_decode=True)
-    first = states(1, 0)
-    assert cache.update(*first, 0)[0] is first[0]
-    assert type(cache.update(*states(MAX_QUERIES_ON_CPU + 1, 1), 0)[0]) is torch.Tensor
-    assert type(cache.update(*states(MAX_QUERIES_ON_CPU, 2), 0)[0]) is KVHandle
+def test_first_tokens_are_tensors_and_long_chunks_where_an_accelerator_attends_to_them():
+    for streams, kind in ((False, KVHandle), (True, torch.Tensor)):
+        cache = DynamicHybridCache(CONFIG, cpu_decode=True)
+        if streams:
+            copy_late(cache)
+        assert type(cache.update(*states(1, 0), 0)[0]) is torch.Tensor
+        assert type(cache.update(*states(17, 1), 0)[0]) is kind
+        assert type(cache.update(*states(16, 2), 0)[0]) is KVHandle
 
 
 def attended_on_cpu(cache: HybridCache) -> list[bool]:

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import HybridCache, set_integer_kernels
-from hf_hybrid_cache.cpu_attention import MAX_QUERIES_ON_CPU
+from hf_hybrid_cache.cpu_attention import MAX_QUERIES
 from hf_hybrid_cache.handles import KVHandle
 
 from soak import count, search_at_random
@@ -68,7 +68,7 @@ USES = st.builds(
     mode=MODES,
 )
 # Around the size of a block, and chunks that buffers grow by.
-PROMPTS = st.sampled_from([63, 64, 65, 128, 255, 257]) | st.integers(MAX_QUERIES_ON_CPU + 1, 300)
+PROMPTS = st.sampled_from([63, 64, 65, 128, 255, 257]) | st.integers(MAX_QUERIES + 1, 300)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
     def prompt(self, new_tokens: int, use: Use) -> None:
         self.update(new_tokens, use)
 
-    @rule(new_tokens=st.integers(2, MAX_QUERIES_ON_CPU), use=USES)
+    @rule(new_tokens=st.integers(2, MAX_QUERIES), use=USES)
     def guesses(self, new_tokens: int, use: Use) -> None:
         self.update(new_tokens, use)
 
@@ -168,6 +168,9 @@ class CacheMachine(RuleBasedStateMachine):
         # Codes: the kernel does not round what they stand for to the type of the states, but queries and weights to 16
         # bits where there are integer kernels.
         atol = 2e-3 + 4 * rounding if self.setup.codecs else 1e-5
+        if query.shape[2] > MAX_QUERIES:
+            # torch rounds weights to the type of the states.
+            atol += 4 * rounding
         torch.testing.assert_close(ours.double(), theirs.nan_to_num(0.0), rtol=max(rounding, 1.3e-6), atol=atol)
 
     def compare(self, returned: Pair, expected: Pair, use: Use) -> None:
@@ -178,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
                 if use.holds and not isinstance(ours, KVHandle):
                     self.held.append((ours, ours.clone()))
 
-    @rule(tokens=st.integers(0, MAX_QUERIES_ON_CPU) | st.sampled_from([63, 64, 65]) | st.integers(0, 300), mode=MODES)
+    @rule(tokens=st.integers(0, MAX_QUERIES) | st.sampled_from([63, 64, 65]) | st.integers(0, 300), mode=MODES)
     def crop(self, tokens: int, mode: Mode) -> None:
         self.held.clear()
         with mode():

@@ -1,7 +1,7 @@
 """Keys and values of one layer of which all but the first and the last tokens are coded."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from .buffered_store import BufferedStore
 from .codec import Codec, KVCodec
 from .growth import GRANULE
-from .kv_store import KVShape, KVStore, Pair
+from .kv_store import KVShape, KVStore, Pair, ranges
 from .scratch import Scratch
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
@@ -103,6 +103,17 @@ class CodedStore(KVStore):
     def read(self) -> Pair:
         return self._put_together(self.records.read(), self._lend(self.num_tokens))
 
+    def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
+        """All states, as the codes have them, about `size` tokens at a time, with the first token of each piece."""
+        first = min(self.num_tokens, self.codec.sink_tokens)
+        last = first + self.records.num_tokens * GRANULE
+        if first:
+            yield 0, self.full.read_range(0, first)
+        for start, end in ranges(first, last, size, cut):
+            yield start, self._decoded((start - first) // GRANULE, (end - first) // GRANULE)
+        if last < self.num_tokens:
+            yield last, self.full.read_range(first, self.full.num_tokens)
+
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, CodedStore)
         self.full.take_from(other.full)
@@ -127,7 +138,7 @@ class CodedStore(KVStore):
             self.full.truncate(num_tokens - kept * GRANULE)
         else:
             self.settle()
-            rest = self._decoded_block(kept, num_tokens - first - kept * GRANULE)
+            rest = [states[:, :, : num_tokens - first - kept * GRANULE] for states in self._decoded(kept, kept + 1)]
             with self._changing():
                 self.full.truncate(first)
                 self.full.extend(*rest)
@@ -218,15 +229,15 @@ class CodedStore(KVStore):
             target[:, :, last:] = full[:, :, first:]
         return states
 
-    def _decoded_block(self, block: int, num_tokens: int) -> Pair:
-        """The first tokens of one coded block, where records are kept."""
+    def _decoded(self, first: int, last: int) -> Pair:
+        """The tokens of coded blocks, where records are kept."""
         results = []
-        records = self.records.read_range(block, block + 1)
+        records = self.records.read_range(first, last)
         for codec, (sizes, dtype), coded in zip(self._codecs, self._forms, records, strict=True):
             batch, heads, head_dim = sizes
-            states = torch.empty(batch, heads, GRANULE, head_dim, dtype=dtype, device=coded.device)
+            states = torch.empty(batch, heads, (last - first) * GRANULE, head_dim, dtype=dtype, device=coded.device)
             codec.decode(coded, states)
-            results.append(states[:, :, :num_tokens])
+            results.append(states)
         return results[0], results[1]
 
     @property

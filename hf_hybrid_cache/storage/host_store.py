@@ -1,12 +1,14 @@
 """Keys and values kept in host memory in blocks, for attention on the CPU."""
 
+from collections.abc import Iterator
+
 import torch
 
 from .block_buffer import BlockBuffer
 from .buffered_store import BufferedStore
 from .growth import GRANULE, Room
 from .host_memory import HostBudget
-from .kv_store import KVShape
+from .kv_store import KVShape, Pair, ranges
 from .record_buffer import RecordBuffer
 
 
@@ -58,6 +60,11 @@ class HostStore(BufferedStore):
         only_these = self.num_tokens == 0
         self.extend(keys, values)
         return (keys, values) if only_these else self.read()
+
+    def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
+        """All states, copied out of the blocks about `size` tokens at a time, with the first token of each piece."""
+        for start, end in ranges(0, self.num_tokens, size, cut):
+            yield start, self.read_range(start, end)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as they are stored, in whole rows: views, also to be written to; `settle` first."""

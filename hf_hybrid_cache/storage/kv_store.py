@@ -9,10 +9,22 @@ import numpy as np
 import torch
 
 from .block_buffer import kernel_element
+from .growth import GRANULE
 from .token_buffer import TokenBuffer
 
 # Of keys and values.
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def ranges(start: int, end: int, size: int, cut: int) -> Iterator[tuple[int, int]]:
+    """Steps of `size` from `start`, a multiple of blocks, to `end`; one ends where the block of `cut` begins."""
+    cut = start + max(0, cut - start) // GRANULE * GRANULE
+    while start < end:
+        stop = min(start + size, end)
+        if start < cut < stop:
+            stop = cut
+        yield start, stop
+        start = stop
 
 
 class KVShape(NamedTuple):
