@@ -17,7 +17,7 @@ test: $(VENV)/.test
 
 # The tests that search at random, for long: minutes instead of seconds.
 soak: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak --soak --soak-record results/soak
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak --soak --soak-record=results/soak tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
