@@ -251,6 +251,7 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--context-tokens", "many"], "--context-tokens"),
         (["--prefill-chunk-size", "-1"], "--prefill-chunk-size"),
         (["--question", " "], "--question is empty"),
+        (["--question", "Who?\udce9"], "--question 'Who?\\udce9' is not UTF-8 text"),
         (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
         (["--save-cache", "a", "--load-cache", "b"], "--save-cache and --load-cache do not go together"),

@@ -91,6 +91,8 @@ def generate(
             raise UsageError("--prompt-file is the whole prompt: drop it, or --document and --question.")
         if question is not None and not question.strip():
             raise UsageError("--question is empty.")
+        if question is not None and not _is_encodable(question):
+            raise UsageError(f"--question {question!r} is not UTF-8 text.")
         source = prompt_file or document
         text = _read_text(source) if source else None
         saved_ids = _document_ids(load_cache) if load_cache and text is None else None
@@ -332,6 +334,15 @@ def _document_ids(path: Path) -> torch.Tensor:
     if token_ids is None or token_ids.shape[0] != 1:
         raise UsageError(f"{path} was not saved with --save-cache: it lacks the tokens of a document.")
     return token_ids
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether it is text throughout: what a terminal passes on in another encoding is not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_text(path: Path) -> str:
