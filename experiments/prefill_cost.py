@@ -70,9 +70,9 @@ def measure(num_tokens: int, chunk: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[3000, 8000])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[3000])
     parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="folder of the record (default: results/prefill_cost)")
     arguments = parser.parse_args()
     print(f"{'tokens':>7} {'cache':>6} {'prefill':>9} {'in update':>10}")
