@@ -123,6 +123,8 @@ class LayerCost(NamedTuple):
             kept[device.type] += num_bytes
         attends_on_cpu = stores.attends_on_cpu(index, shape)
         all_states = lengths[-1] * sum(_token_bytes(shape))
+        # Attention of a chunk then takes a few thousand tokens at a time out of the blocks, which is little.
+        in_pieces = attends_on_cpu and shape.device == HOST and shape.key_dim == shape.value_dim
         slots = scratch = copied = moved = 0
         entries, sizes = store, lengths
         if isinstance(store, CodedStore):
@@ -130,8 +132,9 @@ class LayerCost(NamedTuple):
             moved = 0 if attends_on_cpu else 2 * all_states
             # The first chunk is attended to as it comes.
             later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
-            scratch = sum(Scratch.planned_bytes([n * size for n in later]) for size in _token_bytes(shape))
-        elif attends_on_cpu and shape.device == HOST and len(lengths) > 1:
+            if not in_pieces:
+                scratch = sum(Scratch.planned_bytes([n * size for n in later]) for size in _token_bytes(shape))
+        elif attends_on_cpu and shape.device == HOST and not in_pieces and len(lengths) > 1:
             copied = all_states
         if isinstance(entries, StreamedStore):
             slots = entries.staging.planned_bytes(entries.shape, num_layers, sizes)
