@@ -227,13 +227,24 @@ class HybridCache(DynamicCache):
             file.require_model(config)
             if token_ids is not None:
                 file.require_prefix(token_ids)
-            saved = file.description
+            saved, codecs = file.description, file.codecs()
             try:
-                cache = HybridCache(config, placement or saved.placement, saved.max_length, saved.codecs)
+                cache = HybridCache(config, placement or saved.placement, saved.max_length, codecs)
             except ValueError as error:
                 raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
             file.fill(cache.layers, device, mmap, verify)
         return cache
+
+    @property
+    def codecs(self) -> dict[int, KVCodec]:
+        """
+        How layers are coded, by index in the model; layers that are not named stay in full precision.
+
+        What a cache chooses by itself (`rotate="auto"`) it chooses once, when it first codes something: `is_fitted`
+        tells. It stays through `reset`, and in copies and files. `HybridCache(config, codec=cache.codecs)` is a new
+        cache with the same choice.
+        """
+        return self._stores.codecs
 
     @property
     def stats(self) -> CacheStats:

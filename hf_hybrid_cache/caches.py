@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from transformers import PreTrainedConfig
 
 from .cache import HybridCache
-from .codecs import minmax
+from .codecs import Rotate, minmax
 from .placement import OnOom, Placement
 from .storage import KVCodec
 
@@ -72,7 +72,7 @@ Bits = int | tuple[int, int]
 
 class QuantizedHybridCache(HybridCache):
     """
-    A cache of min-max codes: keys per channel, values per token (KIVI, arXiv:2402.02750), of rotated numbers.
+    A cache of min-max codes: keys per channel, values per token (KIVI, arXiv:2402.02750), balanced and rotated.
 
     Blocks of 64 tokens are coded once, when 64 more have come after them. The first tokens and the last 64 to 127 stay
     in full precision.
@@ -87,7 +87,8 @@ class QuantizedHybridCache(HybridCache):
             along head_dim for values.
         sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
         rotate: rotate each key and value by a Hadamard transform before it is coded, which spreads outliers over all
-            channels.
+            channels; `"auto"` balances the channels of each head before that, by what the first keys, values and
+            queries are like (`codecs` tells how).
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.
@@ -108,7 +109,7 @@ class QuantizedHybridCache(HybridCache):
         offload: bool = False,
         group_size: int = 64,
         sink_tokens: int = 64,
-        rotate: bool = True,
+        rotate: Rotate = "auto",
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         prefetch_layers: int = 1,

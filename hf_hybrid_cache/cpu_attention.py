@@ -56,6 +56,8 @@ class CpuAttention:
             and keys.per_channel
             and isinstance(values, MinMaxCodec)
             and not values.per_channel
+            and (keys.balance is None or not keys.balance.is_matrix)
+            and (values.balance is None or values.balance.is_matrix)
         )
 
     def prepare(self, element: np.dtype, is_coded: bool) -> None:
@@ -80,6 +82,8 @@ class CpuAttention:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
         batch, query_heads, query_length, head_dim = query.shape
+        if isinstance(store, CodedStore) and store.wants_queries:
+            store.observe(query)
         if query_length > MAX_QUERIES:
             assert isinstance(store, HostStore | CodedStore)
             store.settle()
@@ -145,6 +149,8 @@ def _coded_blocks(store: CodedStore) -> CodedBlocks | None:
         records.num_tokens,
         keys.layout(store.shape.key_dim),
         values.layout(store.shape.value_dim),
+        None if keys.balance is None else keys.balance.inverse_array,
+        None if values.balance is None else values.balance.inverse_array,
     )
 
 

@@ -9,11 +9,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .cpu_attention import CpuAttention
 from .handles import handles_of
+from .observed_keys import observed
 from .placement import Placement
 from .storage import (
     GRANULE,
     BufferedStore,
     CacheStats,
+    CodecChoice,
     CodedStore,
     HostBudget,
     HostStore,
@@ -63,18 +65,24 @@ class LayerStores:
     def __init__(self, placement: Placement, room: Room, num_layers: int, codecs: Mapping[int, KVCodec] | None = None):
         self.placement = placement
         self.room = room
-        self.codecs = dict(codecs or {})
+        self._choices = {index: CodecChoice(codec) for index, codec in (codecs or {}).items()}
         outlook = Outlook(room.device_tokens)
-        self.budget = HostBudget(num_layers - len(self.codecs), outlook=outlook)
-        self.ends_budget = HostBudget(len(self.codecs))
-        self.record_budget = HostBudget(len(self.codecs), GRANULE, outlook)
+        self.budget = HostBudget(num_layers - len(self._choices), outlook=outlook)
+        self.ends_budget = HostBudget(len(self._choices))
+        self.record_budget = HostBudget(len(self._choices), GRANULE, outlook)
         self.stats = CacheStats()
         self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
+        self._holding: CodedStore | None = None
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
+
+    @property
+    def codecs(self) -> dict[int, KVCodec]:
+        """How layers are coded, by index in the model, as far as it is chosen by now."""
+        return {index: choice.codec for index, choice in self._choices.items()}
 
     def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
         """
@@ -91,13 +99,18 @@ class LayerStores:
                 f"cpu_decode needs keys and values of one type, float32, float16 or bfloat16; layer {layer_idx} has "
                 f"{shape.key_dtype} and {shape.value_dtype}. Load the model in one of these, or pass cpu_decode=False."
             )
-        codec = self.codecs.get(layer_idx)
-        has_kernel = codec is None or self.attention.covers(codec)
+        choice = self._choices.get(layer_idx)
+        has_kernel = choice is None or self.attention.covers(choice.codec)
         if not has_kernel and is_asked_for:
+            assert choice is not None
             raise ValueError(
-                f"There is no kernel that attends to {codec}. Use the codec minmax, or pass cpu_decode=False."
+                f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
             )
         return shape.element is not None and has_kernel
+
+    def is_coded(self, layer_idx: int) -> bool:
+        """Whether a layer is coded."""
+        return layer_idx in self._choices
 
     def note_thread(self, ordinal: int) -> None:
         """
@@ -116,17 +129,35 @@ class LayerStores:
             )
 
     def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:
-        """The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer."""
-        codec = self.codecs.get(layer_idx)
+        """
+        The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
+
+        Raises:
+            ValueError: its codec was chosen for other heads.
+        """
+        choice = self._choices.get(layer_idx)
         on_cpu = self.attends_on_cpu(layer_idx, shape)
-        if codec is None:
+        if choice is None:
             return self._buffered(ordinal, shape, on_cpu, self.room, self.budget)
+        codec = choice.codec
+        codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
+        codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
         room, budget = Room(full_tokens(codec), full_tokens(codec)), self.ends_budget
         # What is in full precision is small: without attention on the CPU it stays on the device.
         full = self._buffered(ordinal, shape, on_cpu, room, budget) if on_cpu else ResidentStore(shape, room, budget)
         room, budget = self.room.of_records(), self.record_budget
         records = self._buffered(ordinal, record_shape(shape, codec), on_cpu, room, budget, records=True)
-        return CodedStore(shape, codec, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
+        return CodedStore(shape, choice, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
+
+    def let_go(self) -> None:
+        """Have the states stored that the layer before has held until it sees its queries: one layer at a time does."""
+        if self._holding is not None:
+            holding, self._holding = self._holding, None
+            holding.take_held()
+
+    def note_holding(self, store: CodedStore) -> None:
+        """Note that a layer may hold states that are not stored yet."""
+        self._holding = store
 
     def _buffered(
         self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room, budget: HostBudget, records: bool = False
@@ -229,18 +260,23 @@ class HybridLayer(CacheLayerMixin):
         self._usable_store()
         self._check(key_states, value_states)
         self._stores.note_thread(self._ordinal)
+        self._stores.let_go()
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
         if self.is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
+        watched = store if isinstance(store, CodedStore) and store.wants_queries else None
+        if watched is not None:
+            self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
         if self.is_attended_on_cpu and store.num_tokens > 0 and (are_few or not _is_streamed(store)):
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
         try:
-            return store.append(key_states, value_states)
+            keys, values = store.append(key_states, value_states)
+            return (keys if watched is None else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
 
@@ -341,7 +377,7 @@ class HybridLayer(CacheLayerMixin):
         on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
         if on_cpu:
             assert shape.element is not None
-            self._stores.attention.prepare(shape.element, self.layer_idx in self._stores.codecs)
+            self._stores.attention.prepare(shape.element, self._stores.is_coded(self.layer_idx))
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:

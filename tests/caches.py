@@ -2,11 +2,21 @@
 
 from collections.abc import Callable
 
+import torch
+from balanced import balanced
 from coded_reference import coded_reference
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HybridCache,
+    KVCodec,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+    minmax,
+)
 
 
 def full_attention_layers(config: PreTrainedConfig) -> list[int]:
@@ -61,7 +71,7 @@ CACHES = SAME_ATTENTION | OWN_ATTENTION
 
 def quantized_last_layers(config: PreTrainedConfig) -> HybridCache:
     """The first layer of full attention stays in full precision, the last has more bits than those between."""
-    return QuantizedHybridCache(config, bits=bits_of_last_layers(config), sink_tokens=0)
+    return QuantizedHybridCache(config, bits=bits_of_last_layers(config), sink_tokens=0, rotate=True)
 
 
 def bits_of_last_layers(config: PreTrainedConfig) -> dict[int, int | tuple[int, int]]:
@@ -69,11 +79,42 @@ def bits_of_last_layers(config: PreTrainedConfig) -> dict[int, int | tuple[int, 
     return {index: (8 if index == layers[-1] else (4, 2)) for index in layers[1:]}
 
 
+def balanced_codecs(config: PreTrainedConfig, bits: int) -> dict[int, KVCodec]:
+    """Layers of full attention, each balanced in its own way."""
+    return {index: balanced(minmax(bits), *sizes, seed=index) for index, sizes in kv_sizes(config).items()}
+
+
+def kv_sizes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
+    """KV heads, and the width of a key and of a value, of each layer of full attention that stores any."""
+    key = config.to_json_string()
+    if key not in _KV_SIZES:
+        cache = DynamicCache(config=config)
+        with torch.no_grad(), torch.random.fork_rng():
+            AutoModelForCausalLM.from_config(config)(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        _KV_SIZES[key] = {
+            index: (
+                cache.layers[index].keys.shape[1],
+                cache.layers[index].keys.shape[3],
+                cache.layers[index].values.shape[3],
+            )
+            for index in full_attention_layers(config)
+            if cache.layers[index].is_initialized
+        }
+    return _KV_SIZES[key]
+
+
+_KV_SIZES: dict[str, dict[int, tuple[int, int, int]]] = {}
+
+
 # Each beside the same codes in a plain cache. Attention is torch's own: results are the same to the last bit.
 QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
     "quantized_on_device": (
-        lambda config: QuantizedHybridCache(config, bits=4, sink_tokens=0, cpu_decode=False),
-        lambda config: coded_reference(config, minmax(4, sink_tokens=0)),
+        lambda config: QuantizedHybridCache(config, bits=4, sink_tokens=0, rotate=True, cpu_decode=False),
+        lambda config: coded_reference(config, minmax(4, sink_tokens=0, rotate=True)),
+    ),
+    "quantized_balanced_on_device": (
+        lambda config: HybridCache(config, Placement(cpu_decode=False), codec=balanced_codecs(config, 4)),
+        lambda config: coded_reference(config, balanced_codecs(config, 4)),
     ),
     "quantized_streamed": (
         lambda config: QuantizedHybridCache(config, bits=(8, 4), offload=True, rotate=False, cpu_decode=False),
@@ -83,17 +124,22 @@ QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], C
 # Attention is the kernel's, over the codes.
 QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
     "quantized_8": (
-        lambda config: QuantizedHybridCache(config, bits=8),
-        lambda config: coded_reference(config, minmax(8)),
+        lambda config: QuantizedHybridCache(config, bits=8, rotate=True),
+        lambda config: coded_reference(config, minmax(8, rotate=True)),
     ),
     "quantized_2": (
-        lambda config: QuantizedHybridCache(config, bits=2, group_size=16, cpu_decode=True, sink_tokens=0),
-        lambda config: coded_reference(config, minmax(2, group_size=16, sink_tokens=0)),
+        lambda config: QuantizedHybridCache(config, 2, group_size=16, cpu_decode=True, sink_tokens=0, rotate=True),
+        lambda config: coded_reference(config, minmax(2, group_size=16, sink_tokens=0, rotate=True)),
+    ),
+    "quantized_balanced": (
+        lambda config: HybridCache(config, codec=balanced_codecs(config, 8)),
+        lambda config: coded_reference(config, balanced_codecs(config, 8)),
     ),
     "quantized_last_layers": (
         quantized_last_layers,
         lambda config: coded_reference(
-            config, {index: minmax(bits, sink_tokens=0) for index, bits in bits_of_last_layers(config).items()}
+            config,
+            {index: minmax(bits, sink_tokens=0, rotate=True) for index, bits in bits_of_last_layers(config).items()},
         ),
     ),
 }

@@ -7,6 +7,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import torch
+from balanced import balanced
 from coded_reference import coded_reference
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
@@ -97,14 +98,19 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_coded: bool, copies_late: boo
     without_kernel = {layer for layer, codec in codecs.items() if not _has_kernel(codec)}
     on_cpu = st.frozensets(layers).map(lambda drawn: drawn - without_kernel)
     cpu_decode = draw(st.one_of(st.sampled_from([None, False, *([] if without_kernel else [True])]), on_cpu))
-    key_dim = draw(_DIMS)
+    num_kv_heads, key_dim = draw(st.integers(1, 3)), draw(_DIMS)
+    value_dim = draw(st.just(key_dim) | _DIMS)
+    for layer, codec in codecs.items():
+        if isinstance(codec.keys, MinMaxCodec) and draw(st.booleans()):
+            dims = (key_dim, value_dim)
+            codecs[layer] = balanced(codec, num_kv_heads, *dims, seed=layer)
     return Setup(
         dtype=dtype,
         num_layers=num_layers,
-        num_kv_heads=draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads,
         group=draw(st.integers(1, 4)),
         key_dim=key_dim,
-        value_dim=draw(st.just(key_dim) | _DIMS),
+        value_dim=value_dim,
         placement=Placement(
             offload=copies_late or draw(st.booleans()),
             prefetch_layers=draw(st.integers(0, 4)),

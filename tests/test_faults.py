@@ -13,11 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_stateful import CONFIG, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, QUANTIZED_VARIANTS, VARIANTS
+from coded_reference import coded_reference
+from test_stateful import (
+    CONFIG,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    QUANTIZED_VARIANTS,
+    VARIANTS,
+    with_lazy_streams,
+)
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
 
 from caches import CACHES, QUANTIZED
 from interruptions import Interruption
@@ -287,3 +296,41 @@ def test_a_cache_that_is_not_whole_is_not_saved(tmp_path: Path):
     with pytest.raises(IncompleteCacheError, match="the first 1 layers of attention hold 5 tokens, the last one 0"):
         cache.save(tmp_path / "part.kv")
     assert not list(tmp_path.iterdir())
+
+
+CHOOSING: dict[str, Callable[[], HybridCache]] = {
+    "on the host": lambda: HybridCache(CONFIG, codec=minmax(4)),
+    "on the device": lambda: HybridCache(CONFIG, Placement(cpu_decode=False), codec=minmax(4, sink_tokens=0)),
+    "streamed, copied late": lambda: with_lazy_streams(1, 1, codec=minmax(4)),
+}
+
+
+def prompts(cache: Cache) -> None:
+    """One that is too short for a choice, and one with which it is made, through states that are held."""
+    forward(cache, random_states(20, seed=3))
+    forward(cache, random_states(TOKENS, seed=0))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cache", CHOOSING)
+def test_prompts_that_are_ended_anywhere_while_codecs_are_chosen_leave_what_the_choice_gives(cache: str):
+    counting = Interruption()
+    counting.run(lambda: prompts(CHOOSING[cache]()))
+    chosen = random.Random(cache)
+    for at_line in chosen.sample(range(counting.lines), min(counting.lines, budget(40, 400))):
+        ours = CHOOSING[cache]()
+        fault = Interruption(chosen.choice(ERRORS), at_line)
+        fault.run(lambda ours=ours: prompts(ours))
+        try:
+            whole = len({layer.get_seq_length() for layer in ours.layers}) == 1 and bool(contents(ours))
+        except (IncompleteCacheError, AttributeError):  # not whole, or nothing stored
+            whole = False
+        if not whole or ours.get_seq_length() != 20 + TOKENS:
+            ours.reset()
+            prompts(ours)
+        found = contents(ours)
+        assert all(codec.is_fitted for codec in ours.codecs.values()), fault.place
+        expected = coded_reference(CONFIG, ours.codecs)
+        prompts(expected)
+        assert same(found, contents(expected)), fault.place
+        count("faults injected")

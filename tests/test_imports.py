@@ -21,7 +21,8 @@ ALLOWED = {
     "chunk_attention": {"storage", "torch"},
     "cpu_attention": {"chunk_attention", "codecs", "kernels", "storage", "torch"},
     "handles": {"cpu_attention", "storage", "torch"},
-    "layer": {"cpu_attention", "handles", "placement", "storage", "torch", "transformers"},
+    "observed_keys": {"torch"},
+    "layer": {"cpu_attention", "handles", "observed_keys", "placement", "storage", "torch", "transformers"},
     "user_folder": set(),
     "planning": {
         "_version",

@@ -207,7 +207,9 @@ def test_what_is_cropped_into_a_coded_block_keeps_what_the_codes_stand_for():
 
 
 def test_the_same_general_form_takes_a_codec_and_a_placement():
-    cache = HybridCache(CONFIG, Placement(offload=True, cpu_decode=False), codec=minmax((8, 4), sink_tokens=0))
+    cache = HybridCache(
+        CONFIG, Placement(offload=True, cpu_decode=False), codec=minmax((8, 4), sink_tokens=0, rotate=True)
+    )
     fill(cache, 300)
     assert cache.stats.bytes_to_host > 0
     assert cache.get_seq_length() == 300
@@ -215,7 +217,8 @@ def test_the_same_general_form_takes_a_codec_and_a_placement():
 
 def test_each_chunk_of_a_prompt_sees_the_tokens_in_full_precision_as_they_are_now():
     """Not as the device had them for the chunk before, where the codes are attended to on the CPU afterwards."""
-    cache, plain = QuantizedHybridCache(CONFIG, bits=8, cpu_decode=True), coded_reference(CONFIG, minmax(8))
+    cache = QuantizedHybridCache(CONFIG, bits=8, rotate=True, cpu_decode=True)
+    plain = coded_reference(CONFIG, minmax(8, rotate=True))
     copy_late(cache)
     for chunk in range(4):
         new = states(128, seed=chunk), states(128, seed=chunk + 10)

@@ -60,16 +60,16 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
 }
 QUANTIZED_VARIANTS = {name: tuple(partial(make, CONFIG) for make in pair) for name, pair in QUANTIZED.items()} | {
     "lazy_copies_of_codes": (
-        lambda: with_lazy_streams(1, 1, codec=minmax(4, sink_tokens=0)),
-        lambda: coded_reference(CONFIG, minmax(4, sink_tokens=0)),
+        lambda: with_lazy_streams(1, 1, codec=minmax(4, sink_tokens=0, rotate=True)),
+        lambda: coded_reference(CONFIG, minmax(4, sink_tokens=0, rotate=True)),
     ),
     "lazy_copies_of_codes_growing": (
-        lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8)),
-        lambda: coded_reference(CONFIG, minmax(8)),
+        lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8, rotate=True)),
+        lambda: coded_reference(CONFIG, minmax(8, rotate=True)),
     ),
     "lazy_copies_of_codes_cpu_decode": (
-        lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=True, codec=minmax(4)),
-        lambda: coded_reference(CONFIG, minmax(4)),
+        lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=True, codec=minmax(4, rotate=True)),
+        lambda: coded_reference(CONFIG, minmax(4, rotate=True)),
     ),
 }
 

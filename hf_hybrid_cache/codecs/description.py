@@ -1,9 +1,13 @@
 """A codec in plain words and numbers, and back: what is kept of it in a file."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..storage import KVCodec
+from .balance import Balance
 from .minmax import MinMaxCodec, minmax
 from .quanto import QuantoCodec, quanto
 
@@ -12,7 +16,7 @@ _MAKERS: dict[str, Callable[..., KVCodec]] = {"minmax": minmax, "quanto": quanto
 
 def describe(codec: KVCodec) -> dict[str, Any]:
     """
-    The function of this room that makes `codec`, by name, and its arguments.
+    The function of this room that makes `codec`, by name, and its arguments; what `weights_of` returns comes to it.
 
     Raises:
         ValueError: none of them does.
@@ -25,18 +29,31 @@ def describe(codec: KVCodec) -> dict[str, Any]:
             "bits": [keys.bits, values.bits],
             "group_size": keys.group_size,
             "sink_tokens": codec.sink_tokens,
-            "rotate": keys.is_rotated,
+            "rotate": keys.is_rotated if codec.is_fitted else "auto",
         }
     elif isinstance(keys, QuantoCodec):
         tree = {"name": "quanto", "bits": keys.bits, "sink_tokens": codec.sink_tokens}
-    if not tree or described_codec(tree) != codec:
+    if not tree or described_codec(tree, weights_of(codec)) != codec:
         raise ValueError(f"There is no way to describe {codec}: only what {' and '.join(_MAKERS)} make can be saved.")
     return tree
 
 
-def described_codec(tree: Mapping[str, Any]) -> KVCodec:
+def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
+    """What keys and values are balanced by, float32, under these names; nothing for those that are not."""
+    found = {}
+    for role, each in (("keys", codec.keys), ("values", codec.values)):
+        if isinstance(each, MinMaxCodec) and each.balance is not None:
+            found[role] = each.balance.weights
+    return found
+
+
+def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> KVCodec:
     """
     The codec that `describe` described.
+
+    Args:
+        tree: its description.
+        weights: as of `weights_of`.
 
     Raises:
         ValueError: `tree` describes none.
@@ -46,9 +63,10 @@ def described_codec(tree: Mapping[str, Any]) -> KVCodec:
     name = arguments.pop("name", None)
     if name not in _MAKERS:
         raise ValueError(f"{name!r} is not one of the codecs {', '.join(_MAKERS)}.")
-    if "rotate" in arguments and not isinstance(arguments["rotate"], bool):
-        raise ValueError(f"rotate must be True or False, got {arguments['rotate']!r}.")
     try:
-        return _MAKERS[name](**arguments)
+        codec = _MAKERS[name](**arguments)
     except TypeError as error:
         raise ValueError(f"{tree} are no arguments of {name}: {error}") from error
+    for role, each in (weights or {}).items():
+        codec = replace(codec, **{role: replace(getattr(codec, role), balance=Balance(each))})
+    return codec

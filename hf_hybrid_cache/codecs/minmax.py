@@ -1,13 +1,17 @@
 """Asymmetric min-max codes of 8, 4 or 2 bits: keys per channel over tokens, values per token over channels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
 from ..kernels import BITS, CHUNK, RecordLayout, decode_blocks, encode_blocks
 from ..storage import GRANULE, Codec, KVCodec
+from .balance import Balance, factors_for_keys, mixing_for_values
 from .packing import pack, unpack
+
+Rotate = bool | Literal["auto"]
 
 # What decoding on an accelerator takes besides its result, at most.
 _PIECE_BYTES = 64 * 2**20
@@ -27,12 +31,16 @@ class MinMaxCodec(Codec):
             the most there, along head_dim for values.
         per_channel: as for keys; `False` is as for values.
         is_rotated: rotate each key or value by a Hadamard transform before it is coded.
+        balance: what each head's are multiplied by before that, if anything.
+        is_fitted: whether `balance` is what it will be; otherwise it is chosen from the first states.
     """
 
     bits: int
     group_size: int
     per_channel: bool
     is_rotated: bool = True
+    balance: Balance | None = None
+    is_fitted: bool = True
 
     def layout(self, head_dim: int) -> RecordLayout:
         """What a record looks like to a kernel."""
@@ -47,35 +55,54 @@ class MinMaxCodec(Codec):
     def record_bytes(self, head_dim: int) -> int:
         return self.layout(head_dim).num_bytes
 
+    def fitted(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> "MinMaxCodec":
+        if self.is_fitted:
+            return self
+        weights = factors_for_keys(states, query_squares) if self.per_channel else mixing_for_values(states)
+        return replace(self, balance=None if weights is None else Balance(weights), is_fitted=True)
+
+    def require_fit(self, num_kv_heads: int, head_dim: int) -> None:
+        if self.balance is not None:
+            self.balance.require_fit(num_kv_heads, head_dim)
+
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         batch, heads, _, head_dim = states.shape
-        layout = self.layout(head_dim)
-        if states.device.type == "cpu":
-            records = torch.from_numpy(encode_blocks(_array(states.detach()), layout, self._share))
+        layout, factors, balance = self.layout(head_dim), None, self.balance
+        on_cpu = states.device.type == "cpu"
+        if balance is not None and on_cpu and not balance.is_matrix:
+            factors = balance.array
+        elif balance is not None:
+            states = balance.applied(states.detach())
+        if on_cpu:
+            records = torch.from_numpy(encode_blocks(_array(states.detach()), layout, self._share, factors))
             return records.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
         return pack(states, layout, self._share)
 
     def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
         batch, heads, blocks, _ = records.shape
-        layout = self.layout(states.shape[3])
+        layout, balance = self.layout(states.shape[3]), self.balance
         if states.device.type == "cpu":
             rows = records.permute(2, 0, 1, 3).flatten(1, 2).contiguous().numpy()
-            if states.dtype in (torch.float32, torch.bfloat16):
-                decode_blocks(rows, layout, _array(states))
-            else:
-                numbers = torch.empty(states.shape)
-                decode_blocks(rows, layout, numbers.numpy())
-                states.copy_(numbers)
+            is_mixed = balance is not None and balance.is_matrix
+            factors = None if balance is None or is_mixed else balance.inverse_array
+            if states.dtype in (torch.float32, torch.bfloat16) and not is_mixed:
+                decode_blocks(rows, layout, _array(states), factors)
+                return
+            numbers = torch.empty(states.shape)
+            decode_blocks(rows, layout, numbers.numpy(), factors)
+            states.copy_(balance.undone(numbers) if balance is not None and is_mixed else numbers)
             return
         block_bytes = 4 * batch * heads * layout.inner * layout.lanes
         step = max(1, _PIECE_BYTES // max(1, block_bytes))
         for start in range(0, blocks, step):
             piece = records[:, :, start : start + step]
-            states[:, :, start * GRANULE : (start + step) * GRANULE] = unpack(piece, layout)
+            numbers = unpack(piece, layout)
+            numbers = numbers if balance is None else balance.undone(numbers)
+            states[:, :, start * GRANULE : (start + step) * GRANULE] = numbers
 
 
 def minmax(
-    bits: int | tuple[int, int] = 4, group_size: int = GRANULE, sink_tokens: int = GRANULE, rotate: bool = True
+    bits: int | tuple[int, int] = 4, group_size: int = GRANULE, sink_tokens: int = GRANULE, rotate: Rotate = "auto"
 ) -> KVCodec:
     """
     Min-max codes for keys and values.
@@ -85,7 +112,8 @@ def minmax(
         group_size: see `MinMaxCodec`.
         sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
         rotate: rotate each key and value by a Hadamard transform before it is coded, as llama.cpp does (its pull
-            request 21038): outliers are spread over all channels.
+            request 21038): outliers are spread over all channels. `"auto"` balances the channels of each layer before
+            that, by the first keys, values and queries of a prompt.
 
     Raises:
         ValueError: one of these is something else.
@@ -96,7 +124,13 @@ def minmax(
     is_integer = isinstance(group_size, int) and not isinstance(group_size, bool)
     if not is_integer or group_size <= 0 or group_size % CHUNK:
         raise ValueError(f"group_size must be a positive multiple of {CHUNK}, got {group_size!r}.")
-    keys, values = (MinMaxCodec(each, group_size, role == 0, rotate) for role, each in enumerate(pair))
+    if not isinstance(rotate, bool) and rotate != "auto":
+        raise ValueError(f"rotate must be 'auto', True or False, got {rotate!r}.")
+    is_fitted = rotate != "auto"
+    keys, values = (
+        MinMaxCodec(each, group_size, role == 0, rotate is not False, is_fitted=is_fitted)
+        for role, each in enumerate(pair)
+    )
     return KVCodec(keys, values, sink_tokens)
 
 

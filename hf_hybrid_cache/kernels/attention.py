@@ -13,7 +13,7 @@ import numpy as np
 from .blocks import BLOCK
 from .compiled import jit
 from .parallel import share_out
-from .rotation import rotate
+from .rotation import rotate_back
 from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
 
 # Masks add the lowest finite float32, which times log2(e) must stay finite: a row of nothing else is not empty.
@@ -229,15 +229,16 @@ def _mask_tile(start, first_row, head, plan):
 
 @jit
 def _merge_segments(head, call):
-    merge_segments(head, call, 0, 0, 1)
+    merge_segments(head, call, 0, 0, 1, call.partial[0, 0, :0])
 
 
 @jit
-def merge_segments(head, call, rotated_segments, dim, size):
+def merge_segments(head, call, rotated_segments, dim, size, mixing):
     """
     Merge the segments' results of one head by their log-sum-exp.
 
-    Those of the first `rotated_segments` are of values that were rotated, `size` of their `dim` numbers together.
+    Those of the first `rotated_segments` are of values that were mixed and then rotated, `size` of their `dim` numbers
+    together; `mixing` undoes the first, `[dim, dim]`, or is empty.
     """
     segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
     shape, real = call.maxima.shape, numba.float32(0)
@@ -252,7 +253,7 @@ def merge_segments(head, call, rotated_segments, dim, size):
         merged[:] = 0
         for segment in range(segments):
             if segment == rotated_segments:
-                rotate(merged, dim, size)
+                rotate_back(merged, dim, size, mixing)
             if np.isnan(maxima[segment, head, row]):
                 continue
             weight = 2.0 ** (maxima[segment, head, row] - base)
@@ -260,7 +261,7 @@ def merge_segments(head, call, rotated_segments, dim, size):
             for column in range(width):
                 merged[column] += weight * partial[segment, head, row, column]
         if rotated_segments == segments:
-            rotate(merged, dim, size)
+            rotate_back(merged, dim, size, mixing)
         # Of log2, see `softmax_tile`.
         lse[row] = base / LOG2_E + np.log(total)
         for column in range(width):

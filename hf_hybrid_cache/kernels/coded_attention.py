@@ -66,6 +66,8 @@ class CodedCall(NamedTuple):
     value_dim: int
     key_rotation: int  # numbers that were rotated together before they were coded
     value_rotation: int
+    query_factors: Any  # float32 [num_kv_heads, key_dim], of the query for coded keys; empty for none
+    mixing: Any  # float32 [num_kv_heads, value_dim, value_dim], of what is summed up of coded values; empty for none
     coded_segments: int  # segments of coded blocks; those after them are of blocks in full precision
     rotated: Any  # float32 like the query, scratch
     operands: Any  # float32 [segments, 2, ROWS, longest inner axis], scratch
@@ -79,6 +81,8 @@ def attend_coded(parallel, team, threads, call):
     call.rotated[:] = call.query
     for head in range(heads):
         for row in range(call.query.shape[1]):
+            if call.query_factors.size:
+                call.rotated[head, row, : call.key_dim] *= call.query_factors[head % call.num_kv_heads]
             rotate(call.rotated[head, row], call.key_dim, call.key_rotation)
     share_out(parallel, team, threads, segments, _attend_segment, call)
     share_out(parallel, team, threads, heads, _merge_segments, call)
@@ -169,7 +173,9 @@ def _forms(segment, call):
 
 @jit
 def _merge_segments(head, call):
-    merge_segments(head, call, call.coded_segments, call.value_dim, call.value_rotation)
+    kv_head = head % call.num_kv_heads if call.mixing.size else 0
+    mixing = call.mixing[kv_head]
+    merge_segments(head, call, call.coded_segments, call.value_dim, call.value_rotation, mixing)
 
 
 @jit
@@ -249,6 +255,8 @@ def compile_coded_attention(element: np.dtype) -> None:
         "key_records": records,
         "value_records": records,
         "is_integer": numba.boolean,
+        "query_factors": real[:, ::1],
+        "mixing": real[:, :, ::1],
         "rotated": real[:, :, ::1],
         "operands": real[:, :, :, ::1],
         "steps": real[:, :, ::1],

@@ -43,11 +43,14 @@ class Coding(NamedTuple):
     group: int
     transposed: bool
     rotation: int
+    factors: Any  # float32 [num_kv_heads, dim], of each channel before it is rotated, or after it was rotated back
     share: float
     failures: Any  # int64 [1], counts blocks with numbers that are not finite
 
 
-def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) -> np.ndarray:
+def encode_blocks(
+    states: np.ndarray, layout: RecordLayout, share: float = 1.0, factors: np.ndarray | None = None
+) -> np.ndarray:
     """
     Code whole blocks.
 
@@ -56,6 +59,7 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) 
             contiguous.
         layout: of the records.
         share: of the range of a group that codes cover, around its middle; what is beyond gets the nearest code.
+        factors: float32 `[num_kv_heads, dim]`: what channels are multiplied by, before they are rotated.
 
     Returns:
         uint8 `[blocks, batch * num_kv_heads, layout.num_bytes]`.
@@ -67,14 +71,16 @@ def encode_blocks(states: np.ndarray, layout: RecordLayout, share: float = 1.0) 
     records = np.empty((tokens // BLOCK, batch * heads, layout.num_bytes), np.uint8)
     if not records.size:
         return records
-    call = _call(states, layout, records, share)
+    call = _call(states, layout, records, factors, share)
     _run(_encode, call)
     if call.failures[0]:
         raise ValueError(NOT_FINITE)
     return records
 
 
-def decode_blocks(records: np.ndarray, layout: RecordLayout, states: np.ndarray) -> None:
+def decode_blocks(
+    records: np.ndarray, layout: RecordLayout, states: np.ndarray, factors: np.ndarray | None = None
+) -> None:
     """
     Write what coded blocks stand for.
 
@@ -82,13 +88,18 @@ def decode_blocks(records: np.ndarray, layout: RecordLayout, states: np.ndarray)
         records: `[blocks, batch * num_kv_heads, layout.num_bytes]`, contiguous.
         layout: of them.
         states: written, as `encode_blocks` takes them.
+        factors: float32 `[num_kv_heads, dim]`: what channels are multiplied by, after they were rotated back.
     """
     if records.size:
-        _run(_decode, _call(states, layout, records))
+        _run(_decode, _call(states, layout, records, factors))
 
 
-def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray, share: float = 1.0) -> Coding:
+def _call(
+    states: np.ndarray, layout: RecordLayout, records: np.ndarray, factors: np.ndarray | None, share: float = 1.0
+) -> Coding:
     _, heads, _, dim = states.shape
+    factors = np.ones((heads, dim), np.float32) if factors is None else factors
+    assert factors.shape == (heads, dim)
     bits = states.view(np.uint32) if states.dtype == np.float32 else states
     strides = [stride // bits.itemsize for stride in bits.strides]
     assert strides[3] == 1
@@ -107,6 +118,7 @@ def _call(states: np.ndarray, layout: RecordLayout, records: np.ndarray, share: 
         layout.group,
         layout.transposed,
         layout.rotation,
+        factors,
         share,
         np.zeros(1, np.int64),
     )
@@ -151,13 +163,14 @@ def _encode_block(part, call):
     bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
     shift = np.uint32(call.shift)
     by_channel = np.zeros((max(dim, inner if call.transposed else 0), BLOCK), np.float32)
+    factors = call.factors[head % call.num_kv_heads]
     worst = np.uint32(0)
     for token in range(BLOCK):
         start = first_state + token * call.token_stride
         for d in range(dim):
             number = np.uint32(np.uint32(call.states[start + d]) << shift)
             worst = max(worst, np.uint32(number & _INFINITE))
-            by_channel[d, token] = _number(number)
+            by_channel[d, token] = _number(number) * factors[d]
     rotate_columns(by_channel, dim, call.rotation)
     for d in range(dim):
         for token in range(BLOCK):
@@ -271,10 +284,11 @@ def _decode_block(part, call):
                 tile[index, lane] = low + scale * code
     by_channel = tile if call.transposed else np.ascontiguousarray(tile.T)
     rotate_columns(by_channel, dim, call.rotation)
+    factors = call.factors[head % call.num_kv_heads]
     for token in range(BLOCK):
         start = first_state + token * call.token_stride
         for d in range(dim):
-            number = np.float32(by_channel[d, token]).view(np.uint32)
+            number = np.float32(by_channel[d, token] * factors[d]).view(np.uint32)
             if call.shift:
                 number = np.uint32(number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> 16
             call.states[start + d] = number
@@ -288,6 +302,7 @@ def compile_coding(element: np.dtype) -> None:
         "states": states,
         "records": record_bytes,
         "transposed": numba.boolean,
+        "factors": numba.float32[:, ::1],
         "share": numba.float64,
         "failures": numba.int64[::1],
     }

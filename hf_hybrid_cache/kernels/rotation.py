@@ -31,6 +31,18 @@ def rotate(numbers, dim, size):
 
 
 @jit
+def rotate_back(numbers, dim, size, mixing):
+    """Undo what was done to values: `rotate`, and then multiply by `mixing`, `[dim, dim]`, if it is not empty."""
+    rotate(numbers, dim, size)
+    if mixing.size:
+        mixed = np.zeros(dim, numbers.dtype)
+        for row in range(dim):
+            for column in range(dim):
+                mixed[column] += numbers[row] * mixing[row, column]
+        numbers[:dim] = mixed
+
+
+@jit
 def rotate_columns(tile, dim, size):
     """Likewise each column of a tile, whose first `dim` rows are what is rotated."""
     half = 1

@@ -19,6 +19,7 @@ _SEGMENT_BLOCKS = 64
 # A call has as few segments, or a double of them, of which most numbers of threads get the same.
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
 _WORTH_A_SEGMENT = 32  # blocks: starting it and merging its result is then nothing beside them
+_NO_FACTORS, _NO_MIXING = np.empty((0, 0), np.float32), np.empty((1, 0, 0), np.float32)
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 
@@ -65,6 +66,10 @@ class CodedBlocks(NamedTuple):
         num_blocks: how many.
         key_layout: see `kernels.coded_blocks`.
         value_layout: likewise.
+        query_factors: float32 `[num_kv_heads, key_dim]`: what the query's channels are multiplied by before they are
+            rotated, the reciprocals of what the keys' channels were; `None` for ones.
+        mixing: float32 `[num_kv_heads, value_dim, value_dim]`: after what is summed up of values was rotated back, row
+            vectors are multiplied by it; `None` for nothing.
     """
 
     keys: np.ndarray
@@ -73,6 +78,8 @@ class CodedBlocks(NamedTuple):
     num_blocks: int
     key_layout: RecordLayout
     value_layout: RecordLayout
+    query_factors: np.ndarray | None = None
+    mixing: np.ndarray | None = None
 
 
 @dataclass
@@ -195,6 +202,8 @@ class Workspace:
             values.dim,
             keys.rotation,
             values.rotation,
+            _NO_FACTORS if coded.query_factors is None else coded.query_factors,
+            _NO_MIXING if coded.mixing is None else coded.mixing,
             coded_segments,
             self.rotated,
             self.operands,

@@ -11,7 +11,9 @@ from ..storage import KVCodec, KVShape
 from .plain_layers import dtype_name, named_dtype
 
 FORMAT = "hf_hybrid_cache"
-VERSION = "1"
+VERSION = "2"
+# Files of the first version have no codecs that were chosen.
+READABLE = ("1", VERSION)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class CacheDescription:
         model: traits of the model.
         placement: of the layers.
         max_length: that the cache was made for, or 0.
-        codecs: by layer.
+        codecs: by layer, without the weights that they balance channels by, which are tensors of the file.
         layers: all of them.
     """
 

@@ -9,15 +9,19 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedConfig
 
+from ..codecs import describe, described_codec
 from ..layer import HybridLayer
-from ..storage import CodedStore, HostStore
+from ..storage import CodedStore, HostStore, KVCodec
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
-from .description import FORMAT, VERSION, CacheDescription, LayerDescription
+from .description import FORMAT, READABLE, CacheDescription, LayerDescription
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
-from .sections import TOKEN_IDS, Tensors, forms_of, layer_name, part_names, parts_of
+from .sections import ROLES, TOKEN_IDS, Tensors, codec_name, forms_of, layer_name, part_names, parts_of
 from .writing import bytes_of, checksum_of_header, pieces
+
+# For hundreds of KV heads of 512.
+_LARGEST_WEIGHTS = 2**30
 
 
 class CacheFile:
@@ -108,6 +112,34 @@ class CacheFile:
                 f"the file and {int(given[sequence, position])} in token_ids (counted from 0).",
             )
 
+    def codecs(self) -> dict[int, KVCodec]:
+        """
+        How layers were coded, by index.
+
+        Raises:
+            CacheFileError: what was chosen of them was altered.
+        """
+        return {index: self._chosen(index, codec) for index, codec in self.description.codecs.items()}
+
+    def _chosen(self, index: int, codec: KVCodec) -> KVCodec:
+        name = codec_name(index)
+        placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
+        if not placed:
+            return codec
+        try:
+            names = {f"{name}/{role}" for role in ROLES}
+            if not codec.is_fitted or any(
+                each.name not in names or each.form.dtype != torch.float32 or each.form.num_bytes > _LARGEST_WEIGHTS
+                for each in placed
+            ):
+                raise ValueError("these are no weights of a codec")
+            tensors = {tensor.name: _empty(tensor.form) for tensor in placed}
+            self._read_section(name, tensors)
+            weights = {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
+            return described_codec(describe(codec), weights)
+        except (ValueError, TypeError) as error:
+            raise CacheFileError(self.path, f"does not describe a cache ({name}: {error}).") from error
+
     def fill(self, layers: Sequence[Any], device: torch.device | str | None, mmap: bool, verify: bool) -> None:
         """
         Put what was saved into the new layers of a cache for the same model.
@@ -194,10 +226,10 @@ class CacheFile:
         metadata = header.metadata
         if metadata.get("format") != FORMAT:
             raise ValueError("is a safetensors file, but not of a saved cache.")
-        if metadata.get("format_version") != VERSION:
+        if metadata.get("format_version") not in READABLE:
             raise ValueError(
                 f"has format version {metadata.get('format_version')!r}, and this version of hf_hybrid_cache reads "
-                f"{VERSION}. Use the version that wrote it, or save the cache again."
+                f"{' and '.join(READABLE)}. Use the version that wrote it, or save the cache again."
             )
         missing = self._data_start + header.num_data_bytes - self._num_bytes
         if missing:
@@ -215,6 +247,7 @@ class CacheFile:
 
     def _require_sections(self) -> None:
         known = {layer_name(index) for index in range(len(self.description.layers))} | {TOKEN_IDS, HEADER_CHECKSUM}
+        known |= {codec_name(index) for index in self.description.codecs}
         if unknown := {tensor.section for tensor in self._header.tensors} - known:
             raise ValueError(f"does not describe a cache (it has tensors of {', '.join(map(repr, sorted(unknown)))}).")
 

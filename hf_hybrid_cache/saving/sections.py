@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from ..codecs import weights_of
 from ..layer import HybridLayer
-from ..storage import BufferedStore, CodedStore, HostStore, KVStore
+from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore
 from .container import TensorForm
 from .description import LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
 
 TOKEN_IDS = "token_ids"
+ROLES = ("keys", "values")
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -37,6 +39,18 @@ def layer_name(index: int) -> str:
     return f"layers.{index}"
 
 
+def codec_name(index: int) -> str:
+    """Of the section of what the codec of a layer was chosen to be."""
+    return f"codecs.{index}"
+
+
+def codec_section(index: int, codec: KVCodec) -> Section:
+    """What a layer's codec balances channels by, if anything."""
+    tensors = {f"{codec_name(index)}/{role}": weights for role, weights in weights_of(codec).items()}
+    forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+    return Section(codec_name(index), forms, lambda: [tensors])
+
+
 def part_names(section: str, part: str) -> tuple[str, str]:
     """Names of the keys and the values of one part of a store."""
     return f"{section}/{part}.keys", f"{section}/{part}.values"
@@ -45,6 +59,7 @@ def part_names(section: str, part: str) -> tuple[str, str]:
 def parts_of(store: KVStore) -> dict[str, BufferedStore]:
     """What a store is made of: buffers that are kept one by one."""
     if isinstance(store, CodedStore):
+        store.take_held()
         return {"full": store.full, "records": store.records}
     assert isinstance(store, BufferedStore)
     return {"states": store}

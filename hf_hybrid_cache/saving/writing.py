@@ -18,7 +18,7 @@ from ..layer import LayerStores
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
 from .description import FORMAT, VERSION, CacheDescription
 from .errors import CacheFileError
-from .sections import Section, described_layer, section_of, token_section
+from .sections import Section, codec_section, described_layer, section_of, token_section
 
 PIECE_BYTES = 4 * 2**20
 _NO_CHECKSUM = f"{0:08x}"
@@ -46,6 +46,7 @@ def save_layers(
         HostMemoryError: the copy of one layer, which one on a device needs, does not fit the host.
     """
     try:
+        described = tuple(described_layer(layer) for layer in layers)
         description = CacheDescription(
             __version__,
             transformers.__version__,
@@ -53,10 +54,11 @@ def save_layers(
             stores.placement,
             stores.room.device_tokens,
             stores.codecs,
-            tuple(described_layer(layer) for layer in layers),
+            described,
         )
         metadata = {"format": FORMAT, "format_version": VERSION, "cache": description.to_json()}
-        sections = [section_of(index, layer) for index, layer in enumerate(layers)]
+        sections = [codec_section(index, codec) for index, codec in stores.codecs.items()]
+        sections += [section_of(index, layer) for index, layer in enumerate(layers)]
     except ValueError as error:
         raise CacheFileError(path, f"was not written: {error}") from error
     if token_ids is not None:

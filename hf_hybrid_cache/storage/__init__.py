@@ -1,7 +1,7 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
 from .buffered_store import BufferedStore
-from .codec import Codec, KVCodec
+from .codec import Codec, CodecChoice, KVCodec
 from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
 from .growth import GRANULE, Room
 from .host_memory import HostBudget, HostMemoryError, Outlook, available_host_bytes, require_host_bytes
@@ -20,6 +20,7 @@ __all__ = [
     "BufferedStore",
     "CacheStats",
     "Codec",
+    "CodecChoice",
     "CodedStore",
     "HostBudget",
     "HostMemoryError",

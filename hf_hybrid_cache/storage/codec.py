@@ -1,7 +1,7 @@
 """What a store needs of the form that coded blocks have. The forms themselves are in `codecs/`."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,30 @@ class Codec(ABC):
     @abstractmethod
     def record_bytes(self, head_dim: int) -> int:
         """Bytes of one record of states of this width."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it can code; a codec that is not has its form chosen by the first states, see `fitted`."""
+        return True
+
+    def fitted(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> "Codec":
+        """
+        The form of this codec for a layer, whose records have as many bytes.
+
+        Args:
+            states: of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`.
+            query_squares: `[num_kv_heads, head_dim]`, means over queries that attend to these keys; `None` if there
+                were none, and for values.
+        """
+        return self
+
+    def require_fit(self, num_kv_heads: int, head_dim: int) -> None:  # noqa: B027
+        """
+        Check that it can code states of this shape.
+
+        Raises:
+            ValueError: it was chosen for another one.
+        """
 
     @abstractmethod
     def encode(self, states: torch.Tensor) -> torch.Tensor:
@@ -63,3 +87,51 @@ class KVCodec:
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
             raise ValueError(f"sink_tokens must be an integer of at least 0, got {given!r}.")
         object.__setattr__(self, "sink_tokens", -(-given // GRANULE) * GRANULE)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether both can code."""
+        return self.keys.is_fitted and self.values.is_fitted
+
+
+class CodecChoice:
+    """
+    How one layer is coded: as given, or chosen when the first blocks are coded, for good.
+
+    Args:
+        codec: that was asked for.
+
+    Attributes:
+        codec: that one, or the form of it that was chosen.
+    """
+
+    def __init__(self, codec: KVCodec):
+        self.codec = codec
+        self._query_squares: torch.Tensor | None = None
+        self._num_queries = 0
+
+    @property
+    def is_made(self) -> bool:
+        return self.codec.is_fitted
+
+    def observe(self, query: torch.Tensor, num_kv_heads: int) -> None:
+        """Take note of queries that attend to the layer's keys, `[batch, query_heads, query_length, head_dim]`."""
+        step = -(-query.shape[2] // _MOST_QUERIES)
+        seen = query.detach()[:, :, ::step].float().square()
+        # A query that is not finite makes a step useless, and must not make the choice so.
+        squares = torch.nan_to_num(seen, 0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
+        num_queries, known = query.shape[2], self._query_squares
+        self._num_queries += num_queries
+        if known is None:
+            self._query_squares = squares
+        else:
+            self._query_squares = known.lerp(squares.to(known.device), num_queries / self._num_queries)
+
+    def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Choose by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
+        codec = self.codec
+        fitted = codec.keys.fitted(keys, self._query_squares), codec.values.fitted(values, None)
+        self.codec = replace(codec, keys=fitted[0], values=fitted[1])
+
+
+_MOST_QUERIES = 1024

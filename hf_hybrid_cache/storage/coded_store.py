@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from .buffered_store import BufferedStore
-from .codec import Codec, KVCodec
+from .codec import Codec, CodecChoice, KVCodec
 from .growth import GRANULE
 from .kv_store import KVShape, KVStore, Pair, ranges
 from .scratch import Scratch
@@ -17,6 +17,8 @@ from .token_buffer import TokenBuffer
 # Tokens that are not coded yet, at least: what assisted decoding takes back is among them.
 RECENT_TOKENS = GRANULE
 _CODED_AT_ONCE = 64 * GRANULE
+# By which a codec is chosen, spread over the first states that are coded.
+_SAMPLED_BLOCKS = 32
 
 Added = TypeVar("Added")
 
@@ -51,36 +53,84 @@ class CodedStore(KVStore):
     A block is coded once, when 64 tokens have come after it. Where tokens are removed up to the middle of a coded
     block, the rest of the block is in full precision again, as the codes have it.
 
+    Where the codec is still to be chosen, the first states to be coded are held as they came until the queries that
+    attend to them were seen, or anything else is asked of the store.
+
     Args:
         shape: of the states.
-        codec: how blocks are coded.
+        choice: how blocks are coded.
         full: for the tokens in full precision, the last ones after the first ones.
         records: for the records, an entry for each block.
         scratch: where all states are put together for attention on the device.
     """
 
-    def __init__(self, shape: KVShape, codec: KVCodec, full: BufferedStore, records: BufferedStore, scratch: Scratch):
+    def __init__(
+        self, shape: KVShape, choice: CodecChoice, full: BufferedStore, records: BufferedStore, scratch: Scratch
+    ):
         super().__init__(shape)
-        self.codec = codec
         self.full, self.records = full, records
+        self._choice = choice
         self._scratch = scratch
+        self._held: Pair | None = None
 
     def __deepcopy__(self, memo: dict) -> "CodedStore":
+        self.settle()
         twin = copy.copy(self)
         memo[id(self)] = twin
+        twin._choice = copy.deepcopy(self._choice, memo)
         twin.full, twin.records = copy.deepcopy(self.full, memo), copy.deepcopy(self.records, memo)
         twin._scratch = copy.deepcopy(self._scratch, memo)
         return twin
 
     @property
+    def codec(self) -> KVCodec:
+        """How blocks are coded."""
+        return self._choice.codec
+
+    @property
     def is_intact(self) -> bool:
         parts = self.full.is_intact and self.records.is_intact
-        whole = self.full.num_tokens + self.records.num_tokens * GRANULE == self.num_tokens
+        held = self._held[0].shape[2] if self._held is not None else 0
+        whole = self.full.num_tokens + self.records.num_tokens * GRANULE + held == self.num_tokens
         return super().is_intact and parts and whole
+
+    @property
+    def wants_queries(self) -> bool:
+        """Whether the codec is still to be chosen, by queries too."""
+        return not self._choice.is_made
+
+    def observe(self, query: torch.Tensor) -> None:
+        """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
+        batch, heads, _, key_dim = query.shape if query.dim() == 4 else (0, 0, 0, 0)
+        fits = (batch, key_dim) == (self.shape.batch, self.shape.key_dim) and heads % self.shape.num_kv_heads == 0
+        if self.wants_queries and fits and query.shape[2]:
+            self._choice.observe(query, self.shape.num_kv_heads)
+        self.take_held()
+
+    def take_held(self) -> None:
+        """
+        Store the states that were held, if there are any, after the codec was chosen.
+
+        Raises:
+            ValueError: there are no codes for some of them; they are not stored then.
+            HostMemoryError: likewise, the host has no room for them.
+        """
+        if self._held is None:
+            return
+        held, version = self._held, self.version
+        with self._changing():
+            self._held = None
+            self.num_tokens -= held[0].shape[2]
+        self._store(self._coded(*held), self.records.extend)
+        self.version = version  # what `update` returned for them still stands for them
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states; returns all, as the codes have them, or the new ones as they are if they are all."""
+        self.take_held()
         only_these = self.num_tokens == 0
+        if only_these and self._is_to_be_chosen_for(keys):
+            self._hold(keys, values)
+            return keys, values
         change = self._coded(keys, values)
         # Memory that may be refused is taken before anything changes.
         states = None if only_these else self._lend(self.num_tokens + keys.shape[2])
@@ -88,7 +138,11 @@ class CodedStore(KVStore):
         return (keys, values) if states is None else self._put_together(records, states)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.take_held()
         self._scratch.release()
+        if self._is_to_be_chosen_for(keys):
+            self._hold(keys, values)
+            return
         if self._blocks_to_code(keys.shape[2]) or isinstance(self.records, StreamedStore):
             self._store(self._coded(keys, values), self.records.extend)
             return
@@ -101,6 +155,7 @@ class CodedStore(KVStore):
         self._set_length(self.num_tokens + keys.shape[2])
 
     def read(self) -> Pair:
+        self.take_held()
         return self._put_together(self.records.read(), self._lend(self.num_tokens))
 
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
@@ -116,6 +171,7 @@ class CodedStore(KVStore):
 
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, CodedStore)
+        other.take_held()
         self.full.take_from(other.full)
         self.records.take_from(other.records)
         self._set_length(other.num_tokens)
@@ -125,6 +181,7 @@ class CodedStore(KVStore):
         self._set_length(self.full.num_tokens + self.records.num_tokens * GRANULE)
 
     def buffers(self) -> Iterable[TokenBuffer]:
+        self.take_held()
         return *self.full.buffers(), *self.records.buffers()
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
@@ -132,6 +189,7 @@ class CodedStore(KVStore):
         yield from self.records.planned_bytes([coded_blocks(self.codec, num_tokens) for num_tokens in lengths])
 
     def truncate(self, num_tokens: int) -> None:
+        self.take_held()
         first, blocks = min(num_tokens, self.codec.sink_tokens), self.records.num_tokens
         kept = min(blocks, (num_tokens - first) // GRANULE)
         if kept == blocks:
@@ -146,6 +204,7 @@ class CodedStore(KVStore):
         self._set_length(num_tokens)
 
     def select_batch(self, indices: torch.Tensor) -> None:
+        self.take_held()
         with self._changing():
             self.full.select_batch(indices)
             self.records.select_batch(indices)
@@ -153,11 +212,13 @@ class CodedStore(KVStore):
             self.version += 1
 
     def settle(self) -> None:
+        self.take_held()
         self.full.settle()
         self.records.settle()
 
     def close(self) -> None:
         super().close()
+        self._held = None
         self.full.close()
         self.records.close()
         self._scratch.release()
@@ -165,6 +226,43 @@ class CodedStore(KVStore):
     def _blocks_to_code(self, new_tokens: int) -> int:
         """Blocks that are not coded yet and will have 64 tokens after them."""
         return max(0, coded_blocks(self.codec, self.num_tokens + new_tokens) - self.records.num_tokens)
+
+    def _is_to_be_chosen_for(self, keys: torch.Tensor) -> bool:
+        return not self._choice.is_made and self._blocks_to_code(keys.shape[2]) > 0
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep new states as they came, after what may refuse them has not."""
+        tokens = keys.shape[2]
+        count = self._blocks_to_code(tokens)
+        self.full.reserve(full_tokens(self.codec))
+        self.records.reserve(self.records.num_tokens + count)
+        self._require_finite(keys, values, count)
+        with self._changing():
+            self._held = keys, values
+            self._set_length(self.num_tokens + tokens)
+
+    def _require_finite(self, keys: torch.Tensor, values: torch.Tensor, num_blocks: int) -> None:
+        if not (torch.isfinite(keys).all() and torch.isfinite(values).all()):
+            raise self._not_finite(num_blocks, "infinite, or not a number")
+
+    def _choose(self, sequences: "Sequence[_Sequence]", num_tokens: int) -> None:
+        """Choose the codec by the states from the first coded block on, of which there are `num_tokens`."""
+        blocks = num_tokens // GRANULE
+        picked = sorted({index * blocks // _SAMPLED_BLOCKS for index in range(_SAMPLED_BLOCKS)})
+        keys, values = (
+            torch.cat([sequence[index * GRANULE : (index + 1) * GRANULE] for index in picked], dim=2)
+            for sequence in sequences
+        )
+        self._choice.make(keys, values)
+
+    def _not_finite(self, num_blocks: int, reason: str) -> ValueError:
+        count = num_blocks * GRANULE
+        end = self.codec.sink_tokens + self.records.num_tokens * GRANULE + count
+        return ValueError(
+            f"Some of the keys or values of the {count:,} tokens before token {end:,} are {reason}: no codes "
+            "stand for such. Nothing was stored. Find out why the model computes them, or use a cache of full "
+            "precision, such as DynamicHybridCache."
+        )
 
     def _coded(self, keys: torch.Tensor, values: torch.Tensor) -> "_Change":
         """What new states change, coded on their device. Nothing has changed yet, and there is room."""
@@ -180,18 +278,17 @@ class CodedStore(KVStore):
         # After the first tokens come those that are kept in full precision so far, and then the new ones.
         kept, missing = min(first, held), max(0, first - held)
         records, full = [], []
-        for codec, old, new in zip(self._codecs, self.full.read_range(kept, held), (keys, values), strict=True):
-            sequence = _Sequence(old.to(new.device), new[:, :, missing:])
+        olds, news = self.full.read_range(kept, held), (keys, values)
+        sequences = [_Sequence(old.to(new.device), new[:, :, missing:]) for old, new in zip(olds, news, strict=True)]
+        if not self._choice.is_made:
+            self._require_finite(keys, values, count // GRANULE)
+            self._choose(sequences, held - kept + keys.shape[2] - missing)
+        for codec, sequence, new in zip(self._codecs, sequences, news, strict=True):
             starts = range(0, count, _CODED_AT_ONCE)
             try:
                 pieces = [codec.encode(sequence[start : min(start + _CODED_AT_ONCE, count)]) for start in starts]
             except ValueError as error:
-                end = self.num_tokens - self.full.num_tokens + first + count
-                raise ValueError(
-                    f"Some of the keys or values of the {count:,} tokens before token {end:,} are {error}: no codes "
-                    "stand for such. Nothing was stored. Find out why the model computes them, or use a cache of full "
-                    "precision, such as DynamicHybridCache."
-                ) from None
+                raise self._not_finite(count // GRANULE, str(error)) from None
             records.append(torch.cat(pieces, dim=2))
             # A copy, because it is stored where it comes from.
             full.append(torch.cat([new[:, :, :missing], sequence[count:]], dim=2))

@@ -136,6 +136,28 @@ def test_any_width_of_keys_and_values_and_any_group_of_lanes(
 
 
 @EVERY_WAY
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 96), (24, 12)])
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 70)])
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["factors", "factors_and_mixing"])
+def test_channels_that_were_multiplied_and_mixed_before_they_were_coded(
+    is_integer: bool, dims: tuple[int, int], first: int, last: int, is_mixed: bool
+):
+    case, floats, coded = make(first, 5, last, batch=2, num_kv_heads=3, group=2, dims=dims)
+    generator = np.random.default_rng(1)
+    factors = np.exp(generator.standard_normal((3, dims[0]))).astype(np.float32)
+    mixing = np.linalg.qr(generator.standard_normal((3, dims[1], dims[1])))[0] * generator.uniform(
+        0.3, 3, (3, 1, dims[1])
+    )
+    mixing = mixing.astype(np.float32)
+    span = slice(first * BLOCK, (first + 5) * BLOCK)
+    case.keys[:, :, span] *= factors[:, None]
+    if is_mixed:
+        case.values[:, :, span] = case.values[:, :, span] @ mixing
+    coded = coded._replace(query_factors=factors, mixing=mixing if is_mixed else None)
+    check((case, floats, coded), is_integer, scale=dims[0] ** -0.5 / 2)
+
+
+@EVERY_WAY
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 33])
 @pytest.mark.parametrize("length", [1, 3, 16])
 def test_any_number_of_queries_of_which_later_ones_see_more(is_integer: bool, group: int, length: int):

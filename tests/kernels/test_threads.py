@@ -18,7 +18,8 @@ from kernels.test_attention import make, run
 
 
 @pytest.fixture(autouse=True)
-def default_afterwards():
+def default_before_and_afterwards():
+    set_num_threads(None)
     yield
     set_num_threads(None)
 

@@ -1,0 +1,58 @@
+"""Keys that tell which queries attend to them: what `update` returns while a codec is still to be chosen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+Observer = Callable[[torch.Tensor], None]
+
+
+class ObservedKeys(torch.Tensor):
+    """
+    The keys themselves, or a view that attention takes of them; anything else made of them is a plain tensor.
+
+    The observer is called with the queries of `scaled_dot_product_attention`, and of a product with a matrix of these
+    keys, as in transformers' eager attention. Attention that goes past both is not observed.
+    """
+
+    _observer: Observer
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        keys = args[1] if func in _PRODUCTS and len(args) > 1 else args[0] if func in _VIEWS else None
+        if not isinstance(keys, ObservedKeys):
+            return result
+        if func in _VIEWS:
+            return observed(result, keys._observer)
+        if isinstance(args[0], torch.Tensor) and not isinstance(args[0], ObservedKeys):
+            keys._observer(args[0])
+        return result
+
+
+def observed(keys: torch.Tensor, observer: Observer) -> torch.Tensor:
+    """`keys`, which show `observer` the queries that attend to them."""
+    result = keys.as_subclass(ObservedKeys)
+    result._observer = observer
+    return result
+
+
+_PRODUCTS = {
+    scaled_dot_product_attention,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+}
+_VIEWS = {
+    torch.Tensor.__getitem__,
+    torch.Tensor.contiguous,
+    torch.Tensor.expand,
+    torch.Tensor.reshape,
+    torch.Tensor.to,
+    torch.Tensor.transpose,
+    torch.Tensor.type,
+    torch.Tensor.view,
+}
