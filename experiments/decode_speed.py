@@ -19,9 +19,10 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from experiments import records
 from experiments.bandwidth import MemoryReader, read_bandwidth
-from experiments.decoding import GreedyDecoder, english_ids, prefill, weight_bytes
+from experiments.decoding import GreedyDecoder, prefill, weight_bytes
 from experiments.options import experiment_parser
 from experiments.synthetic import CACHES, fill, kv_bytes
+from experiments.texts import english_ids
 from experiments.timing import in_turns, medians
 from hf_hybrid_cache import HybridCache, QuantizedHybridCache
 from hf_hybrid_cache.models import load

@@ -1,19 +1,8 @@
-"""A model and a cache that decode together, one token a step, and what they are given to read."""
-
-from pydoc_data import topics
+"""A model and a cache that decode together, one token a step."""
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-
-
-def english_ids(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> torch.Tensor:
-    """The first tokens of the language reference of Python's own help(), `[1, num_tokens]`."""
-    text = "\n\n".join(topics.topics[key] for key in sorted(topics.topics))
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
-    if ids.shape[1] < num_tokens:
-        raise ValueError(f"The text has {ids.shape[1]:,} tokens, fewer than {num_tokens:,}.")
-    return ids
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from experiments.decoding import prefill
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, bfloat16_bytes, filled, stored_bytes
@@ -71,11 +71,19 @@ def score_window(model: PreTrainedModel, ids: torch.Tensor, scored_tokens: int, 
     """
     half = ids.shape[1] // 2
     prefilled = DynamicCache(config=model.config)
-    prefill(model, prefilled, ids[:, :half])
+    # States of sliding windows cannot be handed over: then each cache has its own prefill, in one pass.
+    is_shared = all(type(layer) is DynamicLayer for layer in prefilled.layers)
+    if is_shared:
+        prefill(model, prefilled, ids[:, :half])
     scores = {}
     for name in names:
         start = time.perf_counter()
-        scores[name] = Score(filled(CACHES[name](model.config), prefilled))
+        cache = CACHES[name](model.config)
+        if is_shared:
+            filled(cache, prefilled)
+        else:
+            prefill(model, cache, ids[:, :half], half)
+        scores[name] = Score(cache)
         scores[name].seconds = time.perf_counter() - start
     del prefilled
     end = half + scored_tokens

@@ -5,10 +5,12 @@ Perplexity: the first half of a window is prefilled, the second follows in steps
 form is what is attended to. Next to the perplexity of the scored tokens stand the mean KL divergence of the next-token
 distributions from those of full precision, in nats, and the share of places where both have the same most likely token.
 Greedy: how much of a greedy continuation is the same, and where the first other token is. Pass key: how often five
-digits that a long text hides are found again.
+digits that a long text hides are found again; needles: how many of ten facts. Reparametrized: perplexity in one window,
+with other weights for the same function.
 
-For perplexity and pass keys the prefill runs once, in full precision, and each cache is filled with its keys and
-values; with `generate` each cache has its own. What a cache holds is measured after the steps of the largest window.
+The prefill runs once, in full precision, and each cache is filled with its keys and values; with `generate`, and in
+models with sliding windows, each cache has its own. What a cache holds is measured after the steps of the largest
+window.
 """
 
 import argparse
@@ -25,20 +27,22 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from experiments import passkey, records
-from experiments.decoding import english_ids
+from experiments import needles, passkey, records
 from experiments.perplexity import score_window
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, peer_versions, reasons_to_skip
+from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
+from experiments.texts import TEXTS, english_ids
 from hf_hybrid_cache.models import load
 
-TEXT_TOKENS = 65_536
-MEASURES = ("perplexity", "greedy", "passkey")
+MEASURES = ("perplexity", "greedy", "passkey", "needles", "reparametrized")
 SMOKE = {
     "windows": [256],
+    "window": 256,
+    "reparametrizations": ["values permuted"],
     "greedy_prompts": 1,
     "prompt_tokens": 64,
     "new_tokens": 8,
-    "contexts": [256],
+    "contexts": [768],
     "depths": 1,
 }
 
@@ -99,14 +103,59 @@ def measure_perplexity(subject: Subject, windows: list[int], texts: int, scored_
         for text, ids in enumerate(subject.stretches(window + 1, texts)):
             cell = score_window(subject.model, ids, scored, subject.names)
             print(f"\nwindow of {window:,} tokens, text {text + 1}: {scored:,} tokens scored after {window // 2:,}")
-            titles = f"{'perplexity':>11}{'increase':>11}{'KL, nats':>10}{'same top':>10}{'of bf16':>9}{'time':>9}"
-            print(f"{'cache':<20}{titles}")
-            for name, row in cell["caches"].items():
-                print(
-                    f"{name:<20}{row['perplexity']:>11.4f}{row['increase']:>+11.2%}{row['kl_nats']:>10.5f}"
-                    f"{row['same_top_token']:>10.1%}{row['share_of_bfloat16']:>9.1%}{row['seconds']:>7.1f} s"
-                )
+            show(cell)
             cells.append({"measure": "perplexity", "window_tokens": window, "text": text, **cell})
+    return cells
+
+
+def show(cell: dict[str, Any]) -> None:
+    """Print what `score_window` returns."""
+    titles = f"{'perplexity':>11}{'increase':>11}{'KL, nats':>10}{'same top':>10}{'of bf16':>9}{'time':>9}"
+    print(f"{'cache':<20}{titles}")
+    for name, row in cell["caches"].items():
+        print(
+            f"{name:<20}{row['perplexity']:>11.4f}{row['increase']:>+11.2%}{row['kl_nats']:>10.5f}"
+            f"{row['same_top_token']:>10.1%}{row['share_of_bfloat16']:>9.1%}{row['seconds']:>7.1f} s"
+        )
+
+
+def measure_reparametrized(
+    subject: Subject, reparametrizations: list[str], window: int, scored_tokens: int
+) -> list[dict[str, Any]]:
+    scored = min(scored_tokens, window - window // 2)
+    ids = subject.stretches(window + 1, 1)[0]
+    cells = []
+    with torch.inference_mode():
+        expected = subject.model(ids[:, :512]).logits
+    for name in reparametrizations:
+        with reparametrized(subject.model, name):
+            with torch.inference_mode():
+                difference = require_same_function(expected, subject.model(ids[:, :512]).logits)
+            cell = score_window(subject.model, ids, scored, subject.names)
+        print(f"\n{name}: window of {window:,} tokens, {scored:,} scored; logits differ by up to {difference:.1e}")
+        show(cell)
+        cells.append(
+            {
+                "measure": "reparametrized",
+                "reparametrization": name,
+                "largest_difference_of_logits": difference,
+                "window_tokens": window,
+                **cell,
+            }
+        )
+    return cells
+
+
+def measure_needles(subject: Subject, contexts: list[int]) -> list[dict[str, Any]]:
+    cells = []
+    for context in contexts:
+        outcome = needles.retrieve(
+            subject.model, subject.tokenizer, subject.start, subject.text, context, subject.names
+        )
+        print(f"\nten facts in {context:,} tokens: full precision finds {outcome['counted']}, and of those")
+        for name, number in outcome["found"].items():
+            print(f"{name:<20}{number:>3} of {outcome['counted']}")
+        cells.append({"measure": "needles", "context_tokens": context, **outcome})
     return cells
 
 
@@ -171,15 +220,18 @@ def summary(cells: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         found[name] = {key: round(fmean(cell["caches"][name][key] for cell in group), 5) for group, key in rows}
-        if keys := kinds["passkey"]:
-            shares = sum(cell["found"][name] for cell in keys), sum(cell["counted"] for cell in keys)
-            found[name]["passkey"] = "{}/{}".format(*shares)
+        for measure in ("passkey", "needles"):
+            if keys := kinds[measure]:
+                shares = sum(cell["found"][name] for cell in keys), sum(cell["counted"] for cell in keys)
+                found[name][measure] = "{}/{}".format(*shares)
+        if changed := kinds["reparametrized"]:
+            found[name]["highest_kl_nats_reparametrized"] = max(cell["caches"][name]["kl_nats"] for cell in changed)
     return found
 
 
-def read_text(tokenizer: PreTrainedTokenizerBase, file: Path | None) -> torch.Tensor:
+def read_text(tokenizer: PreTrainedTokenizerBase, name: str, file: Path | None) -> torch.Tensor:
     if file is None:
-        return english_ids(tokenizer, TEXT_TOKENS)
+        return english_ids(tokenizer, None, name)
     return tokenizer(file.read_text(), add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
 
 
@@ -189,7 +241,11 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--text-file", type=Path, help="what is read (default: the text of Python's own help())")
+    parser.add_argument(
+        "--model-name", help="what a record calls the model (default: as --model, of a folder its name)"
+    )
+    parser.add_argument("--text", choices=TEXTS, default=next(iter(TEXTS)), help="what is read")
+    parser.add_argument("--text-file", type=Path, help="what is read instead")
     parser.add_argument(
         "--caches", nargs="+", choices=CACHES, default=list(CACHES), metavar="NAME", help=f"of {', '.join(CACHES)}"
     )
@@ -202,6 +258,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="that hide pass keys")
     parser.add_argument("--depths", type=int, default=10, help="pass keys for each context")
+    parser.add_argument(
+        "--reparametrizations", nargs="+", choices=REPARAMETRIZATIONS, default=list(REPARAMETRIZATIONS), metavar="NAME"
+    )
+    parser.add_argument("--window", type=int, default=4096, help="of reparametrized models")
     parser.add_argument("--smoke", action="store_true", help="little of everything, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder of the record (default: in results/quality)")
     arguments = parser.parse_args()
@@ -215,12 +275,16 @@ def prepare(arguments: argparse.Namespace) -> tuple[Subject, dict[str, str]]:
     model, tokenizer = load(arguments.model, getattr(torch, arguments.dtype), "cpu")
     if tokenizer is None:
         sys.exit(f"{arguments.model} has no tokenizer.")
-    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
-        sys.exit(f"{arguments.model} has layers without full attention, which some of the caches cannot store.")
+    others = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {DynamicLayer.__name__}
+    if others and {"passkey", "needles"}.intersection(arguments.measures):
+        sys.exit(
+            f"{arguments.model} has layers of type {', '.join(sorted(others))}, whose states cannot be handed from one "
+            "cache to another: pass keys and needles cannot be measured. Choose other --measures."
+        )
     longest = max([*arguments.windows, *arguments.contexts, arguments.prompt_tokens + arguments.new_tokens])
     if longest > model.config.max_position_embeddings:
         sys.exit(f"{arguments.model} has {model.config.max_position_embeddings:,} positions, not {longest:,}.")
-    text = read_text(tokenizer, arguments.text_file)
+    text = read_text(tokenizer, arguments.text, arguments.text_file)
     if text.shape[1] <= longest:
         sys.exit(f"The text has {text.shape[1]:,} tokens and {longest + 1:,} are needed.")
     names = [REFERENCE, *(name for name in CACHES if name in arguments.caches and name != REFERENCE)]
@@ -241,10 +305,16 @@ def main() -> None:
         cells += measure_greedy(subject, arguments.greedy_prompts, arguments.prompt_tokens, arguments.new_tokens)
     if "passkey" in arguments.measures:
         cells += measure_passkey(subject, arguments.contexts, arguments.depths)
+    if "needles" in arguments.measures:
+        cells += measure_needles(subject, arguments.contexts)
+    if "reparametrized" in arguments.measures:
+        cells += measure_reparametrized(
+            subject, arguments.reparametrizations, arguments.window, arguments.scored_tokens
+        )
     record = {
-        "model": arguments.model,
+        "model": arguments.model_name or Path(arguments.model).name,
         "dtype": arguments.dtype,
-        "text": str(arguments.text_file.name if arguments.text_file else "pydoc_data.topics"),
+        "text": arguments.text_file.name if arguments.text_file else arguments.text,
         "step_tokens": STEP_TOKENS,
         "fill": "one update a layer, with the keys and values of a full-precision prefill in chunks; greedy: generate",
         "passkey": {"needle": passkey.NEEDLE, "question": passkey.QUESTION, "answer": passkey.ANSWER},

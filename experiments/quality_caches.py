@@ -53,8 +53,8 @@ def fp8_cache(config: PreTrainedConfig) -> Cache:
     return Cache(layers=[Fp8Layer() for _ in DynamicCache(config=config).layers])
 
 
-def our_cache(config: PreTrainedConfig, bits: int | tuple[int, int]) -> Cache:
-    return QuantizedHybridCache(config, bits=bits)
+def our_cache(config: PreTrainedConfig, bits: int | tuple[int, int], rotate: Any = "auto") -> Cache:
+    return QuantizedHybridCache(config, bits=bits, rotate=rotate)
 
 
 def stock_cache(config: PreTrainedConfig, backend: str, bits: int | None = None) -> Cache:
@@ -77,6 +77,11 @@ CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
     "ours-4": partial(our_cache, bits=4),
     "ours-4-2": partial(our_cache, bits=(4, 2)),
     "ours-2": partial(our_cache, bits=2),
+    **{
+        f"ours-{bits}-{name}": partial(our_cache, bits=bits, rotate=rotate)
+        for bits in (8, 4, 2)
+        for name, rotate in (("rotated", True), ("plain", False))
+    },
     "quanto-4": partial(stock_cache, backend="quanto", bits=4),
     "quanto-2": partial(stock_cache, backend="quanto", bits=2),
     "hqq-4": partial(stock_cache, backend="hqq", bits=4),

@@ -8,9 +8,10 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments.decoding import english_ids, prefill
+from experiments.decoding import prefill
 from experiments.quality_caches import filled, stored_bytes
 from experiments.synthetic import fill
+from experiments.texts import english_ids
 
 
 @dataclass(frozen=True)

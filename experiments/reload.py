@@ -19,9 +19,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from experiments import records
-from experiments.decoding import english_ids, prefill
+from experiments.decoding import prefill
 from experiments.options import experiment_parser
 from experiments.synthetic import fill
+from experiments.texts import english_ids
 from experiments.timing import seconds_of
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
 from hf_hybrid_cache.models import load
