@@ -235,6 +235,13 @@ class HybridCache(DynamicCache):
             file.fill(cache.layers, device, mmap, verify)
         return cache
 
+    def __repr__(self) -> str:
+        by_form: dict[str, list[int]] = {}
+        for index, codec in self.codecs.items():
+            by_form.setdefault(str(codec), []).append(index)
+        forms = "".join(f"; layers {', '.join(map(str, indices))}: {form}" for form, indices in by_form.items())
+        return f"{type(self).__name__}({len(self.layers)} layers, {self._num_tokens:,} tokens{forms})"
+
     @property
     def codecs(self) -> dict[int, KVCodec]:
         """

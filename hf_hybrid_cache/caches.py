@@ -89,6 +89,9 @@ class QuantizedHybridCache(HybridCache):
         rotate: rotate each key and value by a Hadamard transform before it is coded, which spreads outliers over all
             channels; `"auto"` balances the channels of each head before that, by what the first keys, values and
             queries are like (`codecs` tells how).
+        auto_bits: give the keys, or the values, of a layer more bits, up to 8, where their codes lose far more than is
+            usual with so many; all layers together take at most half as much memory more. `codecs`, and the cache when it
+            is printed, tell where.
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.
@@ -110,6 +113,7 @@ class QuantizedHybridCache(HybridCache):
         group_size: int = 64,
         sink_tokens: int = 64,
         rotate: Rotate = "auto",
+        auto_bits: bool = False,
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         prefetch_layers: int = 1,
@@ -118,9 +122,9 @@ class QuantizedHybridCache(HybridCache):
         if isinstance(bits, list):
             bits = _bits_of_layers(config, bits)
         if isinstance(bits, Mapping):
-            codec = {index: minmax(each, group_size, sink_tokens, rotate) for index, each in bits.items()}
+            codec = {index: minmax(each, group_size, sink_tokens, rotate, auto_bits) for index, each in bits.items()}
         else:
-            codec = minmax(bits, group_size, sink_tokens, rotate)
+            codec = minmax(bits, group_size, sink_tokens, rotate, auto_bits)
         super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .observed_keys import observed
 from .placement import Placement
 from .storage import (
     GRANULE,
+    Allowance,
     BufferedStore,
     CacheStats,
     CodecChoice,
@@ -29,7 +31,6 @@ from .storage import (
     Staging,
     StreamedStore,
     full_tokens,
-    record_shape,
     streams_for,
 )
 
@@ -65,7 +66,8 @@ class LayerStores:
     def __init__(self, placement: Placement, room: Room, num_layers: int, codecs: Mapping[int, KVCodec] | None = None):
         self.placement = placement
         self.room = room
-        self._choices = {index: CodecChoice(codec) for index, codec in (codecs or {}).items()}
+        allowance = Allowance(len(codecs or {}))
+        self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
         outlook = Outlook(room.device_tokens)
         self.budget = HostBudget(num_layers - len(self._choices), outlook=outlook)
         self.ends_budget = HostBudget(len(self._choices))
@@ -145,9 +147,12 @@ class LayerStores:
         room, budget = Room(full_tokens(codec), full_tokens(codec)), self.ends_budget
         # What is in full precision is small: without attention on the CPU it stays on the device.
         full = self._buffered(ordinal, shape, on_cpu, room, budget) if on_cpu else ResidentStore(shape, room, budget)
-        room, budget = self.room.of_records(), self.record_budget
-        records = self._buffered(ordinal, record_shape(shape, codec), on_cpu, room, budget, records=True)
+        records = RecordStores(self, ordinal, on_cpu)
         return CodedStore(shape, choice, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
+
+    def make_records(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
+        """A store for records of this shape."""
+        return self._buffered(ordinal, shape, on_cpu, self.room.of_records(), self.record_budget, records=True)
 
     def let_go(self) -> None:
         """Have the states stored that the layer before has held until it sees its queries: one layer at a time does."""
@@ -174,6 +179,18 @@ class LayerStores:
         pinned = shape.device.type in ("cuda", "meta") and self.placement.pin_memory is not False
         resident = ordinal in self._resident and not on_cpu
         return StreamedStore(shape, room, budget, self.stagings[shape.device], resident, pinned, records)
+
+
+@dataclass(frozen=True)
+class RecordStores:
+    """Makes the stores for the records of one layer, whose size is known once its codec is chosen."""
+
+    stores: LayerStores
+    ordinal: int
+    on_cpu: bool
+
+    def __call__(self, shape: KVShape) -> BufferedStore:
+        return self.stores.make_records(self.ordinal, shape, self.on_cpu)
 
 
 class HybridLayer(CacheLayerMixin):

@@ -252,3 +252,65 @@ def test_a_chosen_codec_says_so_and_equals_itself():
     assert cache.memory().num_tokens == 300
     assert cache.codecs[0] == store.codec
     assert store.codec.keys.balance is not None
+
+
+def test_printing_a_cache_tells_how_its_layers_are_coded():
+    cache = QuantizedHybridCache(CONFIG, bits={0: (4, 2), 2: (4, 2), 1: 8})
+    assert repr(cache).startswith("QuantizedHybridCache(3 layers, 0 tokens; layers 0, 2: keys 4 bits (to be chosen)")
+    fill(cache, 300)
+    cache.memory()
+    assert "layers 1: keys 8 bits (balanced, rotated), values 8 bits (mixed, rotated)" in repr(cache)
+    assert repr(QuantizedHybridCache(CONFIG, bits=4, rotate=False)).endswith(
+        "keys 4 bits (plain), values 4 bits (plain))"
+    )
+
+
+def hostile(num_tokens: int, seed: int) -> torch.Tensor:
+    """Keys that four bits cannot hold: a few tokens of each block are far off in all channels."""
+    keys = states(num_tokens, seed)
+    keys[:, :, ::16] *= 30
+    return keys
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_layer_whose_keys_are_hostile_gets_more_bits_and_the_others_do_not(place: str, tmp_path: Path):
+    cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4, auto_bits=True))
+    for chunk in range(2):
+        for layer in range(3):
+            keys = hostile(300, chunk) if layer == 1 else states(300, chunk) / 10
+            query = torch.randn(1, 4, 300, 64, generator=torch.Generator().manual_seed(chunk))
+            held = cache.update(keys, states(300, 5 + chunk), layer)
+            torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
+    assert [codec.keys.bits for codec in cache.codecs.values()] == [4, 8, 4]
+    assert [codec.values.bits for codec in cache.codecs.values()] == [4, 4, 4]
+    assert "layers 1: keys 8 bits" in repr(cache)
+    pinned = HybridCache(CONFIG, PLACES[place], codec=cache.codecs)
+    for chunk in range(2):
+        pinned.update(hostile(300, chunk), states(300, 5 + chunk), 1)
+    assert torch.equal(pinned.layers[1].keys, cache.layers[1].keys)
+    cache.save(tmp_path / "cache.kv")
+    loaded = HybridCache.load(tmp_path / "cache.kv", CONFIG)
+    assert loaded.codecs == cache.codecs
+    twin = copy.deepcopy(cache)
+    cache.reset()
+    fill(cache, 300)
+    assert [codec.keys.bits for codec in cache.codecs.values()] == [4, 8, 4]
+    assert torch.equal(twin.layers[1].keys, pinned.layers[1].keys)
+
+
+def test_more_bits_take_at_most_half_as_much_memory_more():
+    sizes = []
+    for auto_bits in (False, True):
+        config = LlamaConfig(num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+        cache = HybridCache(config, codec=minmax(2, auto_bits=auto_bits))
+        for layer in range(12):
+            held = cache.update(hostile(4096, layer), states(4096), layer)
+            torch.nn.functional.scaled_dot_product_attention(torch.randn(1, 4, 4096, 64), *held, enable_gqa=True)
+        sizes.append(cache.memory().host_bytes)
+    assert len({codec.keys.bits for codec in cache.codecs.values()}) > 1
+    assert 1.05 < sizes[1] / sizes[0] <= 1.5
+
+
+def test_more_bits_are_for_codecs_that_are_chosen():
+    with pytest.raises(ValueError, match="auto_bits must be True or False, and needs rotate='auto'"):
+        QuantizedHybridCache(CONFIG, bits=4, rotate=True, auto_bits=True)

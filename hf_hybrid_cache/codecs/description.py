@@ -30,6 +30,7 @@ def describe(codec: KVCodec) -> dict[str, Any]:
             "group_size": keys.group_size,
             "sink_tokens": codec.sink_tokens,
             "rotate": keys.is_rotated if codec.is_fitted else "auto",
+            "auto_bits": codec.auto_bits,
         }
     elif isinstance(keys, QuantoCodec):
         tree = {"name": "quanto", "bits": keys.bits, "sink_tokens": codec.sink_tokens}
@@ -60,7 +61,9 @@ def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
         ImportError: what it needs is not installed.
     """
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
-    name = arguments.pop("name", None)
+    name, auto_bits = arguments.pop("name", None), arguments.pop("auto_bits", False)
+    if not isinstance(auto_bits, bool):
+        raise ValueError(f"auto_bits must be True or False, got {auto_bits!r}.")
     if name not in _MAKERS:
         raise ValueError(f"{name!r} is not one of the codecs {', '.join(_MAKERS)}.")
     try:
@@ -69,4 +72,4 @@ def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
         raise ValueError(f"{tree} are no arguments of {name}: {error}") from error
     for role, each in (weights or {}).items():
         codec = replace(codec, **{role: replace(getattr(codec, role), balance=Balance(each))})
-    return codec
+    return replace(codec, auto_bits=auto_bits) if auto_bits else codec

@@ -19,6 +19,11 @@ _PIECE_BYTES = 64 * 2**20
 # for a range, rare numbers beyond it cost less than coarse steps; with sixteen they cost more.
 _TWO_BIT_SHARES = {(True, True): 0.8, (True, False): 0.85, (False, True): 0.7, (False, False): 1.0}
 
+# What is usual in SmolLM2-135M, Qwen2.5-Coder-0.5B and Gemma-3-270M (docs/log.md): the root mean square of the error of
+# a score, in nats, in the head of a layer where it is largest; and of the error of a value, of its length.
+_USUAL_SCORE_ERROR = {8: 0.01, 4: 0.17, 2: 0.7}
+_USUAL_VALUE_ERROR = {8: 0.0045, 4: 0.075, 2: 0.31}
+
 
 @dataclass(frozen=True)
 class MinMaxCodec(Codec):
@@ -42,6 +47,12 @@ class MinMaxCodec(Codec):
     balance: Balance | None = None
     is_fitted: bool = True
 
+    def __str__(self) -> str:
+        balance = self.balance
+        how = "" if balance is None else "mixed, " if balance.is_matrix else "balanced, "
+        how = f"{how}{'rotated' if self.is_rotated else 'plain'}" if self.is_fitted else "to be chosen"
+        return f"{self.bits} bits ({how})"
+
     def layout(self, head_dim: int) -> RecordLayout:
         """What a record looks like to a kernel."""
         make = RecordLayout.of_keys if self.per_channel else RecordLayout.of_values
@@ -60,6 +71,22 @@ class MinMaxCodec(Codec):
             return self
         weights = factors_for_keys(states, query_squares) if self.per_channel else mixing_for_values(states)
         return replace(self, balance=None if weights is None else Balance(weights), is_fitted=True)
+
+    def wider(self) -> "MinMaxCodec | None":
+        bits = next((bits for bits in reversed(BITS) if bits > self.bits), None)
+        return None if bits is None else replace(self, bits=bits, balance=None, is_fitted=False)
+
+    def excess(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> float:
+        decoded = torch.empty(states.shape, dtype=torch.float32, device=states.device)
+        self.decode(self.encode(states), decoded)
+        squares = (decoded - states.float()).double().square().mean(dim=(0, 2))
+        if not self.per_channel:
+            all_squares = states.double().square().mean(dim=(0, 2)).sum()
+            return float((squares.sum() / all_squares).sqrt()) / _USUAL_VALUE_ERROR[self.bits] if all_squares else 0.0
+        if query_squares is None:
+            return 0.0
+        scores = (squares * query_squares.double()).sum(dim=1) / states.shape[3]
+        return float(scores.max().sqrt()) / _USUAL_SCORE_ERROR[self.bits]
 
     def require_fit(self, num_kv_heads: int, head_dim: int) -> None:
         if self.balance is not None:
@@ -102,7 +129,11 @@ class MinMaxCodec(Codec):
 
 
 def minmax(
-    bits: int | tuple[int, int] = 4, group_size: int = GRANULE, sink_tokens: int = GRANULE, rotate: Rotate = "auto"
+    bits: int | tuple[int, int] = 4,
+    group_size: int = GRANULE,
+    sink_tokens: int = GRANULE,
+    rotate: Rotate = "auto",
+    auto_bits: bool = False,
 ) -> KVCodec:
     """
     Min-max codes for keys and values.
@@ -114,6 +145,9 @@ def minmax(
         rotate: rotate each key and value by a Hadamard transform before it is coded, as llama.cpp does (its pull
             request 21038): outliers are spread over all channels. `"auto"` balances the channels of each layer before
             that, by the first keys, values and queries of a prompt.
+
+        auto_bits: give the keys, or the values, of a layer more bits, up to 8, where their codes lose far more than is
+            usual with so many; all layers together take at most half as much memory more. With `rotate="auto"`.
 
     Raises:
         ValueError: one of these is something else.
@@ -127,11 +161,13 @@ def minmax(
     if not isinstance(rotate, bool) and rotate != "auto":
         raise ValueError(f"rotate must be 'auto', True or False, got {rotate!r}.")
     is_fitted = rotate != "auto"
+    if not isinstance(auto_bits, bool) or (auto_bits and is_fitted):
+        raise ValueError(f"auto_bits must be True or False, and needs rotate='auto', got {auto_bits!r} and {rotate!r}.")
     keys, values = (
         MinMaxCodec(each, group_size, role == 0, rotate is not False, is_fitted=is_fitted)
         for role, each in enumerate(pair)
     )
-    return KVCodec(keys, values, sink_tokens)
+    return KVCodec(keys, values, sink_tokens, auto_bits)
 
 
 def _array(states: torch.Tensor) -> np.ndarray:

@@ -23,6 +23,9 @@ class QuantoCodec(Codec):
 
     bits: int
 
+    def __str__(self) -> str:
+        return f"{self.bits} bits (quanto)"
+
     def record_bytes(self, head_dim: int) -> int:
         # As many groups as head_dim: 64 tokens in groups of 64.
         return head_dim * (GROUP * self.bits // 8 + 4)

@@ -1,7 +1,7 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
 from .buffered_store import BufferedStore
-from .codec import Codec, CodecChoice, KVCodec
+from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
 from .growth import GRANULE, Room
 from .host_memory import HostBudget, HostMemoryError, Outlook, available_host_bytes, require_host_bytes
@@ -17,6 +17,7 @@ from .streams import Streams, streams_for
 
 __all__ = [
     "GRANULE",
+    "Allowance",
     "BufferedStore",
     "CacheStats",
     "Codec",

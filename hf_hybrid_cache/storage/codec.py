@@ -36,6 +36,18 @@ class Codec(ABC):
         """
         return self
 
+    def wider(self) -> "Codec | None":
+        """The codec of this kind with more bits, still to be chosen; `None` if there is none."""
+        return None
+
+    def excess(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> float:
+        """
+        The error that this codec makes of `states` in attention, of the one that is usual with as many bits.
+
+        Arguments are those of `fitted`; 0 where there is no telling.
+        """
+        return 0.0
+
     def require_fit(self, num_kv_heads: int, head_dim: int) -> None:  # noqa: B027
         """
         Check that it can code states of this shape.
@@ -73,6 +85,7 @@ class KVCodec:
         keys: codes blocks of keys.
         values: codes blocks of values.
         sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+        auto_bits: give keys, or values, more bits where codes lose far more than is usual with so many.
 
     Raises:
         ValueError: `sink_tokens` is not an integer of at least 0.
@@ -81,6 +94,7 @@ class KVCodec:
     keys: Codec
     values: Codec
     sink_tokens: int = GRANULE
+    auto_bits: bool = False
 
     def __post_init__(self) -> None:
         given = self.sink_tokens
@@ -88,10 +102,32 @@ class KVCodec:
             raise ValueError(f"sink_tokens must be an integer of at least 0, got {given!r}.")
         object.__setattr__(self, "sink_tokens", -(-given // GRANULE) * GRANULE)
 
+    def __str__(self) -> str:
+        return f"keys {self.keys}, values {self.values}"
+
     @property
     def is_fitted(self) -> bool:
         """Whether both can code."""
         return self.keys.is_fitted and self.values.is_fitted
+
+
+class Allowance:
+    """
+    Memory that layers may take beyond what was asked for, shared by those of a cache.
+
+    Attributes:
+        left: in units of what a layer takes with the bits that were asked for.
+    """
+
+    def __init__(self, num_layers: int):
+        self.left = _MOST_MORE * num_layers
+
+    def takes(self, more: float) -> bool:
+        """Whether there is room for that much more, which is taken then."""
+        if more > self.left:
+            return False
+        self.left -= more
+        return True
 
 
 class CodecChoice:
@@ -100,13 +136,15 @@ class CodecChoice:
 
     Args:
         codec: that was asked for.
+        allowance: for more bits.
 
     Attributes:
         codec: that one, or the form of it that was chosen.
     """
 
-    def __init__(self, codec: KVCodec):
+    def __init__(self, codec: KVCodec, allowance: Allowance):
         self.codec = codec
+        self._allowance = allowance
         self._query_squares: torch.Tensor | None = None
         self._num_queries = 0
 
@@ -129,9 +167,29 @@ class CodecChoice:
 
     def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Choose by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
-        codec = self.codec
-        fitted = codec.keys.fitted(keys, self._query_squares), codec.values.fitted(values, None)
+        codec, squares = self.codec, self._query_squares
+        fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
+        if codec.auto_bits:
+            sizes = [each.record_bytes(states.shape[3]) for each, states in zip(fitted, (keys, values), strict=True)]
+            fitted = (
+                self._wide_enough(fitted[0], keys, squares, sum(sizes)),
+                self._wide_enough(fitted[1], values, None, sum(sizes)),
+            )
         self.codec = replace(codec, keys=fitted[0], values=fitted[1])
+
+    def _wide_enough(
+        self, codec: Codec, states: torch.Tensor, query_squares: torch.Tensor | None, layer_bytes: int
+    ) -> Codec:
+        """The codec, or one with more bits if its error is too large and there is room."""
+        wider = codec.wider()
+        if wider is None or codec.excess(states, query_squares) <= _MOST_EXCESS:
+            return codec
+        more = wider.record_bytes(states.shape[3]) - codec.record_bytes(states.shape[3])
+        if not self._allowance.takes(more / layer_bytes):
+            return codec
+        return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)
 
 
 _MOST_QUERIES = 1024
+# Of the error that is usual; of the memory that was asked for.
+_MOST_EXCESS, _MOST_MORE = 2.5, 0.5

@@ -60,15 +60,22 @@ class CodedStore(KVStore):
         shape: of the states.
         choice: how blocks are coded.
         full: for the tokens in full precision, the last ones after the first ones.
-        records: for the records, an entry for each block.
+        make_records: makes the store for records of some shape, an entry for each block.
         scratch: where all states are put together for attention on the device.
     """
 
     def __init__(
-        self, shape: KVShape, choice: CodecChoice, full: BufferedStore, records: BufferedStore, scratch: Scratch
+        self,
+        shape: KVShape,
+        choice: CodecChoice,
+        full: BufferedStore,
+        make_records: Callable[[KVShape], BufferedStore],
+        scratch: Scratch,
     ):
         super().__init__(shape)
-        self.full, self.records = full, records
+        self.full = full
+        self._make_records = make_records
+        self.records = make_records(record_shape(shape, choice.codec))
         self._choice = choice
         self._scratch = scratch
         self._held: Pair | None = None
@@ -78,6 +85,7 @@ class CodedStore(KVStore):
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._choice = copy.deepcopy(self._choice, memo)
+        twin._make_records = copy.deepcopy(self._make_records, memo)
         twin.full, twin.records = copy.deepcopy(self.full, memo), copy.deepcopy(self.records, memo)
         twin._scratch = copy.deepcopy(self._scratch, memo)
         return twin
@@ -172,6 +180,7 @@ class CodedStore(KVStore):
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, CodedStore)
         other.take_held()
+        self._fit_records()
         self.full.take_from(other.full)
         self.records.take_from(other.records)
         self._set_length(other.num_tokens)
@@ -254,6 +263,14 @@ class CodedStore(KVStore):
             for sequence in sequences
         )
         self._choice.make(keys, values)
+        self._fit_records()
+
+    def _fit_records(self) -> None:
+        """Let the store for records, which is empty, be one for those that the codec makes."""
+        shape = record_shape(self.shape, self.codec)
+        if shape != self.records.shape:
+            self.records.close()
+            self.records = self._make_records(shape)
 
     def _not_finite(self, num_blocks: int, reason: str) -> ValueError:
         count = num_blocks * GRANULE
