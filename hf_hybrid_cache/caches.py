@@ -90,8 +90,8 @@ class QuantizedHybridCache(HybridCache):
             channels; `"auto"` balances the channels of each head before that, by what the first keys, values and
             queries are like (`codecs` tells how).
         auto_bits: give the keys, or the values, of a layer more bits, up to 8, where their codes lose far more than is
-            usual with so many; all layers together take at most half as much memory more. `codecs`, and the cache when it
-            is printed, tell where.
+            usual with so many; all layers together take at most half as much memory more. `codecs`, and the cache when
+            it is printed, tell where.
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.

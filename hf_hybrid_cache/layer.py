@@ -36,6 +36,8 @@ from .storage import (
 
 # Assisted decoding checks up to so many at once.
 _FEW_TOKENS = 16
+# That layers may hold, beside the one in use, until they see queries.
+MOST_HELD_BYTES = 2**29
 
 
 class IncompleteCacheError(RuntimeError):
@@ -77,7 +79,7 @@ class LayerStores:
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
-        self._holding: CodedStore | None = None
+        self._holding: list[CodedStore] = []
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
 
@@ -154,15 +156,16 @@ class LayerStores:
         """A store for records of this shape."""
         return self._buffered(ordinal, shape, on_cpu, self.room.of_records(), self.record_budget, records=True)
 
-    def let_go(self) -> None:
-        """Have the states stored that the layer before has held until it sees its queries: one layer at a time does."""
-        if self._holding is not None:
-            holding, self._holding = self._holding, None
-            holding.take_held()
-
     def note_holding(self, store: CodedStore) -> None:
-        """Note that a layer may hold states that are not stored yet."""
-        self._holding = store
+        """
+        Note that a layer may hold states until it sees queries, and let those that have held longest go.
+
+        Where attention cannot be observed all layers would hold all of their states.
+        """
+        self._holding = [each for each in self._holding if each is not store and each.held_bytes]
+        while self._holding and sum(each.held_bytes for each in self._holding) > MOST_HELD_BYTES:
+            self._holding.pop(0).take_held()
+        self._holding.append(store)
 
     def _buffered(
         self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room, budget: HostBudget, records: bool = False
@@ -277,7 +280,6 @@ class HybridLayer(CacheLayerMixin):
         self._usable_store()
         self._check(key_states, value_states)
         self._stores.note_thread(self._ordinal)
-        self._stores.let_go()
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None

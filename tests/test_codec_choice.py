@@ -7,8 +7,10 @@ import pytest
 import torch
 from test_contract import MODES, NOT_IN_TRANSFORMERS
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
+from hf_hybrid_cache import layer as layer_module
 from hf_hybrid_cache.storage import CodedStore
 
 from tiny_models import FAMILIES, random_prompt, tiny_model
@@ -213,12 +215,39 @@ def test_other_ways_to_rotate_are_refused(bad: object):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_one_layer_at_a_time_holds_states_that_are_not_coded(place: str):
-    """Where queries are not seen: with the next layer's states those of the layer before are coded."""
+def test_only_so_many_bytes_are_held_where_queries_are_not_seen(place: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layer_module, "MOST_HELD_BYTES", 2 * states(300).nbytes)
     cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4))
-    for layer in range(3):
+    for layer, expected in enumerate(([False] * 3, [False] * 3, [True, False, False])):
         cache.update(states(300), states(300), layer)
-        assert are_fitted(cache) == [index < layer for index in range(3)]
+        assert are_fitted(cache) == expected
+    assert copy.deepcopy(cache).memory().num_tokens == 300
+
+
+def test_states_that_were_put_in_without_attention_are_coded_by_the_first_queries_that_come():
+    """As where a cache is filled from another one, before a model uses it."""
+    chosen = []
+    for fills_at_once in (False, True):
+        model = tiny_model("llama")
+        plain = DynamicCache(config=model.config)
+        ids = random_prompt(1, 320)
+        run(model, plain, ids[:, :300], 300)
+        cache = HybridCache(model.config, codec=minmax(4))
+        for index, layer in enumerate(plain.layers):
+            for piece in zip(
+                *(part.split(300 if fills_at_once else 250, 2) for part in (layer.keys, layer.values)), strict=True
+            ):
+                cache.update(*piece, index)
+        assert not any(are_fitted(cache))
+        run(model, cache, ids[:, 300:], 20)
+        assert cache.get_seq_length() == 320
+        chosen.append(cache.codecs)
+    assert chosen[0] == chosen[1]
+    unseen = HybridCache(tiny_model("llama").config, codec=minmax(4))
+    for index, layer in enumerate(plain.layers):
+        unseen.update(layer.keys, layer.values, index)
+    unseen.memory()
+    assert unseen.codecs != cache.codecs
 
 
 @pytest.mark.parametrize("place", PLACES)

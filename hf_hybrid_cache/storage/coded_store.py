@@ -78,7 +78,7 @@ class CodedStore(KVStore):
         self.records = make_records(record_shape(shape, choice.codec))
         self._choice = choice
         self._scratch = scratch
-        self._held: Pair | None = None
+        self._held: tuple[Pair, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> "CodedStore":
         self.settle()
@@ -98,9 +98,13 @@ class CodedStore(KVStore):
     @property
     def is_intact(self) -> bool:
         parts = self.full.is_intact and self.records.is_intact
-        held = self._held[0].shape[2] if self._held is not None else 0
-        whole = self.full.num_tokens + self.records.num_tokens * GRANULE + held == self.num_tokens
+        whole = self.full.num_tokens + self.records.num_tokens * GRANULE + self._held_tokens == self.num_tokens
         return super().is_intact and parts and whole
+
+    @property
+    def held_bytes(self) -> int:
+        """Of states that are held as they came."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._held)
 
     @property
     def wants_queries(self) -> bool:
@@ -123,13 +127,16 @@ class CodedStore(KVStore):
             ValueError: there are no codes for some of them; they are not stored then.
             HostMemoryError: likewise, the host has no room for them.
         """
-        if self._held is None:
+        if not self._held:
             return
-        held, version = self._held, self.version
+        keys, values = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*self._held, strict=True)
+        )
+        version = self.version
         with self._changing():
-            self._held = None
-            self.num_tokens -= held[0].shape[2]
-        self._store(self._coded(*held), self.records.extend)
+            self.num_tokens -= self._held_tokens
+            self._held = ()
+        self._store(self._coded(keys, values), self.records.extend)
         self.version = version  # what `update` returned for them still stands for them
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
@@ -146,7 +153,6 @@ class CodedStore(KVStore):
         return (keys, values) if states is None else self._put_together(records, states)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.take_held()
         self._scratch.release()
         if self._is_to_be_chosen_for(keys):
             self._hold(keys, values)
@@ -227,7 +233,7 @@ class CodedStore(KVStore):
 
     def close(self) -> None:
         super().close()
-        self._held = None
+        self._held = ()
         self.full.close()
         self.records.close()
         self._scratch.release()
@@ -239,6 +245,10 @@ class CodedStore(KVStore):
     def _is_to_be_chosen_for(self, keys: torch.Tensor) -> bool:
         return not self._choice.is_made and self._blocks_to_code(keys.shape[2]) > 0
 
+    @property
+    def _held_tokens(self) -> int:
+        return sum(keys.shape[2] for keys, _ in self._held)
+
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep new states as they came, after what may refuse them has not."""
         tokens = keys.shape[2]
@@ -247,7 +257,7 @@ class CodedStore(KVStore):
         self.records.reserve(self.records.num_tokens + count)
         self._require_finite(keys, values, count)
         with self._changing():
-            self._held = keys, values
+            self._held = (*self._held, (keys, values))
             self._set_length(self.num_tokens + tokens)
 
     def _require_finite(self, keys: torch.Tensor, values: torch.Tensor, num_blocks: int) -> None:
