@@ -10,10 +10,12 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments import llama_cpp, peers, quality_caches, reading, records, report
+from experiments import llama_cpp, needles, peers, quality_caches, reading, records, report
+from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 
 from tiny_models import random_prompt, tiny_model
 
@@ -62,6 +64,13 @@ def run(*command: str) -> str:
         pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("decode_speed", ["--bits", "4", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param(
+            "choice_cost",
+            ["--tokens", "300", "--chunk", "300", "--rounds", "1"],
+            {"over given", "over rotated"},
+            marks=needs_smollm2,
+        ),
+        ("biased_keys", ["--smoke", "--biases", "0"], {"highest_output_error"}),
         pytest.param("quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
             "peers",
@@ -87,6 +96,38 @@ def test_an_experiment_prints_its_answer_and_keeps_a_record(
     assert record["experiment"] == experiment
     assert record["cells"]
     assert record["environment"]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
+def test_reparametrizations_change_what_a_cache_sees_and_not_what_the_model_says(name: str):
+    model, ids = tiny_model("llama"), random_prompt(1, 40)
+
+    @torch.no_grad()
+    def logits_and_states() -> tuple[torch.Tensor, torch.Tensor]:
+        cache = DynamicCache(config=model.config)
+        logits = model(ids, past_key_values=cache).logits
+        return logits, torch.cat([cache.layers[1].keys, cache.layers[1].values])
+
+    before = logits_and_states()
+    with reparametrized(model, name):
+        during = logits_and_states()
+    after = logits_and_states()
+    assert require_same_function(before[0], during[0]) > 0
+    assert not torch.allclose(during[1], before[1], rtol=0.1, atol=0.1)
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[1], before[1])
+    with pytest.raises(ValueError, match="says something else"):
+        require_same_function(before[0], -before[0])
+    with pytest.raises(ValueError, match="no attention of Llama's kind"), reparametrized(tiny_model("gemma3"), name):
+        pass
+
+
+def test_needles_need_room():
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    with pytest.raises(ValueError, match="Ten facts and the questions about them take"):
+        needles.retrieve(tiny_model("llama"), tokenizer, random_prompt(1, 1), random_prompt(1, 400), 100, ["full"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
