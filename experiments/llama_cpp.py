@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def report() -> dict[str, Any]:
     """What it runs, and which instructions it was built for."""
     file = gguf_file()
     system = importlib.import_module("llama_cpp").llama_print_system_info().decode().strip()
-    return {"weights": file and file.name, "system": system}
+    return {"weights": file and file.name, "package": f"{PACKAGE} {version(PACKAGE)}", "system": system}
 
 
 def gguf_file() -> Path | None:

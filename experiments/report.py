@@ -90,13 +90,14 @@ def draw_quality(record: dict[str, Any], axes: Axes) -> None:
     """Divergence from full precision against stored bytes, in the largest window; nearer to the corner is better."""
     windows = [cell for cell in record["cells"] if cell["measure"] == "perplexity"]
     cell = max(windows, key=lambda cell: cell["window_tokens"])
-    shown = {name: row for name, row in cell["caches"].items() if 0 < row["kl_nats"] < _MOST_DIVERGENCE}
+    rows = {name: row for name, row in cell["caches"].items() if not name.endswith(("-rotated", "-plain"))}
+    shown = {name: row for name, row in rows.items() if 0 < row["kl_nats"] < _MOST_DIVERGENCE}
     for name, row in shown.items():
         ours = name.startswith("ours")
         place = (row["share_of_bfloat16"], row["kl_nats"])
         axes.plot(*place, marker="o" if ours else "s", color=OUR_COLOUR if ours else STOCK_COLOUR)
         axes.annotate(name, place, xytext=(6, 3), textcoords="offset points", fontsize=9)
-    left_out = [name for name, row in cell["caches"].items() if row["kl_nats"] >= _MOST_DIVERGENCE]
+    left_out = [name for name, row in rows.items() if row["kl_nats"] >= _MOST_DIVERGENCE]
     axes.set_yscale("log")
     axes.margins(x=0.15, y=0.12)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

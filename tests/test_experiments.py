@@ -242,7 +242,8 @@ def test_the_readme_states_what_the_records_hold():
         assert f"| {cell['ratio']['quanto']:.0f}x |" in readme
     for cell in report.load_records("kv_memory")[machine]["cells"]:
         assert f"| {cell['share_of_bfloat16']:.3f} |" in readme
-    for cell in report.load_records("quality/perplexity")[machine]["cells"]:
+    quality_machine = readme.split("results/quality/perplexity/")[1].split(".png")[0]
+    for cell in report.load_records("quality/perplexity")[quality_machine]["cells"]:
         for name, row in cell["caches"].items():
             assert name == "full" or f"| {row['increase']:+.2%} |" in readme or f"| {row['increase']:+,.0%} |" in readme
     for model in ("smollm2-135m", "llama-3.2-1b-random"):
@@ -259,3 +260,26 @@ def test_the_readme_states_what_the_records_hold():
     assert f"{report.load_records('prefill_cost')[machine]['cells'][0]['ratio'] - 1:.0%} longer" in readme
     for cell in report.load_records("host_peak")[machine]["cells"]:
         assert f"{cell['ratio']:.4f}" in readme or f"{cell['ratio']:.3f}" in readme
+
+
+def test_the_page_on_few_bits_states_what_the_records_hold():
+    page = (REPOSITORY / "docs" / "few-bits.md").read_text()
+    folders = ("perplexity", "docstrings", "reparametrized", "qwen2.5-coder-0.5b", "gemma-3-270m")
+    for folder in folders:
+        (record,) = report.load_records(f"quality/{folder}").values()
+        for cell in record["cells"]:
+            shown = {
+                f"{row['kl_nats']:.5f}" if row["kl_nats"] < 1 else f"{row['kl_nats']:.2f}" for row in rows_of(cell)
+            }
+            assert all(f"| {number} |" in page for number in shown), (folder, shown)
+    (record,) = report.load_records("quality/passkey").values()
+    for cell in record["cells"]:
+        counts = [cell["counted"], *(cell["found"][name] for name in OUR_WIDTHS)]
+        assert f"| {' | '.join(map(str, counts))} |" in page
+
+
+OUR_WIDTHS = ("ours-8", "ours-4", "ours-4-2", "ours-2")
+
+
+def rows_of(cell: dict) -> list[dict]:
+    return [row for name, row in cell["caches"].items() if name != "full"]
