@@ -18,6 +18,7 @@ class ObservedKeys(torch.Tensor):
     """
 
     _observer: Observer
+    _source: torch.Tensor  # kept, because memory that is lent is lent again once that tensor is gone
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +37,7 @@ class ObservedKeys(torch.Tensor):
 def observed(keys: torch.Tensor, observer: Observer) -> torch.Tensor:
     """`keys`, which show `observer` the queries that attend to them."""
     result = keys.as_subclass(ObservedKeys)
-    result._observer = observer
+    result._observer, result._source = observer, keys
     return result
 
 

@@ -141,6 +141,16 @@ def test_the_choice_stays_through_reset_crop_reorder_and_copies(place: str):
     assert cache.codecs == chosen
 
 
+def test_what_is_observed_is_not_overwritten_while_it_is_held():
+    cache = HybridCache(CONFIG, PLACES["device"], codec=minmax(4))
+    fill(cache, 50)
+    held = [cache.update(states(50, layer), states(50, layer), layer) for layer in range(3)]
+    for layer, (keys, values) in enumerate(held):
+        expected = torch.cat([states(50, layer), states(50, layer)], dim=2)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values[:, :, 50:], states(50, layer))
+
+
 def test_a_copy_that_was_made_before_the_choice_chooses_for_itself():
     cache = HybridCache(CONFIG, codec=minmax(4))
     fill(cache, 100)

@@ -85,7 +85,7 @@ class MinMaxCodec(Codec):
             return float((squares.sum() / all_squares).sqrt()) / _USUAL_VALUE_ERROR[self.bits] if all_squares else 0.0
         if query_squares is None:
             return 0.0
-        scores = (squares * query_squares.double()).sum(dim=1) / states.shape[3]
+        scores = (squares * query_squares.to(squares)).sum(dim=1) / states.shape[3]
         return float(scores.max().sqrt()) / _USUAL_SCORE_ERROR[self.bits]
 
     def require_fit(self, num_kv_heads: int, head_dim: int) -> None:
