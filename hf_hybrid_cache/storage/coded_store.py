@@ -261,8 +261,10 @@ class CodedStore(KVStore):
             self._set_length(self.num_tokens + tokens)
 
     def _require_finite(self, keys: torch.Tensor, values: torch.Tensor, num_blocks: int) -> None:
-        if not (torch.isfinite(keys).all() and torch.isfinite(values).all()):
-            raise self._not_finite(num_blocks, "infinite, or not a number")
+        for states in (keys, values):
+            # A sum is quick, and may be infinite where no number is.
+            if not torch.isfinite(states.sum()) and not torch.isfinite(states).all():
+                raise self._not_finite(num_blocks, "infinite, or not a number")
 
     def _choose(self, sequences: "Sequence[_Sequence]", num_tokens: int) -> None:
         """Choose the codec by the states from the first coded block on, of which there are `num_tokens`."""
