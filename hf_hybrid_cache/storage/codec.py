@@ -190,6 +190,6 @@ class CodecChoice:
         return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)
 
 
-_MOST_QUERIES = 1024
+_MOST_QUERIES = 512
 # Of the error that is usual; of the memory that was asked for.
 _MOST_EXCESS, _MOST_MORE = 2.5, 0.5

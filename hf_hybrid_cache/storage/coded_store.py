@@ -18,7 +18,7 @@ from .token_buffer import TokenBuffer
 RECENT_TOKENS = GRANULE
 _CODED_AT_ONCE = 64 * GRANULE
 # By which a codec is chosen, spread over the first states that are coded.
-_SAMPLED_BLOCKS = 32
+_SAMPLED_BLOCKS = 16
 
 Added = TypeVar("Added")
 
