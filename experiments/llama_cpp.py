@@ -102,10 +102,22 @@ class LlamaCppEngine:
 
 
 def report() -> dict[str, Any]:
-    """What it runs, and which instructions it was built for."""
+    """What it runs: the versions of the package and of the sources in it, and instructions it was built for."""
     file = gguf_file()
-    system = importlib.import_module("llama_cpp").llama_print_system_info().decode().strip()
-    return {"weights": file and file.name, "package": f"{PACKAGE} {version(PACKAGE)}", "system": system}
+    api = importlib.import_module("llama_cpp")
+    library = api.llama_cpp._lib
+    versions = {}
+    for name in ("llama_version", "ggml_version", "ggml_commit"):
+        if function := getattr(library, name, None):
+            function.restype = ctypes.c_char_p
+            versions[name] = function().decode()
+    system = api.llama_print_system_info().decode().strip()
+    return {
+        "weights": file and file.name,
+        "package": f"{PACKAGE} {version(PACKAGE)}",
+        **versions,
+        "system": system,
+    }
 
 
 def gguf_file() -> Path | None:

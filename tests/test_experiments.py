@@ -67,7 +67,12 @@ def run(*command: str) -> str:
         pytest.param(
             "choice_cost",
             ["--tokens", "300", "--chunk", "300", "--rounds", "1"],
-            {"over given", "over rotated"},
+            {
+                "prefill, chosen over given",
+                "prefill, chosen over rotated",
+                "storing, given over rotated",
+                "attention, given over rotated",
+            },
             marks=needs_smollm2,
         ),
         ("biased_keys", ["--smoke", "--biases", "0"], {"highest_output_error"}),

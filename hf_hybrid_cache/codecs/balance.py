@@ -114,10 +114,10 @@ def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> 
         float32 `[num_kv_heads, head_dim]`, at most 1.
     """
     blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, _BLOCK))
-    means = blocks.mean(dim=3, keepdim=True)
-    squares = (blocks - means).square().mean(dim=(0, 2, 3))
+    variances, means = torch.var_mean(blocks, dim=3, correction=0)
+    squares, mean_squares = variances.mean(dim=(0, 2)), means.square().mean(dim=(0, 2))
     # A low that is far from zero is rounded, which widens the range.
-    squares = _shares(squares + _ROUNDED_SHARE * means.square().mean(dim=(0, 2, 3)))
+    squares = _shares(squares + _ROUNDED_SHARE * mean_squares)
     if query_squares is None:
         differences = squares.log().var(dim=1, correction=0, keepdim=True)
         surplus = (differences - _USUAL_DIFFERENCES).clamp_min(0)

@@ -21,6 +21,8 @@ from .threads import get_num_threads
 
 _SMALLEST_NORMAL, _LARGEST = np.float32(2.0**-126), np.finfo(np.float32).max
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = np.uint32(0x7F800000), np.uint32(0x10000), np.uint32(0xFFFF0000)
+# The bits of 2 ** 64: smaller numbers stay finite when they are rotated.
+_LARGE = np.uint32(0x5F800000)
 
 
 NOT_FINITE = "infinite, not a number, or so large that sums of them are infinite"
@@ -161,20 +163,23 @@ def _encode_block(part, call):
     block, head = divmod(part, call.records.shape[1])
     first_state = _place(block, head, call)
     bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
-    shift = np.uint32(call.shift)
-    by_channel = np.zeros((max(dim, inner if call.transposed else 0), BLOCK), np.float32)
+    shift, levels = np.uint32(call.shift), np.float32((1 << bits) - 1)
     factors = call.factors[head % call.num_kv_heads]
+    by_token = np.empty((BLOCK, dim), np.float32)
     worst = np.uint32(0)
     for token in range(BLOCK):
         start = first_state + token * call.token_stride
+        state = call.states[start : start + dim]  # indices from 0 on are not checked for negative ones
         for d in range(dim):
-            number = np.uint32(np.uint32(call.states[start + d]) << shift)
-            worst = max(worst, np.uint32(number & _INFINITE))
-            by_channel[d, token] = _number(number) * factors[d]
+            number = _number(np.uint32(state[d]) << shift) * factors[d]
+            by_token[token, d] = number
+            worst = max(worst, np.uint32(np.float32(number).view(np.uint32) & _INFINITE))
+    by_channel = np.ascontiguousarray(by_token.T)
     rotate_columns(by_channel, dim, call.rotation)
-    for d in range(dim):
-        for token in range(BLOCK):
-            worst = max(worst, np.uint32(np.float32(by_channel[d, token]).view(np.uint32) & _INFINITE))
+    if worst >= _LARGE:
+        for d in range(dim):
+            for token in range(BLOCK):
+                worst = max(worst, np.uint32(np.float32(by_channel[d, token]).view(np.uint32) & _INFINITE))
     if worst == _INFINITE:
         call.failures[0] += 1
     tile = by_channel if call.transposed else np.ascontiguousarray(by_channel.T)
@@ -182,13 +187,16 @@ def _encode_block(part, call):
     filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
     words = np.zeros((inner * bits // 32, lanes), np.uint32)
     scales, lows = np.zeros((groups, inner), np.uint16), np.zeros((groups, inner), np.uint16)
-    for index in range(filled_inner):
-        word, position = _in_words(index, bits)
-        for group in range(groups):
-            start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
-            if start < end:
-                scale, low = _code_group(tile[index, start:end], bits, call.share, words[word, start:end], position)
+    for group in range(groups):
+        start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
+        if start < end:
+            for index in range(filled_inner):
+                numbers = tile[index, start:end]
+                least, most = _extremes(numbers)
+                scale, low = _scale_and_low(least, most, call.share, levels)
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
+                word, position = _in_words(index, bits)
+                _put_codes(numbers, _number(scale), _number(low), levels, words[word, start:end], position)
     record = call.records[block, head]
     first, second = words.size * 4, scales.size * 2
     record[:first] = words.reshape(-1).view(np.uint8)
@@ -196,33 +204,36 @@ def _encode_block(part, call):
     record[first + second :] = lows.reshape(-1).view(np.uint8)
 
 
+@jit_finite
+def _extremes(numbers):
+    """Of a group. Written out: of `min` and `max` no vectors are made."""
+    least = most = numbers[0]
+    for number in numbers:
+        least = number if number < least else least
+        most = number if number > most else most
+    return least, most
+
+
+@jit_finite
+def _put_codes(numbers, scale, low, levels, words, position):
+    """Put the codes of a group into words at a position."""
+    half = np.float32(0.5)
+    half_low = low * half
+    reciprocal = np.float32(2) / scale if scale > 0 else np.float32(0)
+    for lane in range(numbers.size):
+        code = (numbers[lane] * half - half_low) * reciprocal + half
+        code = code if code > 0 else np.float32(0)
+        code = code if code < levels else levels
+        words[lane] |= np.uint32(np.uint32(np.int32(code)) << position)
+
+
 @jit
-def _code_group(numbers, bits, share, words, position):
-    """Put the codes of a group into words at a position; its scale and low, as the bits of float32."""
-    levels = np.float32((1 << bits) - 1)
-    least, most = _extremes(numbers)
+def _scale_and_low(least, most, share, levels):
+    """Of a group, as the bits of float32."""
     if share < 1:
         part = np.float32((1 - share) / 2)
         cut = most * part - least * part
         least, most = least + cut, most - cut
-    scale_bits, low_bits = _scale_and_low(least, most, levels)
-    scale, low = _number(scale_bits), _number(low_bits)
-    reciprocal = np.float32(1) / scale if scale > 0 else np.float32(0)
-    half = np.float32(0.5)
-    for lane in range(numbers.size):
-        code = (numbers[lane] * half - low * half) * (reciprocal + reciprocal)
-        words[lane] |= np.uint32(np.uint32(min(max(code + half, np.float32(0)), levels)) << position)
-    return scale_bits, low_bits
-
-
-@jit_finite
-def _extremes(numbers):
-    return numbers.min(), numbers.max()
-
-
-@jit
-def _scale_and_low(least, most, levels):
-    """Of a group, as the bits of float32."""
     half = np.float32(0.5)
     low_bits = _rounded_down(least)
     low = _number(low_bits)
