@@ -66,24 +66,29 @@ def part_samples(
         empty = make(name)
 
     storing = in_turns({name: lambda: store(empty) for name in codecs}, rounds, prepare)
-    filled = {name: store(make(name)) for name in codecs}
     heads = model.config.num_attention_heads
     queries = [torch.randn(1, heads, 1, keys.shape[3]) for keys, _ in pairs]
-    handles = {
-        name: [cache.update(keys[:, :, -1:], values[:, :, -1:], layer) for layer, (keys, values) in enumerate(pairs)]
-        for name, cache in filled.items()
-    }
+    attention: dict[str, list[float]] = {name: [] for name in codecs}
+    # Where memory lies changes its speed by some percent, so each round has caches of its own.
+    for _ in range(rounds):
+        filled = {name: store(make(name)) for name in codecs}
+        handles = {
+            name: [
+                cache.update(keys[:, :, -1:], values[:, :, -1:], layer) for layer, (keys, values) in enumerate(pairs)
+            ]
+            for name, cache in filled.items()
+        }
+        samples = in_turns({name: partial(attend, queries, handles[name]) for name in codecs}, 3, lambda name: None)
+        for name, seconds in medians(samples).items():
+            attention[name].append(seconds / REPEATS)
+    return {"storing": storing, "attention": attention}
 
-    def attend(name: str) -> None:
-        for _ in range(REPEATS):
-            for query, (keys, values) in zip(queries, handles[name], strict=True):
-                scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
-    samples = in_turns({name: partial(attend, name) for name in codecs}, 3 * rounds, lambda name: None)
-    return {
-        "storing": storing,
-        "attention": {name: [seconds / REPEATS for seconds in taken] for name, taken in samples.items()},
-    }
+def attend(queries: list[torch.Tensor], handles: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A query to each layer, `REPEATS` times."""
+    for _ in range(REPEATS):
+        for query, (keys, values) in zip(queries, handles, strict=True):
+            scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
 
 def median_ratio(samples: dict[str, list[float]], name: str, other: str) -> float:
@@ -97,7 +102,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="folder of the record (default: in results/choice_cost)")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model, torch.float32, "cpu")

@@ -82,7 +82,8 @@ def attend_coded(parallel, team, threads, call):
     for head in range(heads):
         for row in range(call.query.shape[1]):
             if call.query_factors.size:
-                call.rotated[head, row, : call.key_dim] *= call.query_factors[head % call.num_kv_heads]
+                for d in range(call.key_dim):
+                    call.rotated[head, row, d] *= call.query_factors[head % call.num_kv_heads, d]
             rotate(call.rotated[head, row], call.key_dim, call.key_rotation)
     share_out(parallel, team, threads, segments, _attend_segment, call)
     share_out(parallel, team, threads, heads, _merge_segments, call)

@@ -35,10 +35,11 @@ def rotate_back(numbers, dim, size, mixing):
     """Undo what was done to values: `rotate`, and then multiply by `mixing`, `[dim, dim]`, if it is not empty."""
     rotate(numbers, dim, size)
     if mixing.size:
-        mixed = np.zeros(dim, numbers.dtype)
+        mixed = np.zeros(dim, np.float32)
         for row in range(dim):
+            number = np.float32(numbers[row])
             for column in range(dim):
-                mixed[column] += numbers[row] * mixing[row, column]
+                mixed[column] += number * mixing[row, column]
         numbers[:dim] = mixed
 
 
