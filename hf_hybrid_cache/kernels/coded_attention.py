@@ -99,6 +99,9 @@ def _attend_segment(segment, call):
         key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
         keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
         forms = _forms(segment, call)
+        if call.mixing.size:  # read when all segments are done: by then it has come from memory
+            part = call.mixing.nbytes // call.coded_segments
+            prefetch_numbers(call.mixing.ctypes.data + segment * part, part)
         for item in items:
             block = item // heads
             head, start, at = item - block * heads, (call.first_coded + block) * BLOCK, keys + item * key_record
