@@ -2,6 +2,9 @@
 
 import copy
 import os
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,6 +73,9 @@ class HybridCache(DynamicCache):
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
     ):
         _require_config(config)
+        _require_instance("placement", placement, Placement, "Placement(offload=True)")
+        if not isinstance(codec, Mapping):
+            _require_instance("codec", codec, KVCodec, "minmax(4)")
         if max_length is not None:
             require_count("max_length", max_length)
         placement = placement or Placement()
@@ -84,11 +90,14 @@ class HybridCache(DynamicCache):
         for argument, indices in (("cpu_decode", placement.cpu_layers), ("codec", codecs)):
             if unknown := sorted(set(indices).difference(ours)):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
+        if not ours:
+            _warn_of_nothing_to_do(config, layers)
         context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
         room = Room.expecting(max_length, context)
         self._model_traits = traits_of(config)
         self._stores = LayerStores(placement, room, len(ours), codecs)
         self._passes = ForwardPasses(layers)
+        self._was_asked_half_way = False
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
@@ -128,8 +137,15 @@ class HybridCache(DynamicCache):
 
         Raises:
             HostMemoryError: host memory would not suffice; the message says what would fit.
+            IncompleteCacheError: the forward pass before this one, or `crop`, reached the first layers only.
+            ValueError: the cache is for a model with fewer layers.
         """
-        self._passes.reach(layer_idx)
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"The model has a layer {layer_idx} (counted from 0), and the cache was made for {len(self.layers)} "
+                "layers. Make it with the config of this model, model.config."
+            )
+        self._reach(layer_idx, "keys and values")
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
@@ -139,19 +155,19 @@ class HybridCache(DynamicCache):
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """The states of a layer of linear attention, which some models write to."""
-        self._passes.reach(layer_idx)
+        self._reach(layer_idx, f"convolution {kwargs.get('state_idx', args)}")
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
-        self._passes.reach(layer_idx)
+        self._reach(layer_idx, f"new convolution {kwargs.get('state_idx', args)}")
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
-        self._passes.reach(layer_idx)
+        self._reach(layer_idx, f"recurrence {kwargs.get('state_idx', args)}")
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], token_ids: torch.Tensor | None = None) -> None:
@@ -176,8 +192,9 @@ class HybridCache(DynamicCache):
             >>> model(document_ids, past_key_values=cache)
             >>> cache.save("document.kv", document_ids)
         """
-        num_tokens = self.get_seq_length()
+        self._require_finished()
         self._require_whole()
+        num_tokens = self._num_tokens
         if token_ids is not None and (
             token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point()
         ):
@@ -196,6 +213,7 @@ class HybridCache(DynamicCache):
         device: torch.device | str | None = None,
         token_ids: torch.Tensor | None = None,
         verify: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> "HybridCache":
         """
         The cache that `save` wrote; `generate` then computes only what comes after the tokens in it.
@@ -212,10 +230,13 @@ class HybridCache(DynamicCache):
             token_ids: of the prompt that is to follow, `[batch, tokens]`: refused unless it begins with the tokens
                 that were saved with the cache.
             verify: compare layers with their checksums, for which all of the file is read. `False` saves that time.
+            dtype: of the model's keys and values; `None` for `config.dtype`, as far as that is known. What is stored is
+                converted to it where nothing is lost, or where it is asked for here.
 
         Raises:
             CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
-                `token_ids`, or `mmap` is asked for and a layer is not attended to on the CPU.
+                `token_ids`; `mmap` is asked for and a layer is not attended to on the CPU; or the model is of a type
+                that what is stored cannot be converted to.
             HostMemoryError: host memory would not suffice.
 
         Example:
@@ -232,15 +253,50 @@ class HybridCache(DynamicCache):
                 cache = HybridCache(config, placement or saved.placement, saved.max_length, codecs)
             except ValueError as error:
                 raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
+            known = config.get_text_config(decoder=True).dtype
+            converted_to = file.conversion(dtype, known if isinstance(known, torch.dtype) else None, mmap)
             file.fill(cache.layers, device, mmap, verify)
+        if converted_to is not None:
+            for layer in cache.layers:
+                held_on, _ = _whereabouts(layer)
+                if held_on is not None:
+                    _move(layer, held_on, converted_to)
         return cache
 
     def __repr__(self) -> str:
+        held = self.memory()
+        places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
+        sizes = ", ".join(f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
+        content = f"{held.num_tokens:,} tokens, {sizes}" if held.num_tokens else "empty"
+        return f"{type(self).__name__}({', '.join(self._forms())}; {content})"
+
+    def __str__(self) -> str:
+        """Like `repr`, and how each layer is coded."""
         by_form: dict[str, list[int]] = {}
         for index, codec in self.codecs.items():
             by_form.setdefault(str(codec), []).append(index)
-        forms = "".join(f"; layers {', '.join(map(str, indices))}: {form}" for form, indices in by_form.items())
-        return f"{type(self).__name__}({len(self.layers)} layers, {self._num_tokens:,} tokens{forms})"
+        lines = (f"  layers {', '.join(map(str, indices))}: {form}" for form, indices in by_form.items())
+        return "\n".join([repr(self), *lines])
+
+    def _forms(self) -> Iterator[str]:
+        """How many layers there are of each kind, and where."""
+        numbers = Counter(
+            (codec.keys.bits, codec.values.bits) if codec else None
+            for layer in self.layers
+            if isinstance(layer, HybridLayer)
+            for codec in [self.codecs.get(layer.layer_idx)]
+        )
+        for bits, number in numbers.items():
+            kind = "in full precision" if bits is None else f"of {bits[0]} bits"
+            if bits is not None and bits[0] != bits[1]:
+                kind = f"of {bits[0]} and {bits[1]} bits"
+            yield f"{number} layer{'' if number == 1 else 's'} {kind}"
+        if others := len(self.layers) - sum(numbers.values()):
+            yield f"{others} of transformers' own"
+        if self._stores.placement.offload:
+            yield "offloaded"
+        if any(isinstance(layer, HybridLayer) and layer.is_attended_on_cpu for layer in self.layers):
+            yield "attended to on the CPU"
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
@@ -290,21 +346,34 @@ class HybridCache(DynamicCache):
                 raise self._advised(error, self._num_tokens, device=device, **dtypes) from None
             raise
 
-    def get_seq_length(self, layer_idx: int | None = None) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """
-        Tokens of each sequence that are stored, by all layers or by one.
+        Tokens of each sequence that are stored, by the first layer of attention or another one.
+
+        Within a forward pass these differ, and some models ask there. A pass that begins while they differ is refused
+        with `IncompleteCacheError`.
+        """
+        first, last = self._lengths_of_ends()
+        self._was_asked_half_way = first != last or self._passes.is_unfinished
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """
+        Length and offset of the keys that a mask must cover when `query_length` tokens come next.
 
         Raises:
-            IncompleteCacheError: a forward pass, or `crop`, reached the first layers only.
+            ValueError: there are none.
+            IncompleteCacheError: the forward pass before this one, or `crop`, reached the first layers only.
         """
-        if layer_idx is None:
-            self._require_same_lengths()
-        if self._passes.is_unfinished:
-            raise IncompleteCacheError(
-                "An error or an interruption ended a forward pass half-way: not all layers of linear attention have "
-                "seen its tokens, and they cannot go back to what they held. Call cache.reset(), or use a new cache."
+        if query_length == 0 or self._passes.begins_with(layer_idx):
+            self._require_finished()
+        if query_length == 0:
+            raise ValueError(
+                f"There are no tokens to compute: the prompt is not longer than the {self._num_tokens:,} tokens that "
+                "the cache holds already. A cache goes on with the text that is in it; for another one use a new "
+                "cache, or cache.reset()."
             )
-        return super().get_seq_length() if layer_idx is None else super().get_seq_length(layer_idx)
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def drop_unfinished(self) -> None:
         """
@@ -336,6 +405,7 @@ class HybridCache(DynamicCache):
         super().reset()
         self._stores.unfinished = None
         self._passes.reset()
+        self._was_asked_half_way = False
         self.stats.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -391,7 +461,19 @@ class HybridCache(DynamicCache):
         )
         return first, last
 
-    def _require_same_lengths(self) -> None:
+    def _reach(self, layer_idx: int, access: str) -> None:
+        """Note that a forward pass comes to a layer; if it is another pass, the length it was told must be true."""
+        if self._was_asked_half_way and self._passes.begins_with(layer_idx, access):
+            self._require_finished()
+        self._was_asked_half_way = False
+        self._passes.reach(layer_idx, access)
+
+    def _require_finished(self) -> None:
+        if self._passes.is_unfinished:
+            raise IncompleteCacheError(
+                "An error or an interruption ended a forward pass half-way: not all layers of linear attention have "
+                "seen its tokens, and they cannot go back to what they held. Call cache.reset(), or use a new cache."
+            )
         first, last = self._lengths_of_ends()
         if first != last:
             lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
@@ -405,10 +487,16 @@ class HybridCache(DynamicCache):
     def __deepcopy__(self, memo: dict) -> "HybridCache":
         self._require_whole()
         self._require_room_for_copies(2, f"A copy of {self._num_tokens:,} tokens needs")
-        twin = copy.copy(self)
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} cannot be pickled, or copied without what it holds: use cache.save(path) and "
+            "HybridCache.load(path, model.config) to keep it, copy.deepcopy(cache) for a copy."
+        )
 
     def _require_whole(self) -> None:
         for layer in self.layers:
@@ -472,7 +560,33 @@ class HybridCache(DynamicCache):
 
 def _require_config(config: object) -> None:
     if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"config must be a transformers config such as model.config, got {type(config).__name__}.")
+        given = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
+        raise TypeError(f"config must be a transformers config such as model.config, got {given}.")
+
+
+def _require_instance(argument: str, value: object, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{argument} must be a {kind.__name__} such as {example}, or None, got {given}.")
+
+
+def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -> None:
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
+    reason = f" (a sliding window of {window:,} tokens)" if isinstance(window, int) else ""
+    warnings.warn(
+        f"No layer of this model attends to its whole context{reason}: its layers are transformers' own ({kinds}), and "
+        "this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
+        stacklevel=_stack_level(),
+    )
+
+
+def _stack_level() -> int:
+    """Of the caller of a cache's class, whichever of the classes here it is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:

@@ -1,4 +1,4 @@
-"""Notices a forward pass that ended half-way: layers of linear attention keep no count of tokens that would tell."""
+"""Where one forward pass ends and the next begins: nobody tells the cache, and one may have ended half-way."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,13 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 class ForwardPasses:
     """
-    Which layers the last forward pass has reached: all of linear attention, and the first and last one of attention.
+    Which layers the last forward pass has reached.
+
+    Layers of attention count their tokens, those of linear attention do not: of a model that has some it is noted that
+    all of these, and the first and the last one of attention, were reached.
 
     Args:
-        layers: of a cache; without linear attention among them nothing is noted.
+        layers: of a cache.
     """
 
     def __init__(self, layers: Sequence[object]):
@@ -19,22 +22,35 @@ class ForwardPasses:
         attention = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._expected = {*linear, *attention[:1], *attention[-1:]} if linear else set()
         self._reached: set[int] = set()
-        self._last = 0
+        self._accesses: set[tuple[int, str]] = set()
+        self._last = -1
 
-    def reach(self, layer: int) -> None:
-        """Note that a pass reads or writes the states of a layer; after a later one, another pass has begun."""
-        if layer < self._last:
-            self._reached.clear()
+    def begins_with(self, layer: int, access: str | None = None) -> bool:
+        """
+        Whether a pass that comes to a layer now is another one than the last, or the first.
+
+        Args:
+            layer: its index.
+            access: what is read or written there, if that is done once in a pass.
+        """
+        return self._last < 0 or layer < self._last or (layer, access) in self._accesses
+
+    def reach(self, layer: int, access: str) -> None:
+        """Note that a pass reads or writes states of a layer; arguments as of `begins_with`."""
+        if self.begins_with(layer, access):
+            self.reset()
         self._last = layer
+        self._accesses.add((layer, access))
         if layer in self._expected:
             self._reached.add(layer)
 
     def reset(self) -> None:
         """Forget all passes."""
         self._reached.clear()
-        self._last = 0
+        self._accesses.clear()
+        self._last = -1
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the last pass has reached some layers and not all."""
+        """Whether the last pass has reached some layers that count no tokens, and not all."""
         return bool(self._reached) and self._reached != self._expected

@@ -295,12 +295,12 @@ def test_a_chosen_codec_says_so_and_equals_itself():
 
 def test_printing_a_cache_tells_how_its_layers_are_coded():
     cache = QuantizedHybridCache(CONFIG, bits={0: (4, 2), 2: (4, 2), 1: 8})
-    assert repr(cache).startswith("QuantizedHybridCache(3 layers, 0 tokens; layers 0, 2: keys 4 bits (to be chosen)")
+    assert "  layers 0, 2: keys 4 bits (to be chosen), values 2 bits (to be chosen)\n" in str(cache)
     fill(cache, 300)
     cache.memory()
-    assert "layers 1: keys 8 bits (balanced, rotated), values 8 bits (mixed, rotated)" in repr(cache)
-    assert repr(QuantizedHybridCache(CONFIG, bits=4, rotate=False)).endswith(
-        "keys 4 bits (plain), values 4 bits (plain))"
+    assert "  layers 1: keys 8 bits (balanced, rotated), values 8 bits (mixed, rotated)" in str(cache)
+    assert str(QuantizedHybridCache(CONFIG, bits=4, rotate=False)).endswith(
+        "keys 4 bits (plain), values 4 bits (plain)"
     )
 
 
@@ -322,7 +322,7 @@ def test_a_layer_whose_keys_are_hostile_gets_more_bits_and_the_others_do_not(pla
             torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
     assert [codec.keys.bits for codec in cache.codecs.values()] == [4, 8, 4]
     assert [codec.values.bits for codec in cache.codecs.values()] == [4, 4, 4]
-    assert "layers 1: keys 8 bits" in repr(cache)
+    assert "layers 1: keys 8 bits" in str(cache)
     pinned = HybridCache(CONFIG, PLACES[place], codec=cache.codecs)
     for chunk in range(2):
         pinned.update(hostile(300, chunk), states(300, 5 + chunk), 1)

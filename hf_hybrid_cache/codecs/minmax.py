@@ -153,7 +153,7 @@ def minmax(
         ValueError: one of these is something else.
     """
     pair = bits if isinstance(bits, tuple) else (bits, bits)
-    if len(pair) != 2 or any(isinstance(each, bool) or each not in BITS for each in pair):
+    if len(pair) != 2 or any(type(each) is not int or each not in BITS for each in pair):
         raise ValueError(f"bits must be 8, 4 or 2, or a pair of these for keys and values, got {bits!r}.")
     is_integer = isinstance(group_size, int) and not isinstance(group_size, bool)
     if not is_integer or group_size <= 0 or group_size % CHUNK:

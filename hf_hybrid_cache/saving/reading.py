@@ -13,7 +13,7 @@ from ..codecs import describe, described_codec
 from ..layer import HybridLayer
 from ..storage import CodedStore, HostStore, KVCodec
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
-from .description import FORMAT, READABLE, CacheDescription, LayerDescription
+from .description import FORMAT, READABLE, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
@@ -139,6 +139,35 @@ class CacheFile:
             return described_codec(describe(codec), weights)
         except (ValueError, TypeError) as error:
             raise CacheFileError(self.path, f"does not describe a cache ({name}: {error}).") from error
+
+    def conversion(self, asked_for: torch.dtype | None, expected: torch.dtype | None, mmap: bool) -> torch.dtype | None:
+        """
+        The type to convert what was saved to, or `None` to leave it.
+
+        Args:
+            asked_for: that type, if it was.
+            expected: of the model, if it is known.
+            mmap: whether keys and values are to be those of the file.
+
+        Raises:
+            CacheFileError: the model is of a type that would lose some of what was saved, or conversion and `mmap` are
+                both needed.
+        """
+        wanted = asked_for or expected
+        saved = next((layer.states for layer in self.description.layers if layer.states), None)
+        if saved is None or wanted is None or named_dtype(saved.key_dtype) == wanted:
+            return None
+        held, name = named_dtype(saved.key_dtype), str(wanted).removeprefix("torch.")
+        what = f"holds keys and values in {saved.key_dtype}, and the model is in {name}"
+        if asked_for is None and torch.promote_types(held, wanted) != wanted:
+            raise CacheFileError(
+                self.path,
+                f"{what}: load the model with dtype=torch.{saved.key_dtype}, or pass dtype=torch.{name} to convert "
+                f"them, which loses some of what they hold. If the model is in {saved.key_dtype} after all, pass that.",
+            )
+        if mmap:
+            raise CacheFileError(self.path, f"{what}, so it has to be converted and cannot be mapped. Pass mmap=False.")
+        return wanted
 
     def fill(self, layers: Sequence[Any], device: torch.device | str | None, mmap: bool, verify: bool) -> None:
         """

@@ -14,7 +14,12 @@ class Codec(ABC):
 
     One subclass for each form. A record holds everything that is needed to read it, so that records can be moved,
     selected and dropped by who knows nothing of their form.
+
+    Attributes:
+        bits: of the code of a number.
     """
+
+    bits: int
 
     @abstractmethod
     def record_bytes(self, head_dim: int) -> int:
