@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .forward_passes import ForwardPasses
+from .graph_breaks import outside_of_graphs
 from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
 from .placement import Placement, require_count
 from .planning import advice, choose, parse_bytes
@@ -92,12 +93,14 @@ class HybridCache(DynamicCache):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
         if not ours:
             _warn_of_nothing_to_do(config, layers)
-        context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+        text_config = config.get_text_config(decoder=True)
+        context = getattr(text_config, "max_position_embeddings", None) or 0
         room = Room.expecting(max_length, context)
         self._model_traits = traits_of(config)
-        self._stores = LayerStores(placement, room, len(ours), codecs)
+        self._stores = LayerStores(placement, room, len(ours), codecs, text_config)
         self._passes = ForwardPasses(layers)
         self._was_asked_half_way = False
+        self._num_counting = _layers_up_to_the_last_that_counts(config, len(layers))
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
@@ -129,6 +132,7 @@ class HybridCache(DynamicCache):
         candidate = choose(config, context, parse_bytes(gpu_memory), parse_bytes(host_memory))
         return HybridCache(config, candidate.placement, codec=candidate.codec)
 
+    @outside_of_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,16 +157,19 @@ class HybridCache(DynamicCache):
             shape = KVShape.of(key_states, value_states)
             raise self._advised(error, max(num_tokens, self._stores.room.device_tokens), shape) from None
 
+    @outside_of_graphs
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """The states of a layer of linear attention, which some models write to."""
         self._reach(layer_idx, f"convolution {kwargs.get('state_idx', args)}")
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
+    @outside_of_graphs
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
         self._reach(layer_idx, f"new convolution {kwargs.get('state_idx', args)}")
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
+    @outside_of_graphs
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -346,6 +353,7 @@ class HybridCache(DynamicCache):
                 raise self._advised(error, self._num_tokens, device=device, **dtypes) from None
             raise
 
+    @outside_of_graphs
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """
         Tokens of each sequence that are stored, by the first layer of attention or another one.
@@ -357,6 +365,7 @@ class HybridCache(DynamicCache):
         self._was_asked_half_way = first != last or self._passes.is_unfinished
         return super().get_seq_length(layer_idx)
 
+    @outside_of_graphs
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """
         Length and offset of the keys that a mask must cover when `query_length` tokens come next.
@@ -457,7 +466,7 @@ class HybridCache(DynamicCache):
         """Tokens in the first and the last layer of attention, which differ if something did not reach all layers."""
         first, last = (
             next((layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)), 0)
-            for layers in (self.layers, reversed(self.layers))
+            for layers in (self.layers, reversed(self.layers[: self._num_counting]))
         )
         return first, last
 
@@ -489,6 +498,7 @@ class HybridCache(DynamicCache):
         self._require_room_for_copies(2, f"A copy of {self._num_tokens:,} tokens needs")
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        memo[id(self._stores.config)] = self._stores.config  # the model's: its attention may be set to another one
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
@@ -587,6 +597,12 @@ def _stack_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _layers_up_to_the_last_that_counts(config: PreTrainedConfig, num_layers: int) -> int:
+    """Without the last ones if those attend to an image: they hold nothing where there is none."""
+    of_images = set(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ())
+    return max((index + 1 for index in range(num_layers) if index not in of_images), default=num_layers)
 
 
 def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from .cpu_attention import CpuAttention
+from .graph_breaks import outside_of_graphs
 from .storage import KVStore
 
 
@@ -103,6 +104,7 @@ class KVHandle(torch.Tensor):
         return KVHandle.make(self.layer, self.role, shape, (*self.views, view))
 
     @classmethod
+    @outside_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:

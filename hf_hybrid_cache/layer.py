@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .cpu_attention import CpuAttention
@@ -57,6 +58,7 @@ class LayerStores:
         room: to make before the first token.
         num_layers: how many layers will ask for a store.
         codecs: how layers are coded, by index in the model; the others stay in full precision.
+        config: of the model, or of its text part, which names the implementation of attention that is in use.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
@@ -65,8 +67,16 @@ class LayerStores:
         unfinished: the operation on all layers that something ended half-way.
     """
 
-    def __init__(self, placement: Placement, room: Room, num_layers: int, codecs: Mapping[int, KVCodec] | None = None):
+    def __init__(
+        self,
+        placement: Placement,
+        room: Room,
+        num_layers: int,
+        codecs: Mapping[int, KVCodec] | None = None,
+        config: PreTrainedConfig | None = None,
+    ):
         self.placement = placement
+        self.config = config
         self.room = room
         allowance = Allowance(len(codecs or {}))
         self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
@@ -111,6 +121,12 @@ class LayerStores:
                 f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
             )
         return shape.element is not None and has_kernel
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether the model's attention is another function than those that can be asked for the states, or watched."""
+        name = getattr(self.config, "_attn_implementation", None)
+        return name not in (None, "sdpa", "eager")
 
     def is_coded(self, layer_idx: int) -> bool:
         """Whether a layer is coded."""
@@ -283,6 +299,9 @@ class HybridLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None
+        needs_states = self._stores.needs_states
+        if self.is_attended_on_cpu and needs_states:
+            self._stores.attention.decline()
         if self.is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
@@ -290,12 +309,13 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
-        if self.is_attended_on_cpu and store.num_tokens > 0 and (are_few or not _is_streamed(store)):
+        as_handles = self.is_attended_on_cpu and not needs_states
+        if as_handles and store.num_tokens > 0 and (are_few or not _is_streamed(store)):
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention)
         try:
             keys, values = store.append(key_states, value_states)
-            return (keys if watched is None else observed(keys, watched.observe)), values
+            return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
 

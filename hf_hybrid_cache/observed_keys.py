@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .graph_breaks import outside_of_graphs
+
 Observer = Callable[[torch.Tensor], None]
 
 
@@ -21,6 +23,7 @@ class ObservedKeys(torch.Tensor):
     _source: torch.Tensor  # kept, because memory that is lent is lent again once that tensor is gone
 
     @classmethod
+    @outside_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
