@@ -20,7 +20,9 @@ class ForwardPasses:
         linear = [index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
         # Those between may read what others hold.
         attention = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+        self._linear = set(linear)
         self._expected = {*linear, *attention[:1], *attention[-1:]} if linear else set()
+        self._keeps_linear_states = False  # some models keep them themselves
         self._reached: set[int] = set()
         self._accesses: set[tuple[int, str]] = set()
         self._last = -1
@@ -43,6 +45,8 @@ class ForwardPasses:
         self._accesses.add((layer, access))
         if layer in self._expected:
             self._reached.add(layer)
+        if layer in self._linear:
+            self._keeps_linear_states = True
 
     def reset(self) -> None:
         """Forget all passes."""
@@ -53,4 +57,4 @@ class ForwardPasses:
     @property
     def is_unfinished(self) -> bool:
         """Whether the last pass has reached some layers that count no tokens, and not all."""
-        return bool(self._reached) and self._reached != self._expected
+        return self._keeps_linear_states and bool(self._reached) and self._reached != self._expected
