@@ -174,9 +174,42 @@ def test_a_saved_document_answers_another_question_as_if_it_were_read_again(cach
 def test_a_saved_document_is_refused_where_another_is_asked_about(long_text, tmp_path):
     path = tmp_path / "document.kv"
     (tmp_path / "short.txt").write_text("A short text.")
-    assert invoke(*SHORT, "--save-cache", path, "--document", tmp_path / "short.txt").exit_code == 0
-    assert invoke(*SHORT, "--load-cache", path, "--document", tmp_path / "short.txt").exit_code == 0
-    assert "is of another text: token " in error_of(*SHORT, "--load-cache", path, "--document", long_text)
+    saving = invoke(*SHORT, "--save-cache", path, "--document", tmp_path / "short.txt")
+    assert (saving.exit_code, saving.stdout) == (0, "")
+    loading = [*SHORT, "--load-cache", path, "--question", "What is it?"]
+    assert invoke(*loading, "--document", tmp_path / "short.txt").exit_code == 0
+    (tmp_path / "other.txt").write_text("Another text, which is longer than the first.")
+    assert "is of another text: token " in error_of(*loading, "--document", tmp_path / "other.txt")
+    assert "in float32, and the model is in bfloat16" in error_of(*loading, "--dtype", "bfloat16")
+
+
+@needs_smollm2
+def test_a_document_that_does_not_fit_is_said_in_the_answer(long_text):
+    result = invoke(*SHORT, "--document", long_text, "--question", "Why?")
+    pattern = (
+        r"\[Only the first 150 of the document's ([\d,]+) tokens were read \(--context 150\)\. .* the last ([\d,]+)\.\]"
+    )
+    found = re.match(pattern, result.stdout)
+    assert found
+    whole, left = (int(number.replace(",", "")) for number in found.groups())
+    assert whole - left == 150
+    saving = invoke(*SHORT, "--document", long_text, "--save-cache", long_text.with_suffix(".kv"))
+    assert saving.stdout.startswith("[Only the first 150 of")
+
+
+@needs_smollm2
+def test_a_document_is_read_whole_by_default_and_from_standard_input(tmp_path):
+    text = "Nobody said a word. " * 600 + "It was signed by Ada."
+    result = CliRunner().invoke(
+        cli.app,
+        ["generate", "--document", "-", "--question", "Who signed it?", "--max-new-tokens", "4", "--device", "cpu"],
+        input=text,
+    )
+    assert result.exit_code == 0, result.stderr
+    kept, whole = re.search(r"kept ([\d,]+) of ([\d,]+) tokens", result.stderr).groups()
+    assert kept == whole
+    assert int(kept.replace(",", "")) > 3000
+    assert "Only the first" not in result.stdout
 
 
 # Prompts
@@ -235,9 +268,10 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         "latin": "{} is not UTF-8 text (byte 3 is 0xe9)",
         "zeros": "{} is a binary file",
     }
-    for option in ("--document", "--prompt-file"):
+    for option in (["--question", "Who?", "--document"], ["--prompt-file"]):
         for name, message in messages.items():
-            assert error_of("generate", option, tmp_path / name).startswith("error: " + message.format(tmp_path / name))
+            error = error_of("generate", *option, tmp_path / name)
+            assert error.startswith("error: " + message.format(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +282,20 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--device", "abacus"], "--device 'abacus' is not here: this machine has cpu"),
         (["--device", "meta"], "--device 'meta' is not here"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
-        (["--context-tokens", "many"], "--context-tokens"),
+        (["--context", "many"], "--context"),
+        (["--document", "a"], "Ask something about the document: --question."),
+        (["--load-cache", "a"], "Ask something about the saved document: --question."),
+        (["--compare", "--cache", "dynamic"], "--compare takes every cache: drop --cache"),
+        (["--cache", "dynamic", "--bits", "4"], "--bits is for --cache quantized, and the cache is dynamic"),
+        (
+            ["--bits", "4", "--prefetch-layers", "2"],
+            "--prefetch-layers is for --cache offloaded, and the cache is quanti",
+        ),
+        (
+            ["--load-cache", "a", "--bits", "4", "--question", "Who?"],
+            "--load-cache gives the cache that was saved: drop",
+        ),
+        (["--prompt-file", "a", "--context", "9"], "--prompt-file is used as it is: drop --context"),
         (["--prefill-chunk-size", "-1"], "--prefill-chunk-size"),
         (["--question", " "], "--question is empty"),
         (["--question", "Who?\udce9"], "--question 'Who?\\udce9' is not UTF-8 text"),
@@ -262,7 +309,10 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--save-cache", "no/such/folder/a"], "there is no folder no/such/folder. Make it first"),
         (["--save-cache", "a" * 300], "was not written: File name too long"),
         (["--load-cache", "a", "--cache", "dynamic"], "--load-cache gives the cache that was saved: drop --cache"),
-        (["--load-cache", "no-such-file"], "no-such-file cannot be read: No such file or directory."),
+        (
+            ["--load-cache", "no-such-file", "--question", "Who?"],
+            "no-such-file cannot be read: No such file or directory.",
+        ),
         (["--model", "./no/such/folder"], "There is no folder"),
         (["--model", "one/two/three"], "is neither a folder nor a name"),
     ],

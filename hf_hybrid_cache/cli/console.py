@@ -41,7 +41,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
             raise
-        message = next(iter(str(error).splitlines()), "") or "Out of memory. Use fewer --context-tokens."
+        message = next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
     else:
         return
     notes.print(f"error: {message}", markup=False, highlight=False, emoji=False)

@@ -1,5 +1,6 @@
 """`hf-hybrid-cache generate`: ask a question about a long document, with any of the caches."""
 
+import sys
 import time
 import unicodedata
 from collections.abc import Callable
@@ -38,12 +39,24 @@ from ..models import NAMED_MODELS, load
 from ..saving import require_place, saved_token_ids
 from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
+RANDOM_TOKENS = 2000
+
 
 def generate(
     document: Annotated[
-        Path | None, typer.Option(help="Text to ask about, cut to fit. Default: Python's language reference.")
+        Path | None,
+        typer.Option(
+            help="Text to ask about, - for standard input; what does not fit is cut off and said. Default: Python's "
+            "language reference."
+        ),
     ] = None,
-    question: Annotated[str | None, typer.Option(help=f"Default: {DEFAULT_QUESTION}")] = None,
+    question: Annotated[
+        str | None,
+        typer.Option(
+            help=f"About the document; without one, --save-cache only saves. Default, without --document: "
+            f"{DEFAULT_QUESTION}"
+        ),
+    ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="The whole prompt, used as it is, instead of document and question.")
     ] = None,
@@ -53,9 +66,7 @@ def generate(
     cache: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(CACHES)}. Default: offloaded, or as it was saved.")
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Generate with every cache and print a table; --cache is not used.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Generate with every cache and print a table.")] = False,
     save_cache: Annotated[
         Path | None, typer.Option(help="Keep the document, computed, in this file, for other questions.")
     ] = None,
@@ -63,13 +74,27 @@ def generate(
         Path | None, typer.Option(help="Ask about the document that was kept in this file; --document is not needed.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 64,
-    context_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the document to keep at most.")] = 2000,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            "--context-tokens",
+            min=1,
+            help="Tokens of the document to keep at most. Default: what fits the model; "
+            f"{RANDOM_TOKENS:,} random ones for a model without a tokenizer.",
+        ),
+    ] = None,
     prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
     prefetch_layers: Annotated[
-        int, typer.Option(min=0, help="offloaded: layers on their way to the device ahead of use.")
-    ] = 1,
-    resident_layers: Annotated[int, typer.Option(min=0, help="offloaded: layers that stay on the device.")] = 0,
-    bits: Annotated[int, typer.Option(help="quantized: bits of each number, 8, 4 or 2.")] = 4,
+        int | None, typer.Option(min=0, help="offloaded: layers on their way to the device ahead of use. Default: 1.")
+    ] = None,
+    resident_layers: Annotated[
+        int | None, typer.Option(min=0, help="offloaded: layers that stay on the device. Default: 0.")
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Bits of each number, 8, 4 or 2; means --cache quantized, whose default is 4."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")] = None,
 ) -> None:
@@ -81,14 +106,23 @@ def generate(
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
         _check_files(save_cache, load_cache, cache, compare, prompt_file)
-        name = cache or "offloaded"
-        check_choice("--cache", name, CACHES)
-        if bits not in (8, 4, 2):
+        if cache is not None:
+            check_choice("--cache", cache, CACHES)
+        if bits not in (None, 8, 4, 2):
             raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
+        name = cache or ("offloaded" if bits is None else "quantized")
+        of_caches = {"--bits": bits, "--prefetch-layers": prefetch_layers, "--resident-layers": resident_layers}
+        _check_cache_options(of_caches, name, cache, compare, load_cache)
         if dtype is not None:
             check_choice("--dtype", dtype, DTYPES)
         if prompt_file and (document or question is not None):
             raise UsageError("--prompt-file is the whole prompt: drop it, or --document and --question.")
+        if prompt_file and context is not None:
+            raise UsageError("--prompt-file is used as it is: drop --context, or pass the text as --document.")
+        if question is None and load_cache:
+            raise UsageError("Ask something about the saved document: --question.")
+        if question is None and document and not save_cache:
+            raise UsageError("Ask something about the document: --question. --save-cache keeps it for later questions.")
         if question is not None and not question.strip():
             raise UsageError("--question is empty.")
         if question is not None and not _is_encodable(question):
@@ -103,16 +137,16 @@ def generate(
         chosen_device = _checked_device(device)
         note(notes, f"loading {model}")
         language_model, tokenizer = load(model, DTYPES[dtype] if dtype else None, chosen_device)
-        context = context_length(language_model)
+        longest = context_length(language_model)
         precision = str(language_model.dtype).removeprefix("torch.")
-        note(notes, f"model: {precision} on {language_model.device}, context of {context:,} tokens")
-        room = context - max_new_tokens
+        note(notes, f"model: {precision} on {language_model.device}, context of {longest:,} tokens")
+        room = longest - max_new_tokens
         if room < 1:
-            raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {context:,} tokens.")
+            raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {longest:,} tokens.")
         if tokenizer is None:
             if text is not None or question is not None or save_cache or load_cache:
                 raise UsageError(f"{model} has no tokenizer: it takes no text, only the random tokens it gets without.")
-            prompt = random_prompt(language_model, min(context_tokens, room))
+            prompt = random_prompt(language_model, min(context or RANDOM_TOKENS, room))
             note(notes, f"prompt: {prompt.input_ids.shape[1]:,} random tokens")
         elif prompt_file and text is not None:
             prompt = verbatim_prompt(tokenizer, text, room)
@@ -125,12 +159,19 @@ def generate(
         else:
             is_apart = bool(save_cache or load_cache)
             prompt = document_prompt(
-                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context_tokens, room, is_apart
+                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context or room, room, is_apart
             )
             kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
             note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
+            if text is not None and prompt.kept_tokens < prompt.document_tokens:
+                _write(out, _what_was_left_out(prompt, longest, context))
 
-        options = CacheOptions(prefetch_layers, resident_layers, bits)
+        defaults = CacheOptions()
+        options = CacheOptions(
+            defaults.prefetch_layers if prefetch_layers is None else prefetch_layers,
+            defaults.resident_layers if resident_layers is None else resident_layers,
+            bits or defaults.bits,
+        )
         task = _Task(language_model, prompt, options, max_new_tokens, prefill_chunk_size, notes)
         stream = _Stream(out, tokenizer)
         if not compare:
@@ -139,6 +180,8 @@ def generate(
                 filled, name = task.load(load_cache), f"{load_cache}"
             elif save_cache:
                 filled = task.save(name, save_cache)
+                if question is None:
+                    return
             run = task.run(name, stream.put, filled)
             stream.end()
             note(notes, _summary(name, run))
@@ -329,6 +372,31 @@ def _check_files(
         require_place(save_cache)
 
 
+def _check_cache_options(
+    given: dict[str, int | None], name: str, cache: str | None, compare: bool, load_cache: Path | None
+) -> None:
+    """Refuse what would be ignored."""
+    if compare and cache:
+        raise UsageError("--compare takes every cache: drop --cache.")
+    for option, value in given.items():
+        kind = "quantized" if option == "--bits" else "offloaded"
+        if value is None or compare:
+            continue
+        if load_cache:
+            raise UsageError(f"--load-cache gives the cache that was saved: drop {option}.")
+        if name != kind:
+            raise UsageError(f"{option} is for --cache {kind}, and the cache is {name}: drop one of them.")
+
+
+def _what_was_left_out(prompt: Prompt, longest: int, asked_for: int | None) -> str:
+    left = prompt.document_tokens - prompt.kept_tokens
+    reason = f"the model's context is {longest:,}" if asked_for is None else f"--context {asked_for:,}"
+    return (
+        f"[Only the first {prompt.kept_tokens:,} of the document's {prompt.document_tokens:,} tokens were read "
+        f"({reason}). The answer knows nothing of the last {left:,}.]\n\n"
+    )
+
+
 def _document_ids(path: Path) -> torch.Tensor:
     token_ids = saved_token_ids(path)
     if token_ids is None or token_ids.shape[0] != 1:
@@ -347,7 +415,7 @@ def _is_encodable(text: str) -> bool:
 
 def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.buffer.read().decode() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path} is not UTF-8 text (byte {error.start:,} is {error.object[error.start]:#04x})."
