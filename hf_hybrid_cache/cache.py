@@ -20,7 +20,16 @@ from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_
 from .placement import Placement, require_count
 from .planning import advice, choose, parse_bytes
 from .saving import CacheFile, CacheFileError, save_layers, traits_of
-from .storage import CacheStats, HostMemoryError, KVCodec, KVShape, Room, available_host_bytes, require_host_bytes
+from .storage import (
+    CacheStats,
+    CodedStore,
+    HostMemoryError,
+    KVCodec,
+    KVShape,
+    Room,
+    available_host_bytes,
+    require_host_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -271,6 +280,10 @@ class HybridCache(DynamicCache):
         return cache
 
     def __repr__(self) -> str:
+        stores = [layer.store for layer in self.layers if isinstance(layer, HybridLayer)]
+        if any(isinstance(store, CodedStore) and store.held_bytes for store in stores):
+            # To ask for the memory would be to have them coded.
+            return f"{type(self).__name__}({', '.join(self._forms())}; {self._num_tokens:,} tokens, some to be coded)"
         held = self.memory()
         places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
         sizes = ", ".join(f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)

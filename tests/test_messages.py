@@ -112,6 +112,14 @@ def test_a_cache_says_what_it_is_in_one_line():
     )
 
 
+def test_printing_a_cache_changes_nothing():
+    cache = QuantizedHybridCache(tiny_model("llama").config)
+    states = torch.randn(1, 2, 300, 16)
+    cache.update(states, states, 0)
+    assert repr(cache).endswith("; 300 tokens, some to be coded)")
+    assert not cache.codecs[0].is_fitted
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     filled(DynamicHybridCache(tiny_model("llama").config)).save(tmp_path / "cache.kv")

@@ -67,9 +67,13 @@ def test_without_a_gpu_everything_is_on_the_cpu():
 
 def test_what_does_not_fit_says_what_is_short_and_how_far_it_goes():
     result = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
-    assert result.exit_code == 0, result.stderr
+    assert result.exit_code == 1, result.stderr
     assert "host" in next(line for line in result.stdout.splitlines() if line.strip().startswith("quantized-2"))
-    assert "Nothing fits." in result.stdout
+    assert "Nothing fits. Without any cache, weights, process and a chunk of the prompt take 15." in result.stdout
+    assert "GiB more than there are." in result.stdout
+    far = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "17GiB")
+    assert far.exit_code == 1
+    assert "goes farthest, up to " in far.stdout
     answer = plans_of("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
     assert answer["recommended"] is None
     assert all(plan["short_host_bytes"] > 0 == plan["longest_context"] for plan in answer["plans"])
@@ -115,6 +119,7 @@ def test_a_model_without_full_attention_is_told_that_nothing_is_gained():
     [
         (["--gpu-memory", "lots"], "--gpu-memory: 'lots' is not a size in bytes: write it as 8GiB"),
         (["--host-memory", "-1"], "--host-memory: '-1' is not a size in bytes"),
+        (["--host-memory", "32"], "--host-memory: 32 is 32 bytes. Write 32GiB if these are gibibytes."),
         (["--context", "0"], "--context: '0' is not a number of tokens: write it as 131072 or 128K"),
         (["--context", "129K"], "has a context of 131,072 tokens, and 132,096 were asked for"),
         (["--host-bandwidth", "fast"], "--host-bandwidth: 'fast' is not a bandwidth: write it as 30GB/s"),

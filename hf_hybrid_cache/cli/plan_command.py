@@ -25,6 +25,7 @@ from ..planning import (
     has_room,
     load_speeds,
     make_plans,
+    missing_for_weights,
     model_cost,
     parse_bandwidth,
     parse_bytes,
@@ -69,8 +70,8 @@ def plan(
     with exit_codes(notes):
         if dtype is not None:
             check_choice("--dtype", dtype, DTYPES)
-        device_bytes = _parsed("--gpu-memory", gpu_memory, parse_bytes)
-        host_bytes = _parsed("--host-memory", host_memory, parse_bytes)
+        device_bytes = _parsed("--gpu-memory", gpu_memory, _parse_memory)
+        host_bytes = _parsed("--host-memory", host_memory, _parse_memory)
         host_rate = _parsed("--host-bandwidth", host_bandwidth, parse_bandwidth)
         device_rate = _parsed("--gpu-bandwidth", gpu_bandwidth, parse_bandwidth)
         bus_rate = _parsed("--bus-bandwidth", bus_bandwidth, parse_bandwidth)
@@ -93,6 +94,8 @@ def plan(
             out.print(json.dumps(shown, indent=1), markup=False, highlight=False)
             return
         _print_plans(cost, machine, plans, best, out)
+        if best is None:
+            raise typer.Exit(1)
         if cost.shapes and not cost.has_kernel:
             note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
         elif any(each.seconds_per_token is None for each in plans):
@@ -108,6 +111,13 @@ def _parsed(option: str, value: str | None, parse: Callable[[str], _T]) -> _T | 
         return None if value is None else parse(value)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
+
+
+def _parse_memory(size: str) -> int:
+    num_bytes = parse_bytes(size)
+    if 0 < num_bytes < 2**20:
+        raise ValueError(f"{size} is {num_bytes:,} bytes. Write {size}GiB if these are gibibytes.")
+    return num_bytes
 
 
 def _speeds(dtype: torch.dtype, measure: bool, notes: Console) -> Speeds:
@@ -145,8 +155,11 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
         say("No layer has full attention over the whole context: these caches change nothing.")
     out.print(_table(plans))
     if best is None:
-        nearest = farthest(plans)
-        say(f"Nothing fits. {_name(nearest)} goes farthest, up to {nearest.longest_context:,} tokens.")
+        nearest, on_gpu = farthest(plans), machine.device_bytes and has_room(cost, machine)
+        if not on_gpu and (missing := missing_for_weights(cost, machine.host_bytes)):
+            say(f"Nothing fits. {missing}.")
+        else:
+            say(f"Nothing fits. {_name(nearest)} goes farthest, up to {nearest.longest_context:,} tokens.")
         return
     say(f"Recommended: {_name(best)}\n\n{best.code}")
     timed = [each for each in plans if each.fits and each.seconds_per_token is not None and each.cache != "stock"]
@@ -169,7 +182,7 @@ def _table(plans: Sequence[Plan]) -> Table:
             _gibibytes(plan.device_bytes),
             _gibibytes(plan.host_bytes),
             "\n".join(f"{_gibibytes(missing)} {where}" for where, missing in short.items() if missing) or "fits",
-            "-" if plan.seconds_per_token is None else f"{1 / plan.seconds_per_token:.1f}",
+            "-" if plan.seconds_per_token is None else _rate(1 / plan.seconds_per_token),
             "-" if plan.seconds_to_first_token is None else _duration(plan.seconds_to_first_token),
             f"{plan.longest_context:,}",
         )
@@ -182,6 +195,10 @@ def _name(plan: Plan) -> str:
 
 def _gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.1f}" if tokens_per_second >= 1 else f"{tokens_per_second:.2g}"
 
 
 def _duration(seconds: float) -> str:

@@ -22,7 +22,18 @@ from .machine import (
     this_machine,
 )
 from .model_cost import CostError, ModelCost, model_cost
-from .plans import Plan, PlanError, choose, farthest, has_room, make_plan, make_plans, predict, recommended
+from .plans import (
+    Plan,
+    PlanError,
+    choose,
+    farthest,
+    has_room,
+    make_plan,
+    make_plans,
+    missing_for_weights,
+    predict,
+    recommended,
+)
 from .sizes import parse_bandwidth, parse_bytes, parse_tokens
 from .speed import Way
 
@@ -54,6 +65,7 @@ __all__ = [
     "load_speeds",
     "make_plan",
     "make_plans",
+    "missing_for_weights",
     "model_cost",
     "parse_bandwidth",
     "parse_bytes",

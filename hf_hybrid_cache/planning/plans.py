@@ -169,6 +169,17 @@ def farthest(plans: Sequence[Plan]) -> Plan:
     return max(plans, key=lambda plan: plan.longest_context)
 
 
+def missing_for_weights(model: ModelCost, memory_bytes: int) -> str | None:
+    """What is short where not even the weights, the process and a chunk of a prompt fit; `None` if they do."""
+    needed = model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
+    if needed <= memory_bytes:
+        return None
+    return (
+        f"Without any cache, weights, process and a chunk of the prompt take {needed / 2**30:.1f} GiB, "
+        f"{(needed - memory_bytes) / 2**30:.1f} GiB more than there are"
+    )
+
+
 def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes: int) -> Candidate:
     """
     The recommended one of the caches that `generate` takes as they are, by the speeds measured here.
@@ -195,9 +206,11 @@ def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes
     best = recommended(plans)
     if best is None:
         nearest = farthest(plans)
-        missing = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
-        short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in missing.items() if size)
+        sizes = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
+        short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in sizes.items() if size)
         otherwise = ", or load the model on the CPU and pass gpu_memory=0" if device_bytes else ""
+        if missing := missing_for_weights(model, device_bytes or host_bytes):
+            raise PlanError(f"{model.name} does not fit. {missing}{otherwise}.")
         raise PlanError(
             f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
             f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context{otherwise}."

@@ -262,10 +262,16 @@ def test_a_cache_for_a_budget_is_the_one_that_is_recommended(real_model: PreTrai
 
 
 def test_a_budget_that_nothing_fits_is_refused_with_what_is_short_and_what_would_fit(real_model: PreTrainedModel):
-    with pytest.raises(ValueError, match=r"500 tokens of .* fit with no cache: .* is short of 0\.4 GiB of host memory"):
+    with pytest.raises(ValueError, match=r"does not fit\. .* take 0\.5 GiB, 0\.4 GiB more than there are\."):
         HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="64MiB")
-    with pytest.raises(ValueError, match=r"GiB of GPU memory .* load the model on the CPU and pass gpu_memory=0\."):
+    with pytest.raises(ValueError, match=r"does not fit\. .* load the model on the CPU and pass gpu_memory=0\."):
         HybridCache.for_budget(real_model.config, 500, gpu_memory="64MiB", host_memory="1GiB")
+    model = model_cost(real_model.config)
+    least = model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
+    with pytest.raises(
+        ValueError, match=r"500 tokens of .* fit with no cache: .* GiB of host memory and goes up to \d+"
+    ):
+        HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory=least)
     with pytest.raises(ValueError, match="'much' is not a size in bytes"):
         HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="much")
 
