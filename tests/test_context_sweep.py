@@ -94,7 +94,7 @@ def test_a_sweep_keeps_a_record_of_each_cell_and_a_summary(swept: Path):
         assert (cell.prefill, result["status"], len(result["step_seconds"])) == ("real", "measured", 2)
         numbers = 2 * 30 * 3 * 64 * 69  # of the last token, only the logits were computed
         assert numbers * 4 <= result["kv_bytes"] <= numbers * 4 * 2
-        assert result["peak_bytes"]["host_over_model"] > 0
+        assert result["peak_bytes"]["host_over_model"] >= 0  # so little may fit into what was given back before
         assert record["environment"]["read_bytes_per_second"] > 1e8
     with (swept / store.SUMMARY).open() as file:
         rows = list(csv.DictReader(file))

@@ -23,6 +23,7 @@ class PeakMemory:
         self._before = psutil.Process().memory_info().rss
         if _CLEAR.exists():
             _CLEAR.write_text("5")  # the highest RSS from now on
+            self._before = _highest_rss()  # the same counter: others may differ by some pages for each thread
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -35,13 +36,17 @@ class PeakMemory:
         """
         host = None
         if _STATUS.exists():
-            host = int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024 - self._before
+            host = _highest_rss() - self._before
         has_gpu = torch.cuda.is_available()
         return {
             "host_over_model": host,
             "device_allocated": torch.cuda.max_memory_allocated() if has_gpu else None,
             "device_reserved": torch.cuda.max_memory_reserved() if has_gpu else None,
         }
+
+
+def _highest_rss() -> int:
+    return int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
 def out_of_memory(error: BaseException) -> dict[str, Any] | None:
