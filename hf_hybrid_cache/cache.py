@@ -100,16 +100,16 @@ class HybridCache(DynamicCache):
         for argument, indices in (("cpu_decode", placement.cpu_layers), ("codec", codecs)):
             if unknown := sorted(set(indices).difference(ours)):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
-        if not ours:
-            _warn_of_nothing_to_do(config, layers)
         text_config = config.get_text_config(decoder=True)
+        if not ours:
+            _warn_of_nothing_to_do(text_config, layers)
         context = getattr(text_config, "max_position_embeddings", None) or 0
         room = Room.expecting(max_length, context)
         self._model_traits = traits_of(config)
         self._stores = LayerStores(placement, room, len(ours), codecs, text_config)
         self._passes = ForwardPasses(layers)
         self._was_asked_half_way = False
-        self._num_counting = _layers_up_to_the_last_that_counts(config, len(layers))
+        self._num_counting = _layers_up_to_the_last_that_counts(text_config, len(layers))
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
@@ -595,7 +595,7 @@ def _require_instance(argument: str, value: object, kind: type, example: str) ->
 
 def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -> None:
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
-    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
     reason = f" (a sliding window of {window:,} tokens)" if isinstance(window, int) else ""
     warnings.warn(
         f"No layer of this model attends to its whole context{reason}: its layers are transformers' own ({kinds}), and "
@@ -614,7 +614,7 @@ def _stack_level() -> int:
 
 def _layers_up_to_the_last_that_counts(config: PreTrainedConfig, num_layers: int) -> int:
     """Without the last ones if those attend to an image: they hold nothing where there is none."""
-    of_images = set(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ())
+    of_images = set(getattr(config, "cross_attention_layers", None) or ())
     return max((index + 1 for index in range(num_layers) if index not in of_images), default=num_layers)
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -111,8 +111,9 @@ def generate(
         if bits not in (None, 8, 4, 2):
             raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
         name = cache or ("offloaded" if bits is None else "quantized")
-        of_caches = {"--bits": bits, "--prefetch-layers": prefetch_layers, "--resident-layers": resident_layers}
-        _check_cache_options(of_caches, name, cache, compare, load_cache)
+        of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
+        given = {field: value for field, value in of_caches.items() if value is not None}
+        _check_cache_options(given, name, cache, compare, load_cache)
         if dtype is not None:
             check_choice("--dtype", dtype, DTYPES)
         if prompt_file and (document or question is not None):
@@ -166,13 +167,7 @@ def generate(
             if text is not None and prompt.kept_tokens < prompt.document_tokens:
                 _write(out, _what_was_left_out(prompt, longest, context))
 
-        defaults = CacheOptions()
-        options = CacheOptions(
-            defaults.prefetch_layers if prefetch_layers is None else prefetch_layers,
-            defaults.resident_layers if resident_layers is None else resident_layers,
-            bits or defaults.bits,
-        )
-        task = _Task(language_model, prompt, options, max_new_tokens, prefill_chunk_size, notes)
+        task = _Task(language_model, prompt, CacheOptions(**given), max_new_tokens, prefill_chunk_size, notes)
         stream = _Stream(out, tokenizer)
         if not compare:
             filled = None
@@ -373,15 +368,15 @@ def _check_files(
 
 
 def _check_cache_options(
-    given: dict[str, int | None], name: str, cache: str | None, compare: bool, load_cache: Path | None
+    given: Collection[str], name: str, cache: str | None, compare: bool, load_cache: Path | None
 ) -> None:
-    """Refuse what would be ignored."""
-    if compare and cache:
-        raise UsageError("--compare takes every cache: drop --cache.")
-    for option, value in given.items():
-        kind = "quantized" if option == "--bits" else "offloaded"
-        if value is None or compare:
-            continue
+    """Refuse what would be ignored; `given` are fields of `CacheOptions`."""
+    if compare:
+        if cache:
+            raise UsageError("--compare takes every cache: drop --cache.")
+        return
+    for field in given:
+        option, kind = f"--{field.replace('_', '-')}", "quantized" if field == "bits" else "offloaded"
         if load_cache:
             raise UsageError(f"--load-cache gives the cache that was saved: drop {option}.")
         if name != kind:

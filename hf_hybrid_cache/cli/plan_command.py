@@ -94,8 +94,6 @@ def plan(
             out.print(json.dumps(shown, indent=1), markup=False, highlight=False)
             return
         _print_plans(cost, machine, plans, best, out)
-        if best is None:
-            raise typer.Exit(1)
         if cost.shapes and not cost.has_kernel:
             note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
         elif any(each.seconds_per_token is None for each in plans):
@@ -104,6 +102,8 @@ def plan(
             )
         if host_rate or device_rate or bus_rate:
             note(notes, "Speeds are those of reading at the bandwidths given: real ones are lower.")
+        if best is None:
+            raise typer.Exit(1)
 
 
 def _parsed(option: str, value: str | None, parse: Callable[[str], _T]) -> _T | None:

@@ -110,7 +110,12 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
 
 def has_room(model: ModelCost, machine: Machine) -> bool:
     """Whether weights, and a chunk of a prompt, fit the GPU."""
-    return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes <= machine.device_bytes
+    return _bytes_without_a_cache(model) <= machine.device_bytes
+
+
+def _bytes_without_a_cache(model: ModelCost) -> int:
+    """Weights, the process, and a chunk of a prompt."""
+    return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
 
 
 def predict(
@@ -171,7 +176,7 @@ def farthest(plans: Sequence[Plan]) -> Plan:
 
 def missing_for_weights(model: ModelCost, memory_bytes: int) -> str | None:
     """What is short where not even the weights, the process and a chunk of a prompt fit; `None` if they do."""
-    needed = model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
+    needed = _bytes_without_a_cache(model)
     if needed <= memory_bytes:
         return None
     return (
