@@ -20,9 +20,9 @@ from experiments.sweep import store
 from experiments.sweep.caches import CPU
 from experiments.sweep.page import LONG_CONTEXT
 from experiments.sweep.points import Point, points
-from hf_hybrid_cache.calibration import calibrate
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import Plan, PlanError, Speeds, predict, this_machine
+from hf_hybrid_cache.planning.calibration import calibrate
 
 # By the names that configurations go by; the sweep's has the shape of this one.
 SHAPES = {"llama-3.2-1b-random": "meta-llama/Llama-3.2-1B"}

@@ -1,16 +1,19 @@
 """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .cache import HybridCache, MemoryReport
-from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from .codecs import minmax, quanto
-from .decode import DecodeOnCPU, decode_on_cpu
-from .handles import StaleHandleError
-from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
-from .layer import DeviceMemoryError, IncompleteCacheError
-from .placement import Placement
-from .saving import CacheFileError, saved_token_ids
-from .storage import CacheStats, HostMemoryError, KVCodec
+
+if TYPE_CHECKING:
+    from .attention import StaleHandleError
+    from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache, QuantizedHybridCache
+    from .codecs import minmax, quanto
+    from .decode_phase import DecodeOnCPU, decode_on_cpu
+    from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
+    from .layers import DeviceMemoryError, IncompleteCacheError, Placement
+    from .saving import CacheFileError, saved_token_ids
+    from .storage import CacheStats, HostMemoryError, KVCodec
 
 __all__ = [
     "CacheFileError",
@@ -37,3 +40,28 @@ __all__ = [
     "set_num_threads",
     "uses_integer_kernels",
 ]
+
+# torch and transformers take seconds to import, which a command's --help must not wait for.
+_ROOMS = {
+    "attention": ("StaleHandleError",),
+    "cache": ("DynamicHybridCache", "HybridCache", "MemoryReport", "OffloadedHybridCache", "QuantizedHybridCache"),
+    "codecs": ("minmax", "quanto"),
+    "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
+    "kernels": ("get_num_threads", "set_integer_kernels", "set_num_threads", "uses_integer_kernels"),
+    "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement"),
+    "saving": ("CacheFileError", "saved_token_ids"),
+    "storage": ("CacheStats", "HostMemoryError", "KVCodec"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            value = getattr(import_module(f".{room}", __name__), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

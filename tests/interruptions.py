@@ -1,7 +1,7 @@
 """Raises an exception at any line that the package runs."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,14 +24,12 @@ class Interruption:
     Args:
         error: what to raise.
         at_line: how many lines run before; `None` lets all run.
-        modules: the only ones whose lines count; none for all.
+        folder: of the package, the only one whose lines count; none for all.
     """
 
-    def __init__(
-        self, error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None, modules: Sequence[str] = ()
-    ):
+    def __init__(self, error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None, folder: str = ""):
         self.error, self.at_line = error, at_line
-        self._files = tuple(f"{_PACKAGE}/{module}.py" for module in modules) or _PACKAGE
+        self._files = f"{_PACKAGE}/{folder}"
         self.lines = 0
         self.place: str | None = None
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_hybrid_cache import HybridCache
-from hf_hybrid_cache.layer import LayerStores
-from hf_hybrid_cache.storage import BufferedStore, HostBudget, KVShape, Room, Staging, StreamedStore, Streams
+from hf_hybrid_cache.layers import LayerStores
+from hf_hybrid_cache.storage import BufferedStore, HostBudget, InitialCapacity, KVShape, Staging, StreamedStore, Streams
 
 
 class Job:
@@ -63,11 +63,17 @@ class StreamsOnCpu(LayerStores):
     """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
 
     def _buffered(
-        self, ordinal: int, shape: KVShape, on_cpu: bool, room: Room, budget: HostBudget, records: bool = False
+        self,
+        ordinal: int,
+        shape: KVShape,
+        on_cpu: bool,
+        capacity: InitialCapacity,
+        budget: HostBudget,
+        records: bool = False,
     ) -> BufferedStore:
         if not on_cpu:
-            return super()._buffered(ordinal, shape, on_cpu, room, budget, records)
-        return StreamedStore(shape, room, budget, self.stagings[shape.device], records=records)
+            return super()._buffered(ordinal, shape, on_cpu, capacity, budget, records)
+        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], records=records)
 
 
 def copy_late(cache: HybridCache) -> None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax, quanto
 from hf_hybrid_cache.codecs import MinMaxCodec
-from hf_hybrid_cache.storage import Room, host_buffer
+from hf_hybrid_cache.storage import InitialCapacity, host_buffer
 
 from lazy_streams import copy_late
 
@@ -54,7 +54,7 @@ class Setup:
 
     def cache(self) -> HybridCache:
         cache = HybridCache(self.config, self.placement, codec=self.codecs)
-        cache._stores.room = Room(host_tokens=self.host_tokens)
+        cache._stores.capacity = InitialCapacity(host_tokens=self.host_tokens)
         if self.copies_late:
             copy_late(cache)
         return cache

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, chunk_attention
-from hf_hybrid_cache.chunk_attention import attend_in_pieces
+from hf_hybrid_cache.attention.chunk_attention import attend_in_pieces
 from hf_hybrid_cache.storage import CodedStore, HostStore
 
 from soak import count, search_at_random

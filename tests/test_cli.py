@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import hf_hybrid_cache
 from hf_hybrid_cache import HostMemoryError, cli, models
 from hf_hybrid_cache.cli import console, generate_command
-from hf_hybrid_cache.demo import (
+from hf_hybrid_cache.cli.demo import (
     CACHES,
     CacheOptions,
     PromptError,

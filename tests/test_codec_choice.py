@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
-from hf_hybrid_cache import layer as layer_module
+from hf_hybrid_cache.layers import layer_stores
 from hf_hybrid_cache.storage import CodedStore
 
 from tiny_models import FAMILIES, random_prompt, tiny_model
@@ -226,7 +226,7 @@ def test_other_ways_to_rotate_are_refused(bad: object):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_only_so_many_bytes_are_held_where_queries_are_not_seen(place: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layer_module, "MOST_HELD_BYTES", 2 * states(300).nbytes)
+    monkeypatch.setattr(layer_stores, "MOST_HELD_BYTES", 2 * states(300).nbytes)
     cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4))
     for layer, expected in enumerate(([False] * 3, [False] * 3, [True, False, False])):
         cache.update(states(300), states(300), layer)

@@ -136,7 +136,7 @@ class SlowCopies(AcceleratorStreams):
 def test_computation_and_copies_wait_for_each_other(options, slow: str, monkeypatch: pytest.MonkeyPatch):
     """Whichever is late, it is waited for. Nothing here makes the host wait before the end."""
     if slow == "copies":
-        monkeypatch.setattr("hf_hybrid_cache.layer.streams_for", SlowCopies)
+        monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores.streams_for", SlowCopies)
     new = [
         [states(tokens, seed=100 * step + layer, batch=2) for layer in range(8)] for step, tokens in enumerate(STEPS)
     ]
@@ -166,7 +166,7 @@ def test_a_slot_dropped_with_copies_under_way_harms_nobody():
     for _ in range(5):
         streams = SlowCopies(shape.device)
         slot = Slot(shape, streams)
-        slot.make_room(shape, 4096, keep=0)
+        slot.ensure_capacity(shape, 4096, keep=0)
         target = slot.keys.read(4096).permute(2, 0, 1, 3)
         slot.arrived = streams.copy_to_device(
             lambda target=target: target.copy_(host, non_blocking=True), after=[streams.computed()]

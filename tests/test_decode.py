@@ -618,7 +618,11 @@ def test_ended_at_any_line_model_and_cache_are_together(restore: bool):
     def trial(error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None) -> Interruption:
         model = copy.deepcopy(tiny_model("llama"))
         before, cache = snapshot(model), dynamic(model.config)
-        fault = Interruption(error, at_line, modules=("decode", "journey", "weights"))
+        fault = Interruption(
+            error,
+            at_line,
+            folder="decode_phase",
+        )
         fault.run(lambda: run(model, ids, cache, custom_generate=decode, prefill_chunk_size=8))
         if fault.place is not None:
             assert not model._forward_hooks, fault.place

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, StaleHandleError
-from hf_hybrid_cache.handles import KVHandle
+from hf_hybrid_cache.attention.handles import KVHandle
 
 from lazy_streams import copy_late
 

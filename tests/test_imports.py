@@ -12,51 +12,20 @@ import hf_hybrid_cache
 PACKAGE = Path(hf_hybrid_cache.__file__).parent
 REPOSITORY = PACKAGE.parent
 
-# Room -> the rooms of the package, and the heavy libraries, that it may import.
+# InitialCapacity -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
     "kernels": {"kernels", "numba"},
     "storage": {"storage", "torch"},
     "codecs": {"codecs", "kernels", "storage", "torch"},
-    "placement": set(),
-    "chunk_attention": {"storage", "torch"},
-    "cpu_attention": {"chunk_attention", "codecs", "kernels", "storage", "torch"},
-    "graph_breaks": {"torch"},
-    "handles": {"cpu_attention", "graph_breaks", "storage", "torch"},
-    "observed_keys": {"graph_breaks", "torch"},
-    "layer": {"cpu_attention", "handles", "observed_keys", "placement", "storage", "torch", "transformers"},
+    "attention": {"attention", "codecs", "kernels", "storage", "torch"},
+    "layers": {"attention", "layers", "storage", "torch", "transformers"},
     "user_folder": set(),
-    "planning": {
-        "_version",
-        "codecs",
-        "layer",
-        "placement",
-        "planning",
-        "storage",
-        "torch",
-        "transformers",
-        "user_folder",
-    },
-    "saving": {"_version", "codecs", "layer", "placement", "saving", "storage", "torch", "transformers"},
-    "forward_passes": {"transformers"},
-    "cache": {
-        "forward_passes",
-        "graph_breaks",
-        "layer",
-        "placement",
-        "planning",
-        "saving",
-        "storage",
-        "torch",
-        "transformers",
-    },
-    "caches": {"cache", "codecs", "placement", "storage", "transformers"},
-    "weights": {"storage", "torch", "transformers"},
-    "journey": {"cache", "torch", "transformers", "weights"},
-    "decode": {"cache", "journey", "torch", "transformers", "weights"},
-    "calibration": {"cache", "planning", "storage", "torch", "transformers"},
+    "planning": {"_version", "codecs", "layers", "planning", "storage", "torch", "transformers", "user_folder"},
+    "saving": {"_version", "codecs", "layers", "saving", "storage", "torch", "transformers"},
+    "cache": {"attention", "cache", "codecs", "layers", "planning", "saving", "storage", "torch", "transformers"},
+    "decode_phase": {"cache", "decode_phase", "storage", "torch", "transformers"},
     "models": {"models", "torch", "transformers", "user_folder"},
-    "demo": {"cache", "caches", "layer", "torch", "transformers"},
-    "cli": {"cache", "calibration", "cli", "demo", "models", "planning", "saving", "torch", "transformers"},
+    "cli": {"cache", "cli", "layers", "models", "planning", "saving", "torch", "transformers"},
 }
 WATCHED = {"torch", "transformers", "numba"}
 
@@ -95,7 +64,7 @@ def test_experiments_use_only_public_names():
     for path in (REPOSITORY / "experiments").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
-                allowed = {f"hf_hybrid_cache{room}" for room in ("", ".calibration", ".models", ".planning")}
+                allowed = {f"hf_hybrid_cache{room}" for room in ("", ".models", ".planning", ".planning.calibration")}
                 assert node.module in allowed, f"{path.name}: {node.module}"
                 assert not any(alias.name.startswith("_") for alias in node.names), path.name
 
@@ -105,6 +74,11 @@ def test_every_public_name_exists_and_is_documented():
         assert name == "__version__" or getattr(hf_hybrid_cache, name).__doc__
 
 
+def test_importing_the_package_alone_takes_no_heavy_library():
+    program = "import sys, hf_hybrid_cache; assert not {'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
 def test_importing_changes_nothing_and_needs_no_extra():
     program = """
 import sys, warnings
@@ -112,7 +86,7 @@ warnings.simplefilter("error")
 import torch, transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 before = dict(ALL_ATTENTION_FUNCTIONS), torch.nn.functional.scaled_dot_product_attention, torch.get_num_threads()
-import hf_hybrid_cache
+from hf_hybrid_cache import *
 after = dict(ALL_ATTENTION_FUNCTIONS), torch.nn.functional.scaled_dot_product_attention, torch.get_num_threads()
 assert before == after
 extras = {"typer", "gguf", "matplotlib", "hypothesis", "pytest", "optimum"}

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from hf_hybrid_cache import HostMemoryError, cli
-from hf_hybrid_cache.calibration import Effort, calibrate
 from hf_hybrid_cache.cli import plan_command
 from hf_hybrid_cache.planning import BITS, DeviceSpeed, Machine, Speeds, load_speeds, predict, save_speeds, speeds_path
+from hf_hybrid_cache.planning.calibration import Effort, calibrate
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 

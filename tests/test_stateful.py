@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
-from hf_hybrid_cache.storage import Room
+from hf_hybrid_cache.storage import InitialCapacity
 
 from caches import CACHES, QUANTIZED
 from lazy_streams import copy_late
@@ -42,7 +42,7 @@ def with_lazy_streams(
 ) -> HybridCache:
     placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode)
     cache = HybridCache(CONFIG, placement, codec=codec)
-    cache._stores.room = Room(host_tokens=host_tokens)
+    cache._stores.capacity = InitialCapacity(host_tokens=host_tokens)
     copy_late(cache)
     return cache
 

@@ -7,10 +7,10 @@ import torch
 import typer
 from rich.console import Console
 
-from ..demo import PromptError
 from ..models import ModelLoadError
 from ..planning import CostError, PlanError
 from ..saving import CacheFileError
+from .demo import PromptError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators

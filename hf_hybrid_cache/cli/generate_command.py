@@ -20,7 +20,10 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from ..cache import HybridCache
-from ..demo import (
+from ..models import NAMED_MODELS, load
+from ..saving import require_place, saved_token_ids
+from .console import DTYPES, UsageError, check_choice, exit_codes, note
+from .demo import (
     CACHES,
     DEFAULT_QUESTION,
     CacheOptions,
@@ -35,9 +38,6 @@ from ..demo import (
     verbatim_prompt,
     warm_up,
 )
-from ..models import NAMED_MODELS, load
-from ..saving import require_place, saved_token_ids
-from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
 RANDOM_TOKENS = 2000
 

@@ -11,7 +11,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..calibration import calibrate
 from ..models import load_config
 from ..planning import (
     RUNTIME_BYTES,
@@ -34,6 +33,7 @@ from ..planning import (
     save_speeds,
     this_machine,
 )
+from ..planning.calibration import calibrate
 from .console import DTYPES, UsageError, check_choice, exit_codes, note
 
 _T = TypeVar("_T")

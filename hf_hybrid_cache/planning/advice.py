@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from ..codecs import minmax
-from ..layer import LayerStores
-from ..placement import Placement
-from ..storage import KVCodec, KVShape, Room, address_space_is_limited
+from ..layers import LayerStores, Placement
+from ..storage import InitialCapacity, KVCodec, KVShape, address_space_is_limited
 from .candidates import BITS
 from .cost import HOST, LayerCost
 
@@ -65,7 +64,7 @@ def _host_bytes(
     placement: Placement, codecs: Mapping[int, KVCodec], shapes: Mapping[int, KVShape], num_tokens: int
 ) -> int:
     """At most, while a prompt in chunks, or the tokens after it, bring all layers to `num_tokens`."""
-    stores = LayerStores(placement, Room(), len(shapes), codecs)
+    stores = LayerStores(placement, InitialCapacity(), len(shapes), codecs)
     lengths = [1, num_tokens]
     kept = shared = moved = 0
     for index, shape in shapes.items():

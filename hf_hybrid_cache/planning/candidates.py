@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..codecs import minmax
-from ..placement import Placement
+from ..layers import Placement
 from ..storage import KVCodec
 from .cost import CacheCost, Held, cache_cost, stock_cost
 from .model_cost import ModelCost

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer import LayerStores
-from ..placement import Placement
-from ..storage import CodedStore, KVCodec, KVShape, Room, Scratch, StreamedStore, coded_blocks
+from ..layers import LayerStores, Placement
+from ..storage import CodedStore, InitialCapacity, KVCodec, KVShape, Scratch, StreamedStore, coded_blocks
 from .model_cost import ModelCost
 
 HOST = torch.device("cpu")
@@ -66,7 +65,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     if not model.has_kernel:
         placement = replace(placement, cpu_decode=False)  # as a cache does once attention asks for the states
     codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
-    stores = LayerStores(placement, Room.expecting(None, model.max_context), len(model.shapes), codecs)
+    stores = LayerStores(placement, InitialCapacity.expecting(None, model.max_context), len(model.shapes), codecs)
     others = model.held_by_others(context)
     kept = Counter({HOST.type if on_cpu else "meta": others})
     # Layers take turns in what they share, so that the largest counts.
@@ -91,7 +90,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
 
 def layer_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
     """Bytes of one layer's states, of `shape` and coded by `codec`, in the blocks that the CPU kernel reads."""
-    stores = LayerStores(Placement(), Room(), 1, {} if codec is None else {0: codec})
+    stores = LayerStores(Placement(), InitialCapacity(), 1, {} if codec is None else {0: codec})
     store = stores.make(0, 0, shape._replace(device=HOST))
     return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..layer import tensors_of
+from ..layers import tensors_of
 from ..storage import KVShape
 
 META = torch.device("meta")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..codecs import describe, described_codec
-from ..placement import Placement
+from ..layers import Placement
 from ..storage import KVCodec, KVShape
 from .plain_layers import dtype_name, named_dtype
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
-from ..layer import HybridLayer
+from ..layers import HybridLayer
 from ..storage import CodedStore, HostStore, KVCodec
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, READABLE, CacheDescription, LayerDescription, named_dtype

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..codecs import weights_of
-from ..layer import HybridLayer
+from ..layers import HybridLayer
 from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore
 from .container import TensorForm
 from .description import LayerDescription, States
@@ -112,7 +112,7 @@ def token_section(token_ids: torch.Tensor) -> Section:
 
 def _rows_of(section: str, parts: Mapping[str, BufferedStore]) -> Iterator[Tensors]:
     for part, store in parts.items():
-        store.settle()
+        store.wait_for_copies()
         rows = store
         if not isinstance(rows, HostStore):
             rows = HostStore.like(store)

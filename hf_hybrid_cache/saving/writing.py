@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from .._version import __version__
-from ..layer import LayerStores
+from ..layers import LayerStores
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
 from .description import FORMAT, VERSION, CacheDescription
 from .errors import CacheFileError
@@ -53,7 +53,7 @@ def save_layers(
             transformers.__version__,
             model,
             stores.placement,
-            stores.room.device_tokens,
+            stores.capacity.device_tokens,
             stores.codecs,
             described,
         )

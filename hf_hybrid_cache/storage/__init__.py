@@ -3,8 +3,8 @@
 from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
-from .growth import GRANULE, Room
-from .host_memory import HostBudget, HostMemoryError, Outlook, available_host_bytes, require_host_bytes
+from .growth import GRANULE, InitialCapacity
+from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .memory_limits import address_space_is_limited
@@ -23,15 +23,15 @@ __all__ = [
     "Codec",
     "CodecChoice",
     "CodedStore",
+    "ExpectedLength",
     "HostBudget",
     "HostMemoryError",
     "HostStore",
+    "InitialCapacity",
     "KVCodec",
     "KVShape",
     "KVStore",
-    "Outlook",
     "ResidentStore",
-    "Room",
     "Scratch",
     "Staging",
     "StreamedStore",

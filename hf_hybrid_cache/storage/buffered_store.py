@@ -54,17 +54,17 @@ class BufferedStore(KVStore):
         return self.read_range(0, self.num_tokens)
 
     def read_range(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens `start` to `end`, where they are kept; `settle` first."""
+        """Keys and values of tokens `start` to `end`, where they are kept; `wait_for_copies` first."""
         return self.keys.read_range(start, end), self.values.read_range(start, end)
 
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, BufferedStore)
-        other.settle()
+        other.wait_for_copies()
         self.reserve(other.num_tokens)
         for start in range(0, other.num_tokens, _MOVED_TOKENS):
             keys, values = other.read_range(start, min(start + _MOVED_TOKENS, other.num_tokens))
             self.extend(keys.to(self.keys.device), values.to(self.values.device))
-        self.settle()
+        self.wait_for_copies()
 
     def buffers(self) -> Iterable[TokenBuffer]:
         return self.keys, self.values
@@ -86,7 +86,7 @@ class BufferedStore(KVStore):
 
     def reserve(self, num_tokens: int) -> None:
         """
-        Make room for `num_tokens` in all, asking for host memory a chunk ahead.
+        Let the capacity be at least `num_tokens` in all, asking for host memory a chunk ahead.
 
         Raises:
             HostMemoryError: the host has no room for them; nothing has changed then.
@@ -97,7 +97,7 @@ class BufferedStore(KVStore):
             moved = max(buffer.moved_bytes(ahead) for buffer in buffers)
             approved = self._budget.grow(self, num_tokens, self.bytes_per_token, moved)
             for buffer in buffers:
-                buffer.make_room(approved, self.num_tokens)
+                buffer.ensure_capacity(approved, self.num_tokens)
             self._approved_tokens = approved
         self.keys.ensure(num_tokens, self.num_tokens)
         self.values.ensure(num_tokens, self.num_tokens)

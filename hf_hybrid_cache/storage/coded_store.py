@@ -81,7 +81,7 @@ class CodedStore(KVStore):
         self._held: tuple[Pair, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> "CodedStore":
-        self.settle()
+        self.wait_for_copies()
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._choice = copy.deepcopy(self._choice, memo)
@@ -210,7 +210,7 @@ class CodedStore(KVStore):
         if kept == blocks:
             self.full.truncate(num_tokens - kept * GRANULE)
         else:
-            self.settle()
+            self.wait_for_copies()
             rest = [states[:, :, : num_tokens - first - kept * GRANULE] for states in self._decoded(kept, kept + 1)]
             with self._changing():
                 self.full.truncate(first)
@@ -226,10 +226,10 @@ class CodedStore(KVStore):
             self.shape = self.shape._replace(batch=len(indices))
             self.version += 1
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         self.take_held()
-        self.full.settle()
-        self.records.settle()
+        self.full.wait_for_copies()
+        self.records.wait_for_copies()
 
     def close(self) -> None:
         super().close()
@@ -297,7 +297,7 @@ class CodedStore(KVStore):
         """What new states change, coded on their device. Nothing has changed yet, and there is room."""
         first, held = self.codec.sink_tokens, self.full.num_tokens
         count = self._blocks_to_code(keys.shape[2]) * GRANULE
-        self.full.settle()
+        self.full.wait_for_copies()
         self.full.reserve(full_tokens(self.codec))
         if not count:
             # Not coded from no states: this is every step but one of 64, and coding would wait for the device.
@@ -338,7 +338,7 @@ class CodedStore(KVStore):
         return added
 
     def _lend(self, num_tokens: int) -> Pair:
-        """Room for all states, in memory that other layers will use after this one."""
+        """InitialCapacity for all states, in memory that other layers will use after this one."""
         keys, values = (
             self._scratch.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
             for (batch, heads, head_dim), dtype in self._forms

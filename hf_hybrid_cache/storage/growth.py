@@ -1,4 +1,4 @@
-"""How much room to make when a buffer is full."""
+"""How much capacity a buffer gets: before the first token, and when it is full."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ _MAX_CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Room:
+class InitialCapacity:
     """
-    How much room buffers make before their first token.
+    Capacity of buffers before their first token.
 
     Args:
         device_tokens: memory of the accelerator, taken at once; 0 grows in chunks.
@@ -21,18 +21,18 @@ class Room:
     host_tokens: int = 131_072
 
     @classmethod
-    def expecting(cls, max_length: int | None, context: int | None) -> "Room":
+    def expecting(cls, max_length: int | None, context: int | None) -> "InitialCapacity":
         """For a cache of `max_length` tokens, if that is known, of a model with a context of so many, if that is."""
         return cls(max_length or 0, max(cls.host_tokens, max_length or 0, context or 0))
 
-    def of_records(self) -> "Room":
+    def of_records(self) -> "InitialCapacity":
         """For records of blocks instead of tokens."""
-        return Room(-(-self.device_tokens // GRANULE), -(-self.host_tokens // GRANULE))
+        return InitialCapacity(-(-self.device_tokens // GRANULE), -(-self.host_tokens // GRANULE))
 
 
 def grown_capacity(num_entries: int, entry_tokens: int = 1) -> int:
     """
-    Entries to make room for when `num_entries` are needed: an eighth more, at least 256 and at most 4,096 tokens.
+    New capacity, in entries, when `num_entries` are needed: an eighth more, at least 256 and at most 4,096 tokens.
 
     Short contexts waste little, and a buffer that has to be copied to grow is copied once in thousands of tokens.
     """
@@ -41,7 +41,7 @@ def grown_capacity(num_entries: int, entry_tokens: int = 1) -> int:
 
 
 def least_capacity(num_entries: int, entry_tokens: int = 1) -> int:
-    """Entries to make room for when `num_entries` are needed and memory is short: whole blocks of 64 tokens."""
+    """The same where memory is short: whole blocks of 64 tokens."""
     return _whole_granules(num_entries * entry_tokens) // entry_tokens
 
 

@@ -16,7 +16,7 @@ class HostBuffer(TokenBuffer):
 
     Address space for `expected_tokens` is reserved at the first token and memory is committed as tokens are written,
     so growing neither copies nor moves anything. Beyond the reservation, and where address space is limited or the
-    system reserves none, what is stored is copied to make room.
+    system reserves none, what is stored is copied when the capacity grows.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class HostBuffer(TokenBuffer):
     def ensure(self, num_tokens: int, keep: int) -> None:
         if num_tokens <= self._committed_tokens:
             return
-        self.make_room(num_tokens, keep)
+        self.ensure_capacity(num_tokens, keep)
         self._commit(num_tokens)
 
-    def make_room(self, num_tokens: int, keep: int) -> None:
+    def ensure_capacity(self, num_tokens: int, keep: int) -> None:
         """
-        Let there be room for `num_tokens`, without memory yet; the first `keep` stay as they are.
+        Let the capacity be at least `num_tokens`, without memory yet; the first `keep` stay as they are.
 
         Raises:
             HostMemoryError: the system refused it.
@@ -52,7 +52,7 @@ class HostBuffer(TokenBuffer):
             self._grow(num_tokens, keep)
 
     def moved_bytes(self, num_tokens: int) -> int:
-        """Bytes that are held twice while room for `num_tokens` is made."""
+        """Bytes that are held twice while the capacity grows to `num_tokens`."""
         return self.num_bytes if num_tokens > self.capacity else 0
 
     def _memory_for(self, num_tokens: int) -> int:

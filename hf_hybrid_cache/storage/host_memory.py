@@ -22,22 +22,22 @@ def available_host_bytes() -> int:
     return tightest_limit().free
 
 
-class Outlook:
+class ExpectedLength:
     """
     How long a cache is expected to get, and whether its user has been told that memory ends before.
 
     Args:
-        expected_tokens: tokens that will be stored; 0 if that is not known.
+        num_tokens: tokens that will be stored; 0 if that is not known.
     """
 
-    def __init__(self, expected_tokens: int = 0):
-        self.expected_tokens = expected_tokens
+    def __init__(self, num_tokens: int = 0):
+        self.num_tokens = num_tokens
         self.has_warned = False
 
     def warn(self, last_token: int, limit: Limit) -> None:
         """Say that memory ends at `last_token`."""
         self.has_warned = True
-        of_expected = f" of {self.expected_tokens:,} (max_length)" if self.expected_tokens > last_token else ""
+        of_expected = f" of {self.num_tokens:,} (max_length)" if self.num_tokens > last_token else ""
         warnings.warn(
             f"Host memory will end at about token {last_token:,}{of_expected}: {limit.free / 2**30:.2f} GiB are "
             f"free{limit.where}. Stop generating before, free memory, or use a cache with fewer bits. Tokens "
@@ -56,19 +56,19 @@ class HostBudget:
     Args:
         num_stores: number of layers that will hold tokens in host memory.
         entry_tokens: tokens that are counted as one: 64 where what is held are records of coded blocks.
-        outlook: of the cache: what is expected is asked for with the first tokens, and looked at whenever layers grow;
-            `None` where layers soon stop growing.
+        expected_length: of the cache: what is expected is asked for with the first tokens, and looked at whenever
+            layers grow; `None` where layers soon stop growing.
     """
 
-    def __init__(self, num_stores: int, entry_tokens: int = 1, outlook: Outlook | None = None):
+    def __init__(self, num_stores: int, entry_tokens: int = 1, expected_length: ExpectedLength | None = None):
         self.num_stores = num_stores
         self.entry_tokens = entry_tokens
-        self.outlook = outlook
+        self.expected_length = expected_length
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
         """An empty budget: the copies of the layers note themselves in it."""
-        return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.outlook, memo))
+        return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.expected_length, memo))
 
     def grow(self, store: object, num_tokens: int, bytes_per_token: int, moved_bytes: int = 0) -> int:
         """
@@ -98,15 +98,16 @@ class HostBudget:
         granted = ahead if need(ahead) <= free else least_capacity(num_tokens, self.entry_tokens)
         if need(granted) > free:
             raise _refusal(need(granted), f"{num_tokens * self.entry_tokens:,} tokens need", limit)
-        if self.outlook is not None:
-            expected = self.outlook.expected_tokens // self.entry_tokens
+        if self.expected_length is not None:
+            expected_tokens = self.expected_length.num_tokens
+            expected = expected_tokens // self.entry_tokens
             if need(expected) > free and not self._held:
-                raise _refusal(need(expected), f"{self.outlook.expected_tokens:,} tokens (max_length) need", limit)
+                raise _refusal(need(expected), f"{expected_tokens:,} tokens (max_length) need", limit)
             horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
-            if need(horizon) > free and not self.outlook.has_warned:
+            if need(horizon) > free and not self.expected_length.has_warned:
                 beyond = range(granted + 1, horizon)
                 fitting = granted + bisect_left(beyond, True, key=lambda tokens: need(tokens) > free)
-                self.outlook.warn(fitting * self.entry_tokens, limit)
+                self.expected_length.warn(fitting * self.entry_tokens, limit)
         self.note(store, granted, bytes_per_token)
         return granted
 

@@ -6,7 +6,7 @@ import torch
 
 from .block_buffer import BlockBuffer
 from .buffered_store import BufferedStore
-from .growth import GRANULE, Room
+from .growth import GRANULE, InitialCapacity
 from .host_memory import HostBudget
 from .kv_store import KVShape, Pair, ranges
 from .record_buffer import RecordBuffer
@@ -18,7 +18,7 @@ class HostStore(BufferedStore):
 
     Args:
         shape: of the states.
-        room: to make before the first token.
+        capacity: of the buffers before the first token.
         budget: asked before host memory is used.
         records: states are records of coded blocks.
         pinned_for: page-lock the memory for copies to and from this CUDA device.
@@ -30,7 +30,7 @@ class HostStore(BufferedStore):
     def __init__(
         self,
         shape: KVShape,
-        room: Room,
+        capacity: InitialCapacity,
         budget: HostBudget,
         records: bool = False,
         pinned_for: torch.device | None = None,
@@ -38,11 +38,11 @@ class HostStore(BufferedStore):
         keys: BlockBuffer | RecordBuffer
         values: BlockBuffer | RecordBuffer
         if records:
-            keys = RecordBuffer(shape.keys, room.host_tokens, pinned_for)
-            values = RecordBuffer(shape.values, room.host_tokens, pinned_for)
+            keys = RecordBuffer(shape.keys, capacity.host_tokens, pinned_for)
+            values = RecordBuffer(shape.values, capacity.host_tokens, pinned_for)
         else:
-            keys = BlockBuffer(shape.keys, shape.key_dtype, True, room.host_tokens, pinned_for)
-            values = BlockBuffer(shape.values, shape.value_dtype, False, room.host_tokens, pinned_for)
+            keys = BlockBuffer(shape.keys, shape.key_dtype, True, capacity.host_tokens, pinned_for)
+            values = BlockBuffer(shape.values, shape.value_dtype, False, capacity.host_tokens, pinned_for)
         super().__init__(shape, keys, values, budget)
 
     @classmethod
@@ -50,7 +50,9 @@ class HostStore(BufferedStore):
         """An empty store that can take what another one holds, and has a budget of its own."""
         entry_tokens = store.keys.entry_tokens
         shape = store.shape._replace(device=torch.device("cpu"))
-        return HostStore(shape, Room(0, store.num_tokens), HostBudget(1, entry_tokens), entry_tokens == GRANULE)
+        return HostStore(
+            shape, InitialCapacity(0, store.num_tokens), HostBudget(1, entry_tokens), entry_tokens == GRANULE
+        )
 
     def __deepcopy__(self, memo: dict) -> "HostStore":
         return self._duplicate(memo)
@@ -67,7 +69,7 @@ class HostStore(BufferedStore):
             yield start, self.read_range(start, end)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as they are stored, in whole rows: views, also to be written to; `settle` first."""
+        """Keys and values as they are stored, in whole rows: views, also to be written to; `wait_for_copies` first."""
         return self.keys.stored_rows(self.num_tokens), self.values.stored_rows(self.num_tokens)
 
     def clear_rest(self) -> None:
@@ -80,7 +82,7 @@ class HostStore(BufferedStore):
         Make rows for so many entries, which count as stored from then on, with any content.
 
         Raises:
-            HostMemoryError: the host has no room for them; nothing has changed then.
+            HostMemoryError: the host has no capacity for them; nothing has changed then.
         """
         self.reserve(num_entries)
         self._set_length(num_entries)

@@ -132,7 +132,7 @@ class KVStore(ABC):
     def select_batch(self, indices: torch.Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was."""
 
-    def settle(self) -> None:  # noqa: B027
+    def wait_for_copies(self) -> None:  # noqa: B027
         """Let the calling thread wait until no copy reads or writes the truth, and all of it is there."""
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from .buffered_store import BufferedStore
-from .growth import GRANULE, Room
+from .growth import GRANULE, InitialCapacity
 from .host_buffer import HostBuffer
 from .host_memory import HostBudget
 from .kv_store import KVShape
@@ -15,22 +15,22 @@ class ResidentStore(BufferedStore):
     Keys and values on the compute device, in the layout that attention reads.
 
     On the CPU growing costs nothing. On an accelerator it copies one tensor of one layer, once in thousands of tokens,
-    and never up to `room.device_tokens`.
+    and never up to `capacity.device_tokens`.
 
     Args:
         shape: of the states.
-        room: to make before the first token.
+        capacity: of the buffers before the first token.
         budget: asked before host memory is used.
         records: states are records of coded blocks, one after the other.
     """
 
-    def __init__(self, shape: KVShape, room: Room, budget: HostBudget, records: bool = False):
+    def __init__(self, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, records: bool = False):
         entry_tokens = GRANULE if records else 1
 
         def buffer(states: tuple[int, int, int], dtype: torch.dtype) -> TokenBuffer:
             if shape.device.type == "cpu":
-                return HostBuffer(states, dtype, records, room.host_tokens, entry_tokens)
-            return TokenBuffer(states, dtype, shape.device, records, room.device_tokens, entry_tokens)
+                return HostBuffer(states, dtype, records, capacity.host_tokens, entry_tokens)
+            return TokenBuffer(states, dtype, shape.device, records, capacity.device_tokens, entry_tokens)
 
         super().__init__(shape, buffer(shape.keys, shape.key_dtype), buffer(shape.values, shape.value_dtype), budget)
 

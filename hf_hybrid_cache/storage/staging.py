@@ -5,22 +5,49 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from .block_buffer import BlockBuffer
 from .kv_store import KVShape
+from .record_buffer import RecordBuffer
 from .stats import CacheStats
 from .streams import Event, Streams
 from .token_buffer import TokenBuffer
 
-if TYPE_CHECKING:
-    from .streamed_store import StreamedStore
+
+class StagedStore(Protocol):
+    """
+    What staging asks of the store of a layer.
+
+    Attributes:
+        shape: of the states.
+        keys: in host memory.
+        values: in host memory.
+        resident: the layer keeps its slot.
+        is_streamed: its next use is expected on the device.
+        saved: the copy to the host of its newest tokens.
+    """
+
+    shape: KVShape
+    resident: bool
+    is_streamed: bool
+    saved: Event
+
+    @property
+    def keys(self) -> BlockBuffer | RecordBuffer: ...
+    @property
+    def values(self) -> BlockBuffer | RecordBuffer: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int: ...
 
 
 class Slot:
     """
-    Room on the device for one layer's keys and values, reused for one layer after another.
+    InitialCapacity on the device for one layer's keys and values, reused for one layer after another.
 
     Attributes:
         num_tokens: how many tokens of its owner are here, or on their way.
@@ -34,18 +61,18 @@ class Slot:
 
     def __init__(self, shape: KVShape, streams: Streams):
         self._streams = streams
-        self._owner: weakref.ref[StreamedStore] | None = None
+        self._owner: weakref.ref[StagedStore] | None = None
         self.num_tokens = 0
         self._lent: list[weakref.ref[torch.Tensor]] = []
         self._build(shape)
 
     @property
-    def owner(self) -> "StreamedStore | None":
+    def owner(self) -> StagedStore | None:
         """The layer whose tokens are here, or on their way."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
-    def owner(self, store: "StreamedStore | None") -> None:
+    def owner(self, store: StagedStore | None) -> None:
         # Weak, so that a cache that is dropped gives its memory back at once.
         self._owner = None if store is None else weakref.ref(store)
 
@@ -61,8 +88,8 @@ class Slot:
         values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
         self.shape, self.keys, self.values = shape, keys, values
 
-    def make_room(self, shape: KVShape, num_tokens: int, keep: int) -> None:
-        """Room for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
+    def ensure_capacity(self, shape: KVShape, num_tokens: int, keep: int) -> None:
+        """InitialCapacity for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
         # Memory that is given back is reused by computation at once, so computation waits for copies that use it.
         if shape != self.shape or num_tokens > min(self.keys.capacity, self.values.capacity):
             self._streams.compute_after(self.arrived)
@@ -115,7 +142,7 @@ class Staging:
         self.stats = stats
         self.slots: list[Slot] = []
         # All stores in the order of their first use, which is the order of the model's layers.
-        self._registered: list[weakref.ref[StreamedStore]] = []
+        self._registered: list[weakref.ref[StagedStore]] = []
 
     def __deepcopy__(self, memo: dict) -> "Staging":
         twin = Staging(self.streams, self.prefetch_layers, copy.deepcopy(self.stats, memo), self.evicts_on_oom)
@@ -125,15 +152,15 @@ class Staging:
         return twin
 
     @property
-    def _stores(self) -> "list[StreamedStore]":
+    def _stores(self) -> list[StagedStore]:
         return [store for reference in self._registered if (store := reference()) is not None]
 
-    def register(self, store: "StreamedStore") -> None:
+    def register(self, store: StagedStore) -> None:
         self._registered.append(weakref.ref(store))
 
-    def release(self, store: "StreamedStore") -> None:
+    def release(self, store: StagedStore) -> None:
         """Forget `store`; its slot is free, and gone when it was resident or the last."""
-        self.settle(store)
+        self.wait_for_copies(store)
         self._registered.remove(weakref.ref(store))
         slot = self._slot_of(store)
         if slot is not None:
@@ -143,7 +170,7 @@ class Staging:
         if not self._registered:
             self.slots.clear()
 
-    def count_use(self, store: "StreamedStore") -> None:
+    def count_use(self, store: StagedStore) -> None:
         """Note whether the past of `store` is here, or on its way, now that it is needed."""
         slot = self._slot_of(store)
         if slot is None or slot.num_tokens < store.num_tokens:
@@ -151,17 +178,17 @@ class Staging:
         elif store.num_tokens > 0 and not store.resident:
             self.stats.prefetch_hits += 1
 
-    def open(self, store: "StreamedStore", num_tokens: int) -> Slot:
+    def open(self, store: StagedStore, num_tokens: int) -> Slot:
         """A slot in which computation finds the past tokens of `store`, with room for `num_tokens`."""
         slot = self._slot_of(store)
         if slot is None or slot.num_tokens < store.num_tokens:
             fetch = self._fetch if store.num_tokens > 0 else self._claim
             slot = fetch(store, current=store)
-        slot.make_room(store.shape, num_tokens, keep=store.num_tokens)
+        slot.ensure_capacity(store.shape, num_tokens, keep=store.num_tokens)
         self.streams.compute_after(slot.arrived)
         return slot
 
-    def save(self, store: "StreamedStore", slot: Slot, start: int, end: int) -> Event:
+    def save(self, store: StagedStore, slot: Slot, start: int, end: int) -> Event:
         """Copy tokens `start` to `end` from the slot to the host, as the whole blocks that they are part of."""
 
         def copy_both() -> None:
@@ -175,7 +202,7 @@ class Staging:
         self.stats.bytes_to_host += (store.keys.rows(end) - start // row) * row * store.bytes_per_token
         return slot.saved
 
-    def prefetch_after(self, store: "StreamedStore") -> None:
+    def prefetch_after(self, store: StagedStore) -> None:
         """Start fetching the layers that follow `store` and are not on the device yet."""
         stores = self._stores
         position = stores.index(store)
@@ -196,7 +223,7 @@ class Staging:
         num_slots = min(self.prefetch_layers + 1, num_layers)
         return num_slots * (slot.keys.planned_bytes(sizes) + slot.values.planned_bytes(sizes))
 
-    def invalidate(self, store: "StreamedStore") -> None:
+    def invalidate(self, store: StagedStore) -> None:
         """The device copy of `store` is no longer what the host holds."""
         slot = self._slot_of(store)
         if slot is not None:
@@ -204,19 +231,19 @@ class Staging:
             if slot.is_lent:
                 slot.owner = None
 
-    def truncate(self, store: "StreamedStore") -> None:
+    def truncate(self, store: StagedStore) -> None:
         """The device copy of `store` ends where it does: other tokens may follow on the host alone."""
         slot = self._slot_of(store)
         if slot is not None:
             slot.num_tokens = min(slot.num_tokens, store.num_tokens)
 
-    def vacate(self, store: "StreamedStore") -> None:
+    def vacate(self, store: StagedStore) -> None:
         """Give up the device copy of `store`, and the memory it is in."""
         slot = self._slot_of(store)
         if slot is not None:
             self.slots.remove(slot)
 
-    def give_up_others(self, current: "StreamedStore") -> bool:
+    def give_up_others(self, current: StagedStore) -> bool:
         """
         Give up the device copies of all layers but `current`, resident ones too, after the device ran out of memory.
 
@@ -240,20 +267,20 @@ class Staging:
             )
         return bool(given_up)
 
-    def settle(self, store: "StreamedStore") -> None:
+    def wait_for_copies(self, store: StagedStore) -> None:
         """Let the calling thread wait until no copy reads or writes the host memory of `store`."""
         self.streams.wait(store.saved)
         slot = self._slot_of(store)
         if slot is not None:
             self.streams.wait(slot.arrived)
 
-    def _slot_of(self, store: "StreamedStore") -> Slot | None:
+    def _slot_of(self, store: StagedStore) -> Slot | None:
         return next((slot for slot in self.slots if slot.owner is store), None)
 
-    def _fetch(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
+    def _fetch(self, store: StagedStore, current: StagedStore) -> Slot:
         num_tokens = store.num_tokens
         slot = self._claim(store, current)
-        slot.make_room(store.shape, num_tokens, keep=0)
+        slot.ensure_capacity(store.shape, num_tokens, keep=0)
 
         def copy_both() -> None:
             store_keys.load(slot_keys, num_tokens)
@@ -266,7 +293,7 @@ class Staging:
         self.stats.bytes_to_device += num_tokens * store.bytes_per_token
         return slot
 
-    def _claim(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
+    def _claim(self, store: StagedStore, current: StagedStore) -> Slot:
         """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
         slot = self._slot_of(store)
         if slot is not None:
@@ -282,7 +309,7 @@ class Staging:
         slot.owner, slot.num_tokens = store, 0
         return slot
 
-    def _steps_until(self, owner: "StreamedStore | None", current: "StreamedStore") -> int:
+    def _steps_until(self, owner: StagedStore | None, current: StagedStore) -> int:
         """Layers until `owner` is used; an unowned slot is never used."""
         stores = self._stores
         if owner is None:

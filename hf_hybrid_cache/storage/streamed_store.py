@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from .growth import Room
+from .growth import InitialCapacity
 from .host_memory import HostBudget
 from .host_store import HostStore
 from .kv_store import KVShape, Pair
@@ -22,7 +22,7 @@ class StreamedStore(HostStore):
 
     Args:
         shape: of the states.
-        room: to make before the first token.
+        capacity: of the buffers before the first token.
         budget: asked before host memory is used.
         staging: the slots of the compute device, shared by its layers.
         resident: keep the device copy for good.
@@ -37,14 +37,14 @@ class StreamedStore(HostStore):
     def __init__(
         self,
         shape: KVShape,
-        room: Room,
+        capacity: InitialCapacity,
         budget: HostBudget,
         staging: Staging,
         resident: bool = False,
         pinned: bool = False,
         records: bool = False,
     ):
-        super().__init__(shape, room, budget, records, pinned_for=shape.device if pinned else None)
+        super().__init__(shape, capacity, budget, records, pinned_for=shape.device if pinned else None)
         self.resident = resident
         self.staging = staging
         self.is_streamed = True
@@ -54,20 +54,20 @@ class StreamedStore(HostStore):
         staging.register(self)
 
     def __deepcopy__(self, memo: dict) -> "StreamedStore":
-        self.settle()
+        self.wait_for_copies()
         twin = self._duplicate(memo)
         twin.saved, twin._arriving = None, []
         twin.staging = copy.deepcopy(self.staging, memo)
         return twin
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        return self._with_room(lambda: self._append(keys, values))
+        return self._retried_with_less_on_device(lambda: self._append(keys, values))
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         if self._arriving or end > min(self.keys.capacity, self.values.capacity):
             # Growing copies host memory on this thread, so the newest tokens must have arrived there.
-            self.settle()
+            self.wait_for_copies()
         self.is_streamed = True
         self.reserve(end)
         self.staging.count_use(self)
@@ -80,7 +80,7 @@ class StreamedStore(HostStore):
         return slot.lend(end)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.settle()
+        self.wait_for_copies()
         if self.is_streamed:
             self.is_streamed = False
             self.staging.vacate(self)
@@ -93,8 +93,8 @@ class StreamedStore(HostStore):
 
     def read(self) -> Pair:
         if self._arriving:
-            self.settle()
-        return self._with_room(lambda: self.staging.open(self, self.num_tokens).lend(self.num_tokens))
+            self.wait_for_copies()
+        return self._retried_with_less_on_device(lambda: self.staging.open(self, self.num_tokens).lend(self.num_tokens))
 
     def truncate(self, num_tokens: int) -> None:
         super().truncate(num_tokens)
@@ -104,12 +104,12 @@ class StreamedStore(HostStore):
         indices = indices.to("cpu")
         if torch.equal(indices, torch.arange(self.shape.batch)):
             return
-        self.settle()
+        self.wait_for_copies()
         super().select_batch(indices)
         self.staging.invalidate(self)
 
-    def settle(self) -> None:
-        self.staging.settle(self)
+    def wait_for_copies(self) -> None:
+        self.staging.wait_for_copies(self)
         for start, keys, values in self._arriving:
             self.keys.write(start, keys)
             self.values.write(start, values)
@@ -119,8 +119,8 @@ class StreamedStore(HostStore):
         super().close()
         self.staging.release(self)
 
-    def _with_room(self, use: Callable[[], Pair]) -> Pair:
-        """The result of `use`, tried again with other layers' device copies given up if the device has no room."""
+    def _retried_with_less_on_device(self, use: Callable[[], Pair]) -> Pair:
+        """The result of `use`, tried again with other layers' device copies given up if the device has no capacity."""
         held = self.num_tokens
         try:
             return use()

@@ -1,4 +1,4 @@
-"""Room for the keys or the values of one layer, written token after token and read as one tensor."""
+"""InitialCapacity for the keys or the values of one layer, written token after token and read as one tensor."""
 
 import copy
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ class TokenBuffer:
     """
     States of one layer on one device, seen as `[batch, num_kv_heads, tokens, head_dim]`.
 
-    Appending writes the new tokens only. When the room is used up, more of it is made in chunks, which here means one
+    Appending writes the new tokens only. When the capacity is used up, it grows in chunks, which here means one
     copy of what this one tensor holds, once in thousands of tokens; `HostBuffer` grows without any.
 
     The buffer does not know how many of its tokens are valid: its owner says so in every call.
@@ -26,7 +26,7 @@ class TokenBuffer:
         device: where.
         token_major: store as `[tokens, batch, heads, head_dim]`, so that any run of tokens is contiguous (for copies
             between devices), instead of `[batch, heads, tokens, head_dim]` (for attention).
-        expected_tokens: make this much room at once.
+        expected_tokens: capacity to begin with.
         entry_tokens: tokens that one entry stands for; 64 where an entry is the record of a coded block. Sizes are in
             entries everywhere.
 
@@ -67,7 +67,7 @@ class TokenBuffer:
         return self._data.numel() * self._data.element_size()
 
     def ensure(self, num_tokens: int, keep: int) -> None:
-        """Make room for `num_tokens`; the first `keep` stay as they are."""
+        """Let the capacity be at least `num_tokens`; the first `keep` stay as they are."""
         if num_tokens > self.capacity:
             self._move_to(self._allocate(self._memory_for(num_tokens)), keep)
 
@@ -80,7 +80,7 @@ class TokenBuffer:
         return capacity * self.bytes_per_token
 
     def write(self, start: int, states: torch.Tensor) -> None:
-        """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, where room must have been made."""
+        """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, within the capacity."""
         self._seen.narrow(2, start, states.shape[2]).copy_(states)
 
     def read_range(self, start: int, end: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
-from hf_hybrid_cache.layer import tensors_of
+from hf_hybrid_cache.layers import tensors_of
 from hf_hybrid_cache.planning import Candidate, Machine, ModelCost, Way, cache_cost, model_cost, predict, stock_cost
 
 from tiny_models import FAMILIES, tiny_model

@@ -27,7 +27,7 @@ from hf_hybrid_cache import (
     saved_token_ids,
 )
 from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
-from hf_hybrid_cache.layer import HybridLayer
+from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory_limits import Limit
@@ -133,7 +133,7 @@ def test_what_was_placed_and_coded_how_is_loaded_too(tmp_path: Path):
     loaded = HybridCache.load(path, model.config)
     assert loaded._stores.placement == original._stores.placement
     assert loaded._stores.codecs == original._stores.codecs
-    assert loaded._stores.room == original._stores.room
+    assert loaded._stores.capacity == original._stores.capacity
     assert loaded.get_seq_length() == 0
 
 

@@ -10,9 +10,9 @@ import pytest
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.growth import grown_capacity
 from hf_hybrid_cache.storage.host_memory import (
+    ExpectedLength,
     HostBudget,
     HostMemoryError,
-    Outlook,
     available_host_bytes,
     require_host_bytes,
 )
@@ -97,15 +97,15 @@ def test_layers_that_hold_the_tokens_already_are_not_counted_again():
 
 def test_a_cache_that_is_expected_to_get_too_long_is_refused_with_its_first_tokens():
     size = available_host_bytes() // 100
-    budget = HostBudget(num_stores=10, outlook=Outlook(expected_tokens=20 * size))
+    budget = HostBudget(num_stores=10, expected_length=ExpectedLength(20 * size))
     with pytest.raises(HostMemoryError, match=rf"{20 * size:,} tokens \(max_length\) need"):
         budget.grow(Holder(), num_tokens=1, bytes_per_token=1)
 
 
 @pytest.mark.parametrize("expected_tokens", [0, 5000])
 def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: int, monkeypatch: pytest.MonkeyPatch):
-    outlook = Outlook(expected_tokens)
-    budget, holders, held = HostBudget(num_stores=2, outlook=outlook), (Holder(), Holder()), [0, 0]
+    expected_length = ExpectedLength(expected_tokens)
+    budget, holders, held = HostBudget(num_stores=2, expected_length=expected_length), (Holder(), Holder()), [0, 0]
     total = 2**20
 
     def grow(*lengths: int) -> None:
@@ -125,7 +125,7 @@ def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: 
 
 
 def test_records_are_counted_in_tokens_of_their_blocks(monkeypatch: pytest.MonkeyPatch):
-    budget = HostBudget(num_stores=1, entry_tokens=64, outlook=Outlook(expected_tokens=64_000))
+    budget = HostBudget(num_stores=1, entry_tokens=64, expected_length=ExpectedLength(64_000))
     monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(999, ""))
     with pytest.raises(HostMemoryError, match=r"64,000 tokens \(max_length\) need"):
         budget.grow(Holder(), num_tokens=1, bytes_per_token=1)

@@ -1,4 +1,4 @@
-"""A model and its cache, on their device for the prompt and on the CPU for the tokens after it."""
+"""Prefill on the device, decode on the CPU: when a model and its cache are moved, and back."""
 
 import copy
 import warnings
@@ -10,21 +10,22 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .cache import HybridCache
-from .weights import HOST, TravellingWeights
+from ..cache import HybridCache
+from .movable_weights import HOST, MovableWeights
 
 
-class Journey:
+class PhaseSwitch:
     """
-    Takes a model and its cache to the CPU when the prompt is in the cache, and brings them back in the end.
+    Moves a model and its cache to the CPU when the prefill is done, and back in the end.
 
     For `generate` the model is on the CPU from the beginning. Forward passes that fill the cache with the prompt are
-    computed at home, whoever asks for them: in chunks, for beams, with drafted tokens. Their outputs are on the CPU.
+    computed on the device, whoever asks for them: in chunks, for beams, with drafted tokens. Their outputs are on the
+    CPU.
 
     Args:
-        model: whose weights travel.
+        model: whose weights are moved.
         cache: of the model.
-        weights: the model's, in use at home.
+        weights: the model's, in use on the device.
         dtype: of the cache on the CPU; `None` for no change.
         restore: bring both back.
         prompt_length: tokens in the cache with which decoding begins.
@@ -34,7 +35,7 @@ class Journey:
         self,
         model: PreTrainedModel,
         cache: HybridCache,
-        weights: TravellingWeights,
+        weights: MovableWeights,
         dtype: torch.dtype | None,
         restore: bool,
         prompt_length: int,
@@ -43,10 +44,10 @@ class Journey:
         self._cache = cache
         self._weights = weights
         self._dtype = dtype
-        self._home_dtype = None if dtype is None else model.dtype
+        self._device_dtype = None if dtype is None else model.dtype
         self._restore = restore
         self._prompt_length = prompt_length
-        self._arrived = False
+        self._is_decoding = False
         self._is_over = False
         self._hooks: list[RemovableHandle] = []
 
@@ -54,7 +55,7 @@ class Journey:
         """
         What `decode(model, **inputs)` returns, all of it in host memory.
 
-        Whatever happens, model and cache end up together: at home, or on the CPU if the prompt was finished and they
+        Whatever happens, model and cache end up together: on the device, or on the CPU if the prefill was done and they
         are not to come back, or cannot because the device has no room any more (then with a warning).
         """
         try:
@@ -67,7 +68,7 @@ class Journey:
             finally:
                 self._end()
         except BaseException:
-            # Another Ctrl-C, which ended the way back.
+            # Another Ctrl-C, while they were moved back.
             if not self._is_over:
                 self._end()
             raise
@@ -75,8 +76,8 @@ class Journey:
     def _before_forward(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if kwargs.get("past_key_values") is not self._cache:
             return None
-        self._weights.use_home()
-        return on_device(args, self._weights.home), on_device(kwargs, self._weights.home)
+        self._weights.use_device()
+        return on_device(args, self._weights.device), on_device(kwargs, self._weights.device)
 
     def _after_forward(self, model: Any, args: tuple, kwargs: dict[str, Any], output: ModelOutput) -> None:
         if kwargs.get("past_key_values") is not self._cache:
@@ -86,44 +87,44 @@ class Journey:
             output[name] = on_device(value, HOST)
         if self._cache.get_seq_length() >= self._prompt_length:
             self._cache.to(HOST, self._dtype)
-            self._arrived = True
+            self._is_decoding = True
             self._remove_hooks()
         self._weights.use_host()
-        if self._arrived:
-            self._weights.leave_home()
+        if self._is_decoding:
+            self._weights.free_device()
 
     def _end(self) -> None:
         """Bring model and cache to where they are to stay; they may be anywhere on their ways, or there."""
         self._remove_hooks()
-        if not self._arrived:
+        if not self._is_decoding:
             try:
-                self._cache.to(self._weights.home, self._home_dtype)
+                self._cache.to(self._weights.device, self._device_dtype)
             finally:
-                self._weights.use_home()
+                self._weights.use_device()
         elif self._restore:
             self._return()
         else:
             self._weights.use_host()
-            self._weights.leave_home()
+            self._weights.free_device()
         self._is_over = True
 
     def _return(self) -> None:
-        home = self._weights.home
+        device = self._weights.device
         try:
-            self._weights.load_home()
-            self._cache.to(home, self._home_dtype)
+            self._weights.load_to_device()
+            self._cache.to(device, self._device_dtype)
         except BaseException as error:
             self._cache.to(HOST, self._dtype)
-            self._weights.leave_home()
+            self._weights.free_device()
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             warnings.warn(
-                f"Model and cache stay on the CPU, {home} has no room for them any more. Free some of it, then use "
-                f"model.to('{home}') and cache.to('{home}'). It said: {error}",
+                f"Model and cache stay on the CPU, {device} has no room for them any more. Free some of it, then use "
+                f"model.to('{device}') and cache.to('{device}'). It said: {error}",
                 stacklevel=7,
             )
         else:
-            self._weights.use_home()
+            self._weights.use_device()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -19,9 +19,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from .cache import HybridCache
-from .planning import BITS, CacheSpeed, Candidate, DeviceSpeed, Speeds, Way, layer_bytes
-from .storage import KVShape, require_host_bytes
+from ..layers import HybridLayer, LayerStores
+from ..storage import InitialCapacity, KVShape, require_host_bytes
+from .candidates import BITS, Candidate
+from .cost import layer_bytes
+from .machine import CacheSpeed, DeviceSpeed, Speeds
+from .speed import Way
 
 HOST = torch.device("cpu")
 _MATRIX = (8192, 4096)
@@ -144,9 +147,7 @@ class _Layer:
         config = _config(1)
         self._attention = LlamaAttention(config, 0)
         self._cache: Cache = (
-            DynamicCache(config=config)
-            if name == "stock"
-            else HybridCache(config, candidate.placement, codec=candidate.codec)
+            DynamicCache(config=config) if name == "stock" else Cache(layers=[_hybrid_layer(candidate)])
         )
         self._cache.update(states, states, 0)
         self.num_bytes = layer_bytes(KVShape.of(states, states), candidate.codec, self._num_tokens)
@@ -196,6 +197,11 @@ class _Model:
 
     def _read_matrix(self, module: torch.nn.Module, inputs: tuple) -> None:
         self._excluded += _seconds(self._weights.read_next, self._device)
+
+
+def _hybrid_layer(candidate: Candidate) -> HybridLayer:
+    codecs = {} if candidate.codec is None else {0: candidate.codec}
+    return HybridLayer(0, 0, LayerStores(candidate.placement, InitialCapacity(), 1, codecs))
 
 
 def _random_states(heads: int, num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

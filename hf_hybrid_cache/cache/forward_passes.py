@@ -37,7 +37,7 @@ class ForwardPasses:
         """
         return self._last < 0 or layer < self._last or (layer, access) in self._accesses
 
-    def reach(self, layer: int, access: str) -> None:
+    def note_access(self, layer: int, access: str) -> None:
         """Note that a pass reads or writes states of a layer; arguments as of `begins_with`."""
         if self.begins_with(layer, access):
             self.reset()

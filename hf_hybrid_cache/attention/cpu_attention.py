@@ -8,10 +8,10 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
+from ..codecs import MinMaxCodec
+from ..kernels import CodedBlocks, Shape, Workspace, compile_in_background
+from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore
 from .chunk_attention import attend_in_pieces
-from .codecs import MinMaxCodec
-from .kernels import CodedBlocks, Shape, Workspace, compile_in_background
-from .storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
 MAX_QUERIES = 64
@@ -86,7 +86,7 @@ class CpuAttention:
             store.observe(query)
         if query_length > MAX_QUERIES:
             assert isinstance(store, HostStore | CodedStore)
-            store.settle()
+            store.wait_for_copies()
             return attend_in_pieces(query, store, group, mask, scale)
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
@@ -94,7 +94,7 @@ class CpuAttention:
         visible, bias = self._mask.arrays(mask)
         if query.is_cuda:
             torch.cuda.current_stream(query.device).synchronize()
-        store.settle()
+        store.wait_for_copies()
         workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
         full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
         assert isinstance(full, HostStore)

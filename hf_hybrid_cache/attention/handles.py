@@ -14,9 +14,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
+from ..storage import KVStore
 from .cpu_attention import CpuAttention
 from .graph_breaks import outside_of_graphs
-from .storage import KVStore
 
 
 class StaleHandleError(RuntimeError):

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 
 from transformers import PreTrainedConfig
 
-from .cache import HybridCache
-from .codecs import Rotate, minmax
-from .placement import OnOom, Placement
-from .storage import KVCodec
+from ..codecs import Rotate, minmax
+from ..layers import OnOom, Placement
+from ..storage import KVCodec
+from .hybrid_cache import HybridCache
 
 
 class DynamicHybridCache(HybridCache):

@@ -11,9 +11,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from .cache import HybridCache
-from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from .layer import tensors_of
+from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from ..layers import tensors_of
 
 DEFAULT_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
 WARM_UP_TOKENS = 64

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .storage import require_host_bytes
+from ..storage import require_host_bytes
 
 HOST = torch.device("cpu")
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,15 +33,15 @@ class HostCopy:
 
 @dataclass
 class Weight:
-    """One weight: the module's own tensor, its data at home, `None` while it is not there, and its data in the host."""
+    """One weight: the module's own tensor; its data on the device (`None` while not there), and in the host."""
 
     tensor: torch.Tensor
-    home: torch.Tensor | None
-    home_dtype: torch.dtype
+    on_device: torch.Tensor | None
+    device_dtype: torch.dtype
     host: HostCopy
 
 
-class TravellingWeights:
+class MovableWeights:
     """
     Copies of a model's weights in host memory, and the exchange of the two.
 
@@ -51,7 +51,7 @@ class TravellingWeights:
     Args:
         model: all its weights must be on one device; nothing of it is changed yet.
         dtype: of the weights in host memory, for those that have the model's dtype; `None` for no change.
-        returns: whether the weights will go home, exactly as they were.
+        restores: whether the weights will go back to the device, exactly as they were.
         kept: copies of an earlier call by name; those that still fit are used, and new ones added.
 
     Raises:
@@ -62,12 +62,12 @@ class TravellingWeights:
         self,
         model: PreTrainedModel,
         dtype: torch.dtype | None = None,
-        returns: bool = True,
+        restores: bool = True,
         kept: dict[str, HostCopy] | None = None,
     ):
-        self.home = model.device
+        self.device = model.device
         self._model = model
-        self._returns = returns
+        self._restores = restores
         dtype_of = _target_dtypes(model, dtype)
         with _plain_tensors():
             weights = _weights_of(model)
@@ -82,13 +82,13 @@ class TravellingWeights:
                 kept[name] = self._host_copy(tensor, dtype_of(name, tensor), prints[name])
             self._weights = [Weight(tensor, tensor.data, tensor.dtype, kept[name]) for name, tensor in weights.items()]
 
-    def use_home(self) -> None:
+    def use_device(self) -> None:
         """Let the model compute with the weights on its own device, which must be there."""
         with _plain_tensors():
             for weight in self._weights:
-                assert weight.home is not None
-                _exchange(weight.tensor, weight.home)
-            self._move_other_buffers(self.home)
+                assert weight.on_device is not None
+                _exchange(weight.tensor, weight.on_device)
+            self._move_other_buffers(self.device)
 
     def use_host(self) -> None:
         """Let the model compute with the weights in host memory."""
@@ -97,28 +97,28 @@ class TravellingWeights:
                 _exchange(weight.tensor, weight.host.data)
             self._move_other_buffers(HOST)
 
-    def leave_home(self) -> None:
-        """Give the memory at home back; the host's copies must be in use. Originals already in the host stay there."""
-        if self.home.type != "cpu" or not self._returns:
+    def free_device(self) -> None:
+        """Give the device's memory back; the host's copies must be in use. Originals already in the host stay there."""
+        if self.device.type != "cpu" or not self._restores:
             for weight in self._weights:
-                weight.home = None
-        give_back = getattr(getattr(torch, self.home.type, None), "empty_cache", None)
+                weight.on_device = None
+        give_back = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
         if give_back is not None:
             give_back()
 
-    def load_home(self) -> None:
+    def load_to_device(self) -> None:
         """
-        Fill the weights at home again, bit by bit as they were; they are not in use yet.
+        Copy the weights to the device again, bit by bit as they were; they are not in use yet.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for them; `leave_home` gives back what was filled.
+            torch.OutOfMemoryError: the device has no room for them; `free_device` gives back what was filled.
         """
         with _plain_tensors():
             for weight in self._weights:
-                if weight.home is None:
+                if weight.on_device is None:
                     source = weight.host.data if weight.host.original is None else weight.host.original
                     # Converted first: the device may have room for the smaller dtype only.
-                    weight.home = source.to(weight.home_dtype).to(self.home)
+                    weight.on_device = source.to(weight.device_dtype).to(self.device)
 
     def _host_bytes(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
         new = 0 if tensor.device.type == "cpu" and dtype == tensor.dtype else tensor.numel() * dtype.itemsize
@@ -126,7 +126,7 @@ class TravellingWeights:
 
     def _needs_original(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         loses = torch.promote_types(tensor.dtype, dtype) != dtype
-        return loses and self._returns and tensor.device.type != "cpu"
+        return loses and self._restores and tensor.device.type != "cpu"
 
     def _host_copy(self, tensor: torch.Tensor, dtype: torch.dtype, fingerprint: tuple) -> HostCopy:
         # Converted in the host: the device may have no room for both.

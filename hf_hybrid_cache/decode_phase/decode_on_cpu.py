@@ -12,9 +12,9 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .cache import HybridCache
-from .journey import Journey, on_device
-from .weights import HOST, HostCopy, TravellingWeights
+from ..cache import HybridCache
+from .movable_weights import HOST, HostCopy, MovableWeights
+from .phase_switch import PhaseSwitch, on_device
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERWISE = "or leave out custom_generate to decode where the model is."
@@ -142,9 +142,9 @@ class DecodeOnCPU:
             return on_device(loop(model, **inputs), caller)
         _require_movable(model)
         kept = self._kept.setdefault(model, {}) if self.keep_weights else None
-        weights = TravellingWeights(model, dtype, self.restore, kept)
-        journey = Journey(model, cache, weights, dtype, self.restore, prompt_length)
-        return on_device(journey.run(loop, inputs), caller)
+        weights = MovableWeights(model, dtype, self.restore, kept)
+        switch = PhaseSwitch(model, cache, weights, dtype, self.restore, prompt_length)
+        return on_device(switch.run(loop, inputs), caller)
 
 
 decode_on_cpu = DecodeOnCPU()

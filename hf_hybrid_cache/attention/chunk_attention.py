@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .storage import CodedStore, HostStore
+from ..storage import CodedStore, HostStore
 
 # Of one piece: long enough for torch, and short enough for the caches of a processor to hold what is taken out.
 PIECE_TOKENS = 4096

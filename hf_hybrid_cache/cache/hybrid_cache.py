@@ -14,22 +14,29 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from .forward_passes import ForwardPasses
-from .graph_breaks import outside_of_graphs
-from .layer import HybridLayer, IncompleteCacheError, LayerStores, move_tensors_of, tensors_of
-from .placement import Placement, require_count
-from .planning import advice, choose, parse_bytes
-from .saving import CacheFile, CacheFileError, save_layers, traits_of
-from .storage import (
+from ..attention import outside_of_graphs
+from ..layers import (
+    HybridLayer,
+    IncompleteCacheError,
+    LayerStores,
+    Placement,
+    move_tensors_of,
+    require_count,
+    tensors_of,
+)
+from ..planning import advice, choose, parse_bytes
+from ..saving import CacheFile, CacheFileError, save_layers, traits_of
+from ..storage import (
     CacheStats,
     CodedStore,
     HostMemoryError,
+    InitialCapacity,
     KVCodec,
     KVShape,
-    Room,
     available_host_bytes,
     require_host_bytes,
 )
+from .forward_passes import ForwardPasses
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,9 @@ class HybridCache(DynamicCache):
         if not ours:
             _warn_of_nothing_to_do(text_config, layers)
         context = getattr(text_config, "max_position_embeddings", None) or 0
-        room = Room.expecting(max_length, context)
+        capacity = InitialCapacity.expecting(max_length, context)
         self._model_traits = traits_of(config)
-        self._stores = LayerStores(placement, room, len(ours), codecs, text_config)
+        self._stores = LayerStores(placement, capacity, len(ours), codecs, text_config)
         self._passes = ForwardPasses(layers)
         self._was_asked_half_way = False
         self._num_counting = _layers_up_to_the_last_that_counts(text_config, len(layers))
@@ -158,24 +165,24 @@ class HybridCache(DynamicCache):
                 f"The model has a layer {layer_idx} (counted from 0), and the cache was made for {len(self.layers)} "
                 "layers. Make it with the config of this model, model.config."
             )
-        self._reach(layer_idx, "keys and values")
+        self._note_access(layer_idx, "keys and values")
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
             num_tokens = super().get_seq_length(layer_idx) + key_states.shape[2]
             shape = KVShape.of(key_states, value_states)
-            raise self._advised(error, max(num_tokens, self._stores.room.device_tokens), shape) from None
+            raise self._advised(error, max(num_tokens, self._stores.capacity.device_tokens), shape) from None
 
     @outside_of_graphs
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """The states of a layer of linear attention, which some models write to."""
-        self._reach(layer_idx, f"convolution {kwargs.get('state_idx', args)}")
+        self._note_access(layer_idx, f"convolution {kwargs.get('state_idx', args)}")
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     @outside_of_graphs
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
-        self._reach(layer_idx, f"new convolution {kwargs.get('state_idx', args)}")
+        self._note_access(layer_idx, f"new convolution {kwargs.get('state_idx', args)}")
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     @outside_of_graphs
@@ -183,7 +190,7 @@ class HybridCache(DynamicCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
-        self._reach(layer_idx, f"recurrence {kwargs.get('state_idx', args)}")
+        self._note_access(layer_idx, f"recurrence {kwargs.get('state_idx', args)}")
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], token_ids: torch.Tensor | None = None) -> None:
@@ -483,12 +490,12 @@ class HybridCache(DynamicCache):
         )
         return first, last
 
-    def _reach(self, layer_idx: int, access: str) -> None:
+    def _note_access(self, layer_idx: int, access: str) -> None:
         """Note that a forward pass comes to a layer; if it is another pass, the length it was told must be true."""
         if self._was_asked_half_way and self._passes.begins_with(layer_idx, access):
             self._require_finished()
         self._was_asked_half_way = False
-        self._passes.reach(layer_idx, access)
+        self._passes.note_access(layer_idx, access)
 
     def _require_finished(self) -> None:
         if self._passes.is_unfinished:

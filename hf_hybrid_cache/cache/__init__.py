@@ -1,0 +1,6 @@
+"""The caches that `generate` takes."""
+
+from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from .hybrid_cache import HybridCache, MemoryReport
+
+__all__ = ["DynamicHybridCache", "HybridCache", "MemoryReport", "OffloadedHybridCache", "QuantizedHybridCache"]

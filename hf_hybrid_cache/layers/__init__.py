@@ -1,0 +1,20 @@
+"""One layer of a cache: storage, codecs and attention put together as a placement says."""
+
+from .errors import DeviceMemoryError, IncompleteCacheError
+from .hybrid_layer import HybridLayer
+from .layer_stores import MOST_HELD_BYTES, LayerStores
+from .placement import OnOom, Placement, require_count
+from .stock_layers import move_tensors_of, tensors_of
+
+__all__ = [
+    "MOST_HELD_BYTES",
+    "DeviceMemoryError",
+    "HybridLayer",
+    "IncompleteCacheError",
+    "LayerStores",
+    "OnOom",
+    "Placement",
+    "move_tensors_of",
+    "require_count",
+    "tensors_of",
+]

@@ -1,0 +1,11 @@
+"""What a layer raises."""
+
+import torch
+
+
+class IncompleteCacheError(RuntimeError):
+    """Something ended a change of the cache half-way, and it is used without being reset."""
+
+
+class DeviceMemoryError(torch.OutOfMemoryError):
+    """The device has no room for the keys and values of a layer; the message says what to use instead."""

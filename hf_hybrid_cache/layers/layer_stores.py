@@ -1,0 +1,208 @@
+"""The stores of a cache's layers, and what they share."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..attention import CpuAttention
+from ..storage import (
+    GRANULE,
+    Allowance,
+    BufferedStore,
+    CacheStats,
+    CodecChoice,
+    CodedStore,
+    ExpectedLength,
+    HostBudget,
+    HostStore,
+    InitialCapacity,
+    KVCodec,
+    KVShape,
+    KVStore,
+    ResidentStore,
+    Scratch,
+    Staging,
+    StreamedStore,
+    full_tokens,
+    streams_for,
+)
+from .placement import Placement
+
+# That layers may hold, beside the one in use, until they see queries.
+MOST_HELD_BYTES = 2**29
+
+
+class LayerStores:
+    """
+    Makes the stores of a cache's layers, and holds what they share: budgets, counters, memory of the devices.
+
+    Args:
+        placement: where the layers live.
+        capacity: of buffers before the first token.
+        num_layers: how many layers will ask for a store.
+        codecs: how layers are coded, by index in the model; the others stay in full precision.
+        config: of the model, or of its text part, which names the implementation of attention that is in use.
+
+    Raises:
+        ValueError: `placement` asks for more resident layers than there are.
+
+    Attributes:
+        unfinished: the operation on all layers that something ended half-way.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        capacity: InitialCapacity,
+        num_layers: int,
+        codecs: Mapping[int, KVCodec] | None = None,
+        config: PreTrainedConfig | None = None,
+    ):
+        self.placement = placement
+        self.config = config
+        self.capacity = capacity
+        allowance = Allowance(len(codecs or {}))
+        self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
+        expected_length = ExpectedLength(capacity.device_tokens)
+        self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
+        self.ends_budget = HostBudget(len(self._choices))
+        self.record_budget = HostBudget(len(self._choices), GRANULE, expected_length)
+        self.stats = CacheStats()
+        self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
+        self.stagings: dict[torch.device, Staging] = {}
+        self.scratches: dict[torch.device, Scratch] = {}
+        self.unfinished: str | None = None
+        self._holding: list[CodedStore] = []
+        self._resident = placement.resident_ordinals(num_layers)
+        self._thread: int | None = None
+
+    @property
+    def codecs(self) -> dict[int, KVCodec]:
+        """How layers are coded, by index in the model, as far as it is chosen by now."""
+        return {index: choice.codec for index, choice in self._choices.items()}
+
+    def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
+        """
+        Whether a layer is attended to on the CPU when few tokens come at once.
+
+        Raises:
+            ValueError: it was asked for, and there is no kernel for what is stored.
+        """
+        if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
+            return False
+        is_asked_for = self.placement.cpu_decode is not None
+        if shape.element is None and is_asked_for:
+            raise ValueError(
+                f"cpu_decode needs keys and values of one type, float32, float16 or bfloat16; layer {layer_idx} has "
+                f"{shape.key_dtype} and {shape.value_dtype}. Load the model in one of these, or pass cpu_decode=False."
+            )
+        choice = self._choices.get(layer_idx)
+        has_kernel = choice is None or self.attention.covers(choice.codec)
+        if not has_kernel and is_asked_for:
+            assert choice is not None
+            raise ValueError(
+                f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
+            )
+        return shape.element is not None and has_kernel
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether the model's attention is another function than those that can be asked for the states, or watched."""
+        name = getattr(self.config, "_attn_implementation", None)
+        return name not in (None, "sdpa", "eager")
+
+    def is_coded(self, layer_idx: int) -> bool:
+        """Whether a layer is coded."""
+        return layer_idx in self._choices
+
+    def note_thread(self, ordinal: int) -> None:
+        """
+        Note which thread stores the states of a forward pass, which begins with the first layer.
+
+        Raises:
+            RuntimeError: another thread has begun one before this one's ended.
+        """
+        thread = threading.get_ident()
+        if ordinal == 0:
+            self._thread = thread
+        elif self._thread not in (thread, None):
+            raise RuntimeError(
+                "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "
+                "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
+            )
+
+    def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:
+        """
+        The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
+
+        Raises:
+            ValueError: its codec was chosen for other heads.
+        """
+        choice = self._choices.get(layer_idx)
+        on_cpu = self.attends_on_cpu(layer_idx, shape)
+        if choice is None:
+            return self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
+        codec = choice.codec
+        codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
+        codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
+        capacity, budget = InitialCapacity(full_tokens(codec), full_tokens(codec)), self.ends_budget
+        # What is in full precision is small: without attention on the CPU it stays on the device.
+        full = (
+            self._buffered(ordinal, shape, on_cpu, capacity, budget)
+            if on_cpu
+            else ResidentStore(shape, capacity, budget)
+        )
+        records = RecordStores(self, ordinal, on_cpu)
+        return CodedStore(shape, choice, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
+
+    def make_records(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
+        """A store for records of this shape."""
+        return self._buffered(ordinal, shape, on_cpu, self.capacity.of_records(), self.record_budget, records=True)
+
+    def note_holding(self, store: CodedStore) -> None:
+        """
+        Note that a layer may hold states until it sees queries, and let those that have held longest go.
+
+        Where attention cannot be observed all layers would hold all of their states.
+        """
+        self._holding = [each for each in self._holding if each is not store and each.held_bytes]
+        while self._holding and sum(each.held_bytes for each in self._holding) > MOST_HELD_BYTES:
+            self._holding.pop(0).take_held()
+        self._holding.append(store)
+
+    def _buffered(
+        self,
+        ordinal: int,
+        shape: KVShape,
+        on_cpu: bool,
+        capacity: InitialCapacity,
+        budget: HostBudget,
+        records: bool = False,
+    ) -> BufferedStore:
+        if on_cpu and shape.device.type == "cpu":
+            return HostStore(shape, capacity, budget, records)
+        if not on_cpu and not self.placement.offload:
+            return ResidentStore(shape, capacity, budget, records)
+        if shape.device not in self.stagings:
+            streams = streams_for(shape.device)
+            evicts = self.placement.on_oom == "evict"
+            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats, evicts)
+        # A meta device stands for a CUDA device that is planned for.
+        pinned = shape.device.type in ("cuda", "meta") and self.placement.pin_memory is not False
+        resident = ordinal in self._resident and not on_cpu
+        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], resident, pinned, records)
+
+
+@dataclass(frozen=True)
+class RecordStores:
+    """Makes the stores for the records of one layer, whose size is known once its codec is chosen."""
+
+    stores: LayerStores
+    ordinal: int
+    on_cpu: bool
+
+    def __call__(self, shape: KVShape) -> BufferedStore:
+        return self.stores.make_records(self.ordinal, shape, self.on_cpu)
