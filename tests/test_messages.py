@@ -3,7 +3,9 @@
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from hf_hybrid_cache import (
     CacheFileError,
     DynamicHybridCache,
     HybridCache,
+    KVCodec,
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
+    decode_on_cpu,
     minmax,
 )
 
@@ -58,11 +62,47 @@ def test_a_cache_that_changes_something_warns_of_nothing(family: str):
         ),
         ({"codec": minmax}, r"codec must be a KVCodec such as minmax\(4\), or None, got function"),
         ({"codec": 4}, "got int"),
+        ({"codec": {0: KVCodec}}, "codec must be a KVCodec .* got the class KVCodec"),
+        ({"codec": {0: minmax(4), 1: minmax}}, "got function"),
     ],
 )
 def test_an_argument_of_another_kind_is_named(arguments: dict, message: str):
     with pytest.raises(TypeError, match=message):
         HybridCache(**{"config": LlamaConfig(num_hidden_layers=2), **arguments})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        DynamicHybridCache,
+        OffloadedHybridCache,
+        QuantizedHybridCache,
+        lambda config: QuantizedHybridCache(config, bits=[4, 4]),
+        lambda config: HybridCache.for_budget(config, 100, gpu_memory=0, host_memory="1GiB"),
+        lambda config: HybridCache.load("document.kv", config),
+    ],
+)
+@pytest.mark.parametrize(("config", "given"), [(LlamaConfig, "the class LlamaConfig"), ("llama", "str")])
+def test_a_class_for_the_config_is_named(make: Callable[[Any], HybridCache], config: object, given: str):
+    with pytest.raises(TypeError, match=f"config must be a transformers config such as model.config, got {given}"):
+        make(config)
+
+
+@pytest.mark.parametrize("cache", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, HybridCache])
+def test_a_class_for_a_cache_is_named(cache: type[HybridCache]):
+    model, ids = tiny_model("llama"), random_prompt(1, 20)
+    message = r"past_key_values is a class of caches.* past_key_values=DynamicHybridCache\(model\.config\)"
+    with pytest.raises(TypeError, match=message):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(TypeError, match=message):
+        model(ids, past_key_values=cache)
+    with pytest.raises(TypeError, match=r"Pass past_key_values=DynamicHybridCache\(model\.config\)"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2, custom_generate=decode_on_cpu)
+
+
+def test_a_layer_whose_codec_is_none_stays_in_full_precision():
+    cache = HybridCache(tiny_model("llama").config, codec={0: None, 2: minmax(4)})
+    assert list(cache.codecs) == [2]
 
 
 @pytest.mark.parametrize("bits", [4.0, "4", 3, (4, 4.0), True, None])

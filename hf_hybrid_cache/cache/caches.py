@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from ..codecs import Rotate, minmax
 from ..layers import OnOom, Placement
 from ..storage import KVCodec
-from .hybrid_cache import HybridCache
+from .hybrid_cache import HybridCache, require_config
 
 
 class DynamicHybridCache(HybridCache):
@@ -129,6 +129,7 @@ class QuantizedHybridCache(HybridCache):
 
 
 def _bits_of_layers(config: PreTrainedConfig, bits: list[Bits | None]) -> dict[int, Bits]:
+    require_config(config)
     num_layers = config.get_text_config(decoder=True).num_hidden_layers
     if len(bits) != num_layers:
         raise ValueError(f"bits has {len(bits)} entries and the model {num_layers} layers; give one for each.")

@@ -5,10 +5,11 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -37,6 +38,24 @@ from ..storage import (
     require_host_bytes,
 )
 from .forward_passes import ForwardPasses
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """For the first method that models call: names what is wrong where a class of caches is passed for a cache."""
+
+    @wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not args:
+            raise TypeError(
+                "past_key_values is a class of caches, not a cache. Make one with the model's config: "
+                "past_key_values=DynamicHybridCache(model.config)."
+            )
+        return method(*args, **kwargs)
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -89,10 +108,10 @@ class HybridCache(DynamicCache):
         max_length: int | None = None,
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
     ):
-        _require_config(config)
+        require_config(config)
         _require_instance("placement", placement, Placement, "Placement(offload=True)")
-        if not isinstance(codec, Mapping):
-            _require_instance("codec", codec, KVCodec, "minmax(4)")
+        for each in codec.values() if isinstance(codec, Mapping) else [codec]:
+            _require_instance("codec", each, KVCodec, "minmax(4)")
         if max_length is not None:
             require_count("max_length", max_length)
         placement = placement or Placement()
@@ -103,7 +122,8 @@ class HybridCache(DynamicCache):
 
         layers: list[Any] = DynamicCache(config=config).layers
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        codecs = codec if isinstance(codec, Mapping) else {index: codec for index in ours if codec is not None}
+        given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
+        codecs = {index: each for index, each in given.items() if each is not None}
         for argument, indices in (("cpu_decode", placement.cpu_layers), ("codec", codecs)):
             if unknown := sorted(set(indices).difference(ours)):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
@@ -124,10 +144,15 @@ class HybridCache(DynamicCache):
 
     @staticmethod
     def for_budget(
-        config: PreTrainedConfig, context: int, gpu_memory: int | str, host_memory: int | str
+        config: PreTrainedConfig,
+        context: int,
+        gpu_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        batch_size: int = 1,
+        prefill_chunk_size: int = 512,
     ) -> "HybridCache":
         """
-        The cache that `hf-hybrid-cache plan` recommends, for one sequence and `prefill_chunk_size=512`.
+        The cache that `hf-hybrid-cache plan` recommends.
 
         It loses as little as possible, and is the fastest of those that do, by the speeds that `--calibrate` has
         measured.
@@ -135,17 +160,26 @@ class HybridCache(DynamicCache):
         Args:
             config: the model's config (`model.config`).
             context: tokens, prompt and answer.
-            gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 if the model is on the CPU.
+            gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 if the model is on the CPU;
+                `None` for what is free now, with the model loaded.
             host_memory: likewise.
+            batch_size: sequences at once, beams included.
+            prefill_chunk_size: tokens of the prompt per forward pass; pass the same to `generate`.
 
         Raises:
+            TypeError: `config` is not a transformers config.
             ValueError: nothing fits; the message says what is short and which context would fit.
 
         Example:
             >>> cache = HybridCache.for_budget(model.config, 100_000, gpu_memory="8GiB", host_memory="32GiB")
             >>> model.generate(**inputs, past_key_values=cache, prefill_chunk_size=512)
         """
-        candidate = choose(config, context, parse_bytes(gpu_memory), parse_bytes(host_memory))
+        require_config(config)
+        require_count("context", context)
+        device_bytes, host_bytes = (
+            None if memory is None else parse_bytes(memory) for memory in (gpu_memory, host_memory)
+        )
+        candidate = choose(config, context, device_bytes, host_bytes, batch_size, prefill_chunk_size)
         return HybridCache(config, candidate.placement, codec=candidate.codec)
 
     @outside_of_graphs
@@ -266,7 +300,7 @@ class HybridCache(DynamicCache):
             >>> cache = HybridCache.load("document.kv", model.config)
             >>> model.generate(torch.cat([document_ids, question_ids], dim=1), past_key_values=cache)
         """
-        _require_config(config)
+        require_config(config)
         with CacheFile(path) as file:
             file.require_model(config)
             if token_ids is not None:
@@ -374,6 +408,7 @@ class HybridCache(DynamicCache):
             raise
 
     @outside_of_graphs
+    @_of_an_instance
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """
         Tokens of each sequence that are stored, by the first layer of attention or another one.
@@ -588,7 +623,7 @@ class HybridCache(DynamicCache):
                 yield from ((buffer.device, buffer.num_bytes) for buffer in layer.store.buffers())
 
 
-def _require_config(config: object) -> None:
+def require_config(config: object) -> None:
     if not isinstance(config, PreTrainedConfig):
         given = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
         raise TypeError(f"config must be a transformers config such as model.config, got {given}.")

@@ -103,8 +103,10 @@ class Machine:
 
 
 def free_device_bytes() -> int:
-    """Bytes that torch reports free on the current CUDA device; 0 without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    """Bytes that are free on the current CUDA device, also in what torch keeps for itself; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def this_machine(device_bytes: int | None, host_bytes: int | None, speeds: Speeds) -> Machine:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from ..storage import available_host_bytes
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
-from .machine import Machine, Speeds, SpeedsFileError, load_speeds
+from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
 from .speed import Way, seconds_per_token, seconds_to_first_token
 
@@ -185,21 +186,35 @@ def missing_for_weights(model: ModelCost, memory_bytes: int) -> str | None:
     )
 
 
-def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes: int) -> Candidate:
+def choose(
+    config: PreTrainedConfig,
+    context: int,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    batch: int = 1,
+    chunk: int = 512,
+) -> Candidate:
     """
     The recommended one of the caches that `generate` takes as they are, by the speeds measured here.
 
     Args:
         config: of the model, which is on the GPU if `device_bytes` is more than 0.
         context: tokens of each sequence.
-        device_bytes: of GPU memory.
-        host_bytes: of host memory.
+        device_bytes: of GPU memory; `None` for what is free now beside the weights, which are loaded.
+        host_bytes: of host memory, likewise.
+        batch: sequences at once.
+        chunk: tokens of the prompt in one forward pass.
 
     Raises:
         CostError: the costs of the model cannot be worked out.
         PlanError: nothing fits, or the model does not go that far.
     """
-    model = model_cost(config)
+    model = model_cost(config, None, batch, chunk)
+    if device_bytes is None:
+        free_bytes = free_device_bytes()
+        device_bytes = free_bytes and free_bytes + model.weight_bytes
+    if host_bytes is None:
+        host_bytes = available_host_bytes() + (0 if device_bytes else model.weight_bytes)
     try:
         speeds = load_speeds(model.dtype)
     except SpeedsFileError as error:
@@ -213,9 +228,15 @@ def choose(config: PreTrainedConfig, context: int, device_bytes: int, host_bytes
         nearest = farthest(plans)
         sizes = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
         short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in sizes.items() if size)
-        otherwise = ", or load the model on the CPU and pass gpu_memory=0" if device_bytes else ""
         if missing := missing_for_weights(model, device_bytes or host_bytes):
-            raise PlanError(f"{model.name} does not fit. {missing}{otherwise}.")
+            where = "GPU" if device_bytes else "host"
+            on_cpu = device_bytes and missing_for_weights(model, host_bytes) is None
+            otherwise = "load the model on the CPU and pass gpu_memory=0" if on_cpu else "use a smaller model"
+            raise PlanError(
+                f"{model.name} does not fit: its weights take {model.weight_bytes / 2**30:.1f} GiB, and there are "
+                f"{(device_bytes or host_bytes) / 2**30:.1f} GiB of {where} memory. {missing}: {otherwise}."
+            )
+        otherwise = ", or load the model on the CPU and pass gpu_memory=0" if device_bytes else ""
         raise PlanError(
             f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
             f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context{otherwise}."

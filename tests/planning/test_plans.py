@@ -262,9 +262,11 @@ def test_a_cache_for_a_budget_is_the_one_that_is_recommended(real_model: PreTrai
 
 
 def test_a_budget_that_nothing_fits_is_refused_with_what_is_short_and_what_would_fit(real_model: PreTrainedModel):
-    with pytest.raises(ValueError, match=r"does not fit\. .* take 0\.5 GiB, 0\.4 GiB more than there are\."):
+    with pytest.raises(
+        ValueError, match=r"does not fit: .* take 0\.5 GiB, 0\.4 GiB more than there are: use a smaller"
+    ):
         HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="64MiB")
-    with pytest.raises(ValueError, match=r"does not fit\. .* load the model on the CPU and pass gpu_memory=0\."):
+    with pytest.raises(ValueError, match=r"does not fit: .*: load the model on the CPU and pass gpu_memory=0\."):
         HybridCache.for_budget(real_model.config, 500, gpu_memory="64MiB", host_memory="1GiB")
     model = model_cost(real_model.config)
     least = model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
@@ -274,6 +276,49 @@ def test_a_budget_that_nothing_fits_is_refused_with_what_is_short_and_what_would
         HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory=least)
     with pytest.raises(ValueError, match="'much' is not a size in bytes"):
         HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="much")
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (
+            {"gpu_memory": "4GiB", "host_memory": "64GiB"},
+            r"weights take 6\.0 GiB, and there are 4\.0 GiB of GPU memory\. .* take 6\.6 GiB, 2\.6 GiB more than there "
+            r"are: load the model on the CPU and pass gpu_memory=0\.",
+        ),
+        ({"gpu_memory": "4GiB", "host_memory": "4GiB"}, r"2\.6 GiB more than there are: use a smaller model\."),
+        ({"gpu_memory": 0, "host_memory": "4GiB"}, r"4\.0 GiB of host memory\. .* 2\.6 GiB more than there are: use a"),
+    ],
+)
+def test_a_budget_below_the_weights_alone_says_so_and_by_how_much(memory: dict, message: str):
+    with pytest.raises(PlanError, match="meta-llama/Llama-3.2-3B does not fit: its .*" + message):
+        HybridCache.for_budget(load_config("meta-llama/Llama-3.2-3B"), 50_000, **memory)
+
+
+def test_a_budget_is_what_is_free_beside_the_weights_that_are_loaded(
+    real_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+):
+    model = model_cost(real_model.config, batch=4)
+    quantized = Candidate("quantized-4", Way.CPU)
+    free = make_plan(model, quantized, 500, PLENTY).host_bytes - model.weight_bytes
+    monkeypatch.setattr("hf_hybrid_cache.planning.plans.available_host_bytes", lambda: free)
+    monkeypatch.setattr("hf_hybrid_cache.planning.plans.free_device_bytes", lambda: 0)
+    cache = HybridCache.for_budget(real_model.config, 500, batch_size=4)
+    assert set(cache._stores.codecs.values()) == {quantized.codec}
+    on_gpu = make_plan(model, Candidate("offloaded", Way.STREAMED), 500, PLENTY).device_bytes - model.weight_bytes
+    monkeypatch.setattr("hf_hybrid_cache.planning.plans.free_device_bytes", lambda: on_gpu)
+    cache = HybridCache.for_budget(real_model.config, 500, host_memory="1GiB", batch_size=4)
+    assert cache._stores.placement == Candidate("offloaded", Way.STREAMED).placement
+
+
+def test_more_tokens_of_a_prompt_at_once_need_more(real_model: PreTrainedModel):
+    model = model_cost(load_config("meta-llama/Llama-3.2-1B"), chunk=64)
+    memory = make_plan(model, Candidate("dynamic", Way.CPU), 4096, PLENTY).host_bytes
+    config = load_config("meta-llama/Llama-3.2-1B")
+    cache = HybridCache.for_budget(config, 4096, 0, memory, prefill_chunk_size=64)
+    assert cache._stores.codecs == {}
+    with pytest.raises(PlanError):
+        HybridCache.for_budget(config, 4096, 0, memory, prefill_chunk_size=2048)
 
 
 def test_damaged_speeds_are_warned_of_and_not_used(real_model: PreTrainedModel):
