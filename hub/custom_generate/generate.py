@@ -96,8 +96,9 @@ def _device_of(model: Any, gpu_memory: int | str | None) -> tuple[torch.device, 
     if not devices:
         return torch.device("cpu"), 0
     if gpu_memory is None and (len(devices) > 1 or {device.type for device in devices} != {"cuda"}):
+        names = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"How much memory is free is known of one CUDA device, and the model is on {', '.join(sorted(map(str, devices)))}. "
+            f"How much memory is free is known of one CUDA device, and the model is on {names}. "
             'Pass gpu_memory="8GiB", say, to generate: for weights, cache and all.'
         )
     return next(iter(devices)), gpu_memory
