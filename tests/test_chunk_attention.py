@@ -9,7 +9,8 @@ from kernels.reference import Case, attention, random_masks
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, chunk_attention
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
+from hf_hybrid_cache.attention import chunk_attention
 from hf_hybrid_cache.attention.chunk_attention import attend_in_pieces
 from hf_hybrid_cache.storage import CodedStore, HostStore
 
@@ -70,6 +71,7 @@ def queries(length: int, heads: int, dim: int, dtype: torch.dtype, batch: int = 
     return torch.randn(batch, heads, length, dim, generator=generator).to(dtype).double().numpy()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize("tokens", [65, 127, 128, 129, 192, 193, 256, 400, 1000])

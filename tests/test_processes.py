@@ -217,7 +217,8 @@ ENDS = {
     "an error while a thread attends": (ATTEND + "raise ValueError", [1]),
     # Up to Python 3.13 torch may end a process in whose other threads it runs, with any cache.
     "an error while a thread generates": (RUN_FOR_EVER + START + "raise ValueError", [1, -signal.SIGABRT]),
-    "an interrupt of generation": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", [-signal.SIGINT]),
+    # 1 where tabulate is installed: torch imports it at the end, and running its code lets Python forget the interrupt.
+    "an interrupt of generation": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", [-signal.SIGINT, 1]),
     "sys.exit while a thread compiles": (COMPILE + "sys.exit(3)", [3]),
 }
 

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 
 from .blocks import BLOCK
-from .compiled import jit
+from .compiled import jit, jit_part
 from .parallel import share_out
 from .rotation import rotate_back
 from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
@@ -51,7 +51,7 @@ def attend(parallel, team, threads, call):
     share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
-@jit
+@jit_part
 def _attend_segment(segment, call):
     """Attend to some blocks, counted through all heads of a block before the next: as they lie."""
     segments, heads = call.maxima.shape[:2]
@@ -65,7 +65,7 @@ def _attend_segment(segment, call):
         attend_block(head, block * BLOCK, key_address, values + item * value_block, key_address + key_block, plan)
 
 
-@jit
+@jit_part
 def share(part, parts, items):
     """The items of one of `parts` that are as large as each other."""
     return range(part * items // parts, (part + 1) * items // parts)
@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     bias_shape: tuple[int, int, int, int]
 
 
-@jit
+@jit_part
 def started_segment(segment, items, call):
     """The plan of a segment that has seen nothing yet. Heads with none of its items have no maximum: not a number."""
     heads, rows, width = call.partial.shape[1:]
@@ -141,7 +141,7 @@ def started_segment(segment, items, call):
     )
 
 
-@jit
+@jit_part
 def _fill(address, count, value):
     """Write `value` into some float32."""
     numbers = numba.carray(pointer(address, numba.float32(0)), (count,))
@@ -149,7 +149,7 @@ def _fill(address, count, value):
         numbers[index] = value
 
 
-@jit
+@jit_part
 def attend_block(head, start, keys, values, ahead, plan):
     """
     Attend to one block of one head.
@@ -174,7 +174,7 @@ def attend_block(head, start, keys, values, ahead, plan):
             column += 16
 
 
-@jit
+@jit_part
 def weights_of_tile(head, row, start, plan):
     """Turn a tile's scores of the block from token `start` on into weights."""
     factor = plan.scale
@@ -185,7 +185,7 @@ def weights_of_tile(head, row, start, plan):
     softmax_tile(plan.scores, factor, plan.maxima + state, plan.sums + state, plan.corrections)
 
 
-@jit
+@jit_part
 def _mask_tile(start, first_row, head, plan):
     """
     Scale a tile's scores, add the bias, and minus infinity where a query does not see a token.
@@ -227,12 +227,12 @@ def _mask_tile(start, first_row, head, plan):
             scores[tile_row, token] = -np.inf
 
 
-@jit
+@jit_part
 def _merge_segments(head, call):
     merge_segments(head, call, 0, 0, 1, call.partial[0, 0, :0])
 
 
-@jit
+@jit_part
 def merge_segments(head, call, rotated_segments, dim, size, mixing):
     """
     Merge the segments' results of one head by their log-sum-exp.
@@ -269,7 +269,7 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
             out[row, column] = merged[column] / total if total != 0 else merged[column]
 
 
-@jit
+@jit_part
 def _highest(head, row, maxima):
     """The highest of the segments' maxima; 0 if no token is seen, as minus infinity less itself is not a number."""
     highest = np.float64(-np.inf)

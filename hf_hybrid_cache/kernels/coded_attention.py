@@ -26,7 +26,7 @@ from .coded_tiles import (
     weigh_coded_tile,
     weigh_narrow_coded_tile,
 )
-from .compiled import jit
+from .compiled import jit, jit_part
 from .parallel import share_out
 from .rotation import rotate
 from .tiles import ROWS, tile_columns
@@ -78,9 +78,10 @@ class CodedCall(NamedTuple):
 def attend_coded(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `share_out` says."""
     segments, heads = call.maxima.shape[:2]
-    call.rotated[:] = call.query
     for head in range(heads):
         for row in range(call.query.shape[1]):
+            for d in range(call.query.shape[2]):  # an assignment of arrays takes seconds to compile
+                call.rotated[head, row, d] = call.query[head, row, d]
             if call.query_factors.size:
                 for d in range(call.key_dim):
                     call.rotated[head, row, d] *= call.query_factors[head % call.num_kv_heads, d]
@@ -89,7 +90,7 @@ def attend_coded(parallel, team, threads, call):
     share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
-@jit
+@jit_part
 def _attend_segment(segment, call):
     """Attend to some blocks, all coded or all in full precision, as they lie: all heads of a block before the next."""
     heads = call.maxima.shape[1]
@@ -141,7 +142,7 @@ class Scratch(NamedTuple):
     constants: int
 
 
-@jit
+@jit_part
 def _forms(segment, call):
     inner, width = call.query.shape[2], call.partial.shape[3]
     key_groups = (BLOCK + call.key_group - 1) // call.key_group
@@ -175,14 +176,14 @@ def _forms(segment, call):
     )
 
 
-@jit
+@jit_part
 def _merge_segments(head, call):
     kv_head = head % call.num_kv_heads if call.mixing.size else 0
     mixing = call.mixing[kv_head]
     merge_segments(head, call, call.coded_segments, call.value_dim, call.value_rotation, mixing)
 
 
-@jit
+@jit_part
 def _attend_coded_block(head, start, keys, values, ahead, plan, key_form, value_form, scratch):
     """Attend to one coded block of one head; as `attend_block`."""
     prefetch_numbers(values + value_form.scales, value_form.groups * value_form.inner * 4)
@@ -195,7 +196,7 @@ def _attend_coded_block(head, start, keys, values, ahead, plan, key_form, value_
         _weigh(values, ahead, target, plan, value_form, scratch)
 
 
-@jit
+@jit_part
 def _score(query, keys, ahead, plan, form, at):
     """Write the scores of a tile."""
     for group in range(form.groups):
@@ -219,7 +220,7 @@ def _score(query, keys, ahead, plan, form, at):
             column += 16
 
 
-@jit
+@jit_part
 def _weigh(values, ahead, target, plan, form, at):
     """Correct what was summed up of values and add those of a block, times the tile's weights."""
     for group in range(form.groups):
@@ -243,7 +244,7 @@ def _weigh(values, ahead, target, plan, form, at):
             column += 16
 
 
-@jit
+@jit_part
 def _limit(inner, bits):
     """The largest 16-bit number whose products with codes, added up over the inner axis, stay within 32 bits."""
     return min(32767, (2**31 - 1) // ((2**bits - 1) * inner))

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
-from .compiled import jit, jit_finite
+from .compiled import jit, jit_finite, jit_part
 from .parallel import openmp, share_out, started_threads
 from .rotation import rotate_columns
 from .threads import get_num_threads
@@ -142,7 +142,7 @@ def _decode(parallel, team, threads, call):
     share_out(parallel, team, threads, call.records.shape[0] * call.records.shape[1], _decode_block, call)
 
 
-@jit
+@jit_part
 def _in_words(index, bits):
     """The row of words, and the lowest bit in them, of the codes of an index of the inner axis."""
     half, place = index % 16 // 8, index % 8
@@ -150,14 +150,14 @@ def _in_words(index, bits):
     return first_bit // 16, np.uint32(first_bit % 16 + half * 16)
 
 
-@jit
+@jit_part
 def _place(block, head, call):
     """Where the states of one block of one head start."""
     sequence, kv_head = divmod(head, call.num_kv_heads)
     return sequence * call.sequence_stride + kv_head * call.head_stride + block * BLOCK * call.token_stride
 
 
-@jit
+@jit_part
 def _encode_block(part, call):
     """Code one block of one head."""
     block, head = divmod(part, call.records.shape[1])
@@ -185,8 +185,13 @@ def _encode_block(part, call):
     tile = by_channel if call.transposed else np.ascontiguousarray(by_channel.T)
     groups = (lanes + call.group - 1) // call.group
     filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
-    words = np.zeros((inner * bits // 32, lanes), np.uint32)
-    scales, lows = np.zeros((groups, inner), np.uint16), np.zeros((groups, inner), np.uint16)
+    words, scales, lows = _parts(call.records[block, head], bits, inner, lanes, groups)
+    for row in range(words.shape[0]):
+        for lane in range(lanes):
+            words[row, lane] = 0
+    for group in range(groups):
+        for index in range(inner):
+            scales[group, index] = lows[group, index] = 0
     for group in range(groups):
         start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
         if start < end:
@@ -197,11 +202,16 @@ def _encode_block(part, call):
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
                 word, position = _in_words(index, bits)
                 _put_codes(numbers, _number(scale), _number(low), levels, words[word, start:end], position)
-    record = call.records[block, head]
-    first, second = words.size * 4, scales.size * 2
-    record[:first] = words.reshape(-1).view(np.uint8)
-    record[first : first + second] = scales.reshape(-1).view(np.uint8)
-    record[first + second :] = lows.reshape(-1).view(np.uint8)
+
+
+@jit_part
+def _parts(record, bits, inner, lanes, groups):
+    """The codes in a record, in words, `[inner * bits / 32, lanes]`, and its scales and lows, `[groups, inner]`."""
+    first, second = inner * bits // 8 * lanes, groups * inner * 2
+    words = record[:first].view(np.uint32).reshape(-1, lanes)
+    scales = record[first : first + second].view(np.uint16).reshape(groups, inner)
+    lows = record[first + second :].view(np.uint16).reshape(groups, inner)
+    return words, scales, lows
 
 
 @jit_finite
@@ -227,7 +237,7 @@ def _put_codes(numbers, scale, low, levels, words, position):
         words[lane] |= np.uint32(np.uint32(np.int32(code)) << position)
 
 
-@jit
+@jit_part
 def _scale_and_low(least, most, share, levels):
     """Of a group, as the bits of float32."""
     if share < 1:
@@ -246,13 +256,13 @@ def _scale_and_low(least, most, share, levels):
     return scale_bits, low_bits
 
 
-@jit
+@jit_part
 def _number(bits):
     """The float32 of some bits."""
     return np.uint32(bits).view(np.float32)
 
 
-@jit
+@jit_part
 def _rounded_down(number):
     """The bits of the largest bfloat16 that is finite and not above a number, or of the lowest."""
     bits = np.float32(number).view(np.uint32)
@@ -262,14 +272,14 @@ def _rounded_down(number):
     return np.uint32(result - _ONE_BFLOAT16) if result & _INFINITE == _INFINITE else result
 
 
-@jit
+@jit_part
 def _rounded_up(number):
     """The bits of the smallest bfloat16 that is finite and not below a number, or of the highest."""
     bits = _rounded_down(-number)
     return np.uint32(bits ^ np.uint32(0x80000000))
 
 
-@jit
+@jit_part
 def _decode_block(part, call):
     """Write what one block of one head stands for."""
     block, head = divmod(part, call.records.shape[1])
@@ -278,11 +288,7 @@ def _decode_block(part, call):
     dim = call.dim
     filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
     groups = (lanes + call.group - 1) // call.group
-    record = call.records[block, head]
-    first, second = inner * bits // 8 * lanes, groups * inner * 2
-    words = record[:first].view(np.uint32).reshape(-1, lanes)
-    scales = record[first : first + second].view(np.uint16).reshape(groups, inner)
-    lows = record[first + second :].view(np.uint16).reshape(groups, inner)
+    words, scales, lows = _parts(call.records[block, head], bits, inner, lanes, groups)
     mask = np.uint32((1 << bits) - 1)
     tile = np.empty((filled_inner, filled_lanes), np.float32)
     for index in range(filled_inner):

@@ -7,9 +7,13 @@ import numba
 
 # `contract` allows fused multiply-add. Not `ninf` or `nnan`: a maximum starts at minus infinity.
 _FAST = {"contract", "nsz", "arcp"}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+# Wrappers for callers in Python take a tenth of the time to compile, and only kernels have such callers.
+_UNWRAPPED = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, fastmath=_FAST, error_model="numpy")
-# For loops over numbers that are finite, or whose result is thrown away: minimum and maximum become vectors.
-jit_finite: Callable[..., Any] = numba.njit(
-    cache=True, nogil=True, fastmath={*_FAST, "nnan", "ninf"}, error_model="numpy"
-)
+# What Python calls.
+jit: Callable[..., Any] = numba.njit(cache=True, fastmath=_FAST, **_OPTIONS)
+# What other compiled functions call.
+jit_part: Callable[..., Any] = numba.njit(fastmath=_FAST, **_UNWRAPPED)
+# Such a part with loops over numbers that are finite, or whose result is thrown away: minimum and maximum become vectors.
+jit_finite: Callable[..., Any] = numba.njit(fastmath={*_FAST, "nnan", "ninf"}, **_UNWRAPPED)

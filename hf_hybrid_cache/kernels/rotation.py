@@ -7,7 +7,7 @@ summed up of rotated values is rotated back once.
 
 import numpy as np
 
-from .compiled import jit
+from .compiled import jit_part
 
 
 def rotation_size(dim: int) -> int:
@@ -15,7 +15,7 @@ def rotation_size(dim: int) -> int:
     return dim & -dim
 
 
-@jit
+@jit_part
 def rotate(numbers, dim, size):
     """Rotate runs of `size` of the first `dim` numbers, in place."""
     half = 1
@@ -30,7 +30,7 @@ def rotate(numbers, dim, size):
         numbers[index] *= factor
 
 
-@jit
+@jit_part
 def rotate_back(numbers, dim, size, mixing):
     """Undo what was done to values: `rotate`, and then multiply by `mixing`, `[dim, dim]`, if it is not empty."""
     rotate(numbers, dim, size)
@@ -40,10 +40,11 @@ def rotate_back(numbers, dim, size, mixing):
             number = np.float32(numbers[row])
             for column in range(dim):
                 mixed[column] += number * mixing[row, column]
-        numbers[:dim] = mixed
+        for column in range(dim):
+            numbers[column] = mixed[column]
 
 
-@jit
+@jit_part
 def rotate_columns(tile, dim, size):
     """Likewise each column of a tile, whose first `dim` rows are what is rotated."""
     half = 1
