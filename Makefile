@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test soak lint sweep sweep-gpu report clean
+.PHONY: demo notebooks test test-all soak lint sweep sweep-gpu report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare --context 2000
@@ -12,8 +12,13 @@ demo: $(VENV)/.demo
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python -m notebooks.execute
 
+# Every property, in a few minutes.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+# What `make test` leaves out: all combinations, long contexts, whole experiments, and longer searches at random.
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough
 
 # The tests that search at random, for long: minutes instead of seconds.
 soak: $(VENV)/.test

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+import slow
 import soak
 
 _COUNTS = pytest.StashKey[Counter[str]]()
@@ -24,7 +25,8 @@ hypothesis.settings.register_profile("soak", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="let tests that search at random search long")
+    parser.addoption("--thorough", action="store_true", help="let tests that search at random search longer")
+    parser.addoption("--soak", action="store_true", help="let tests that search at random search for very long")
     parser.addoption("--soak-record", type=Path, metavar="FOLDER", help="write what was done there")
 
 
@@ -32,9 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.
     torch.set_num_threads(1)
     is_soaking = config.getoption("--soak")
-    soak.set_soaking(is_soaking)
+    soak.set_effort("soak" if is_soaking else "thorough" if config.getoption("--thorough") else "brief")
     hypothesis.settings.load_profile("soak" if is_soaking else "brief")
     config.stash[_COUNTS], config.stash[_STARTED] = Counter(), time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow.mark_all_but_covering(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

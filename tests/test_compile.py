@@ -52,6 +52,7 @@ def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     return model.generate(random_prompt(1, 150), past_key_values=cache, max_new_tokens=8, do_sample=False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", [compile_forward, compile_model, compile_layers])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, str], None], name: str):
@@ -61,6 +62,7 @@ def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, 
     assert torch.equal(generated(model, CACHES[name](model.config)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 def test_the_default_backend_gives_the_same_tokens():
     model = copy.deepcopy(tiny_model("llama"))

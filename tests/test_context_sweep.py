@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments import context_sweep
 from experiments.records import RESULTS
 from experiments.sweep import drawing, store
 from experiments.sweep.cell import Cell
@@ -69,6 +71,96 @@ def record_of(cell: Cell, seconds: float = 0.1) -> dict[str, Any]:
     return {"cell": asdict(cell), "limit_seconds": 60.0, "result": result, "environment": ENVIRONMENT}
 
 
+@pytest.fixture
+def sweep_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The command in this process: options to exit status and what is printed."""
+
+    def run(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [*SWEEP[2:], *options])
+        status = 0
+        try:
+            context_sweep.main()
+        except SystemExit as ended:
+            status = ended.code  # type: ignore[assignment]
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+@needs_smollm2
+def test_a_cell_is_measured_and_recorded(sweep_here: Callable[..., tuple[int, str]], tmp_path: Path):
+    status, printed = sweep_here(*SMALL, "--caches", "dynamic", "--prefill", "real", "--out", str(tmp_path))
+    assert status == 0
+    assert json.loads(printed.splitlines()[-1]) == {"measured": 1}
+    check_records(tmp_path, {"dynamic"})
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_measured_cells_are_not_measured_again_and_damaged_records_are(
+    sweep_here: Callable[..., tuple[int, str]], damaged: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured: list[Cell] = []
+
+    def made_up(cell: Cell, *_: object) -> dict[str, Any]:
+        measured.append(cell)
+        return record_of(cell)
+
+    monkeypatch.setattr(context_sweep, "measured_apart", made_up)
+    options = [*SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
+    assert sweep_here(*options)[0] == 0
+    assert [cell.cache for cell in measured] == ["stock", "dynamic"]
+    path = sorted(tmp_path.glob("*.json"))[damaged]
+    cell = Cell.from_record(json.loads(path.read_text()))
+    path.write_bytes(path.read_bytes()[:200])
+    status, printed = sweep_here(*options)
+    assert status == 0
+    assert f"damaged, not used: {path.name}" in printed
+    assert "2 cells, 1 measured before" in printed
+    assert json.loads(printed.splitlines()[-1]) == {"measured": 2}
+    assert measured[2:] == [cell]
+    assert not store.read(tmp_path).damaged
+
+
+def test_an_interrupt_between_cells_leaves_whole_records_and_the_same_command_goes_on(
+    sweep_here: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found = [record_of, None, record_of]
+
+    def interrupted(cell: Cell, *_: object) -> dict[str, Any]:
+        make = found.pop(0)
+        if make is None:
+            raise KeyboardInterrupt
+        return make(cell)
+
+    monkeypatch.setattr(context_sweep, "measured_apart", interrupted)
+    options = [*SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
+    status, printed = sweep_here(*options)
+    assert status == 130
+    assert "1 records are kept" in printed
+    status, printed = sweep_here(*options)
+    assert status == 0
+    assert "2 cells, 1 measured before" in printed
+    assert len(store.read(tmp_path).records) == 2
+
+
+def check_records(folder: Path, caches: set[str]) -> None:
+    """Of `SMALL`, measured."""
+    stored = store.read(folder)
+    assert not stored.damaged
+    assert {cell.cache for cell in stored.records} == caches
+    for cell, record in stored.records.items():
+        result = record["result"]
+        assert (cell.prefill, result["status"], len(result["step_seconds"])) == ("real", "measured", 2)
+        numbers = 2 * 30 * 3 * 64 * 69  # of the last token, only the logits were computed
+        assert numbers * 4 <= result["kv_bytes"] <= numbers * 4 * 2
+        assert result["peak_bytes"]["host_over_model"] >= 0  # so little may fit into what was given back before
+        assert record["environment"]["read_bytes_per_second"] > 1e8
+    with (folder / store.SUMMARY).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["measured"] * len(caches)
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
@@ -83,24 +175,14 @@ def sweep_again(folder: Path, *options: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 @needs_smollm2
 @pytest.mark.xdist_group("sweep")
 def test_a_sweep_keeps_a_record_of_each_cell_and_a_summary(swept: Path):
-    stored = store.read(swept)
-    assert not stored.damaged
-    assert {cell.cache for cell in stored.records} == {"stock", "dynamic"}
-    for cell, record in stored.records.items():
-        result = record["result"]
-        assert (cell.prefill, result["status"], len(result["step_seconds"])) == ("real", "measured", 2)
-        numbers = 2 * 30 * 3 * 64 * 69  # of the last token, only the logits were computed
-        assert numbers * 4 <= result["kv_bytes"] <= numbers * 4 * 2
-        assert result["peak_bytes"]["host_over_model"] >= 0  # so little may fit into what was given back before
-        assert record["environment"]["read_bytes_per_second"] > 1e8
-    with (swept / store.SUMMARY).open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["measured", "measured"]
+    check_records(swept, {"stock", "dynamic"})
 
 
+@pytest.mark.slow
 @needs_smollm2
 @pytest.mark.xdist_group("sweep")
 def test_what_was_measured_is_not_measured_again_and_a_damaged_record_is(swept: Path):
@@ -116,6 +198,7 @@ def test_what_was_measured_is_not_measured_again_and_a_damaged_record_is(swept: 
         assert (path.read_bytes() == content) == (path != damaged)
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_ctrl_c_leaves_whole_records_and_the_same_command_goes_on(tmp_path: Path):
     command = [*SWEEP, *SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
@@ -312,11 +395,11 @@ def test_the_committed_records_are_whole_and_the_page_is_what_they_say():
         (["--model", "./no-such-folder"], "There is no folder"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_in_one_line(options: list[str], message: str, tmp_path: Path):
+def test_options_that_cannot_be_used_are_refused_in_one_line(
+    sweep_here: Callable[..., tuple[int, str]], options: list[str], message: str, tmp_path: Path
+):
     if torch.cuda.is_available() and message == "needs a GPU":
         pytest.skip("there is a GPU")
-    command = [*SWEEP, *options, "--out", str(tmp_path)]
-    result = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2
-    assert message in (result.stdout + result.stderr).splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    status, printed = sweep_here(*options, "--out", str(tmp_path))
+    assert status == 2
+    assert message in printed.splitlines()[-1]

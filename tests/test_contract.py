@@ -170,6 +170,7 @@ EVERY_MODE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @EVERY_MODE
 @pytest.mark.parametrize("cache", SAME_ATTENTION)
@@ -184,6 +185,7 @@ def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str,
 
 
 # Keys and values of DeepSeek-V3 are not attended to as they are stored, so every step asks for them.
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE
 @pytest.mark.parametrize("cache", OWN_ATTENTION)
@@ -203,6 +205,7 @@ def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str,
 FOR_CODED_BLOCKS = 152
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE
 @pytest.mark.parametrize("cache", QUANTIZED)

@@ -1,5 +1,6 @@
 """The measurements run, their records are whole, and what the README says is what the records say."""
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -42,7 +43,7 @@ def run(*command: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize(
+each_experiment = pytest.mark.parametrize(
     ("experiment", "options", "answers"),
     [
         ("append_cost", ["--tokens", "64", "300", "--repeats", "3"], {"64", "300"}),
@@ -91,12 +92,44 @@ def run(*command: str) -> str:
         ),
     ],
 )
+# The others start processes, set the number of threads, or take long.
+IN_THIS_PROCESS = ("layout_cost", "kernel_bandwidth", "quantized_step", "biased_keys")
+
+
+@pytest.mark.slow
+@each_experiment
 def test_an_experiment_prints_its_answer_and_keeps_a_record(
     tmp_path: Path, experiment: str, options: list[str], answers: set[str]
 ):
     printed = run(f"experiments.{experiment}", *options, "--out", str(tmp_path))
+    check_answer_and_record(printed, tmp_path, experiment, answers)
+
+
+@each_experiment
+def test_an_experiment_answers_here_or_tells_its_options(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    experiment: str,
+    options: list[str],
+    answers: set[str],
+):
+    module = importlib.import_module(f"experiments.{experiment}")
+    if experiment in IN_THIS_PROCESS:
+        monkeypatch.setattr(sys, "argv", [experiment, *options, "--out", str(tmp_path)])
+        module.main()
+        check_answer_and_record(capsys.readouterr().out, tmp_path, experiment, answers)
+    else:
+        monkeypatch.setattr(sys, "argv", [experiment, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            module.main()
+        told = capsys.readouterr().out
+        assert all(option in told for option in options if option.startswith("--"))
+
+
+def check_answer_and_record(printed: str, folder: Path, experiment: str, answers: set[str]) -> None:
     assert set(json.loads(printed.splitlines()[-1])) == answers
-    (path,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
     record = json.loads(path.read_text())
     assert record["experiment"] == experiment
     assert record["cells"]

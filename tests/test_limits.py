@@ -1,4 +1,4 @@
-"""Memory limits of a process that really has them, and memory that 200 `generate` calls leave as it was."""
+"""Memory limits of a process that really has them, and memory that hundreds of `generate` calls leave as it was."""
 
 import copy
 import gc
@@ -262,9 +262,9 @@ def generate_again_and_again(rounds: int) -> None:
 
 @pytest.mark.soak
 def test_memory_threads_files_and_mappings_stay_as_they_were_after_the_first_caches():
-    rounds = budget(19, 200)
+    rounds = 3 + budget(16, 197)
     run_program(f"import test_limits; test_limits.generate_again_and_again({rounds})")
     calls = rounds * (len(CACHES) + len(QUANTIZED))
-    assert calls >= 200
+    assert calls >= budget(200, 2000)
     count("generate calls", calls)
     count("tokens generated", calls * 8)

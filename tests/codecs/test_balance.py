@@ -39,6 +39,7 @@ def fitted(bits: int, states: torch.Tensor, queries: torch.Tensor | None, role: 
     return result
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.5])

@@ -12,6 +12,7 @@ from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, value_width
 from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, to_blocks
 
+from slow import slow_but
 from soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
@@ -68,6 +69,7 @@ def check(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks
     np.testing.assert_allclose(lse, expected_lse, rtol=BOUND, atol=BOUND)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000, 64 * BLOCK + 1, 20_000])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("storage", STORAGES)
@@ -226,7 +228,7 @@ PORTABLE = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
-@pytest.mark.parametrize("processor", PORTABLE)
+@pytest.mark.parametrize("processor", slow_but(["without any extension"], PORTABLE))
 def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
     """Compiled anew for them, in a process of its own."""
     name, features = PORTABLE[processor]

@@ -22,6 +22,7 @@ from hf_hybrid_cache.kernels import (
 from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, random_coded, random_masks, stored, to_blocks
 
+from slow import slow_but
 from soak import count, search_at_random
 
 WAYS = [False, True]
@@ -114,6 +115,7 @@ def test_any_bits_of_keys_and_values_beside_any_full_precision(
     check(make(bits=(key_bits, value_bits), num_kv_heads=2, group=4, storage=storage), is_integer)
 
 
+@pytest.mark.covering(2)
 @EVERY_WAY
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 64), (1, 63), (2, 65), (0, 127), (3, 128)])
 @pytest.mark.parametrize("coded", [1, 2, 5, 70, 200])
@@ -121,6 +123,7 @@ def test_coded_blocks_lie_between_blocks_in_full_precision(is_integer: bool, fir
     check(make(first, coded, last, num_kv_heads=2, group=3), is_integer)
 
 
+@pytest.mark.covering(2)
 @EVERY_WAY
 @pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize("bits", BITS)
@@ -135,6 +138,7 @@ def test_any_width_of_keys_and_values_and_any_group_of_lanes(
     check(made, is_integer, scale=dims[0] ** -0.5)
 
 
+@pytest.mark.covering(2)
 @EVERY_WAY
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 96), (24, 12)])
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 70)])
@@ -229,7 +233,7 @@ LESSER = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
-@pytest.mark.parametrize("processor", LESSER)
+@pytest.mark.parametrize("processor", slow_but(["AVX2"], LESSER))
 def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
     """Compiled anew for them, in a process of its own."""
     name, features, has_dot_product = LESSER[processor]

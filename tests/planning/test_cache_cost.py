@@ -55,6 +55,7 @@ def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "c
         model(torch.ones(1, end - start, dtype=torch.long, device=device), past_key_values=cache, logits_to_keep=1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("codec", [None, *CODECS])
 @pytest.mark.parametrize("placement", ON_CPU)
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_bytes_at_the_end_of_the_prompt_are_those_that_the_cache_reports_then(pl
     assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("context", [100, 1024, 1089, 2000])
 def test_bytes_on_an_accelerator_are_those_that_the_cache_reports_there(family: str, context: int):
