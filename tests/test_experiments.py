@@ -1,4 +1,4 @@
-"""The measurements run, their records are whole, and what the README says is what the records say."""
+"""The measurements run, their records are whole, and what the pages say is what the records say."""
 
 import importlib
 import importlib.util
@@ -262,42 +262,42 @@ def test_the_figure_of_quality_is_drawn_from_the_record(tmp_path: Path):
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
 
 
-def test_the_readme_states_what_the_records_hold():
-    readme = (REPOSITORY / "README.md").read_text()
-    machine = readme.split("results/decode_speed/llama-3.2-1b-random/")[1].split(".png")[0]
+def test_the_page_of_results_states_what_the_records_hold():
+    page = (REPOSITORY / "docs" / "results.md").read_text()
+    machine = page.split("results/decode_speed/llama-3.2-1b-random/")[1].split(".png")[0]
     for plot in report.PLOTS:
         for cell in report.load_records(plot.records)[machine]["cells"]:
             ratio = f"{cell['ratio']:.1f}x" if cell["ratio"] < 10 else f"{cell['ratio']:.0f}x"
-            assert f"| {ratio} |" in readme
+            assert f"| {ratio} |" in page
     for cell in report.load_records("kernel_bandwidth")[machine]["cells"]:
         if cell["tokens"] == 131_072:
             ratios = {name: result["ratio"] for name, result in cell["formats"].items()}
-            assert f"| {ratios['bf16']['torch_packed']:.1f}x |" in readme
-            assert f"| {ratios['bf16']['torch_enable_gqa']:.1f}x |" in readme
+            assert f"| {ratios['bf16']['torch_packed']:.1f}x |" in page
+            assert f"| {ratios['bf16']['torch_enable_gqa']:.1f}x |" in page
             for name in ("int8", "int4", "int2"):
-                assert f"| {ratios[name]['bf16']:.1f}x |" in readme
+                assert f"| {ratios[name]['bf16']:.1f}x |" in page
     for cell in report.load_records("quantized_step")[machine]["cells"]:
-        assert f"| {cell['ratio']['quanto']:.0f}x |" in readme
+        assert f"| {cell['ratio']['quanto']:.0f}x |" in page
     for cell in report.load_records("kv_memory")[machine]["cells"]:
-        assert f"| {cell['share_of_bfloat16']:.3f} |" in readme
-    quality_machine = readme.split("results/quality/perplexity/")[1].split(".png")[0]
+        assert f"| {cell['share_of_bfloat16']:.3f} |" in page
+    quality_machine = page.split("results/quality/perplexity/")[1].split(".png")[0]
     for cell in report.load_records("quality/perplexity")[quality_machine]["cells"]:
         for name, row in cell["caches"].items():
-            assert name == "full" or f"| {row['increase']:+.2%} |" in readme or f"| {row['increase']:+,.0%} |" in readme
+            assert name == "full" or f"| {row['increase']:+.2%} |" in page or f"| {row['increase']:+,.0%} |" in page
     for model in ("smollm2-135m", "llama-3.2-1b-random"):
         full, _, four_bits, _ = report.load_records(f"reload/{model}")[machine]["cells"]
         for cell in (full, four_bits):
             seconds = {way: result["first_token_seconds"] for way, result in cell["ways"].items()}
             computed = f"{seconds['computed']:.2f} s" if "computed" in seconds else "not measured"
             figures = f"{computed} | {seconds['read']:.2f} s | {seconds['mapped']:.2f} s |"
-            assert f"| {cell['file_bytes'] / 2**20:,.0f} MiB | {figures}" in readme
+            assert f"| {cell['file_bytes'] / 2**20:,.0f} MiB | {figures}" in page
     peer_record = report.load_records("peers/smollm2-135m")[machine]
     for name, added in peer_record["added_seconds_per_1000_tokens"].items():
         ratio = f"{peer_record['times_ours'][name]:.1f}x" if name in peer_record["times_ours"] else ""
-        assert f"| {added * 1e3:.2f} ms | {ratio} |" in readme
-    assert f"{report.load_records('prefill_cost')[machine]['cells'][0]['ratio'] - 1:.0%} longer" in readme
+        assert f"| {added * 1e3:.2f} ms | {ratio} |" in page
+    assert f"{report.load_records('prefill_cost')[machine]['cells'][0]['ratio'] - 1:.0%} longer" in page
     for cell in report.load_records("host_peak")[machine]["cells"]:
-        assert f"{cell['ratio']:.4f}" in readme or f"{cell['ratio']:.3f}" in readme
+        assert f"{cell['ratio']:.4f}" in page or f"{cell['ratio']:.3f}" in page
 
 
 def test_the_page_on_few_bits_states_what_the_records_hold():

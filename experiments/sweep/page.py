@@ -15,7 +15,7 @@ Curves = Mapping[Curve, list[Point]]
 
 HEAD = """# The context sweep
 
-Written by `python -m experiments.report` from the records in [context_sweep](context_sweep), one file a cell with raw
+Written by `python -m experiments.report` from the records in `context_sweep`, one file a cell with raw
 samples and the environment; `summary.csv` beside them has a line for each. `make sweep` (or `make sweep-gpu`) measures
 again. Other measurements have folders of their own here.
 """
@@ -113,13 +113,13 @@ def findings(curves: Curves) -> Iterable[str]:
             ours = _at_contexts(curves.get((name, device), []))
             if both := stock.keys() & ours.keys():
                 context = max(both)
-                ratio = ours[context].tokens_per_second / stock[context].tokens_per_second
                 share = ours[context].kv_bytes / stock[context].kv_bytes
                 roof = ours[context].tokens_per_second / ours[context].roof(rate)
-                beside = f" and {roof:.0%} of the roof" if device == CPU else ""
+                beside = f", {roof:.0%} of the roof" if device == CPU else ""
                 yield (
-                    f"{label((name, device))}, at {context:,} tokens: {ours[context].tokens_per_second:.2f} tokens/s, "
-                    f"{ratio:.1f} times transformers' DynamicCache{beside}, with {share:.0%} of its keys and values."
+                    f"{label((name, device))}, at {context:,} tokens: {ours[context].tokens_per_second:.2f} tokens/s"
+                    f"{beside}, with {share:.0%} of the keys and values of transformers' DynamicCache, which makes "
+                    f"{stock[context].tokens_per_second:.2f}."
                 )
         quanto, ours = (_at_contexts(curves.get((name, device), [])) for name in ("quanto-4", "quantized-4"))
         if both := quanto.keys() & ours.keys():
@@ -158,8 +158,8 @@ def _environment(found: list[dict[str, Any]]) -> str:
         f"at {middle:.1f} GB/s (median of the cells, {rates[0] / 1e9:.1f} to {rates[-1] / 1e9:.1f}); GPU: "
         f"{last['gpu'] or 'none'}. {models}; torch {last['versions']['torch']}, transformers "
         f"{last['versions']['transformers']}; {dates[0]} to {dates[-1]}. Cells run one after the other, so the speed "
-        "of a shared machine drifts between them: small differences mean nothing. Long contexts have a synthetic "
-        "prefill.\n"
+        "of a shared machine drifts between them: small differences mean nothing. How many times as fast ours are, "
+        "with both taking turns, is in [the results](../docs/results.md). Long contexts have a synthetic prefill.\n"
     )
 
 
