@@ -31,7 +31,7 @@ lint: $(VENV)/.dev
 
 # The site, from the pages, docstrings and notebooks that are here: docs/_build/html/index.html.
 docs: $(VENV)/.docs
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -d docs/_build/doctrees -c docs . docs/_build/html
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --nitpicky --quiet -d docs/_build/doctrees -c docs . docs/_build/html
 
 # Every cache at every context on the CPU, in less than an hour on two cores; goes on where it was stopped.
 sweep: $(VENV)/.test

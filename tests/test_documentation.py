@@ -30,11 +30,11 @@ from typer.testing import CliRunner
 
 import hf_hybrid_cache
 from experiments import report
-from hf_hybrid_cache import cli, planning, set_num_threads
 from hf_hybrid_cache import models as package_models
-from hf_hybrid_cache.cli import plan_command
+from hf_hybrid_cache import planning, set_num_threads
+from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.models import smollm2 as smollm2_module
-from hf_hybrid_cache.planning.calibration import Effort, calibrate
+from hf_hybrid_cache.planning import calibration
 
 from tiny_models import COMMON
 
@@ -131,7 +131,7 @@ class Commands:
         program = Path(program).name
         if program == "hf-hybrid-cache":
             given = Path(redirected).read_text() if redirected else TYPED.get(arguments[0])
-            result = CliRunner().invoke(cli.app, arguments, input=given)
+            result = CliRunner().invoke(app, arguments, input=given)
             assert result.exit_code == 0, f"{line}\n{result.stdout}\n{result.stderr}\n{result.exception!r}"
             return result.stdout
         assert program in ONLY_PARSED
@@ -173,7 +173,7 @@ class Commands:
         assert arguments[:2] == ["--cpunodebind=0", "--membind=0"]
         program, command, *options = arguments[2:]
         assert program == "hf-hybrid-cache"
-        told = CliRunner().invoke(cli.app, [command, "--help"]).stdout
+        told = CliRunner().invoke(app, [command, "--help"]).stdout
         assert all(option in told for option in options if option.startswith("--"))
 
 
@@ -199,8 +199,9 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     # In ten seconds it would measure the machine.
-    small = Effort(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
-    monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, effort=small))
+    small = calibration.Effort(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
+    calibrate = partial(calibration.calibrate, effort=small)
+    monkeypatch.setattr("hf_hybrid_cache.cli.plan_report.calibrate", calibrate)
 
     def use(hub: Path) -> None:
         monkeypatch.setenv("HF_HUB_CACHE", str(hub))
