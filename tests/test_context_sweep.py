@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from kernels.programs import wait_for_compilation
 
 from experiments import context_sweep
 from experiments.records import RESULTS
@@ -320,6 +321,7 @@ def test_peaks_count_from_when_they_are_asked_for_and_keep_what_was_given_back()
             np.frombuffer(pages, np.uint8).fill(1)
 
     hold(2**27)
+    wait_for_compilation()
     peaks = PeakMemory()
     hold(2**25)
     peak = peaks.report()["host_over_model"]

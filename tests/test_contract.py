@@ -218,7 +218,10 @@ def test_quantized_caches_give_what_the_codes_of_their_blocks_give(cache: str, f
         if not isinstance(theirs, torch.Tensor):
             assert mine == theirs
         elif theirs.is_floating_point() and not is_exact:
-            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+            # A number midway between two codes gets one or the other by the last bit of what attention gave before.
+            is_off = ~torch.isclose(mine, theirs, rtol=1e-2, atol=1e-2)
+            assert is_off.float().mean() < 0.01
+            torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
         else:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=False)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from kernels.programs import run_program
+from kernels.programs import run_program, wait_for_compilation
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 
@@ -40,6 +40,7 @@ TOKEN_BYTES = BATCH * 1024
 def limited(free: int, kind: str = "AS", used: str = "vms") -> Iterator[None]:
     """Let this process have `free` bytes for caches, beside what it has now and what is left to the rest of it."""
     gc.collect()
+    wait_for_compilation()
     number = getattr(resource, f"RLIMIT_{kind}")
     limit = getattr(psutil.Process().memory_info(), used) + free + _SPARE_BYTES
     resource.setrlimit(number, (limit, resource.RLIM_INFINITY))
@@ -109,7 +110,8 @@ def follow_the_advice(make: Callable[..., HybridCache]) -> None:
         store(cache, fitting)
         cache.reset()
         other = re.search(r"(QuantizedHybridCache\(.*?\)) would hold ([\d,]+)", message)
-        store(eval(other[1], vars(hf_hybrid_cache) | {"config": config}), int(other[2].replace(",", "")))
+        names = {name: getattr(hf_hybrid_cache, name) for name in hf_hybrid_cache.__all__}
+        store(eval(other[1], names | {"config": config}), int(other[2].replace(",", "")))
 
 
 def take_only_what_is_asked_for() -> None:
@@ -211,6 +213,7 @@ def make_control_group() -> Group:
 
 def refuse_beyond_the_limit_of_the_group(folder: str) -> None:
     generate(DynamicHybridCache(tiny_model("llama").config), random_prompt(1, 300), 2)
+    wait_for_compilation()
     group = Group.at(Path(folder))
     (group.folder / "cgroup.procs").write_text(str(os.getpid()))
     # What the process has taken already counts where it came from.

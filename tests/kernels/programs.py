@@ -1,8 +1,9 @@
-"""Programs that need a process of their own."""
+"""Programs that need a process of their own, or one in which nothing is compiled meanwhile."""
 
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -13,3 +14,10 @@ def run_program(program: str, **environment: str) -> None:
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = os.environ | environment | {"PYTHONPATH": paths}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
+
+
+def wait_for_compilation() -> None:
+    """Until no kernel is compiled in the background, which would take memory beside what is measured."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join()

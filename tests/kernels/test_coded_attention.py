@@ -36,12 +36,6 @@ EVERY_WAY = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _default_way():
-    yield
-    set_integer_kernels(None)
-
-
 def make(
     first: int = 1,
     coded: int = 3,

@@ -10,7 +10,7 @@ from hypothesis import given
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_hybrid_cache.kernels import BLOCK, set_integer_kernels
+from hf_hybrid_cache.kernels import BLOCK
 from kernels import test_coded_attention
 from kernels.reference import ELEMENTS, Case, attention, stored
 from kernels.test_attention import BOUND, make, run
@@ -21,12 +21,6 @@ from soak import count, search_at_random
 STORAGES = list(ELEMENTS)
 BAD = [np.nan, np.inf, -np.inf]
 TOKENS = 3 * BLOCK + 10
-
-
-@pytest.fixture(autouse=True)
-def _default_way():
-    yield
-    set_integer_kernels(None)
 
 
 def torch_attention(case: Case, scale: float, masks: dict[str, np.ndarray]) -> np.ndarray:
