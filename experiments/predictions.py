@@ -70,7 +70,9 @@ def main() -> None:
     found = [record for cell, record in store.read(folder).records.items() if cell.model == arguments.model]
     if not found:
         parser.error(f"{folder} has no records of {arguments.model}: run python -m experiments.context_sweep first.")
-    speeds = calibrate(torch.bfloat16)
+    speeds, doubt = calibrate(torch.bfloat16)
+    if doubt is not None:
+        print(f"These speeds may be too low: {doubt}.")
     cells = compared(found, speeds)
     print(f"{'':<14} {'':>8} {'KV, MiB':>21} {'':>7} {'ms a token':>21}")
     print(

@@ -1,9 +1,9 @@
 """KV caches for Hugging Face transformers that keep long contexts in host memory."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._version import __version__
+from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .attention import StaleHandleError
@@ -41,26 +41,19 @@ __all__ = [
     "uses_integer_kernels",
 ]
 
-# torch and transformers take seconds to import, which a command's --help must not wait for.
-_ROOMS = {
-    "attention": ("StaleHandleError",),
-    "cache": ("DynamicHybridCache", "HybridCache", "MemoryReport", "OffloadedHybridCache", "QuantizedHybridCache"),
-    "codecs": ("minmax", "quanto"),
-    "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
-    "kernels": ("get_num_threads", "set_integer_kernels", "set_num_threads", "uses_integer_kernels"),
-    "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement"),
-    "saving": ("CacheFileError", "saved_token_ids"),
-    "storage": ("CacheStats", "HostMemoryError", "KVCodec"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
-        if name in names:
-            value = getattr(import_module(f".{room}", __name__), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "attention": ("StaleHandleError",),
+        "cache": ("DynamicHybridCache", "HybridCache", "MemoryReport", "OffloadedHybridCache", "QuantizedHybridCache"),
+        "codecs": ("minmax", "quanto"),
+        "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
+        "kernels": ("get_num_threads", "set_integer_kernels", "set_num_threads", "uses_integer_kernels"),
+        "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement"),
+        "saving": ("CacheFileError", "saved_token_ids"),
+        "storage": ("CacheStats", "HostMemoryError", "KVCodec"),
+    },
+)
 
 
 def __dir__() -> list[str]:

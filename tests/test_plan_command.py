@@ -8,9 +8,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_hybrid_cache import HostMemoryError, cli
-from hf_hybrid_cache.cli import plan_command
-from hf_hybrid_cache.planning import BITS, DeviceSpeed, Machine, Speeds, load_speeds, predict, save_speeds, speeds_path
+from hf_hybrid_cache import HostMemoryError
+from hf_hybrid_cache.cli import plan_report
+from hf_hybrid_cache.cli.app import app
+from hf_hybrid_cache.planning import (
+    BITS,
+    DeviceSpeed,
+    Machine,
+    Speeds,
+    calibration,
+    load_speeds,
+    predict,
+    save_speeds,
+    speeds_path,
+)
 from hf_hybrid_cache.planning.calibration import Effort, calibrate
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
@@ -29,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(cli.app, ["plan", *arguments])
+    return CliRunner().invoke(app, ["plan", *arguments])
 
 
 def plans_of(*arguments: str) -> dict:
@@ -142,7 +153,7 @@ def test_a_bad_argument_is_named_on_stderr_with_exit_code_2(arguments: list[str]
 
 @pytest.fixture(scope="module")
 def measured() -> Speeds:
-    return calibrate(torch.bfloat16, SMALL)
+    return calibrate(torch.bfloat16, SMALL).speeds
 
 
 def test_every_cache_is_measured_at_every_context(measured: Speeds):
@@ -166,7 +177,9 @@ def test_from_what_was_measured_every_cache_is_predicted(measured: Speeds, cache
 
 
 def test_calibrate_measures_and_keeps_the_speeds_that_the_next_plan_uses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, effort=SMALL))
+    monkeypatch.setattr(plan_report, "calibrate", partial(calibrate, effort=SMALL))
+    monkeypatch.setattr(calibration, "_MOST_USED_BY_OTHERS", 2.0)
+    monkeypatch.setattr(calibration, "_MOST_DISAGREEMENT", float("inf"))
     result = invoke(*LLAMA, *CARD, "--calibrate")
     assert result.exit_code == 0, result.stderr
     assert f"kept in {speeds_path()}" in result.stderr
@@ -174,6 +187,28 @@ def test_calibrate_measures_and_keeps_the_speeds_that_the_next_plan_uses(monkeyp
     again = invoke(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")
     assert again.stderr == ""
     assert "min" in again.stdout or " h" in again.stdout
+
+
+def test_what_is_measured_on_a_busy_machine_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_report, "calibrate", partial(calibrate, effort=SMALL))
+    monkeypatch.setattr(calibration, "_MOST_USED_BY_OTHERS", -1.0)
+    result = invoke(*LLAMA, *CARD, "--calibrate")
+    assert result.exit_code == 0, result.stderr
+    assert "not kept, because other processes used" in result.stderr
+    assert not speeds_path().exists()
+
+
+@pytest.mark.parametrize(
+    ("reading", "used_by_others", "reason"),
+    [
+        ([0.100, 0.149, 0.110], 0.15, None),
+        ([0.100, 0.151, 0.110], 0.0, "took 0.100 s at one moment and 0.151 s at another"),
+        ([0.1, 0.1], 0.5, "other processes used 50% of the processor"),
+    ],
+)
+def test_samples_that_disagree_and_other_processes_raise_doubt(reading, used_by_others, reason):
+    said = calibration.doubt(reading, used_by_others)
+    assert said is None if reason is None else reason in str(said)
 
 
 def test_a_file_that_cannot_be_used_is_named_and_a_given_bandwidth_is_used_instead_of_a_measured_one():

@@ -31,12 +31,13 @@ class PeakMemory:
         """
         Bytes.
 
-        `host_over_model`: the highest RSS, less that of before; None where the system does not tell it.
+        `host_over_model`: the highest RSS, less that of before; None where the system does not tell it. 0 where all of
+            it fitted into what had been given back.
         `device_allocated`, `device_reserved`: by torch's allocator, all of the process; None without a GPU.
         """
         host = None
         if _STATUS.exists():
-            host = _highest_rss() - self._before
+            host = max(0, _highest_rss() - self._before)  # threads count some pages late
         has_gpu = torch.cuda.is_available()
         return {
             "host_over_model": host,

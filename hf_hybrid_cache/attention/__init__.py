@@ -1,8 +1,8 @@
 """Attention to keys and values where they are: the kernels called from torch, and handles that take their place."""
 
-from .cpu_attention import CpuAttention
+from .cpu_attention import CpuAttention, compile_kernels
 from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
 from .observed_keys import observed
 
-__all__ = ["CpuAttention", "StaleHandleError", "handles_of", "observed", "outside_of_graphs"]
+__all__ = ["CpuAttention", "StaleHandleError", "compile_kernels", "handles_of", "observed", "outside_of_graphs"]

@@ -4,19 +4,34 @@ import copy
 import time
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from ..codecs import MinMaxCodec
-from ..kernels import CodedBlocks, Shape, Workspace, compile_in_background
-from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore
+from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
+from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, kernel_element
 from .chunk_attention import attend_in_pieces
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
 MAX_QUERIES = 64
 _MAX_WORKSPACES = 8
 Arrays = tuple[np.ndarray | None, np.ndarray | None]
+
+
+def compile_kernels(dtype: torch.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
+    """
+    Compile attention to keys and values of `dtype`, and to codes, and wait for it.
+
+    Args:
+        dtype: nothing is compiled where there is no kernel for it.
+        is_coded: of layers that are coded.
+        on_wait: called once if it takes more than reading from disk.
+    """
+    element = kernel_element(dtype)
+    if element is not None:
+        compile_and_wait(element, is_coded, on_wait)
 
 
 class CpuAttention:

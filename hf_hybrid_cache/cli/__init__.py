@@ -1,47 +1,11 @@
 """The `hf-hybrid-cache` command."""
 
-import sys
-from typing import Annotated
-
-try:
-    import rich  # noqa: F401
-    import typer
-except ModuleNotFoundError as error:
-    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
-
-from .. import __version__
-from .generate_command import generate
-from .plan_command import plan
-
-# Plain usage errors: boxes would be cut to 80 columns where there is no terminal.
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+from .interrupts import end_at_once
 
 
 def main() -> None:
     """Run the command, as the installed script does."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal cannot show
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    end_at_once()
+    from .app import run  # only now: what it imports can be interrupted too
 
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """KV caches for Hugging Face transformers that keep long contexts in host memory."""
-
-
-app.command()(generate)
-app.command()(plan)
+    run()

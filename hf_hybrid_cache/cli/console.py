@@ -2,17 +2,17 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
 import typer
 from rich.console import Console
 
-from ..models import ModelLoadError
-from ..planning import CostError, PlanError
-from ..saving import CacheFileError
-from .demo import PromptError
+from .choices import DTYPES
+from .interrupts import as_exceptions
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
 
 
@@ -29,11 +29,28 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
         raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
 
 
+def dtype_of(option: str | None) -> "torch.dtype | None":
+    """The type that `--dtype` names, if it does."""
+    import torch
+
+    if option is None:
+        return None
+    check_choice("--dtype", option, DTYPES)
+    dtype: torch.dtype = getattr(torch, option)
+    return dtype
+
+
 @contextmanager
 def exit_codes(notes: Console) -> Iterator[None]:
     """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
+    from ..models import ModelLoadError
+    from ..planning import CostError, PlanError
+    from ..saving import CacheFileError
+    from .prompts import PromptError
+
     try:
-        yield
+        with as_exceptions():
+            yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (UsageError, PromptError, ModelLoadError, CostError, PlanError, CacheFileError) as error:

@@ -1,46 +1,27 @@
-"""`hf-hybrid-cache plan`: which cache a model and a machine go well with, before anything is loaded."""
+"""`hf-hybrid-cache plan`: its options."""
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from ..models import load_config
-from ..planning import (
-    RUNTIME_BYTES,
-    DeviceSpeed,
-    Machine,
-    ModelCost,
-    Plan,
-    Speeds,
-    SpeedsFileError,
-    farthest,
-    has_room,
-    load_speeds,
-    make_plans,
-    missing_for_weights,
-    model_cost,
-    parse_bandwidth,
-    parse_bytes,
-    parse_tokens,
-    recommended,
-    save_speeds,
-    this_machine,
-)
-from ..planning.calibration import calibrate
-from .console import DTYPES, UsageError, check_choice, exit_codes, note
+from ..models import ALIASES, SHAPES
+from .choices import DTYPES
 
-_T = TypeVar("_T")
+
+def _print_models(wanted: bool) -> None:
+    if wanted:
+        typer.echo("\n".join([*ALIASES, *SHAPES]))
+        raise typer.Exit
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A model of the Hugging Face Hub, or a folder. Common ones are built in.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A model of the Hugging Face Hub, or a folder. Built in are Llama 3.1 to 3.3, Qwen 2.5 and 3, "
+            "Mistral 7B, Gemma 2 and 3, Phi 3 to 4 mini, and SmolLM2: see --list-models."
+        ),
+    ],
     context: Annotated[
         str | None, typer.Option(help="Tokens, prompt and answer, such as 100000 or 128K. Default: the model's.")
     ] = None,
@@ -52,13 +33,19 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
     calibrate_first: Annotated[
-        bool, typer.Option("--calibrate", help="Measure the speeds of this machine, in seconds, and keep them.")
+        bool, typer.Option("--calibrate", help="Measure the speeds of this machine and keep them.")
     ] = False,
     host_bandwidth: Annotated[
         str | None, typer.Option(help="At which the CPU reads, such as 30GB/s, instead of what was measured.")
     ] = None,
     gpu_bandwidth: Annotated[str | None, typer.Option(help="At which the GPU reads its memory, likewise.")] = None,
     bus_bandwidth: Annotated[str | None, typer.Option(help="From host memory to the GPU, likewise.")] = None,
+    list_models: Annotated[
+        bool,
+        typer.Option(
+            "--list-models", callback=_print_models, is_eager=True, help="Print the built-in models and exit."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
 ) -> None:
     """
@@ -66,142 +53,7 @@ def plan(
 
     Nothing is loaded. GPUs are taken to be CUDA devices. The plans go to stdout, remarks to stderr.
     """
-    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    with exit_codes(notes):
-        if dtype is not None:
-            check_choice("--dtype", dtype, DTYPES)
-        device_bytes = _parsed("--gpu-memory", gpu_memory, _parse_memory)
-        host_bytes = _parsed("--host-memory", host_memory, _parse_memory)
-        host_rate = _parsed("--host-bandwidth", host_bandwidth, parse_bandwidth)
-        device_rate = _parsed("--gpu-bandwidth", gpu_bandwidth, parse_bandwidth)
-        bus_rate = _parsed("--bus-bandwidth", bus_bandwidth, parse_bandwidth)
-        num_tokens = _parsed("--context", context, parse_tokens)
+    options = {name: value for name, value in locals().items() if name != "list_models"}
+    from .plan_report import report
 
-        config = load_config(model)
-        cost = model_cost(config, DTYPES[dtype] if dtype else None, batch_size, prefill_chunk_size)
-        speeds = _speeds(cost.dtype, calibrate_first, notes)
-        speeds = Speeds(
-            DeviceSpeed(host_rate) if host_rate else speeds.host,
-            DeviceSpeed(device_rate) if device_rate else speeds.device,
-            bus_rate or speeds.bus_bytes_per_second,
-            speeds.round_trip_seconds,
-        )
-        machine = this_machine(device_bytes, host_bytes, speeds)
-        plans = make_plans(cost, num_tokens or cost.max_context, machine)
-        best = recommended(plans)
-        if as_json:
-            shown = {"recommended": best and asdict(best), "plans": [asdict(each) for each in plans]}
-            out.print(json.dumps(shown, indent=1), markup=False, highlight=False)
-            return
-        _print_plans(cost, machine, plans, best, out)
-        if cost.shapes and not cost.has_kernel:
-            note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
-        elif any(each.seconds_per_token is None for each in plans):
-            note(
-                notes, "Speeds are not known where there is a dash: run with --calibrate, or give bandwidths (--help)."
-            )
-        if host_rate or device_rate or bus_rate:
-            note(notes, "Speeds are those of reading at the bandwidths given: real ones are lower.")
-        if best is None:
-            raise typer.Exit(1)
-
-
-def _parsed(option: str, value: str | None, parse: Callable[[str], _T]) -> _T | None:
-    try:
-        return None if value is None else parse(value)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
-
-
-def _parse_memory(size: str) -> int:
-    num_bytes = parse_bytes(size)
-    if 0 < num_bytes < 2**20:
-        raise ValueError(f"{size} is {num_bytes:,} bytes. Write {size}GiB if these are gibibytes.")
-    return num_bytes
-
-
-def _speeds(dtype: torch.dtype, measure: bool, notes: Console) -> Speeds:
-    """The speeds of this machine, as far as they are known."""
-    if measure:
-        note(notes, "measuring the speeds of this machine; the first time, kernels are compiled")
-        speeds = calibrate(dtype)
-        try:
-            note(notes, f"kept in {save_speeds(dtype, speeds)}")
-        except OSError as error:
-            note(notes, f"not kept: {error}")
-        return speeds
-    try:
-        return load_speeds(dtype)
-    except SpeedsFileError as error:
-        note(notes, str(error))
-        return Speeds()
-
-
-def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best: Plan | None, out: Console) -> None:
-    def say(text: str) -> None:
-        out.print(text, markup=False, highlight=False, emoji=False)
-
-    precision = str(cost.dtype).removeprefix("torch.")
-    say(f"{cost.name} in {precision}: {_gibibytes(cost.weight_bytes)} GiB of weights")
-    context, working = plans[0].context, _gibibytes(cost.working_bytes(plans[0].context))
-    say(f"{context:,} tokens, the prompt in chunks of {cost.chunk:,}, which take {working} GiB besides")
-    say(
-        f"{_gibibytes(machine.device_bytes)} GiB of GPU memory, {_gibibytes(machine.host_bytes)} GiB of host memory; "
-        f"{_gibibytes(RUNTIME_BYTES)} GiB of each for the process"
-    )
-    if machine.device_bytes and not has_room(cost, machine):
-        say("The weights do not fit the GPU: everything is on the CPU.")
-    if not cost.shapes:
-        say("No layer has full attention over the whole context: these caches change nothing.")
-    out.print(_table(plans))
-    if best is None:
-        nearest, on_gpu = farthest(plans), machine.device_bytes and has_room(cost, machine)
-        if not on_gpu and (missing := missing_for_weights(cost, machine.host_bytes)):
-            say(f"Nothing fits. {missing}.")
-        else:
-            say(f"Nothing fits. {_name(nearest)} goes farthest, up to {nearest.longest_context:,} tokens.")
-        return
-    say(f"Recommended: {_name(best)}\n\n{best.code}")
-    timed = [each for each in plans if each.fits and each.seconds_per_token is not None and each.cache != "stock"]
-    fastest = min(timed, key=lambda each: each.seconds_per_token or 0.0, default=best)
-    if fastest != best:
-        say(f"\nFastest, with fewer bits: {_name(fastest)}")
-
-
-def _table(plans: Sequence[Plan]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("cache")
-    table.add_column("")
-    for heading in ("GPU\nGiB", "host\nGiB", "short of\nGiB", "tokens/s", "first\ntoken", "longest\ncontext"):
-        table.add_column(heading, justify="right")
-    for plan in plans:
-        short = {"GPU": plan.short_device_bytes, "host": plan.short_host_bytes}
-        table.add_row(
-            plan.cache,
-            plan.way,
-            _gibibytes(plan.device_bytes),
-            _gibibytes(plan.host_bytes),
-            "\n".join(f"{_gibibytes(missing)} {where}" for where, missing in short.items() if missing) or "fits",
-            "-" if plan.seconds_per_token is None else _rate(1 / plan.seconds_per_token),
-            "-" if plan.seconds_to_first_token is None else _duration(plan.seconds_to_first_token),
-            f"{plan.longest_context:,}",
-        )
-    return table
-
-
-def _name(plan: Plan) -> str:
-    return f"{plan.cache}, {plan.way}"
-
-
-def _gibibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"
-
-
-def _rate(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:.1f}" if tokens_per_second >= 1 else f"{tokens_per_second:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    report(**options)

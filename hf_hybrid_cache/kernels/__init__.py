@@ -3,7 +3,7 @@
 from .blocks import BLOCK, value_width
 from .coded_blocks import BITS, CHUNK, RecordLayout
 from .coding import NOT_FINITE, decode_blocks, encode_blocks
-from .compilation import compile_in_background
+from .compilation import compile_and_wait, compile_in_background
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .threads import get_num_threads, set_num_threads
 from .workspace import CodedBlocks, Shape, Workspace
@@ -17,6 +17,7 @@ __all__ = [
     "RecordLayout",
     "Shape",
     "Workspace",
+    "compile_and_wait",
     "compile_in_background",
     "decode_blocks",
     "encode_blocks",

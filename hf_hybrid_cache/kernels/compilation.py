@@ -1,16 +1,24 @@
-"""Compiling a kernel before its first use, beside the prefill."""
+"""Compiling kernels before their first use: beside the prefill, or as fast as it goes."""
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from .attention import compile_attention
-from .coded_attention import compile_coded_attention
+from .coded_attention import attend_coded, compile_coded_attention
 from .coding import compile_coding
+
+# From Numba's cache on disk it takes less.
+_SECONDS_TO_LOAD = 2.0
 
 _threads: dict[tuple[np.dtype, bool], threading.Thread] = {}
 
@@ -36,8 +44,42 @@ def compile_in_background(element: np.dtype, is_coded: bool = False) -> None:
 def _compile(element: np.dtype, is_coded: bool) -> None:
     if is_coded:
         compile_coding(element)
-        compile_coded_attention(element)
     compile_attention(element)
+    if is_coded:
+        compile_coded_attention(element)
+
+
+def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
+    """
+    Compile the same now, on two cores if nothing is on disk yet: Numba compiles in one thread of a process at a time.
+
+    Args:
+        element: as in `compile_in_background`.
+        is_coded: likewise.
+        on_wait: called once if it takes more than reading from disk.
+    """
+    beside = None
+    if is_coded and not _is_on_disk(attend_coded):
+        program = "import numpy, sys; from hf_hybrid_cache.kernels import coded_attention as kernel; "
+        program += "kernel.compile_coded_attention(numpy.dtype(sys.argv[1]))"
+        with contextlib.suppress(OSError):  # then it is compiled here
+            beside = subprocess.Popen([sys.executable, "-c", program, element.name], stderr=subprocess.DEVNULL)
+    thread = threading.Thread(target=_compile, args=(element, False))
+    if beside is None:
+        thread = threading.Thread(target=_compile, args=(element, is_coded))
+    thread.start()
+    thread.join(_SECONDS_TO_LOAD)
+    if thread.is_alive() or beside is not None:
+        on_wait()
+    thread.join()
+    if beside is not None:
+        compile_coding(element)
+        beside.wait()
+        compile_coded_attention(element)
+
+
+def _is_on_disk(kernel: Any) -> bool:
+    return any(Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__name__}-*.nbi"))
 
 
 @cache

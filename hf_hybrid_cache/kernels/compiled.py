@@ -11,9 +11,10 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Wrappers for callers in Python take a tenth of the time to compile, and only kernels have such callers.
 _UNWRAPPED = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
+_njit: Callable[..., Any] = numba.njit
 # What Python calls.
-jit: Callable[..., Any] = numba.njit(cache=True, fastmath=_FAST, **_OPTIONS)
+jit: Callable[..., Any] = _njit(cache=True, fastmath=_FAST, **_OPTIONS)
 # What other compiled functions call.
-jit_part: Callable[..., Any] = numba.njit(fastmath=_FAST, **_UNWRAPPED)
-# Such a part with loops over numbers that are finite, or whose result is thrown away: minimum and maximum become vectors.
-jit_finite: Callable[..., Any] = numba.njit(fastmath={*_FAST, "nnan", "ninf"}, **_UNWRAPPED)
+jit_part: Callable[..., Any] = _njit(fastmath=_FAST, **_UNWRAPPED)
+# The same for loops over finite numbers, or whose result is thrown away: minimum and maximum become vectors.
+jit_finite: Callable[..., Any] = _njit(fastmath={*_FAST, "nnan", "ninf"}, **_UNWRAPPED)

@@ -7,27 +7,19 @@ models' own `config.json`.
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-
-from .random_llama import llama_3_2_1b_config
-from .source import load_config_by_name
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def _shape(
-    kind: Callable[..., PreTrainedConfig], vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int,
+    kind: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int,
     kv_heads: int, head_dim: int, context: int, is_tied: bool, **more: object,
-) -> Callable[[], PreTrainedConfig]:  # fmt: skip
+) -> "Callable[[], PreTrainedConfig]":  # fmt: skip
     return partial(
+        _config,
         kind,
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -43,19 +35,31 @@ def _shape(
     )
 
 
-_LLAMA_3B = _shape(LlamaConfig, 128_256, 3072, 8192, 28, 24, 8, 128, 131_072, True)
-_LLAMA_8B = _shape(LlamaConfig, 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, False)
-_LLAMA_70B = _shape(LlamaConfig, 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072, False)
-_SMOLLM2_135M = _shape(LlamaConfig, 49_152, 576, 1536, 30, 9, 3, 64, 8192, True)
-_MISTRAL_7B = _shape(MistralConfig, 32_768, 4096, 14_336, 32, 32, 8, 128, 32_768, False, sliding_window=None)
-_GEMMA3_1B = _shape(Gemma3TextConfig, 262_144, 1152, 6912, 26, 4, 1, 256, 32_768, True, sliding_window=512)
-_GEMMA2_2B = _shape(Gemma2Config, 256_000, 2304, 9216, 26, 8, 4, 256, 8192, True, sliding_window=4096)
-_GEMMA2_9B = _shape(Gemma2Config, 256_000, 3584, 14_336, 42, 16, 8, 256, 8192, True, sliding_window=4096)
-_PHI3_MINI = partial(_shape, Phi3Config, 32_064, 3072, 8192, 32, 32, 32, 96)
+def _config(kind: str, **sizes: object) -> "PreTrainedConfig":
+    # By name: the names of shapes are known without transformers, which takes seconds to import.
+    config: PreTrainedConfig = getattr(import_module("transformers"), kind)(**sizes)
+    return config
 
-SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "meta-llama/Llama-3.2-1B": llama_3_2_1b_config,
-    "meta-llama/Llama-3.2-1B-Instruct": llama_3_2_1b_config,
+
+def _llama_1b() -> "PreTrainedConfig":
+    from .random_weights import llama_3_2_1b_config
+
+    return llama_3_2_1b_config()
+
+
+_LLAMA_3B = _shape("LlamaConfig", 128_256, 3072, 8192, 28, 24, 8, 128, 131_072, True)
+_LLAMA_8B = _shape("LlamaConfig", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, False)
+_LLAMA_70B = _shape("LlamaConfig", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072, False)
+_SMOLLM2_135M = _shape("LlamaConfig", 49_152, 576, 1536, 30, 9, 3, 64, 8192, True)
+_MISTRAL_7B = _shape("MistralConfig", 32_768, 4096, 14_336, 32, 32, 8, 128, 32_768, False, sliding_window=None)
+_GEMMA3_1B = _shape("Gemma3TextConfig", 262_144, 1152, 6912, 26, 4, 1, 256, 32_768, True, sliding_window=512)
+_GEMMA2_2B = _shape("Gemma2Config", 256_000, 2304, 9216, 26, 8, 4, 256, 8192, True, sliding_window=4096)
+_GEMMA2_9B = _shape("Gemma2Config", 256_000, 3584, 14_336, 42, 16, 8, 256, 8192, True, sliding_window=4096)
+_PHI3_MINI = partial(_shape, "Phi3Config", 32_064, 3072, 8192, 32, 32, 32, 96)
+
+SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
+    "meta-llama/Llama-3.2-1B": _llama_1b,
+    "meta-llama/Llama-3.2-1B-Instruct": _llama_1b,
     "meta-llama/Llama-3.2-3B": _LLAMA_3B,
     "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_3B,
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,
@@ -63,14 +67,14 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "meta-llama/Llama-3.1-70B": _LLAMA_70B,
     "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_70B,
     "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_70B,
-    "Qwen/Qwen2.5-7B": _shape(Qwen2Config, 152_064, 3584, 18_944, 28, 28, 4, 128, 131_072, False),
-    "Qwen/Qwen2.5-7B-Instruct": _shape(Qwen2Config, 152_064, 3584, 18_944, 28, 28, 4, 128, 32_768, False),
-    "Qwen/Qwen3-0.6B": _shape(Qwen3Config, 151_936, 1024, 3072, 28, 16, 8, 128, 40_960, True),
-    "Qwen/Qwen3-1.7B": _shape(Qwen3Config, 151_936, 2048, 6144, 28, 16, 8, 128, 40_960, True),
-    "Qwen/Qwen3-4B": _shape(Qwen3Config, 151_936, 2560, 9728, 36, 32, 8, 128, 40_960, True),
-    "Qwen/Qwen3-8B": _shape(Qwen3Config, 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960, False),
-    "Qwen/Qwen3-14B": _shape(Qwen3Config, 151_936, 5120, 17_408, 40, 40, 8, 128, 40_960, False),
-    "Qwen/Qwen3-32B": _shape(Qwen3Config, 151_936, 5120, 25_600, 64, 64, 8, 128, 40_960, False),
+    "Qwen/Qwen2.5-7B": _shape("Qwen2Config", 152_064, 3584, 18_944, 28, 28, 4, 128, 131_072, False),
+    "Qwen/Qwen2.5-7B-Instruct": _shape("Qwen2Config", 152_064, 3584, 18_944, 28, 28, 4, 128, 32_768, False),
+    "Qwen/Qwen3-0.6B": _shape("Qwen3Config", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960, True),
+    "Qwen/Qwen3-1.7B": _shape("Qwen3Config", 151_936, 2048, 6144, 28, 16, 8, 128, 40_960, True),
+    "Qwen/Qwen3-4B": _shape("Qwen3Config", 151_936, 2560, 9728, 36, 32, 8, 128, 40_960, True),
+    "Qwen/Qwen3-8B": _shape("Qwen3Config", 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960, False),
+    "Qwen/Qwen3-14B": _shape("Qwen3Config", 151_936, 5120, 17_408, 40, 40, 8, 128, 40_960, False),
+    "Qwen/Qwen3-32B": _shape("Qwen3Config", 151_936, 5120, 25_600, 64, 64, 8, 128, 40_960, False),
     "mistralai/Mistral-7B-v0.3": _MISTRAL_7B,
     "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
     "google/gemma-2-2b": _GEMMA2_2B,
@@ -82,20 +86,20 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "microsoft/Phi-3-mini-4k-instruct": _PHI3_MINI(4096, False, sliding_window=2047),
     "microsoft/Phi-3.5-mini-instruct": _PHI3_MINI(131_072, False, sliding_window=262_144),
     "microsoft/Phi-4-mini-instruct": _shape(
-        Phi3Config, 200_064, 3072, 8192, 32, 24, 8, 128, 131_072, True, sliding_window=262_144
+        "Phi3Config", 200_064, 3072, 8192, 32, 24, 8, 128, 131_072, True, sliding_window=262_144
     ),
     "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
 }
 
-# Names that `load` knows.
-_ALIASES = {
+# What `load` calls them.
+ALIASES = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "llama-3.2-1b-random": "meta-llama/Llama-3.2-1B",
 }
 
 
-def load_config(name: str) -> PreTrainedConfig:
+def load_config(name: str) -> "PreTrainedConfig":
     """
     The config of a model, with its name on the Hub or its folder.
 
@@ -105,7 +109,9 @@ def load_config(name: str) -> PreTrainedConfig:
     Raises:
         ModelLoadError: it cannot be had; the message says what to do.
     """
-    name = _ALIASES.get(name, name)
+    from .source import load_config_by_name
+
+    name = ALIASES.get(name, name)
     known = {key.lower(): key for key in SHAPES}
     if name.lower() in known:
         key = known[name.lower()]

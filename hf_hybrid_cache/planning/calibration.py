@@ -8,10 +8,11 @@ processor's caches. Keys and values are random and have the shape of Llama 3.2-1
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,6 +28,9 @@ from .machine import CacheSpeed, DeviceSpeed, Speeds
 from .speed import Way
 
 HOST = torch.device("cpu")
+# Of what is measured on a quiet machine, samples differ by a tenth, and other processes use a twentieth of the cores.
+_MOST_DISAGREEMENT = 1.5
+_MOST_USED_BY_OTHERS = 0.15
 _MATRIX = (8192, 4096)
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 64
 _BUS_BYTES = 2**28
@@ -53,7 +57,20 @@ class Effort:
     rounds: int = 5
 
 
-def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Speeds:
+class Calibration(NamedTuple):
+    """
+    What was measured.
+
+    Attributes:
+        speeds: of the machine.
+        doubt: why they may be too low, in one sentence; `None` where nothing speaks against them.
+    """
+
+    speeds: Speeds
+    doubt: str | None
+
+
+def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Calibration:
     """
     Measure the CPU, and the current CUDA device if there is one, with models of `dtype`.
 
@@ -62,19 +79,48 @@ def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Speeds:
     Raises:
         HostMemoryError: host memory would not suffice.
     """
-    effort = effort or Effort()
+    start, own, all_processes = time.perf_counter(), time.process_time(), _used_seconds()
+    speeds, reading = _measured(dtype, effort or Effort())
+    seconds = time.perf_counter() - start
+    others = _used_seconds() - all_processes - (time.process_time() - own)
+    return Calibration(speeds, doubt(reading, others / (seconds * (psutil.cpu_count() or 1))))
+
+
+def doubt(reading: Sequence[float], used_by_others: float) -> str | None:
+    """
+    Why measurements of a machine may be too low, if they may.
+
+    Args:
+        reading: seconds of reading the same weights at several moments.
+        used_by_others: part of the time of all cores that went to other processes.
+    """
+    if used_by_others > _MOST_USED_BY_OTHERS:
+        return f"other processes used {100 * used_by_others:.0f}% of the processor meanwhile"
+    if max(reading) > _MOST_DISAGREEMENT * min(reading):
+        return f"reading the same weights took {min(reading):.3f} s at one moment and {max(reading):.3f} s at another"
+    return None
+
+
+def _used_seconds() -> float:
+    """Seconds in which a core was in use, of all cores and since the machine was started."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _measured(dtype: torch.dtype, effort: Effort) -> tuple[Speeds, list[float]]:
+    """Speeds, and seconds of each time that the CPU read the weights."""
     states = 2 * _KV_HEADS * _HEAD_DIM * sum(effort.contexts) * 2
     num_bytes = effort.matrices * _MATRIX[0] * _MATRIX[1] * dtype.itemsize + (len(BITS) + 2) * states
     require_host_bytes(num_bytes, "Measuring speeds needs")
-    host = _device_speed(HOST, dtype, effort)
+    host, reading = _device_speed(HOST, dtype, effort)
     if not torch.cuda.is_available():
-        return Speeds(host)
+        return Speeds(host), reading
     device = torch.device("cuda", torch.cuda.current_device())
-    return Speeds(host, _device_speed(device, dtype, effort), *_bus_speed(device, effort.rounds))
+    return Speeds(host, _device_speed(device, dtype, effort)[0], *_bus_speed(device, effort.rounds)), reading
 
 
 @torch.inference_mode()
-def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> DeviceSpeed:
+def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> tuple[DeviceSpeed, list[float]]:
     contexts = [num_tokens * 2 // dtype.itemsize for num_tokens in effort.contexts]
     weights = _Weights(device, dtype, effort.matrices)
     layers: dict[tuple[str, int], _Layer] = {}
@@ -100,12 +146,13 @@ def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> D
         )
         for name in ("stock", *BITS)
     }
-    return DeviceSpeed(
+    speed = DeviceSpeed(
         weights.num_bytes / seconds["weights"],
         max(0.0, seconds["model"] / effort.layers - caches["stock"].step_seconds(0)),
         weights.flops(effort.chunk, effort.rounds),
         caches,
     )
+    return speed, samples["weights"]
 
 
 class _Weights:

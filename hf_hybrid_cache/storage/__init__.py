@@ -1,5 +1,6 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
+from .block_buffer import kernel_element
 from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
@@ -40,6 +41,7 @@ __all__ = [
     "available_host_bytes",
     "coded_blocks",
     "full_tokens",
+    "kernel_element",
     "record_shape",
     "require_host_bytes",
     "streams_for",

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_hybrid_cache import cli
+from hf_hybrid_cache.cli.app import app
 
 from soak import count, search_at_random
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def options_of(command: str) -> list[Any]:
     """All that the command itself says it has."""
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(app)
     parameters = group.commands[command].params
     return [each for each in parameters if each.param_type_name == "option" and each.name not in LEFT_OUT]
 
@@ -96,7 +96,7 @@ def arguments_of(draw: st.DrawFn, command: str, start: list[str]) -> list[str]:
 
 
 def check(command: str, arguments: list[str]) -> None:
-    result = CliRunner().invoke(cli.app, [command, *arguments])
+    result = CliRunner().invoke(app, [command, *arguments])
     count("command lines")
     assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
     assert result.exit_code in (0, 2)

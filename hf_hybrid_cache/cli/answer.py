@@ -1,0 +1,315 @@
+"""`hf-hybrid-cache generate`: a question about a long document, with any of the caches."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.utils import disable_progress_bars
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging as transformers_logging
+
+from ..cache import HybridCache
+from ..models import load
+from ..saving import require_place
+from .choices import DEFAULT_QUESTION, RANDOM_TOKENS
+from .console import UsageError, check_choice, dtype_of, exit_codes, note
+from .device import checked_device, compile_kernels
+from .prompts import (
+    Prompt,
+    context_length,
+    default_document,
+    document_prompt,
+    following_prompt,
+    random_prompt,
+    verbatim_prompt,
+    what_was_left_out,
+    where_it_says_so,
+)
+from .saved_document import document_ids
+from .terminal import TokenStream, is_encodable, prefill_bar, read_text, write
+from .timed_run import CACHES, CacheOptions, Run, new_cache, timed_generate, warm_up
+
+
+def answer(
+    *,
+    document: Path | None,
+    question: str | None,
+    prompt_file: Path | None,
+    model: str,
+    cache: str | None,
+    compare: bool,
+    save_cache: Path | None,
+    load_cache: Path | None,
+    max_new_tokens: int,
+    context: int | None,
+    prefill_chunk_size: int,
+    prefetch_layers: int | None,
+    resident_layers: int | None,
+    bits: int | None,
+    dtype: str | None,
+    device: str | None,
+) -> None:
+    """Do what `generate` says with these options."""
+    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    with exit_codes(notes):
+        _check_files(save_cache, load_cache, cache, compare, prompt_file)
+        if cache is not None:
+            check_choice("--cache", cache, CACHES)
+        if bits not in (None, 8, 4, 2):
+            raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
+        name = cache or ("offloaded" if bits is None else "quantized")
+        of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
+        given = {field: value for field, value in of_caches.items() if value is not None}
+        _check_cache_options(given, name, cache, compare, load_cache)
+        precision = dtype_of(dtype)
+        if prompt_file and (document or question is not None):
+            raise UsageError("--prompt-file is the whole prompt: drop it, or --document and --question.")
+        if prompt_file and context is not None:
+            raise UsageError("--prompt-file is used as it is: drop --context, or pass the text as --document.")
+        if question is None and load_cache:
+            raise UsageError("Ask something about the saved document: --question.")
+        if question is None and document and not save_cache:
+            raise UsageError("Ask something about the document: --question. --save-cache keeps it for later questions.")
+        if question is not None and not question.strip():
+            raise UsageError("--question is empty.")
+        if question is not None and not is_encodable(question):
+            raise UsageError(f"--question {question!r} is not UTF-8 text.")
+        source = prompt_file or document
+        text = read_text(source) if source else None
+        saved_ids = document_ids(load_cache) if load_cache and text is None else None
+        if not notes.is_interactive:
+            disable_progress_bars()
+            transformers_logging.disable_progress_bar()
+
+        chosen_device = checked_device(device)
+        note(notes, f"loading {model}")
+        language_model, tokenizer = load(model, precision, chosen_device)
+        longest = context_length(language_model)
+        weights = str(language_model.dtype).removeprefix("torch.")
+        note(notes, f"model: {weights} on {language_model.device}, context of {longest:,} tokens")
+        room = longest - max_new_tokens
+        if room < 1:
+            raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {longest:,} tokens.")
+        if tokenizer is None:
+            if text is not None or question is not None or save_cache or load_cache:
+                raise UsageError(f"{model} has no tokenizer: it takes no text, only the random tokens it gets without.")
+            prompt = random_prompt(language_model, min(context or RANDOM_TOKENS, room))
+            note(notes, f"prompt: {prompt.input_ids.shape[1]:,} random tokens")
+        elif prompt_file and text is not None:
+            prompt = verbatim_prompt(tokenizer, text, room)
+            note(notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens")
+        elif saved_ids is not None:
+            prompt = following_prompt(tokenizer, saved_ids, question or DEFAULT_QUESTION, room)
+            note(
+                notes, f"prompt: {prompt.input_ids.shape[1]:,} tokens, {prompt.prefix_tokens:,} of them in {load_cache}"
+            )
+        else:
+            is_apart = bool(save_cache or load_cache)
+            prompt = document_prompt(
+                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context or room, room, is_apart
+            )
+            kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
+            note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
+            if text is not None and prompt.kept_tokens < prompt.document_tokens:
+                write(out, what_was_left_out(prompt, longest, context))
+
+        if name != "stock" or compare:
+            compile_kernels(language_model, name == "quantized" or compare, notes)
+        task = _Task(language_model, prompt, CacheOptions(**given), max_new_tokens, prefill_chunk_size, notes)
+        stream = TokenStream(out, tokenizer)
+        if not compare:
+            filled = None
+            if load_cache:
+                filled, name = task.load(load_cache), f"{load_cache}"
+            elif save_cache:
+                filled = task.save(name, save_cache)
+                if question is None:
+                    return
+            run = task.run(name, stream.put, filled)
+            stream.end()
+            note(notes, _summary(name, run))
+            return
+        runs = {}
+        for name in CACHES:
+            task.warm_up(name)
+            runs[name] = task.run(name)
+            if name == "stock":
+                for token in runs[name].tokens:  # only now: writing while it runs would be timed
+                    stream.put(token)
+                stream.end()
+                if question is None and text is None and tokenizer is not None:
+                    said = where_it_says_so(str(tokenizer.decode(prompt.input_ids[0])))
+                    write(out, f"\nThe document says: {said}\n" if said else "")
+        out.print(_table(runs))
+        write(out, _conclusion(runs, prompt.input_ids.shape[1]))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One prompt for one model, to be run with any cache, each time a new one unless one is given."""
+
+    model: PreTrainedModel
+    prompt: Prompt
+    options: CacheOptions
+    max_new_tokens: int
+    prefill_chunk_size: int
+    notes: Console
+
+    def warm_up(self, name: str) -> None:
+        warm_up(self.model, self.prompt.input_ids, new_cache(name, self.model.config, self.options))
+
+    @property
+    def _prefix(self) -> torch.Tensor:
+        return self.prompt.input_ids[:, : self.prompt.prefix_tokens]
+
+    def save(self, name: str, path: Path) -> HybridCache:
+        """A cache that holds what is before the question, which `path` then does too."""
+        cache = new_cache(name, self.model.config, self.options)
+        assert isinstance(cache, HybridCache)
+        run = self._generate(f"{name}: document", self._prefix, cache, 1)
+        start = time.perf_counter()
+        cache.save(path, self._prefix)
+        seconds = time.perf_counter() - start
+        size = _mebibytes(path.stat().st_size)
+        note(self.notes, f"document: prefill {run.prefill_seconds:.2f} s; {size} written to {path} in {seconds:.2f} s")
+        return cache
+
+    def load(self, path: Path) -> HybridCache:
+        """The cache that `save` wrote, if it is of what is before the question."""
+        start = time.perf_counter()
+        cache = HybridCache.load(path, self.model.config, device=self.model.device, token_ids=self._prefix)
+        seconds = time.perf_counter() - start
+        left = self.prompt.input_ids.shape[1] - cache.get_seq_length()
+        note(self.notes, f"document: read from {path} in {seconds:.2f} s; {left:,} tokens of the prompt are left")
+        return cache
+
+    def run(self, name: str, on_token: Callable[[int], None] | None = None, cache: HybridCache | None = None) -> Run:
+        """Generate once; on a terminal a bar shows the prefill."""
+        filled = cache.get_seq_length() if cache else 0
+        return self._generate(
+            f"{name}: prefill",
+            self.prompt.input_ids,
+            cache or new_cache(name, self.model.config, self.options),
+            self.max_new_tokens,
+            filled,
+            on_token,
+        )
+
+    def _generate(
+        self,
+        title: str,
+        input_ids: torch.Tensor,
+        cache: Cache,
+        max_new_tokens: int,
+        filled: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Run:
+        with prefill_bar(self.notes, title, input_ids.shape[1] - filled) as bar:
+
+            def on_each_token(token: int) -> None:
+                bar.stop()  # before the answer is written where the bar was
+                if on_token:
+                    on_token(token)
+
+            return timed_generate(
+                self.model,
+                input_ids,
+                cache,
+                max_new_tokens,
+                self.prefill_chunk_size,
+                on_prefill=bar.advance,
+                on_token=on_each_token,
+            )
+
+
+def _summary(name: str, run: Run) -> str:
+    return (
+        f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
+        f"KV {_mebibytes(run.device_bytes)} on the device, {_mebibytes(run.host_bytes)} on the host"
+    )
+
+
+def _table(runs: dict[str, Run]) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("cache")
+    for heading in ("prefill\nseconds", "decode\ntokens/s", "KV on\ndevice", "KV on\nhost"):
+        table.add_column(heading, justify="right")
+    table.add_column("same tokens\nas stock")
+    for name, run in runs.items():
+        different = run.first_difference(runs["stock"])
+        table.add_row(
+            name,
+            f"{run.prefill_seconds:.2f}",
+            _rate(run),
+            _mebibytes(run.device_bytes),
+            _mebibytes(run.host_bytes),
+            "yes" if different is None else f"no, from {different}",
+        )
+    return table
+
+
+def _conclusion(runs: dict[str, Run], num_tokens: int) -> str:
+    """What the table shows, in two lines."""
+    stock, ours = runs["stock"], {name: run for name, run in runs.items() if name != "stock"}
+    rates = {name: run.decode_tokens_per_second for name, run in ours.items()}
+    share = 100 * _bytes(runs["quantized"]) / max(1, _bytes(stock))
+    text = ""
+    if stock.decode_tokens_per_second and all(rates.values()):
+        ratios = [f"{name} {(rate or 0.0) / stock.decode_tokens_per_second:.2f}" for name, rate in rates.items()]
+        text += f"Tokens a second after {num_tokens:,}, in parts of stock's: {', '.join(ratios)}.\n"
+    same = sum(run.first_difference(stock) is None for run in ours.values())
+    return text + f"Quantized holds {share:.0f}% of stock's bytes; {same} of {len(ours)} give the same answer.\n"
+
+
+def _bytes(run: Run) -> int:
+    return run.device_bytes + run.host_bytes
+
+
+def _rate(run: Run) -> str:
+    return "-" if run.decode_tokens_per_second is None else f"{run.decode_tokens_per_second:.1f}"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _check_files(
+    save_cache: Path | None, load_cache: Path | None, cache: str | None, compare: bool, prompt_file: Path | None
+) -> None:
+    option = "--save-cache" if save_cache else "--load-cache"
+    if not save_cache and not load_cache:
+        return
+    if save_cache and load_cache:
+        raise UsageError("--save-cache and --load-cache do not go together: copy the file.")
+    if compare:
+        raise UsageError(f"{option} is for one cache, --compare for all: drop one of them.")
+    if prompt_file:
+        raise UsageError(f"{option} tells the document from the question: use --document instead of --prompt-file.")
+    if load_cache and cache:
+        raise UsageError("--load-cache gives the cache that was saved: drop --cache.")
+    if cache == "stock":
+        raise UsageError("--cache stock is transformers' own, which cannot be saved: use dynamic.")
+    if save_cache:
+        require_place(save_cache)
+
+
+def _check_cache_options(
+    given: Collection[str], name: str, cache: str | None, compare: bool, load_cache: Path | None
+) -> None:
+    """Refuse what would be ignored; `given` are fields of `CacheOptions`."""
+    if compare:
+        if cache:
+            raise UsageError("--compare takes every cache: drop --cache.")
+        return
+    for field in given:
+        option, kind = f"--{field.replace('_', '-')}", "quantized" if field == "bits" else "offloaded"
+        if load_cache:
+            raise UsageError(f"--load-cache gives the cache that was saved: drop {option}.")
+        if name != kind:
+            raise UsageError(f"{option} is for --cache {kind}, and the cache is {name}: drop one of them.")

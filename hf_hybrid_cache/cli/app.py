@@ -1,0 +1,46 @@
+"""The command and its subcommands. What takes seconds to import is imported by the subcommand that is run."""
+
+import sys
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
+
+from .. import __version__
+from .chat_command import chat
+from .generate_command import generate
+from .plan_command import plan
+
+# Plain usage errors: boxes would be cut to 80 columns where there is no terminal.
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def run() -> None:
+    """Run what the arguments of the process say."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal cannot show
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """KV caches for Hugging Face transformers that keep long contexts in host memory."""
+
+
+app.command()(generate)
+app.command()(chat)
+app.command()(plan)

@@ -1,0 +1,9 @@
+"""What options can be, known without anything that takes seconds to import."""
+
+from ..models import ALIASES
+
+CACHES = ("stock", "dynamic", "offloaded", "quantized")
+DTYPES = ("float32", "bfloat16", "float16")
+NAMED_MODELS = tuple(ALIASES)
+DEFAULT_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
+RANDOM_TOKENS = 2000

@@ -1,0 +1,31 @@
+"""Where a model runs, and what is compiled for it."""
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from ..attention import compile_kernels as compile_and_wait
+from .console import UsageError, note
+
+
+def checked_device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = ["cpu"] + (
+        [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())] if accelerator else []
+    )
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError):
+        device = torch.device("meta")
+    wanted = device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+    if wanted not in here:
+        raise UsageError(f"--device {name!r} is not here: this machine has {', '.join(here)}.")
+    return device
+
+
+def compile_kernels(model: PreTrainedModel, is_coded: bool, notes: Console) -> None:
+    """Compile the kernels that attend to caches of a model on the CPU, so that it is not timed as part of an answer."""
+    if model.device.type == "cpu":
+        compile_and_wait(model.dtype, is_coded, lambda: note(notes, "compiling kernels, once on this machine"))

@@ -1,0 +1,15 @@
+"""The tokens of a document that was kept in a file."""
+
+from pathlib import Path
+
+import torch
+
+from ..saving import saved_token_ids
+from .console import UsageError
+
+
+def document_ids(path: Path) -> torch.Tensor:
+    token_ids = saved_token_ids(path)
+    if token_ids is None or token_ids.shape[0] != 1:
+        raise UsageError(f"{path} was not saved with --save-cache or /save: it lacks the tokens of a document.")
+    return token_ids
