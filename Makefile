@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: demo notebooks test test-all soak docs lint sweep sweep-gpu report clean
 
 demo: $(VENV)/.demo
-	$(BIN)/hf-hybrid-cache generate --compare --context 2000
+	$(BIN)/hf-hybrid-cache generate --compare
 
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python -m notebooks.execute
