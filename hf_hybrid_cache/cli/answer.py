@@ -148,6 +148,9 @@ def answer(
                     write(out, f"\nThe document says: {said}\n" if said else "")
         out.print(_table(runs))
         write(out, _conclusion(runs, prompt.input_ids.shape[1]))
+        for name, run in runs.items():
+            if tokenizer is not None and run.first_difference(runs["stock"]) is not None:
+                write(out, f"\n{name} answers: {tokenizer.decode(run.tokens, skip_special_tokens=True)}\n")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Where a model runs, and what is compiled for it."""
 
+import time
+
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -27,5 +29,15 @@ def checked_device(name: str | None) -> torch.device | None:
 
 def compile_kernels(model: PreTrainedModel, is_coded: bool, notes: Console) -> None:
     """Compile the kernels that attend to caches of a model on the CPU, so that it is not timed as part of an answer."""
-    if model.device.type == "cpu":
-        compile_and_wait(model.dtype, is_coded, lambda: note(notes, "compiling kernels, once on this machine"))
+    if model.device.type != "cpu":
+        return
+    start = time.perf_counter()
+    has_waited = []
+
+    def on_wait() -> None:
+        has_waited.append(True)
+        note(notes, "compiling kernels, once on this machine")
+
+    compile_and_wait(model.dtype, is_coded, on_wait)
+    if has_waited:
+        note(notes, f"compiled in {time.perf_counter() - start:.0f} s")
