@@ -1,6 +1,6 @@
 """
-Seconds a token of a whole model on the CPU with DynamicHybridCache: as it is, and compiled by `torch.compile` with its
-default backend, taking turns.
+Seconds a token of a whole model on the CPU with DynamicHybridCache: as it is, and compiled by `torch.compile`, taking
+turns.
 
 Both have a cache of their own with the same random keys and values. What is compiled is compiled before anything is
 timed.
@@ -29,10 +29,11 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.2-1b-random")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens")
     parser.add_argument("--steps", type=int, default=40, help="tokens timed with each")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     arguments = parser.parse_args()
     model, _ = load(arguments.model, None, "cpu")
     assert isinstance(model.config, LlamaConfig)
-    models = {"eager": model, "compiled": cast(PreTrainedModel, torch.compile(model))}
+    models = {"eager": model, "compiled": cast(PreTrainedModel, torch.compile(model, backend=arguments.backend))}
     reader = MemoryReader(arguments.buffer_mib)
     print(f"{'context':>8} {'eager':>10} {'compiled':>10} {'ratio':>7}")
     cells = []
@@ -56,7 +57,13 @@ def main() -> None:
         print(f"{context:>8,} {seconds['eager']:>8.4f} s {seconds['compiled']:>8.4f} s {ratio:>6.2f}x")
         cells.append({"context_tokens": context, "median_seconds": seconds, "ratio": ratio, "samples_seconds": samples})
         del decoders, actions
-    record = {"model": arguments.model, "dtype": str(model.dtype), "steps": arguments.steps, "cells": cells}
+    record = {
+        "model": arguments.model,
+        "dtype": str(model.dtype),
+        "backend": arguments.backend,
+        "steps": arguments.steps,
+        "cells": cells,
+    }
     print(f"record: {records.save('compiled_decode', record, arguments.out)}")
     print(json.dumps({str(cell["context_tokens"]): round(cell["ratio"], 3) for cell in cells}))
 

@@ -70,9 +70,10 @@ def main() -> None:
     found = [record for cell, record in store.read(folder).records.items() if cell.model == arguments.model]
     if not found:
         parser.error(f"{folder} has no records of {arguments.model}: run python -m experiments.context_sweep first.")
-    speeds, doubt = calibrate(torch.bfloat16)
-    if doubt is not None:
-        print(f"These speeds may be too low: {doubt}.")
+    calibration = calibrate(torch.bfloat16)
+    speeds = calibration.speeds
+    if calibration.doubt is not None:
+        print(f"These speeds may be too low: {calibration.doubt}.")
     cells = compared(found, speeds)
     print(f"{'':<14} {'':>8} {'KV, MiB':>21} {'':>7} {'ms a token':>21}")
     print(

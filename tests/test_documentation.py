@@ -94,14 +94,15 @@ def hub_with(hub: Path, model: Path, *names: str) -> Path:
 @pytest.fixture(scope="module")
 def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        **COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": 131_072}, num_hidden_layers=4
-    )
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
-    AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return hub_with(folder / "hub", folder / "model", SMOLLM2, *OTHER_NAMES)
+    for names, context in (((SMOLLM2,), 4096), (OTHER_NAMES, 131_072)):  # commands that fill the first one's are short
+        sizes = COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": context}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=4)).eval()
+        model.save_pretrained(folder / str(context))
+        tokenizer.save_pretrained(folder / str(context))
+        hub_with(folder / "hub", folder / str(context), *names)
+    return folder / "hub"
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,7 @@ def test_what_a_page_of_the_guide_shows_runs(
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     document, question = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (REPORT, "Who signed it?"))
     given = {
-        "model": AutoModelForCausalLM.from_pretrained(SMOLLM2),
+        "model": AutoModelForCausalLM.from_pretrained(OTHER_NAMES[0]),
         "tokenizer": tokenizer,
         "inputs": tokenizer(REPORT, return_tensors="pt"),
         "document_ids": document,

@@ -64,6 +64,12 @@ each_experiment = pytest.mark.parametrize(
         ("thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
         pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param(
+            "compiled_decode",
+            ["--contexts", "40", "--steps", "1", "--backend", "eager", "--model", "smollm2-135m", *SMALL_BUFFER],
+            {"40"},
+            marks=needs_smollm2,
+        ),
         pytest.param("decode_speed", ["--bits", "4", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param(
             "choice_cost",
@@ -260,6 +266,19 @@ def test_the_figure_of_quality_is_drawn_from_the_record(tmp_path: Path):
     machine, record = report.load_records(report.QUALITY).popitem()
     report.save(report.draw_quality, record, tmp_path / machine)
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".png"}
+
+
+def test_the_headline_of_the_readme_is_what_the_records_hold():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    machine = readme.split("results/decode_speed/llama-3.2-1b-random/")[1].split(".png")[0]
+    for folder, said in (
+        ("", "{:.1f} times as fast as"),
+        ("-4-bits", "{:.1f} times as fast with keys and values in 4 bits"),
+    ):
+        cells = report.load_records(f"decode_speed/llama-3.2-1b-random{folder}")[machine]["cells"]
+        assert said.format(cells[-1]["ratio"]) in readme
+    (four_bits,) = [cell for cell in report.load_records("kv_memory")[machine]["cells"] if cell["format"] == "int4"]
+    assert f"in {four_bits['share_of_bfloat16']:.0%} of their memory" in readme
 
 
 def test_the_page_of_results_states_what_the_records_hold():

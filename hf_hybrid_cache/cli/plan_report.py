@@ -116,7 +116,8 @@ def _speeds(dtype: torch.dtype, measure: bool, notes: Console) -> Speeds:
         note(notes, "measuring the speeds of this machine; let nothing else run meanwhile")
         compile_kernels(dtype, True, lambda: note(notes, "compiling kernels, once on this machine"))
         start = time.perf_counter()
-        speeds, doubt = calibrate(dtype)
+        measured = calibrate(dtype)
+        speeds, doubt = measured.speeds, measured.doubt
         took = f"took {time.perf_counter() - start:.0f} s"
         if doubt is not None:
             note(notes, f"{took}; not kept, because {doubt}: speeds may be higher than what follows. Try again.")

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -57,7 +57,8 @@ class Effort:
     rounds: int = 5
 
 
-class Calibration(NamedTuple):
+@dataclass(frozen=True)
+class Calibration:
     """
     What was measured.
 
