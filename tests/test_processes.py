@@ -176,6 +176,25 @@ def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path
     run_program("import test_processes as t; t.fork_while_a_kernel_is_compiled()", NUMBA_CACHE_DIR=str(tmp_path))
 
 
+COMPILE_ON_TWO_CORES = """
+import numpy as np
+from hf_hybrid_cache.kernels import compile_and_wait
+from hf_hybrid_cache.kernels.attention import attend
+from hf_hybrid_cache.kernels.coded_attention import attend_coded
+
+waits = []
+compile_and_wait(np.dtype(np.float32), True, lambda: waits.append(1))
+assert waits == [1]
+assert (sum(attend.stats.cache_misses.values()), sum(attend_coded.stats.cache_misses.values())) == (1, 0)
+assert sum(attend_coded.stats.cache_hits.values()) == 1
+"""
+
+
+@pytest.mark.slow
+def test_kernels_that_are_waited_for_are_compiled_in_two_processes(tmp_path: Path):
+    run_program(COMPILE_ON_TWO_CORES, NUMBA_CACHE_DIR=str(tmp_path))
+
+
 RUN_FOR_EVER = """
 import os, signal, threading
 import test_processes as t

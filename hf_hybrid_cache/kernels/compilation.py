@@ -64,18 +64,21 @@ def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], No
         program += "kernel.compile_coded_attention(numpy.dtype(sys.argv[1]))"
         with contextlib.suppress(OSError):  # then it is compiled here
             beside = subprocess.Popen([sys.executable, "-c", program, element.name], stderr=subprocess.DEVNULL)
-    thread = threading.Thread(target=_compile, args=(element, False))
-    if beside is None:
-        thread = threading.Thread(target=_compile, args=(element, is_coded))
-    thread.start()
-    thread.join(_SECONDS_TO_LOAD)
-    if thread.is_alive() or beside is not None:
-        on_wait()
-    thread.join()
-    if beside is not None:
-        compile_coding(element)
-        beside.wait()
-        compile_coded_attention(element)
+    thread = threading.Thread(target=_compile, args=(element, is_coded and beside is None), daemon=True)
+    try:
+        thread.start()
+        thread.join(_SECONDS_TO_LOAD)
+        if thread.is_alive() or beside is not None:
+            on_wait()
+        thread.join()
+        if beside is not None:
+            compile_coding(element)
+            beside.wait()
+            compile_coded_attention(element)
+    finally:
+        if beside is not None:
+            beside.kill()  # after an interrupt
+            beside.wait()
 
 
 def _is_on_disk(kernel: Any) -> bool:
