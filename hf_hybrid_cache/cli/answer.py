@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub.utils import disable_progress_bars
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.utils import logging as transformers_logging
 
 from ..cache import HybridCache
-from ..models import load
 from ..saving import require_place
 from .choices import DEFAULT_QUESTION, RANDOM_TOKENS
-from .console import UsageError, check_choice, dtype_of, exit_codes, note
-from .device import checked_device, compile_kernels
+from .console import UsageError, check_bits, check_choice, dtype_of, exit_codes, note
+from .device import compile_kernels, loaded
 from .prompts import (
     Prompt,
     context_length,
@@ -32,8 +29,9 @@ from .prompts import (
     where_it_says_so,
 )
 from .saved_document import document_ids
-from .terminal import TokenStream, is_encodable, prefill_bar, read_text, write
-from .timed_run import CACHES, CacheOptions, Run, new_cache, timed_generate, warm_up
+from .shown_run import shown_run
+from .terminal import TokenStream, is_encodable, read_text, write
+from .timed_run import CACHES, CacheOptions, Run, new_cache, warm_up
 
 
 def answer(
@@ -61,8 +59,7 @@ def answer(
         _check_files(save_cache, load_cache, cache, compare, prompt_file)
         if cache is not None:
             check_choice("--cache", cache, CACHES)
-        if bits not in (None, 8, 4, 2):
-            raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
+        check_bits(bits)
         name = cache or ("offloaded" if bits is None else "quantized")
         of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
         given = {field: value for field, value in of_caches.items() if value is not None}
@@ -83,13 +80,7 @@ def answer(
         source = prompt_file or document
         text = read_text(source) if source else None
         saved_ids = document_ids(load_cache) if load_cache and text is None else None
-        if not notes.is_interactive:
-            disable_progress_bars()
-            transformers_logging.disable_progress_bar()
-
-        chosen_device = checked_device(device)
-        note(notes, f"loading {model}")
-        language_model, tokenizer = load(model, precision, chosen_device)
+        language_model, tokenizer = loaded(model, precision, device, notes)
         longest = context_length(language_model)
         weights = str(language_model.dtype).removeprefix("torch.")
         note(notes, f"model: {weights} on {language_model.device}, context of {longest:,} tokens")
@@ -192,17 +183,10 @@ class _Task:
         note(self.notes, f"document: read from {path} in {seconds:.2f} s; {left:,} tokens of the prompt are left")
         return cache
 
-    def run(self, name: str, on_token: Callable[[int], None] | None = None, cache: HybridCache | None = None) -> Run:
+    def run(self, name: str, on_token: Callable[[int], None] | None = None, cache: Cache | None = None) -> Run:
         """Generate once; on a terminal a bar shows the prefill."""
-        filled = cache.get_seq_length() if cache else 0
-        return self._generate(
-            f"{name}: prefill",
-            self.prompt.input_ids,
-            cache or new_cache(name, self.model.config, self.options),
-            self.max_new_tokens,
-            filled,
-            on_token,
-        )
+        cache = cache or new_cache(name, self.model.config, self.options)
+        return self._generate(f"{name}: prefill", self.prompt.input_ids, cache, self.max_new_tokens, on_token)
 
     def _generate(
         self,
@@ -210,25 +194,11 @@ class _Task:
         input_ids: torch.Tensor,
         cache: Cache,
         max_new_tokens: int,
-        filled: int = 0,
         on_token: Callable[[int], None] | None = None,
     ) -> Run:
-        with prefill_bar(self.notes, title, input_ids.shape[1] - filled) as bar:
-
-            def on_each_token(token: int) -> None:
-                bar.stop()  # before the answer is written where the bar was
-                if on_token:
-                    on_token(token)
-
-            return timed_generate(
-                self.model,
-                input_ids,
-                cache,
-                max_new_tokens,
-                self.prefill_chunk_size,
-                on_prefill=bar.advance,
-                on_token=on_each_token,
-            )
+        return shown_run(
+            self.notes, title, self.model, input_ids, cache, max_new_tokens, self.prefill_chunk_size, on_token
+        )
 
 
 def _summary(name: str, run: Run) -> str:

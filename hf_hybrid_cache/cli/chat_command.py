@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .choices import CACHES, DTYPES, NAMED_MODELS
+from .choices import CACHES, NAMED_MODELS
+from .options import Bits, Device, DType, Model, PrefillChunkSize
 
 
 def chat(
@@ -18,26 +19,22 @@ def chat(
     load_cache: Annotated[
         Path | None, typer.Option(help="Go on with a document, or a conversation, that was kept in this file.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")
-    ] = NAMED_MODELS[0],
+    model: Model = NAMED_MODELS[0],
     cache: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(CACHES[1:])}. Default: dynamic, or as it was saved.")
     ] = None,
-    bits: Annotated[
-        int | None, typer.Option(help="Bits of each number, 8, 4 or 2; means --cache quantized, whose default is 4.")
-    ] = None,
+    bits: Bits = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     context: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of the document to keep at most. Default: what leaves room to talk."),
     ] = None,
-    prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
+    prefill_chunk_size: PrefillChunkSize = 512,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token each time.")
     ] = 0.0,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")] = None,
+    dtype: DType = None,
+    device: Device = None,
 ) -> None:
     """
     Talk about a document, which is read once.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from .choices import DTYPES
+from .choices import BITS, DTYPES
 from .interrupts import as_exceptions
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ def note(notes: Console, text: str) -> None:
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
+
+
+def check_bits(bits: int | None) -> None:
+    if bits not in (None, *BITS):
+        raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
 
 
 def dtype_of(option: str | None) -> "torch.dtype | None":

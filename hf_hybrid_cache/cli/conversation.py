@@ -10,11 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import HybridCache
 from ..layers import IncompleteCacheError
-from ..models import load
 from ..saving import CacheFileError
 from .choices import CACHES
-from .console import UsageError, check_choice, dtype_of, exit_codes, note
-from .device import checked_device, compile_kernels
+from .console import UsageError, check_bits, check_choice, dtype_of, exit_codes, note
+from .device import compile_kernels, loaded
 from .prompts import (
     PromptError,
     context_length,
@@ -24,8 +23,9 @@ from .prompts import (
     what_was_left_out,
 )
 from .saved_document import document_ids
-from .terminal import TokenStream, is_encodable, prefill_bar, read_text, write
-from .timed_run import CacheOptions, Run, new_cache, timed_generate
+from .shown_run import shown_run
+from .terminal import TokenStream, is_encodable, read_text, write
+from .timed_run import CacheOptions, Run, new_cache
 
 # Tokens of the context that are left to the conversation, of models with a long one.
 TALK_TOKENS = 2048
@@ -59,9 +59,7 @@ def talk(
         precision = dtype_of(dtype)
         text = read_text(document) if document else None
         saved_ids = document_ids(load_cache) if load_cache else None
-        chosen_device = checked_device(device)
-        note(notes, f"loading {model}")
-        language_model, tokenizer = load(model, precision, chosen_device)
+        language_model, tokenizer = loaded(model, precision, device, notes)
         if tokenizer is None:
             raise UsageError(f"{model} has no tokenizer, so there is nothing to say.")
         longest = context_length(language_model)
@@ -197,27 +195,23 @@ class Conversation:
             self._shorten(before)
 
     def _generate(self, what: str, max_new_tokens: int, keep: bool) -> Run:
-        filled = self._cache.get_seq_length()
         stream = TokenStream(self._out, self._tokenizer)
-        prompt = torch.tensor([self._token_ids])
-        with prefill_bar(self._notes, what, len(self._token_ids) - filled) as bar:
 
-            def on_token(token: int) -> None:
-                bar.stop()  # before the answer is written where the bar was
-                if keep:
-                    self._token_ids.append(token)
-                    stream.put(token)
+        def on_token(token: int) -> None:
+            self._token_ids.append(token)
+            stream.put(token)
 
-            run = timed_generate(
-                self._model,
-                prompt,
-                self._cache,
-                max_new_tokens,
-                self._chunk,
-                on_prefill=bar.advance,
-                on_token=on_token,
-                temperature=self._temperature,
-            )
+        run = shown_run(
+            self._notes,
+            what,
+            self._model,
+            torch.tensor([self._token_ids]),
+            self._cache,
+            max_new_tokens,
+            self._chunk,
+            on_token if keep else None,
+            self._temperature,
+        )
         if keep:
             stream.end()
         return run
@@ -266,8 +260,7 @@ def _check(
 ) -> None:
     """Refuse what would be ignored."""
     check_choice("--cache", name, CACHES[1:])
-    if bits not in (None, 8, 4, 2):
-        raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
+    check_bits(bits)
     if bits is not None and name != "quantized":
         raise UsageError(f"--bits is for --cache quantized, and the cache is {name}: drop one of them.")
     if document is not None and str(document) == "-":

@@ -1,16 +1,35 @@
-"""Where a model runs, and what is compiled for it."""
+"""A model, loaded where it is to run, and what is compiled for it."""
 
 import time
 
 import torch
+from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ..attention import compile_kernels as compile_and_wait
+from ..models import Loaded, load
 from .console import UsageError, note
 
 
-def checked_device(name: str | None) -> torch.device | None:
+def loaded(name: str, dtype: torch.dtype | None, device: str | None, notes: Console) -> Loaded:
+    """
+    The model that `--model` names, with its tokenizer, on the device that `--device` names.
+
+    Raises:
+        UsageError: the device is not here.
+        ModelLoadError: the model cannot be had.
+    """
+    if not notes.is_interactive:
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+    chosen_device = _checked_device(device)
+    note(notes, f"loading {name}")
+    return load(name, dtype, chosen_device)
+
+
+def _checked_device(name: str | None) -> torch.device | None:
     if name is None:
         return None
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .choices import CACHES, DEFAULT_QUESTION, DTYPES, NAMED_MODELS, RANDOM_TOKENS
+from .choices import CACHES, DEFAULT_QUESTION, NAMED_MODELS, RANDOM_TOKENS
+from .options import Bits, Device, DType, Model, PrefillChunkSize
 
 
 def generate(
@@ -26,9 +27,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="The whole prompt, used as it is, instead of document and question.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")
-    ] = NAMED_MODELS[0],
+    model: Model = NAMED_MODELS[0],
     cache: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(CACHES)}. Default: offloaded, or as it was saved.")
     ] = None,
@@ -50,19 +49,16 @@ def generate(
             f"{RANDOM_TOKENS:,} random ones for a model without a tokenizer.",
         ),
     ] = None,
-    prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
+    prefill_chunk_size: PrefillChunkSize = 512,
     prefetch_layers: Annotated[
         int | None, typer.Option(min=0, help="offloaded: layers on their way to the device ahead of use. Default: 1.")
     ] = None,
     resident_layers: Annotated[
         int | None, typer.Option(min=0, help="offloaded: layers that stay on the device. Default: 0.")
     ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(help="Bits of each number, 8, 4 or 2; means --cache quantized, whose default is 4."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")] = None,
+    bits: Bits = None,
+    dtype: DType = None,
+    device: Device = None,
 ) -> None:
     """
     Answer a question about a document.

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from ..models import ALIASES, SHAPES
-from .choices import DTYPES
+from .options import DType, PrefillChunkSize
 
 
 def _print_models(wanted: bool) -> None:
@@ -29,9 +29,9 @@ def plan(
         str | None, typer.Option(help="Such as 8GiB; 0 is no GPU. Default: what is free here.")
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 32GiB. Default: what is free here.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")] = None,
+    dtype: DType = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    prefill_chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")] = 512,
+    prefill_chunk_size: PrefillChunkSize = 512,
     calibrate_first: Annotated[
         bool, typer.Option("--calibrate", help="Measure the speeds of this machine and keep them.")
     ] = False,
