@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .layers import DeviceMemoryError, IncompleteCacheError, Placement
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, HostMemoryError, KVCodec
+    from .weights import WeightsReport, quantize_weights, weights_in_bits
 
 __all__ = [
     "CacheFileError",
@@ -30,15 +31,18 @@ __all__ = [
     "Placement",
     "QuantizedHybridCache",
     "StaleHandleError",
+    "WeightsReport",
     "__version__",
     "decode_on_cpu",
     "get_num_threads",
     "minmax",
     "quanto",
+    "quantize_weights",
     "saved_token_ids",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",
+    "weights_in_bits",
 ]
 
 __getattr__ = lazy_names(
@@ -52,6 +56,7 @@ __getattr__ = lazy_names(
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement"),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "HostMemoryError", "KVCodec"),
+        "weights": ("WeightsReport", "quantize_weights", "weights_in_bits"),
     },
 )
 

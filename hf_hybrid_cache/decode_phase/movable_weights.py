@@ -1,5 +1,6 @@
 """A model's weights, moved between its device and host memory while the modules that hold them stay the same."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..storage import require_host_bytes
+from ..weights import CODED_DTYPES, Covered, Width, coding_bar, coverage, require_some
 
 HOST = torch.device("cpu")
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,7 +23,7 @@ class HostCopy:
     One weight in host memory.
 
     Attributes:
-        data: what decoding reads.
+        data: what decoding reads, perhaps in few bits.
         original: the weight as it was, where `data` does not tell it exactly and the host has no other copy.
         fingerprint: of the weight that was copied.
     """
@@ -33,12 +35,17 @@ class HostCopy:
 
 @dataclass
 class Weight:
-    """One weight: the module's own tensor; its data on the device (`None` while not there), and in the host."""
+    """
+    One weight: the module's own tensor; its data on the device (`None` while not there), and in the host.
+
+    With `covered`, which says what modules hold it, the host's is of few bits.
+    """
 
     tensor: torch.Tensor
     on_device: torch.Tensor | None
     device_dtype: torch.dtype
     host: HostCopy
+    covered: Covered | None = None
 
 
 class MovableWeights:
@@ -46,16 +53,19 @@ class MovableWeights:
     Copies of a model's weights in host memory, and the exchange of the two.
 
     Parameters and buffers stay the same objects, so ties, optimizers and references to them hold; only the data they
-    point to is exchanged. Buffers that a checkpoint does not have, such as rotary frequencies, keep their dtype.
+    point to is exchanged, or, for weights of few bits, what modules hold in their place. Buffers that a checkpoint does
+    not have, such as rotary frequencies, keep their dtype.
 
     Args:
         model: all its weights must be on one device; nothing of it is changed yet.
         dtype: of the weights in host memory, for those that have the model's dtype; `None` for no change.
         restores: whether the weights will go back to the device, exactly as they were.
         kept: copies of an earlier call by name; those that still fit are used, and new ones added.
+        width: of weights in host memory, where they can be of few bits; `None` for all as they are.
 
     Raises:
         HostMemoryError: host memory would not suffice for the copies.
+        ValueError: none of them can be of few bits, or one of those has numbers that are not finite.
     """
 
     def __init__(
@@ -64,11 +74,14 @@ class MovableWeights:
         dtype: torch.dtype | None = None,
         restores: bool = True,
         kept: dict[str, HostCopy] | None = None,
+        width: Width | None = None,
     ):
         self.device = model.device
         self._model = model
         self._restores = restores
+        self._width = width
         dtype_of = _target_dtypes(model, dtype)
+        covered = {} if width is None else _covered(model, dtype_of)
         with _plain_tensors():
             weights = _weights_of(model)
             prints = {name: _fingerprint(tensor) if kept is not None else () for name, tensor in weights.items()}
@@ -76,11 +89,18 @@ class MovableWeights:
             for name in [name for name, copy in kept.items() if prints.get(name) != copy.fingerprint]:
                 del kept[name]
             missing = [(name, tensor) for name, tensor in weights.items() if name not in kept]
-            num_bytes = sum(self._host_bytes(tensor, dtype_of(name, tensor)) for name, tensor in missing)
+            targets = {name: (dtype_of(name, tensor), covered.get(name)) for name, tensor in missing}
+            num_bytes = sum(self._host_bytes(tensor, *targets[name]) for name, tensor in missing)
             require_host_bytes(num_bytes, "Weights to decode with on the CPU need")
-            for name, tensor in missing:
-                kept[name] = self._host_copy(tensor, dtype_of(name, tensor), prints[name])
-            self._weights = [Weight(tensor, tensor.data, tensor.dtype, kept[name]) for name, tensor in weights.items()]
+            with contextlib.nullcontext() if width is None else coding_bar(len(missing), width) as bar:
+                for name, tensor in missing:
+                    kept[name] = self._host_copy(tensor, prints[name], *targets[name])
+                    if bar is not None:
+                        bar.update()
+            self._weights = [
+                Weight(tensor, tensor.data, tensor.dtype, kept[name], covered.get(name))
+                for name, tensor in weights.items()
+            ]
 
     def use_device(self) -> None:
         """Let the model compute with the weights on its own device, which must be there."""
@@ -88,13 +108,19 @@ class MovableWeights:
             for weight in self._weights:
                 assert weight.on_device is not None
                 _exchange(weight.tensor, weight.on_device)
+                if weight.covered is not None:
+                    weight.covered.hold(weight.covered.parameter)
             self._move_other_buffers(self.device)
 
     def use_host(self) -> None:
         """Let the model compute with the weights in host memory."""
         with _plain_tensors():
             for weight in self._weights:
-                _exchange(weight.tensor, weight.host.data)
+                if weight.covered is not None:
+                    weight.covered.hold(weight.host.data)
+                    _exchange(weight.tensor, self._aside(weight))
+                else:
+                    _exchange(weight.tensor, weight.host.data)
             self._move_other_buffers(HOST)
 
     def free_device(self) -> None:
@@ -120,18 +146,36 @@ class MovableWeights:
                     # Converted first: the device may have room for the smaller dtype only.
                     weight.on_device = source.to(weight.device_dtype).to(self.device)
 
-    def _host_bytes(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
-        new = 0 if tensor.device.type == "cpu" and dtype == tensor.dtype else tensor.numel() * dtype.itemsize
-        return new + (tensor.nbytes if self._needs_original(tensor, dtype) else 0)
+    def _aside(self, weight: Weight) -> torch.Tensor:
+        """What a parameter points to while modules hold another in its place."""
+        if self.device.type == "cpu" and weight.on_device is not None:
+            return weight.on_device
+        return torch.empty(0, dtype=weight.device_dtype) if weight.host.original is None else weight.host.original
 
-    def _needs_original(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        loses = torch.promote_types(tensor.dtype, dtype) != dtype
+    def _host_bytes(self, tensor: torch.Tensor, dtype: torch.dtype, covered: Covered | None) -> int:
+        new = 0 if tensor.device.type == "cpu" and dtype == tensor.dtype else tensor.numel() * dtype.itemsize
+        if covered is not None:
+            assert self._width is not None
+            new = covered.coded_bytes(self._width)
+        return new + (tensor.nbytes if self._needs_original(tensor, dtype, covered) else 0)
+
+    def _needs_original(self, tensor: torch.Tensor, dtype: torch.dtype, covered: Covered | None) -> bool:
+        loses = covered is not None or torch.promote_types(tensor.dtype, dtype) != dtype
         return loses and self._restores and tensor.device.type != "cpu"
 
-    def _host_copy(self, tensor: torch.Tensor, dtype: torch.dtype, fingerprint: tuple) -> HostCopy:
+    def _host_copy(
+        self, tensor: torch.Tensor, fingerprint: tuple, dtype: torch.dtype, covered: Covered | None
+    ) -> HostCopy:
         # Converted in the host: the device may have no room for both.
         original = tensor.data.to(HOST)
-        return HostCopy(original.to(dtype), original if self._needs_original(tensor, dtype) else None, fingerprint)
+        data = original.to(dtype)
+        if covered is not None:
+            assert self._width is not None
+            try:
+                data = covered.coded(data, self._width)
+            except ValueError as error:
+                raise ValueError(f"{covered.name} {error}. Use weights=None.") from None
+        return HostCopy(data, original if self._needs_original(tensor, dtype, covered) else None, fingerprint)
 
     def _move_other_buffers(self, device: torch.device) -> None:
         # Looked for each time: rotary embeddings that scale with the length replace theirs during a forward pass.
@@ -146,6 +190,14 @@ def _weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     in_checkpoint = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in in_checkpoint}
     return dict(model.named_parameters()) | buffers
+
+
+def _covered(model: PreTrainedModel, dtype_of: Callable[[str, torch.Tensor], torch.dtype]) -> dict[str, Covered]:
+    """The parameters that will be of few bits, by name."""
+    covered, left = coverage(model)
+    covered = [each for each in covered if dtype_of(each.name, each.parameter) in CODED_DTYPES]
+    require_some(covered, left, model)
+    return {each.name: each for each in covered}
 
 
 def _target_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:

@@ -1,10 +1,12 @@
-"""Numba kernels over blocks of keys and values in host memory. They know NumPy and nothing of torch."""
+"""Numba kernels over keys, values and weights in host memory. They know NumPy and nothing of torch."""
 
 from .blocks import BLOCK, value_width
 from .coded_blocks import BITS, CHUNK, RecordLayout
 from .coding import NOT_FINITE, decode_blocks, encode_blocks
 from .compilation import compile_and_wait, compile_in_background
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
+from .panel_products import multiply
+from .panels import WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels
 from .threads import get_num_threads, set_num_threads
 from .workspace import CodedBlocks, Shape, Workspace
 
@@ -13,15 +15,21 @@ __all__ = [
     "BLOCK",
     "CHUNK",
     "NOT_FINITE",
+    "WEIGHT_BITS",
     "CodedBlocks",
+    "PanelLayout",
     "RecordLayout",
     "Shape",
     "Workspace",
     "compile_and_wait",
     "compile_in_background",
     "decode_blocks",
+    "decode_panels",
+    "decode_row",
     "encode_blocks",
+    "encode_panels",
     "get_num_threads",
+    "multiply",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

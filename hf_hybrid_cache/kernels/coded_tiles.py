@@ -28,7 +28,7 @@ _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
 _NEGLIGIBLE = 1e-30
 
 
-def _dot_width(context: Any) -> int:
+def dot_width(context: Any) -> int:
     """Lanes of the processor's dot product of 16-bit pairs; 0 if it has none."""
     if has_feature(context, "avx512vnni") and has_feature(context, "avx512f"):
         return 16
@@ -40,7 +40,7 @@ def has_dot_product(typing_context: Any) -> Any:
     """Whether the processor has integer dot products, a constant."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return ir.IntType(1)(int(_dot_width(context) > 0))
+        return ir.IntType(1)(int(dot_width(context) > 0))
 
     return types.boolean(), generate
 
@@ -200,8 +200,8 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
                 finish(dot.total(vec.loop(builder, count, [dot.zero] * (ROWS * vectors), body)))
 
             dots: list[_Dot] = [_FloatDot(builder)]
-            if _dot_width(context):
-                dots.append(_PairDot(builder, _dot_width(context)))
+            if dot_width(context):
+                dots.append(_PairDot(builder, dot_width(context)))
             for dot in dots:
                 wanted = is_integer if dot.is_integer else builder.not_(is_integer)
                 for width in BITS:

@@ -171,7 +171,7 @@ def _encode_block(part, call):
         start = first_state + token * call.token_stride
         state = call.states[start : start + dim]  # indices from 0 on are not checked for negative ones
         for d in range(dim):
-            number = _number(np.uint32(state[d]) << shift) * factors[d]
+            number = as_number(np.uint32(state[d]) << shift) * factors[d]
             by_token[token, d] = number
             worst = max(worst, np.uint32(np.float32(number).view(np.uint32) & _INFINITE))
     by_channel = np.ascontiguousarray(by_token.T)
@@ -197,11 +197,11 @@ def _encode_block(part, call):
         if start < end:
             for index in range(filled_inner):
                 numbers = tile[index, start:end]
-                least, most = _extremes(numbers)
-                scale, low = _scale_and_low(least, most, call.share, levels)
+                least, most = extremes(numbers)
+                scale, low = scale_and_low(least, most, call.share, levels)
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
                 word, position = _in_words(index, bits)
-                _put_codes(numbers, _number(scale), _number(low), levels, words[word, start:end], position)
+                put_codes(numbers, as_number(scale), as_number(low), levels, words[word, start:end], position)
 
 
 @jit_part
@@ -215,7 +215,7 @@ def _parts(record, bits, inner, lanes, groups):
 
 
 @jit_finite
-def _extremes(numbers):
+def extremes(numbers):
     """Of a group. Written out: of `min` and `max` no vectors are made."""
     least = most = numbers[0]
     for number in numbers:
@@ -225,7 +225,7 @@ def _extremes(numbers):
 
 
 @jit_finite
-def _put_codes(numbers, scale, low, levels, words, position):
+def put_codes(numbers, scale, low, levels, words, position):
     """Put the codes of a group into words at a position."""
     half = np.float32(0.5)
     half_low = low * half
@@ -238,7 +238,7 @@ def _put_codes(numbers, scale, low, levels, words, position):
 
 
 @jit_part
-def _scale_and_low(least, most, share, levels):
+def scale_and_low(least, most, share, levels):
     """Of a group, as the bits of float32."""
     if share < 1:
         part = np.float32((1 - share) / 2)
@@ -246,18 +246,18 @@ def _scale_and_low(least, most, share, levels):
         least, most = least + cut, most - cut
     half = np.float32(0.5)
     low_bits = _rounded_down(least)
-    low = _number(low_bits)
+    low = as_number(low_bits)
     if most <= low:
         return np.uint32(0), low_bits
     # Divided first: the difference of two large numbers may be infinite.
     scale_bits = _rounded_up(max(most / levels - low / levels, _SMALLEST_NORMAL))
-    if low * half + levels * (_number(scale_bits) * half) > _LARGEST * half:
+    if low * half + levels * (as_number(scale_bits) * half) > _LARGEST * half:
         scale_bits = np.uint32(scale_bits - _ONE_BFLOAT16)
     return scale_bits, low_bits
 
 
 @jit_part
-def _number(bits):
+def as_number(bits):
     """The float32 of some bits."""
     return np.uint32(bits).view(np.float32)
 
@@ -294,8 +294,8 @@ def _decode_block(part, call):
     for index in range(filled_inner):
         word, position = _in_words(index, bits)
         for group in range(groups):
-            scale = _number(np.uint32(scales[group, index]) << np.uint32(16))
-            low = _number(np.uint32(lows[group, index]) << np.uint32(16))
+            scale = as_number(np.uint32(scales[group, index]) << np.uint32(16))
+            low = as_number(np.uint32(lows[group, index]) << np.uint32(16))
             for lane in range(group * call.group, min((group + 1) * call.group, filled_lanes)):
                 code = np.float32((words[word, lane] >> position) & mask)
                 tile[index, lane] = low + scale * code

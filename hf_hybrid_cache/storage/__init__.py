@@ -1,5 +1,6 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
+from .address_space import huge_page_memory
 from .block_buffer import kernel_element
 from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
@@ -41,6 +42,7 @@ __all__ = [
     "available_host_bytes",
     "coded_blocks",
     "full_tokens",
+    "huge_page_memory",
     "kernel_element",
     "record_shape",
     "require_host_bytes",

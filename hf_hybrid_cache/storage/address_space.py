@@ -92,3 +92,12 @@ def reserve(num_bytes: int) -> AddressSpace | None:
         return AddressSpace(mmap.mmap(-1, num_bytes, flags=flags))
     except (OSError, OverflowError):
         return None
+
+
+def huge_page_memory(num_bytes: int) -> torch.Tensor:
+    """Uint8 `[num_bytes]`, for what is written once and read often: in pages of 2 MiB where the system has them."""
+    space = reserve(num_bytes) if num_bytes >= _HUGE_PAGE else None
+    if space is None:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    space.use_huge_pages(0, num_bytes)
+    return space.data

@@ -1,0 +1,190 @@
+"""
+What is done with a panel of coded weights, sixteen rows at a time: the product with a few tokens, and decoding.
+
+`panels` says what a panel looks like. Tokens are rounded to 16 bits, relative to the largest number of each group, so
+that the sum of a group is one of small integers: exact, and the same on every processor.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .coded_tiles import dot_width
+from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
+
+# Tokens that share what is read of a panel, while their sums are in registers.
+TOKENS = (8, 4, 2, 1)
+# How far ahead of its use memory is asked for.
+_AHEAD = 2048
+# With fewer sums at a time the processor would wait for each.
+_FEWEST_SUMS = 4
+
+
+@intrinsic
+def multiply_panel(
+    typing_context: Any,
+    bits: Any,
+    tokens: Any,
+    panel: Any,
+    groups: Any,
+    group_words: Any,
+    operand: Any,
+    operand_stride: Any,
+    steps: Any,
+    sums: Any,
+    number_stride: Any,
+    out: Any,
+) -> Any:
+    """
+    Write the sixteen outputs of a panel for a few tokens, one of `TOKENS`.
+
+    bits: of a code; panel: address; groups: of a row; group_words: rows of words in a group; operand: address of int16
+    rows, `operand_stride` bytes apart, one for each token; steps, sums: addresses of float32 rows, `number_stride`
+    bytes apart: what the numbers of each group are multiples of, and their sum; out: address of float32
+    `[tokens, LANES]`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        bits, tokens, panel, groups, group_words, operand, operand_stride, steps, sums, number_stride, out = arguments
+        add, multiply = builder.add, builder.mul
+        dot = _pair_dot(context)
+        group_bytes = multiply(add(group_words, INT64(1)), INT64(CACHE_LINE))
+
+        def run(width: int, count: int) -> None:
+            pairs = 16 // width
+            chains = min(pairs, max(1, _FEWEST_SUMS // count))
+            word_bytes = INT64(4 * pairs)
+
+            def add_group(group: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                start = add(panel, multiply(group, group_bytes))
+                first = multiply(multiply(group, group_words), word_bytes)
+                vec.prefetch(builder, add(start, INT64(_AHEAD)), 1)
+
+                def add_words(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                    address = add(start, multiply(add(index, INT64(1)), INT64(CACHE_LINE)))
+                    words = vec.load(builder, address, INTS)
+                    vec.prefetch(builder, add(address, INT64(_AHEAD)), 1)
+                    position = add(first, multiply(index, word_bytes))
+                    totals = list(totals)
+                    for pair in range(pairs):
+                        codes = _pair(builder, words, width, pair)
+                        for token in range(count):
+                            place = add(add(operand, multiply(INT64(token), operand_stride)), position)
+                            number = vec.splat(builder, vec.load(builder, add(place, INT64(4 * pair)), INT32))
+                            chain = token * chains + pair % chains
+                            totals[chain] = dot(builder, codes, number, totals[chain])
+                    return totals
+
+                totals = vec.loop(builder, group_words, [vec.ints(0)] * (count * chains), add_words)
+                scale, low = _scales_and_lows(builder, start)
+                results = []
+                for token in range(count):
+                    total = totals[token * chains]
+                    for chain in range(1, chains):
+                        total = add(total, totals[token * chains + chain])
+                    place = add(multiply(INT64(token), number_stride), multiply(group, INT64(4)))
+                    step, total_of_numbers = (
+                        vec.splat(builder, vec.load(builder, add(numbers, place), FLOAT)) for numbers in (steps, sums)
+                    )
+                    result = vec.multiply_add(
+                        builder, builder.sitofp(total, FLOATS), builder.fmul(scale, step), carried[token]
+                    )
+                    results.append(vec.multiply_add(builder, low, total_of_numbers, result))
+                return results
+
+            results = vec.loop(builder, groups, [vec.floats(0.0)] * count, add_group)
+            for token, result in enumerate(results):
+                vec.store(builder, result, add(out, INT64(token * LANES * 4)))
+
+        for width in (8, 4):
+            for count in TOKENS:
+                is_it = builder.and_(
+                    builder.icmp_signed("==", bits, INT64(width)), builder.icmp_signed("==", tokens, INT64(count))
+                )
+                with builder.if_then(is_it):
+                    run(width, count)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), generate
+
+
+@intrinsic
+def decode_group(
+    typing_context: Any, bits: Any, numbers: Any, columns: Any, out: Any, out_stride: Any, is_bfloat16: Any
+) -> Any:
+    """
+    Write what the first columns of a group of a panel stand for.
+
+    bits: of a code; numbers: address of the group; out: address of rows of sixteen, `out_stride` bytes apart, one for
+    each column, float32 or bfloat16.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        bits, numbers, columns, out, out_stride, is_bfloat16 = arguments
+        add, multiply = builder.add, builder.mul
+        scale, low = _scales_and_lows(builder, numbers)
+        words = add(numbers, INT64(CACHE_LINE))
+        in_word = builder.sdiv(INT64(32), bits)
+        mask = vec.splat(builder, builder.trunc(builder.sub(builder.shl(INT64(1), bits), INT64(1)), INT32))
+
+        def decode(column: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            word, place = builder.sdiv(column, in_word), builder.srem(column, in_word)
+            half = multiply(builder.and_(place, INT64(1)), INT64(16))
+            shift = add(multiply(builder.lshr(place, INT64(1)), bits), half)
+            row = vec.load(builder, add(words, multiply(word, INT64(CACHE_LINE))), INTS)
+            shifted = builder.lshr(row, vec.splat(builder, builder.trunc(shift, INT32)))
+            code = builder.sitofp(builder.and_(shifted, mask), FLOATS)
+            number = vec.multiply_add(builder, scale, code, low)
+            place_of_column = add(out, multiply(column, out_stride))
+            with builder.if_else(is_bfloat16) as (then, otherwise):
+                with then:
+                    vec.store(builder, _to_bfloat16(builder, number), place_of_column)
+                with otherwise:
+                    vec.store(builder, number, place_of_column)
+            return []
+
+        vec.loop(builder, columns, [], decode)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, types.boolean), generate
+
+
+def _scales_and_lows(builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Of the group of a panel that begins at an address."""
+    numbers = vec.load(builder, address, INTS)
+    halves = builder.shl(numbers, vec.ints(16)), builder.and_(numbers, vec.ints(0xFFFF0000))
+    scale, low = (builder.bitcast(half, FLOATS) for half in halves)
+    return scale, low
+
+
+def _to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """Finite floats to the nearest bfloat16, as bits."""
+    bits = builder.bitcast(numbers, INTS)
+    is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
+    rounded = builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, vec.ints(16)), ir.VectorType(INT16, LANES))
+
+
+def _pair(builder: ir.IRBuilder, words: ir.Value, width: int, index: int) -> ir.Value:
+    """The codes at one place in both halves of each word, as two 16-bit numbers."""
+    shifted = builder.lshr(words, vec.ints(index * width)) if index else words
+    return builder.and_(shifted, vec.ints((2**width - 1) * 0x10001))
+
+
+def _pair_dot(context: Any) -> Callable[..., ir.Value]:
+    """`dot(builder, a, b, c)`: c plus the products of both pairs of 16-bit numbers in each lane."""
+    width = dot_width(context)
+    if width:
+        return lambda builder, a, b, c: vec.dot_pairs(builder, a, b, c, width)
+    return _plain_dot
+
+
+def _plain_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    for shift in (False, True):
+        x, y = (builder.ashr(each if shift else builder.shl(each, vec.ints(16)), vec.ints(16)) for each in (a, b))
+        c = builder.add(c, builder.mul(x, y))
+    return c

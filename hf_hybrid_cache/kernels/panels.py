@@ -1,0 +1,222 @@
+"""
+What coded weights look like, and the way to it and back.
+
+A weight is a matrix `[rows, columns]`, used as `x @ weight.T`. Sixteen rows are a panel, so that the sums of one vector
+are outputs of their own. A panel is read once, from its first byte to its last: for each group of columns a line of
+scales and lows, then the codes:
+    numbers uint32 `[16]`: the scale of each row in the lower half, its low in the upper one, both bfloat16
+    words   uint32 `[group * bits / 32, 16]`
+A code u stands for `low + scale * u`. The two halves of a word hold codes of neighbouring columns: the lower half those
+of columns 0, 2, 4, ..., the upper half those of 1, 3, 5, ...; a shift and a mask give pairs of 16-bit numbers, as dot
+products of processors take. What fills up the last panel and the last group is never used.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from .coding import as_number, extremes, put_codes, scale_and_low
+from .compiled import jit, jit_part
+from .panel_tiles import decode_group
+from .parallel import openmp, share_out, started_threads
+from .threads import get_num_threads
+from .vector_ir import CACHE_LINE, LANES
+
+WEIGHT_BITS = (8, 4)
+
+
+@dataclass(frozen=True)
+class PanelLayout:
+    """
+    Of a coded weight.
+
+    Attributes:
+        bits: of a code, one of `WEIGHT_BITS`.
+        rows: outputs.
+        columns: inputs.
+        group: columns that share a scale, a multiple of 8.
+        groups: of a row; the last one may be filled up.
+        group_words: rows of words in a group.
+        panels: of the weight; the last one may be filled up.
+    """
+
+    bits: int
+    rows: int
+    columns: int
+    group: int
+    # Computed once: a product of every weight asks for every token.
+    groups: int = field(init=False)
+    group_words: int = field(init=False)
+    panels: int = field(init=False)
+    panel_bytes: int = field(init=False)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.bits in WEIGHT_BITS
+        assert self.group % 8 == 0
+        groups, panels = -(-self.columns // self.group), -(-self.rows // LANES)
+        group_words = self.group * self.bits // 32
+        panel_bytes = groups * (1 + group_words) * CACHE_LINE
+        computed = {"groups": groups, "group_words": group_words, "panels": panels, "panel_bytes": panel_bytes}
+        for name, value in (computed | {"num_bytes": panels * panel_bytes}).items():
+            object.__setattr__(self, name, value)
+
+
+class Panels(NamedTuple):
+    """One call of `_encode` or `_decode`."""
+
+    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns]
+    shift: int  # from these bits to those of a float32
+    words: Any  # uint32 [panels, groups, 1 + group_words, 16]
+    bits: int
+    failures: Any  # int64 [1], counts rows with numbers that are not finite
+
+
+def encode_panels(weight: np.ndarray, layout: PanelLayout, out: np.ndarray) -> bool:
+    """
+    Code rows of a weight, each group between its least and its largest number.
+
+    Args:
+        weight: `[rows, columns]`, float32, or uint16 for bfloat16 bits; contiguous.
+        layout: of as many rows.
+        out: uint8 `[layout.num_bytes]`, written.
+
+    Returns:
+        Whether all numbers are finite; otherwise `out` is of no use.
+    """
+    call = _call(weight, layout, out)
+    _run(_encode, call, layout.panels)
+    return not call.failures[0]
+
+
+def decode_panels(panels: np.ndarray, layout: PanelLayout, out: np.ndarray) -> None:
+    """
+    Write what coded rows stand for, transposed: so it is written sixteen numbers at a time.
+
+    Args:
+        panels: uint8 `[layout.num_bytes]`.
+        layout: of them.
+        out: `[layout.columns, 16 * layout.panels]`, float32, or uint16 for bfloat16 bits; contiguous.
+    """
+    assert out.shape == (layout.columns, layout.panels * LANES)
+    _run(_decode, _call(out, layout, panels), layout.panels)
+
+
+def decode_row(panels: np.ndarray, layout: PanelLayout, row: int, out: np.ndarray) -> None:
+    """Write what one row stands for, to float32 `[layout.columns]`."""
+    _decode_row(_words(panels, layout), layout.bits, row, out)
+
+
+def _words(panels: np.ndarray, layout: PanelLayout) -> np.ndarray:
+    assert panels.size == layout.num_bytes
+    return panels.view(np.uint32).reshape(layout.panels, layout.groups, 1 + layout.group_words, LANES)
+
+
+def _call(numbers: np.ndarray, layout: PanelLayout, panels: np.ndarray) -> Panels:
+    is_single = numbers.dtype == np.float32
+    bits = numbers.view(np.uint32) if is_single else numbers
+    return Panels(bits, 0 if is_single else 16, _words(panels, layout), layout.bits, np.zeros(1, np.int64))
+
+
+def _run(kernel: Any, call: Panels, parts: int) -> None:
+    threads = get_num_threads()
+    pool = openmp() or started_threads()
+    kernel(pool.parallel, max(threads, pool.team()), threads, parts, call)
+
+
+@jit
+def _encode(parallel, team, threads, parts, call):
+    share_out(parallel, team, threads, parts, _encode_panel, call)
+
+
+@jit
+def _decode(parallel, team, threads, parts, call):
+    share_out(parallel, team, threads, parts, _decode_panel, call)
+
+
+@jit_part
+def _place(column, bits):
+    """The row of words of a group, and the lowest bit in them, of the codes of one of its columns."""
+    in_word = column % (32 // bits)
+    return column * bits // 32, np.uint32(in_word // 2 * bits + in_word % 2 * 16)
+
+
+@jit_part
+def _encode_panel(panel, call):
+    """Code up to sixteen rows."""
+    rows, columns = call.numbers.shape
+    groups, group = call.words.shape[1], (call.words.shape[2] - 1) * (32 // call.bits)
+    levels, shift = np.float32((1 << call.bits) - 1), np.uint32(call.shift)
+    codes = np.empty(group, np.uint32)
+    numbers = np.empty(group, np.float32)
+    first = panel * LANES
+    for index in range(groups):
+        words = call.words[panel, index]
+        start, end = index * group, min((index + 1) * group, columns)
+        for row in range(words.shape[0]):
+            for lane in range(LANES):
+                words[row, lane] = 0
+        for lane in range(min(LANES, rows - first)):
+            is_finite = True
+            for column in range(start, end):
+                number = as_number(np.uint32(call.numbers[first + lane, column]) << shift)
+                numbers[column - start] = number
+                is_finite &= abs(number) < np.inf
+            if not is_finite:
+                call.failures[0] += 1
+                continue
+            least, most = extremes(numbers[: end - start])
+            scale, low = scale_and_low(least, most, 1.0, levels)
+            words[0, lane] = (scale >> np.uint32(16)) | low
+            for column in range(end - start):
+                codes[column] = 0
+            put_codes(numbers[: end - start], as_number(scale), as_number(low), levels, codes, np.uint32(0))
+            for column in range(end - start):
+                word, position = _place(column, call.bits)
+                words[1 + word, lane] |= codes[column] << position
+
+
+@jit_part
+def _decode_panel(panel, call):
+    """Write what sixteen rows stand for, to as many columns."""
+    columns, rows = call.numbers.shape
+    item = call.numbers.itemsize
+    groups, group = call.words.shape[1], (call.words.shape[2] - 1) * (32 // call.bits)
+    out = call.numbers.ctypes.data + panel * LANES * item
+    for index in range(groups):
+        start = index * group
+        decode_group(
+            call.bits,
+            call.words[panel, index].ctypes.data,
+            min(group, columns - start),
+            out + start * rows * item,
+            rows * item,
+            call.shift > 0,
+        )
+
+
+@jit
+def _decode_row(words, bits, row, out):
+    panel, lane = divmod(row, LANES)
+    group, mask = (words.shape[2] - 1) * (32 // bits), np.uint32((1 << bits) - 1)
+    for column in range(out.size):
+        index = column // group
+        word, position = _place(column - index * group, bits)
+        code = np.float32((words[panel, index, 1 + word, lane] >> position) & mask)
+        numbers = words[panel, index, 0, lane]
+        scale, low = as_number(numbers << np.uint32(16)), as_number(numbers & np.uint32(0xFFFF0000))
+        out[column] = low + scale * code
+
+
+def compile_panels(element: np.dtype) -> None:
+    """Compile coding of weights that kernels see as `element`, or load it from Numba's cache on disk."""
+    kinds = {
+        "numbers": (numba.uint16 if element == np.uint16 else numba.uint32)[:, ::1],
+        "words": numba.uint32[:, :, :, ::1],
+        "failures": numba.int64[::1],
+    }
+    call = numba.types.NamedTuple([kinds.get(field, numba.int64) for field in Panels._fields], Panels)
+    for kernel in (_encode, _decode):
+        kernel.compile(numba.void(*[numba.int64] * 4, call))

@@ -1,0 +1,17 @@
+"""Weights of 8 or 4 bits for models that compute on the CPU."""
+
+from .coverage import CODED_DTYPES, Covered, coverage
+from .quantized_weights import WeightsReport, coding_bar, quantize_weights, require_some, weights_in_bits
+from .width import Width
+
+__all__ = [
+    "CODED_DTYPES",
+    "Covered",
+    "WeightsReport",
+    "Width",
+    "coding_bar",
+    "coverage",
+    "quantize_weights",
+    "require_some",
+    "weights_in_bits",
+]

@@ -1,0 +1,129 @@
+"""Weights of few bits in host memory: coding them, and the products of tokens with them."""
+
+import numpy as np
+import torch
+
+from ..kernels import PanelLayout, decode_panels, decode_row, encode_panels, multiply
+from ..storage import huge_page_memory
+
+# With more tokens the products are bound by arithmetic, and torch's are faster.
+MOST_TOKENS = 32
+# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache.
+_DECODED_BYTES = 2**22
+# Rows that are coded at a time, if they are of a type that the kernel does not read.
+_CONVERTED_BYTES = 2**26
+_PANEL = 16
+
+
+class CodedMatrices:
+    """
+    One weight, or several of one shape such as a layer's experts, in few bits.
+
+    Args:
+        weights: `[matrices, rows, columns]`, in host memory, of a floating type.
+        bits: of a code.
+        group_size: columns that share a scale.
+
+    Attributes:
+        layout: of each of them.
+
+    Raises:
+        ValueError: some of the weights are infinite or not a number.
+    """
+
+    def __init__(self, weights: torch.Tensor, bits: int, group_size: int):
+        count, rows, columns = weights.shape
+        self.layout = PanelLayout(bits, rows, columns, group_size)
+        self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
+        for index in range(count):
+            self._encode(weights[index].detach(), self._data[index].numpy())
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data.nbytes
+
+    def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        `tokens @ matrix.T + bias`.
+
+        Args:
+            tokens: `[..., columns]`, float32, bfloat16 or float16.
+            index: of the matrix.
+            bias: `[rows]`, of the same type.
+
+        Returns:
+            `[..., rows]`, likewise.
+        """
+        dtype = tokens.dtype
+        if dtype == torch.float16:  # the kernels do not read it
+            return self.multiply(tokens.float(), index, None if bias is None else bias.float()).to(dtype)
+        shape = tokens.shape
+        num_tokens = tokens.numel() // self.layout.columns
+        if num_tokens > MOST_TOKENS:
+            return self._multiply_many(tokens.reshape(num_tokens, -1), index, bias).view(*shape[:-1], -1)
+        out = torch.empty((*shape[:-1], self.layout.rows), dtype=dtype)
+        if num_tokens:
+            tokens = tokens.contiguous()
+            bias = None if bias is None else bias.contiguous()
+            multiply(
+                tokens.data_ptr(),
+                num_tokens,
+                dtype == torch.bfloat16,
+                self._data.data_ptr() + index * self.layout.num_bytes,
+                self.layout,
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+            )
+        return out
+
+    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What rows of the first matrix stand for, `[*indices, columns]`."""
+        found, places = torch.unique(indices, return_inverse=True)
+        numbers = torch.empty(len(found), self.layout.columns)
+        panels = self._data[0].numpy()
+        for row, out in zip(found.tolist(), numbers.numpy(), strict=True):
+            decode_row(panels, self.layout, row, out)
+        return numbers.to(dtype)[places]
+
+    def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """What a matrix stands for, `[rows, columns]`."""
+        return self._decoded(index, 0, self.layout.panels, dtype).t().contiguous()
+
+    def _multiply_many(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """Of many tokens `[tokens, columns]`: torch multiplies them with a few panels at a time."""
+        layout = self.layout
+        out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
+        step = max(1, _DECODED_BYTES // (_PANEL * layout.columns * tokens.element_size()))
+        for first in range(0, layout.panels, step):
+            weight = self._decoded(index, first, min(first + step, layout.panels), tokens.dtype)
+            rows = slice(first * _PANEL, first * _PANEL + weight.shape[1])
+            out[:, rows] = tokens @ weight if bias is None else torch.addmm(bias[rows], tokens, weight)
+        return out
+
+    def _decoded(self, index: int, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the rows of some panels stand for, transposed: `[columns, rows]`."""
+        layout = self.layout
+        rows = min(last * _PANEL, layout.rows) - first * _PANEL
+        part = PanelLayout(layout.bits, rows, layout.columns, layout.group)
+        is_bfloat16 = dtype == torch.bfloat16
+        out = torch.empty(layout.columns, part.panels * _PANEL, dtype=dtype if is_bfloat16 else torch.float32)
+        start = first * layout.panel_bytes
+        decode_panels(self._data[index, start : start + part.num_bytes].numpy(), part, _as_array(out))
+        return out[:, :rows].to(dtype)
+
+    def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> None:
+        layout = self.layout
+        is_read = weight.dtype in (torch.float32, torch.bfloat16)
+        step = layout.panels if is_read else max(1, _CONVERTED_BYTES // (_PANEL * layout.columns * 4))
+        for first in range(0, layout.panels, step):
+            rows = weight[first * _PANEL : (first + step) * _PANEL].contiguous()
+            part = PanelLayout(layout.bits, len(rows), layout.columns, layout.group)
+            start = first * layout.panel_bytes
+            out = panels[start : start + part.num_bytes]
+            if not encode_panels(_as_array(rows if is_read else rows.float()), part, out):
+                raise ValueError("has numbers that are infinite or not a number")
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """As the kernels read it: bfloat16 by its bits."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

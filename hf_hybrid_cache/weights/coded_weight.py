@@ -1,0 +1,259 @@
+"""
+A weight of few bits, in the place of a module's parameter: a tensor in shape and type, without the numbers.
+
+Modules go on calling what they call: `linear`, `matmul`, `addmm`, `embedding`, `grouped_mm`. These are answered from
+the codes; any other operation gets the numbers that the codes stand for, and so is right, if slower. Nothing of torch
+or transformers is patched.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from .coded_matrices import CodedMatrices
+
+_HOST = torch.device("cpu")
+
+outside_of_graphs = torch.compiler.disable(
+    reason="products with weights of few bits are computed outside of compiled graphs; compile without fullgraph=True"
+)
+
+
+class CodedWeight(torch.Tensor):
+    """
+    One coded matrix, or several of one shape, or one of those; perhaps transposed.
+
+    Attributes:
+        matrices: the codes.
+        which: of them; `None` for all, `[matrices, rows, columns]`.
+        is_transposed: columns come before rows.
+    """
+
+    matrices: CodedMatrices
+    which: int | None
+    is_transposed: bool
+    _shape: torch.Size
+
+    @staticmethod
+    def make(
+        matrices: CodedMatrices, count: int | None, which: int | None, is_transposed: bool, dtype: torch.dtype
+    ) -> "CodedWeight":
+        layout = matrices.layout
+        sizes = (layout.columns, layout.rows) if is_transposed else (layout.rows, layout.columns)
+        shape = torch.Size(sizes if count is None else (count, *sizes))
+        weight = torch.Tensor._make_wrapper_subclass(CodedWeight, shape, dtype=dtype, device=_HOST)
+        weight.matrices, weight.which, weight.is_transposed, weight._shape = matrices, which, is_transposed, shape
+        weight._is_param = True  # what makes it an `nn.Parameter` to `isinstance`
+        return weight
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Answered here, because torch's own answer would go through `__torch_function__` for every product."""
+        return self._shape
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it stands for several matrices."""
+        return self.which is None
+
+    def transposed(self) -> "CodedWeight":
+        """The same with its last two axes exchanged."""
+        return self._again(not self.is_transposed)
+
+    def one(self, index: int) -> "CodedWeight":
+        """One of several matrices."""
+        count = self._shape[0]
+        if not -count <= index < count:
+            raise IndexError(f"index {index} is out of bounds for {count} matrices")
+        return CodedWeight.make(self.matrices, None, index % count, self.is_transposed, self.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """The numbers that it stands for, as a tensor of its own."""
+        with torch.no_grad():
+            if self.which is None:
+                weights = torch.stack([self.one(index).dense() for index in range(self._shape[0])])
+            else:
+                weights = self.matrices.dense(self.which, self.dtype)
+                weights = weights.t() if self.is_transposed else weights
+        return weights
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CodedWeight":
+        # Codes never change, so copies of a model share them.
+        return self._again(self.is_transposed)
+
+    def _again(self, is_transposed: bool) -> "CodedWeight":
+        count = self._shape[0] if self.is_stacked else None
+        return CodedWeight.make(self.matrices, count, self.which, is_transposed, self.dtype)
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = _ANSWERS.get(func) or _ANSWERS.get(getattr(func, "_qualified_op_name", None))
+        if answer is not None:
+            result = answer(*args, **kwargs)
+            if result is not None:
+                return result
+        elif func in _NOT_DISPATCHED:
+            args, kwargs = tree_map_only(CodedWeight, CodedWeight.dense, (args, kwargs))
+        elif func in _OF_STORAGE:
+            raise TypeError(
+                "A weight of few bits is not stored as numbers of its own. Save or share the model before its weights "
+                "are quantized, or take weight.dense()."
+            )
+        # Shape, type and device are answered by the tensor itself; what needs numbers ends in __torch_dispatch__.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(CodedWeight, CodedWeight.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Product(torch.autograd.Function):
+    """The product, where gradients of the tokens are asked for. The weight itself has none."""
+
+    @staticmethod
+    def forward(
+        context: Any, tokens: torch.Tensor, bias: torch.Tensor | None, matrices: CodedMatrices, index: int
+    ) -> torch.Tensor:
+        context.matrices, context.index, context.dtype = matrices, index, tokens.dtype
+        return matrices.multiply(tokens.detach(), index, None if bias is None else bias.detach())
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        gradient = gradients[0]
+        of_tokens = gradient @ context.matrices.dense(context.index, context.dtype)
+        of_bias = gradient.flatten(0, -2).sum(0) if context.needs_input_grad[1] else None
+        return of_tokens, of_bias, None, None
+
+
+def _multiplied(tokens: Any, weight: CodedWeight, bias: Any = None) -> torch.Tensor | None:
+    """`tokens @ matrix.T + bias`; `None` for operands that torch should judge."""
+    dtype = weight.dtype
+    fits = (
+        not isinstance(tokens, CodedWeight)
+        and tokens.dtype == dtype
+        and tokens.dim() > 0
+        and tokens.shape[-1] == weight.matrices.layout.columns
+        and tokens.device.type == "cpu"
+        and (bias is None or (bias.dtype == dtype and bias.shape == (weight.matrices.layout.rows,)))
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if not fits:
+        return None
+    assert weight.which is not None
+    if torch.is_grad_enabled() and (tokens.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Product.apply(tokens, bias, weight.matrices, weight.which)
+    return weight.matrices.multiply(tokens, weight.which, bias)
+
+
+def _is_matrix(weight: Any, is_transposed: bool) -> bool:
+    return isinstance(weight, CodedWeight) and weight.which is not None and weight.is_transposed == is_transposed
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+    return _multiplied(input, weight, bias) if _is_matrix(weight, False) else None
+
+
+def _matmul(input: Any, other: Any) -> torch.Tensor | None:
+    return _multiplied(input, other) if _is_matrix(other, True) else None
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor | None:
+    return _multiplied(mat1, mat2, input) if _is_matrix(mat2, True) and beta == alpha == 1 else None
+
+
+def _embedding(input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> Any:
+    if not _is_matrix(weight, False) or max_norm is not None or isinstance(input, CodedWeight):
+        return None
+    rows = weight.matrices.layout.rows
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
+        raise IndexError(f"index out of range: there are {rows:,} rows, and ids from {input.min()} to {input.max()}")
+    return weight.matrices.rows(input, weight.dtype)
+
+
+def _grouped_mm(input: Any, weight: Any, *, offs: Any = None, **_: Any) -> torch.Tensor | None:
+    """As transformers calls it: rows of `input` up to the first offset are of the first expert, and so on."""
+    if not (isinstance(weight, CodedWeight) and weight.is_stacked and weight.is_transposed) or offs is None:
+        return None
+    out = torch.zeros(len(input), weight.shape[2], dtype=input.dtype)
+    start = 0
+    for index, end in enumerate(offs.tolist()):
+        if end > start:
+            product = _multiplied(input[start:end], weight.one(index))
+            if product is None:
+                return None
+            out[start:end] = product
+        start = max(start, end)
+    return out
+
+
+def _item(weight: Any, index: Any) -> CodedWeight | None:
+    if not isinstance(weight, CodedWeight) or not weight.is_stacked:
+        return None
+    if isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
+        index = int(index)
+    return weight.one(index) if type(index) is int else None
+
+
+def _transpose(weight: CodedWeight, *dims: Any, dim0: Any = None, dim1: Any = None) -> CodedWeight | None:
+    dims = dims or (dim0, dim1)
+    last = weight.dim() - 1
+    return weight.transposed() if {dim % weight.dim() for dim in dims} == {last - 1, last} else None
+
+
+def _transpose_all(weight: CodedWeight) -> CodedWeight | None:
+    return None if weight.is_stacked else weight.transposed()
+
+
+def _cannot_adopt(*_: Any) -> bool:
+    """Whether a module that is converted may put other numbers into the weight: it is to take another tensor."""
+    return False
+
+
+def _same(weight: CodedWeight, *_: Any) -> CodedWeight:
+    return weight
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    torch.Tensor.__getitem__: _item,
+    torch.transpose: _transpose,
+    torch.Tensor.transpose: _transpose,
+    torch.Tensor.swapaxes: _transpose,
+    torch.t: _transpose_all,
+    torch.Tensor.t: _transpose_all,
+    torch.Tensor.T.__get__: _transpose_all,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__: CodedWeight.transposed,  # type: ignore[attr-defined]
+    torch.Tensor.detach: _same,
+    torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
+    torch._has_compatible_shallow_copy_type: _cannot_adopt,
+    functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+    "transformers::grouped_mm_fallback": _grouped_mm,
+}
+# What torch refuses to do for a subclass before it asks the subclass.
+_NOT_DISPATCHED = {torch.Tensor.tolist, torch.Tensor.numpy}
+# What asks for memory that there is not.
+_OF_STORAGE = {
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.share_memory_,
+    torch.Tensor.__reduce_ex__,
+}

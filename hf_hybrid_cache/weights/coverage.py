@@ -1,0 +1,127 @@
+"""Which weights of a model can be of few bits, which modules hold them, and why the others cannot."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..kernels import PanelLayout
+from .coded_matrices import CodedMatrices
+from .coded_weight import CodedWeight
+from .width import Width
+
+CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Smaller ones would be mostly what fills them up; among them are gates and routers, which are better left exact.
+_LEAST_ROWS, _LEAST_COLUMNS = 16, 32
+
+
+class Holder(NamedTuple):
+    """A module that holds a parameter, and as what."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Covered:
+    """
+    A parameter that can be of few bits.
+
+    Attributes:
+        name: the first that the model has for it.
+        parameter: the module's own.
+        holders: all modules that hold it; several where weights are tied.
+        is_transposed: its columns come before its rows.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    holders: list[Holder]
+    is_transposed: bool
+
+    def coded(self, data: torch.Tensor, width: Width) -> CodedWeight:
+        """
+        The parameter in few bits.
+
+        Args:
+            data: its numbers, in host memory.
+            width: of the codes.
+
+        Raises:
+            ValueError: some of the numbers are not finite.
+        """
+        # Tensors made in inference mode could not be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            stacked = data if data.dim() == 3 else data[None]
+            matrices = CodedMatrices(stacked.transpose(1, 2) if self.is_transposed else stacked, *width)
+            count, index = (len(stacked), None) if data.dim() == 3 else (None, 0)
+            return CodedWeight.make(matrices, count, index, self.is_transposed, data.dtype)
+
+    def coded_bytes(self, width: Width) -> int:
+        """What the codes take."""
+        count = self.parameter.shape[0] if self.parameter.dim() == 3 else 1
+        sizes = self.parameter.shape[-2:]
+        rows, columns = reversed(sizes) if self.is_transposed else sizes
+        return count * PanelLayout(width.bits, rows, columns, width.group_size).num_bytes
+
+    def hold(self, parameter: torch.Tensor) -> None:
+        """Let the modules hold this one in its place."""
+        for module, attribute in self.holders:
+            module._parameters[attribute] = parameter  # type: ignore[assignment]
+
+
+def coverage(model: PreTrainedModel) -> tuple[list[Covered], dict[str, str]]:
+    """
+    The parameters that can be of few bits, and by name why other matrices cannot.
+
+    Linear layers, the output head with the embedding that is tied to it, the embedding of tokens, and experts that
+    transformers keeps as stacked matrices.
+    """
+    holders: dict[int, list[Holder]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(Holder(module, attribute))
+    covered, left = [], {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        orientations = {_orientation(holder, model) for holder in holders[id(parameter)]}
+        reason = _reason_to_leave(parameter, holders[id(parameter)], orientations)
+        if reason is None:
+            covered.append(Covered(name, parameter, holders[id(parameter)], orientations == {True}))
+        else:
+            left[name] = reason
+    return covered, left
+
+
+def _orientation(holder: Holder, model: PreTrainedModel) -> bool | None:
+    """Whether a module uses a parameter as a transposed matrix; `None` if not as a matrix, or nobody knows."""
+    module, attribute = holder
+    if attribute == "weight" and isinstance(module, nn.Linear):
+        return False
+    if attribute == "weight" and isinstance(module, Conv1D):
+        return True
+    if attribute == "weight" and isinstance(module, nn.Embedding) and module is model.get_input_embeddings():
+        return False
+    # What transformers' `use_experts_implementation` notes on the modules that it decorates.
+    is_transposed = getattr(module, "is_transposed", None)
+    is_expert = hasattr(module, "num_experts") and isinstance(is_transposed, bool)
+    return is_transposed if is_expert and module._parameters[attribute].dim() == 3 else None  # type: ignore[union-attr]
+
+
+def _reason_to_leave(parameter: nn.Parameter, holders: list[Holder], orientations: set[bool | None]) -> str | None:
+    if isinstance(parameter, CodedWeight):
+        return "is of few bits already"
+    if type(parameter.data) is not torch.Tensor or parameter.dtype not in CODED_DTYPES:
+        return f"is of type {type(parameter.data).__name__}, {parameter.dtype}"
+    users = " and ".join(sorted({type(module).__name__ for module, _ in holders}))
+    if None in orientations or len(orientations) > 1:
+        return f"is used by {users}, not as the matrix of a linear layer"
+    rows, columns = reversed(parameter.shape[-2:]) if orientations == {True} else parameter.shape[-2:]
+    if rows < _LEAST_ROWS or columns < _LEAST_COLUMNS:
+        return f"has only {rows} outputs and {columns} inputs"
+    return None

@@ -1,0 +1,182 @@
+"""Coded weights: their codes taken apart one by one, and products with them, in float64."""
+
+import numpy as np
+import pytest
+
+from hf_hybrid_cache.kernels import (
+    PanelLayout,
+    decode_panels,
+    decode_row,
+    encode_panels,
+    get_num_threads,
+    multiply,
+    set_num_threads,
+)
+from kernels.reference import stored
+
+SHAPES = [(1, 1), (16, 32), (17, 33), (48, 64), (50, 100), (130, 200)]
+GROUPS = (32, 64, 128)
+
+
+def coded(weight: np.ndarray, layout: PanelLayout) -> np.ndarray:
+    panels = np.full(layout.num_bytes, 255, np.uint8)
+    assert encode_panels(weight, layout, panels)
+    return panels
+
+
+def taken_apart(panels: np.ndarray, layout: PanelLayout) -> tuple[np.ndarray, np.ndarray]:
+    """What the rows stand for, `[rows, columns]`, and the step between two codes of each number."""
+    lines = panels.view(np.uint32).reshape(layout.panels, layout.groups, 1 + layout.group_words, 16).astype(np.uint64)
+    numbers, steps = np.zeros((2, layout.rows, layout.columns))
+    for row in range(layout.rows):
+        panel, lane = divmod(row, 16)
+        for column in range(layout.columns):
+            index, place = divmod(column, layout.group)
+            line = lines[panel, index, :, lane]
+            scale, low = (bits_as_float(part << np.uint64(16)) for part in (line[0] & 0xFFFF, line[0] >> np.uint64(16)))
+            word, place = divmod(place, 32 // layout.bits)
+            shift = place // 2 * layout.bits + place % 2 * 16
+            code = int(line[1 + word]) >> shift & (2**layout.bits - 1)
+            numbers[row, column], steps[row, column] = low + scale * code, scale
+    return numbers, steps
+
+
+def bits_as_float(bits: np.uint64) -> float:
+    return float(np.uint32(bits).view(np.float32))
+
+
+def random_weight(rows: int, columns: int, storage: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """As kernels read it, and in float64."""
+    generator = np.random.default_rng(seed)
+    return stored(generator.standard_normal((rows, columns)).astype(np.float32), storage)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_every_weight_is_within_half_a_step_of_what_its_code_says(shape, group, bits, storage):
+    given, exact = random_weight(*shape, storage)
+    layout = PanelLayout(bits, *shape, group)
+    numbers, steps = taken_apart(coded(given, layout), layout)
+    assert (np.abs(numbers - exact) <= 0.501 * steps + 1e-6).all()
+    spread = np.ptp(exact)
+    assert steps.max() <= 1.02 * spread / (2**bits - 1) + 2.0**-7 * np.abs(exact).max() / (2**bits - 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decoding_gives_what_the_codes_say_by_column_and_by_row(shape, bits):
+    layout = PanelLayout(bits, *shape, 64)
+    panels = coded(random_weight(*shape)[0], layout)
+    numbers, _ = taken_apart(panels, layout)
+    columns = np.empty((layout.columns, 16 * layout.panels), np.float32)
+    decode_panels(panels, layout, columns)
+    assert np.abs(columns.T[: layout.rows] - numbers).max() < 1e-6
+    in_bfloat16 = np.empty(columns.shape, np.uint16)
+    decode_panels(panels, layout, in_bfloat16)
+    as_float = (in_bfloat16.astype(np.uint32) << 16).view(np.float32)
+    assert (np.abs(as_float - columns) <= 2.0**-8 * np.abs(columns)).all()
+    for row in range(layout.rows):
+        out = np.empty(layout.columns, np.float32)
+        decode_row(panels, layout, row, out)
+        assert np.abs(out - numbers[row]).max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 8, 9, 21])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_products_are_those_with_the_decoded_weights(shape, num_tokens, bits, has_bias):
+    layout = PanelLayout(bits, *shape, 32)
+    panels = coded(random_weight(*shape)[0], layout)
+    numbers, _ = taken_apart(panels, layout)
+    generator = np.random.default_rng(1)
+    tokens = generator.standard_normal((num_tokens, layout.columns)).astype(np.float32)
+    bias = generator.standard_normal(layout.rows).astype(np.float32) * has_bias
+    exact = tokens.astype(np.float64) @ numbers.T + bias
+    out = product(tokens, panels, layout, bias if has_bias else None)
+    # Tokens are rounded to 16 bits of the largest in their group.
+    most = np.abs(tokens).max(1, keepdims=True) / 65534 * np.abs(numbers).sum(1) + 1e-5 * np.abs(exact) + 1e-5
+    assert (np.abs(out - exact) <= most).all()
+
+
+def product(tokens: np.ndarray, panels: np.ndarray, layout: PanelLayout, bias: np.ndarray | None = None) -> np.ndarray:
+    out = np.full((len(tokens), layout.rows), 7, tokens.dtype)
+    addresses = tokens.ctypes.data, 0 if bias is None else bias.ctypes.data
+    is_bfloat16 = tokens.dtype == np.uint16
+    multiply(addresses[0], len(tokens), is_bfloat16, panels.ctypes.data, layout, addresses[1], out.ctypes.data)
+    return out
+
+
+def test_products_of_bfloat16_are_rounded_to_the_nearest():
+    layout = PanelLayout(4, 40, 96, 32)
+    panels = coded(random_weight(40, 96)[0], layout)
+    tokens, exact = random_weight(3, 96, "bfloat16", seed=1)
+    bias, _ = random_weight(1, 40, "bfloat16", seed=2)
+    whole = product(exact.astype(np.float32), panels, layout, (bias[0].astype(np.uint32) << 16).view(np.float32))
+    halves = (product(tokens, panels, layout, bias[0]).astype(np.uint32) << 16).view(np.float32)
+    assert (np.abs(halves - whole) <= 2.0**-8 * np.abs(whole)).all()
+
+
+def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
+    layout = PanelLayout(4, 300, 256, 64)
+    panels = coded(random_weight(300, 256)[0], layout)
+    tokens = random_weight(13, 256, seed=1)[0]
+    together = product(tokens, panels, layout)
+    most = get_num_threads()
+    for threads in range(1, most + 1):
+        set_num_threads(threads)
+        try:
+            alone = np.concatenate([product(tokens[index : index + 1], panels, layout) for index in range(13)])
+        finally:
+            set_num_threads(None)
+        assert (alone == together).all()
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_outlier_among_the_inputs_costs_the_other_groups_nothing(outlier, bits):
+    layout = PanelLayout(bits, 32, 256, 32)
+    panels = coded(random_weight(32, 256)[0], layout)
+    numbers, _ = taken_apart(panels, layout)
+    tokens = random_weight(1, 256, seed=1)[0]
+    tokens[0, 5] = outlier
+    zeroed = tokens.copy()
+    zeroed[0, :32] = 0
+    error = np.abs(product(zeroed, panels, layout) - zeroed.astype(np.float64) @ numbers.T)
+    assert error.max() < 1e-3
+    exact = tokens.astype(np.float64) @ numbers.T
+    assert (np.abs(product(tokens, panels, layout) - exact) <= 1e-3 * max(1, outlier)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_are_refused(value, storage):
+    weight = np.zeros((20, 40), np.float32)
+    weight[17, 39] = value
+    layout = PanelLayout(4, 20, 40, 32)
+    assert not encode_panels(stored(weight, storage)[0], layout, np.empty(layout.num_bytes, np.uint8))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_tokens_that_are_not_finite_give_outputs_that_are_not(value):
+    layout = PanelLayout(8, 20, 40, 32)
+    panels = coded(random_weight(20, 40)[0], layout)
+    tokens = np.zeros((2, 40), np.float32)
+    tokens[0, 3] = value
+    out = product(tokens, panels, layout)
+    assert not np.isfinite(out[0]).any()
+    assert (out[1] == 0).all()
+
+
+def test_weights_of_one_value_and_extreme_ones_are_kept():
+    weight = np.full((16, 64), 0.75, np.float32)
+    weight[1], weight[2, ::2], weight[2, 1::2] = 0, np.finfo(np.float32).max, -np.finfo(np.float32).max
+    weight[3], weight[4, 0] = 1e-42, 1e-42
+    layout = PanelLayout(4, 16, 64, 32)
+    numbers, steps = taken_apart(coded(weight, layout), layout)
+    assert np.isfinite(numbers).all()
+    assert (numbers[0] == 0.75).all()
+    assert (numbers[1] == 0).all()
+    assert (np.abs(numbers - weight) <= 0.501 * steps + 1e-37).all() or np.abs(numbers[2] / weight[2] - 1).max() < 0.02
