@@ -377,6 +377,83 @@ assert not {"torch", "transformers", "numba"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
+FIRST_IMPORTS = """
+import os, sys
+
+class Watcher:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "numba", "transformers"):
+            print(name, os.environ.get("GOMP_SPINCOUNT"), sorted(os.sched_getaffinity(0)))
+            sys.stdout.flush()
+            os._exit(0)
+
+from hf_hybrid_cache.cli import main, nodes, options
+options.bind_to_node = lambda number: nodes.bind_to_node(number, nodes.Path(os.environ["FAKED_NODES"]))
+sys.meta_path.insert(0, Watcher())
+main()
+"""
+EACH_COMMAND = pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
+
+
+def first_import(*arguments: str, **environment: str) -> str:
+    """What holds when a command imports the first library that starts threads."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-c", FIRST_IMPORTS, *arguments]
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(" ", 1)[1].strip()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
+@EACH_COMMAND
+def test_waiting_threads_sleep_and_a_node_is_chosen_before_anything_counts_processors(
+    command: list[str], tmp_path: Path
+):
+    allowed = sorted(os.sched_getaffinity(0))
+    assert first_import(*command) == f"0 {allowed}"
+    (tmp_path / "node5").mkdir()
+    (tmp_path / "node5" / "cpulist").write_text(f"{allowed[-1]}\n")
+    (tmp_path / "node5" / "meminfo").write_text("Node 5 MemTotal: 1048576 kB\n")
+    assert first_import(*command, "--cpu-node", "5", FAKED_NODES=str(tmp_path)) == f"0 {allowed[-1:]}"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
+@EACH_COMMAND
+@pytest.mark.parametrize(
+    ("given", "count"), [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")], ids=str
+)
+def test_how_threads_wait_is_left_to_who_says_so(command: list[str], given: dict[str, str], count: str):
+    assert first_import(*command, **given).startswith(f"{count} ")
+
+
+def test_openmp_is_told_how_threads_wait():
+    program = """
+from hf_hybrid_cache.cli.waiting import let_waiting_threads_sleep
+let_waiting_threads_sleep()
+import torch
+"""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        env=inherited | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stderr
+    if "GOMP_SPINCOUNT" not in shown:
+        pytest.skip("torch comes without GNU's OpenMP")
+    assert "GOMP_SPINCOUNT = '0'" in shown
+
+
+def test_a_node_is_for_what_a_plan_measures():
+    assert "--cpu-node says where --calibrate measures" in error_of("plan", "--model", "a", "--cpu-node", "0")
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
+def test_a_node_that_is_not_there_is_named_on_stderr_with_exit_code_2(command: list[str]):
+    assert error_of(*command, "--cpu-node", "70000").startswith("error: --cpu-node 70000: There is no node 70000: ")
+
+
 def test_version_and_help_are_printed():
     assert invoke("--version").stdout.strip() == hf_hybrid_cache.__version__
     assert "generate" in invoke("--help").stdout

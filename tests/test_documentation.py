@@ -199,6 +199,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     Path("report.txt").write_text(REPORT)
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setattr("hf_hybrid_cache.cli.options.bind_to_node", lambda number: None)  # it would bind this process
     # In ten seconds it would measure the machine.
     small = calibration.Effort(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
     calibrate = partial(calibration.calibrate, effort=small)

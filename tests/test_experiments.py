@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments import llama_cpp, needles, peers, quality_caches, reading, records, report
+from experiments import busy_machine, llama_cpp, needles, peers, quality_caches, reading, records, report
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 
 from tiny_models import random_prompt, tiny_model
@@ -47,6 +48,14 @@ each_experiment = pytest.mark.parametrize(
     ("experiment", "options", "answers"),
     [
         ("append_cost", ["--tokens", "64", "300", "--repeats", "3"], {"64", "300"}),
+        (
+            "busy_machine",
+            [
+                *["--settings", "GOMP_SPINCOUNT=0", "--busy", "1", "--layers", "1", "--context", "70"],
+                *["--steps", "1", "--rounds", "1"],
+            ],
+            {"default", "GOMP_SPINCOUNT=0"},
+        ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (
@@ -164,6 +173,28 @@ def test_reparametrizations_change_what_a_cache_sees_and_not_what_the_model_says
         require_same_function(before[0], -before[0])
     with pytest.raises(ValueError, match="no attention of Llama's kind"), reparametrized(tiny_model("gemma3"), name):
         pass
+
+
+def test_steps_beside_busy_processes_are_compared_with_quiet_ones_and_with_the_default():
+    seconds = {("default", 0): 2.0, ("default", 1): 6.0, ("passive", 0): 2.0, ("passive", 1): 3.0}
+    samples = {key: {"ours": [taken, 0.5, 99.0], "stock": [2 * taken]} for key, taken in seconds.items()}
+    cells = busy_machine.cells_of(samples)
+    assert [(cell["setting"], cell["busy_processes"]) for cell in cells] == list(seconds)
+    assert [cell["median_seconds"]["ours"] for cell in cells] == list(seconds.values())
+    assert [cell["times_quiet"]["ours"] for cell in cells] == [1, 3, 1, 1.5]
+    assert [cell["times_default"]["stock"] for cell in cells] == [1, 1, 1, 0.5]
+    assert cells[1]["samples_seconds"] == {"ours": [6.0, 0.5, 99.0], "stock": [12.0]}
+    assert "6.0 (3.0x)" in busy_machine.table(
+        [cell | {"median_seconds": {"ours": 6e-3, "stock": 1.0}} for cell in cells], [0, 1]
+    )
+
+
+def test_busy_processes_end_with_what_they_are_for():
+    others = psutil.Process().children()
+    with busy_machine.busy_processes(2):
+        started = [process for process in psutil.Process().children() if process not in others]
+        assert len(started) == 2
+    assert not any(process.is_running() for process in started)
 
 
 def test_needles_need_room():

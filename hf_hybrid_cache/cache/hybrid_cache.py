@@ -38,6 +38,7 @@ from ..storage import (
     require_host_bytes,
 )
 from .forward_passes import ForwardPasses
+from .slow_steps import SlowSteps
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -135,6 +136,8 @@ class HybridCache(DynamicCache):
         self._model_traits = traits_of(config)
         self._stores = LayerStores(placement, capacity, len(ours), codecs, text_config)
         self._passes = ForwardPasses(layers)
+        self._steps = SlowSteps()
+        self._first, self._last = (ours[0], ours[-1]) if ours else (-1, -1)
         self._was_asked_half_way = False
         self._num_counting = _layers_up_to_the_last_that_counts(text_config, len(layers))
         for ordinal, index in enumerate(ours):
@@ -200,6 +203,8 @@ class HybridCache(DynamicCache):
                 "layers. Make it with the config of this model, model.config."
             )
         self._note_access(layer_idx, "keys and values")
+        if layer_idx in (self._first, self._last) and key_states.shape[2] == 1 and key_states.is_cpu:
+            self._note_step(layer_idx, key_states.shape[0])
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
@@ -531,6 +536,13 @@ class HybridCache(DynamicCache):
             self._require_finished()
         self._was_asked_half_way = False
         self._passes.note_access(layer_idx, access)
+
+    def _note_step(self, layer_idx: int, batch: int) -> None:
+        """Note that a decode step on the CPU comes to the first or the last of our layers."""
+        if layer_idx == self._first:
+            self._steps.begin(super().get_seq_length(layer_idx), batch)
+        else:
+            self._steps.end()
 
     def _require_finished(self) -> None:
         if self._passes.is_unfinished:

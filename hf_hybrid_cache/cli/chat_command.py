@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .choices import CACHES, NAMED_MODELS
-from .options import Bits, Device, DType, Model, PrefillChunkSize
+from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, run_on_node
 
 
 def chat(
@@ -35,6 +35,7 @@ def chat(
     ] = 0.0,
     dtype: DType = None,
     device: Device = None,
+    cpu_node: CpuNode = None,
 ) -> None:
     """
     Talk about a document, which is read once.
@@ -44,6 +45,7 @@ def chat(
     conversation.
     """
     options = dict(locals())
+    run_on_node(options.pop("cpu_node"))
     from .conversation import talk
 
     talk(**options)

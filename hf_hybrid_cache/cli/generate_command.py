@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .choices import CACHES, DEFAULT_QUESTION, NAMED_MODELS, RANDOM_TOKENS
-from .options import Bits, Device, DType, Model, PrefillChunkSize
+from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, run_on_node
 
 
 def generate(
@@ -59,6 +59,7 @@ def generate(
     bits: Bits = None,
     dtype: DType = None,
     device: Device = None,
+    cpu_node: CpuNode = None,
 ) -> None:
     """
     Answer a question about a document.
@@ -66,6 +67,7 @@ def generate(
     The answer and the table go to stdout, progress and remarks to stderr. Decoding is greedy.
     """
     options = dict(locals())
+    run_on_node(options.pop("cpu_node"))
     from .answer import answer
 
     answer(**options)

@@ -1,10 +1,11 @@
-"""Options that several subcommands have."""
+"""Options that several subcommands have, and what one of them does before anything heavy is imported."""
 
 from typing import Annotated
 
 import typer
 
 from .choices import DTYPES, NAMED_MODELS
+from .nodes import NodeError, bind_to_node
 
 Model = Annotated[str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")]
 Bits = Annotated[
@@ -13,3 +14,29 @@ Bits = Annotated[
 PrefillChunkSize = Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")]
 DType = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")]
+CpuNode = Annotated[
+    int | None,
+    typer.Option(
+        "--cpu-node",
+        min=0,
+        help="Run on the processors of this NUMA node, mostly a socket, and take memory there first, as numactl does.",
+    ),
+]
+
+
+def run_on_node(number: int | None) -> None:
+    """Do what `--cpu-node` says, before torch is imported: it counts processors then."""
+    if number is None:
+        return
+    try:
+        warning = bind_to_node(number)
+    except NodeError as error:
+        raise refusal(f"--cpu-node {number}: {error}") from error
+    if warning is not None:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def refusal(message: str) -> typer.Exit:
+    """To be raised where `exit_codes` would take seconds to import."""
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(2)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from ..models import ALIASES, SHAPES
-from .options import DType, PrefillChunkSize
+from .options import CpuNode, DType, PrefillChunkSize, refusal, run_on_node
 
 
 def _print_models(wanted: bool) -> None:
@@ -35,6 +35,7 @@ def plan(
     calibrate_first: Annotated[
         bool, typer.Option("--calibrate", help="Measure the speeds of this machine and keep them.")
     ] = False,
+    cpu_node: CpuNode = None,
     host_bandwidth: Annotated[
         str | None, typer.Option(help="At which the CPU reads, such as 30GB/s, instead of what was measured.")
     ] = None,
@@ -53,7 +54,10 @@ def plan(
 
     Nothing is loaded. GPUs are taken to be CUDA devices. The plans go to stdout, remarks to stderr.
     """
-    options = {name: value for name, value in locals().items() if name != "list_models"}
+    options = {name: value for name, value in locals().items() if name not in ("cpu_node", "list_models")}
+    if cpu_node is not None and not calibrate_first:
+        raise refusal("--cpu-node says where --calibrate measures: pass both, or drop it.")
+    run_on_node(cpu_node)
     from .plan_report import report
 
     report(**options)

@@ -25,6 +25,7 @@ from ..storage import InitialCapacity, KVShape, require_host_bytes
 from .candidates import BITS, Candidate
 from .cost import layer_bytes
 from .machine import CacheSpeed, DeviceSpeed, Speeds
+from .other_processes import OtherProcesses
 from .speed import Way
 
 HOST = torch.device("cpu")
@@ -80,11 +81,9 @@ def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Calibration:
     Raises:
         HostMemoryError: host memory would not suffice.
     """
-    start, own, all_processes = time.perf_counter(), time.process_time(), _used_seconds()
+    others = OtherProcesses()
     speeds, reading = _measured(dtype, effort or Effort())
-    seconds = time.perf_counter() - start
-    others = _used_seconds() - all_processes - (time.process_time() - own)
-    return Calibration(speeds, doubt(reading, others / (seconds * (psutil.cpu_count() or 1))))
+    return Calibration(speeds, doubt(reading, others.processors() / (psutil.cpu_count() or 1)))
 
 
 def doubt(reading: Sequence[float], used_by_others: float) -> str | None:
@@ -100,12 +99,6 @@ def doubt(reading: Sequence[float], used_by_others: float) -> str | None:
     if max(reading) > _MOST_DISAGREEMENT * min(reading):
         return f"reading the same weights took {min(reading):.3f} s at one moment and {max(reading):.3f} s at another"
     return None
-
-
-def _used_seconds() -> float:
-    """Seconds in which a core was in use, of all cores and since the machine was started."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _measured(dtype: torch.dtype, effort: Effort) -> tuple[Speeds, list[float]]:

@@ -1,0 +1,122 @@
+"""NUMA nodes, mostly one for each socket: which processors are near which memory, and a process bound to one."""
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+# Numbers of the system call, for which the C library has no function.
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237}
+_MPOL_PREFERRED = 1
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+class NodeError(ValueError):
+    """A process cannot be bound to a node; the message says which nodes there are."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """
+    One node, as Linux tells it.
+
+    Attributes:
+        number: by which it is asked for.
+        processors: numbers of them; none where a node is memory only.
+        memory_bytes: all of its memory.
+    """
+
+    number: int
+    processors: frozenset[int]
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        held = f"processors {ranges(self.processors)}" if self.processors else "no processors"
+        return f"node {self.number} ({held}, {self.memory_bytes / 2**30:.1f} GiB)"
+
+
+def bind_to_node(number: int, folder: Path = NODES) -> str | None:
+    """
+    Let this thread, and those it starts from now on, run on the processors of a node and prefer its memory.
+
+    Of the processors it keeps those that the process may use already. Libraries that count processors when they are
+    imported must be imported afterwards. Memory beyond what the node has free comes from the other ones.
+
+    Args:
+        number: of the node.
+        folder: where the system tells its nodes.
+
+    Returns:
+        Why memory is not preferred, in one sentence, if the system refuses that.
+
+    Raises:
+        NodeError: there is no such node, none of its processors may be used, or this system does not bind processes.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise NodeError(f"Processes are bound to nodes on Linux only, and this is {platform.system()}.")
+    nodes = nodes_in(folder)
+    listed = ", ".join(map(str, nodes.values()))
+    if number not in nodes:
+        there = f"this system has {listed}" if nodes else f"{folder} tells of none"
+        raise NodeError(f"There is no node {number}: {there}.")
+    node, allowed = nodes[number], os.sched_getaffinity(0)
+    if not node.processors & allowed:
+        raise NodeError(
+            f"This process may use processors {ranges(allowed)}, as its container or taskset has it, and none of them "
+            f"is in node {number}: this system has {listed}."
+        )
+    try:
+        os.sched_setaffinity(0, node.processors & allowed)
+    except OSError as error:
+        raise NodeError(f"The system does not let this process be bound to a node ({error.strerror}).") from error
+    return _prefer_memory_of(number)
+
+
+def nodes_in(folder: Path) -> dict[int, Node]:
+    """All nodes by number, in order; none where the system does not tell them."""
+    nodes = {}
+    for path in folder.glob("node*"):
+        if re.fullmatch(r"node\d+", path.name):
+            number = int(path.name.removeprefix("node"))
+            try:
+                processors, memory = ((path / name).read_text() for name in ("cpulist", "meminfo"))
+            except OSError:  # a container may hide it
+                continue
+            total = re.search(r"MemTotal:\s*(\d+) kB", memory)
+            nodes[number] = Node(number, numbers_in(processors), 1024 * int(total[1]) if total else 0)
+    return dict(sorted(nodes.items()))
+
+
+def numbers_in(text: str) -> frozenset[int]:
+    """What the system writes as `0-3,8`."""
+    pairs = (part.split("-") for part in text.strip().split(",") if part)
+    return frozenset(number for pair in pairs for number in range(int(pair[0]), int(pair[-1]) + 1))
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """The other way round."""
+    firsts = sorted(number for number in numbers if number - 1 not in numbers)
+    lasts = sorted(number for number in numbers if number + 1 not in numbers)
+    return ",".join(
+        f"{first}-{last}" if first < last else f"{first}" for first, last in zip(firsts, lasts, strict=True)
+    )
+
+
+def _prefer_memory_of(number: int) -> str | None:
+    """Ask for memory of a node first; why not, if that is refused."""
+    call = _SET_MEMPOLICY.get(platform.machine())
+    if call is None:
+        return f"Memory of node {number} is not preferred: how to ask for it on {platform.machine()} is not known."
+    mask = (ctypes.c_ulong * (number // _WORD_BITS + 1))()
+    mask[number // _WORD_BITS] = 1 << number % _WORD_BITS
+    library = ctypes.CDLL(None, use_errno=True)
+    # The system takes one bit less than it is told of.
+    refused = library.syscall(call, _MPOL_PREFERRED, mask, ctypes.c_ulong(_WORD_BITS * len(mask) + 1))
+    if refused:
+        reason = os.strerror(ctypes.get_errno())
+        return f"Memory of node {number} is not preferred: the system refuses ({reason}). Its processors are used."
+    return None
