@@ -15,6 +15,7 @@ import transformers
 from accelerate import dispatch_model
 from packaging.version import Version
 from test_contract import FAMILIES, MODES, NOT_IN_TRANSFORMERS, expected, similar_model
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -28,7 +29,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, decode_on_cpu
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, decode_on_cpu, quantize_weights
+from hf_hybrid_cache.weights.coded_weight import CodedWeight
 
 from caches import dynamic, offloaded, stock
 from interruptions import Interruption
@@ -639,6 +641,126 @@ def test_ended_at_any_line_model_and_cache_are_together(restore: bool):
     lines, chosen = range(trial().lines), random.Random(0)
     for at_line in chosen.sample(lines, min(len(lines), budget(20, 600))):
         trial(chosen.choice([KeyboardInterrupt, RuntimeError]), at_line)
+
+
+# --- weights of few bits
+
+
+def plain_in_bits(model: PreTrainedModel, ids: torch.Tensor, bits: int, dtype: torch.dtype | None = None) -> Any:
+    """The prompt, and so the first token, with the weights as they are, the rest with few bits; stock's cache."""
+    model = copy.deepcopy(model).to("cpu")
+    cache = stock(model.config)
+    ids = run(model, ids, cache, max_new_tokens=1)
+    if dtype is not None:
+        model = model.to(dtype)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    quantize_weights(model, bits)
+    return run(model, ids, cache, max_new_tokens=11)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_are_those_of_weights_of_few_bits_after_a_prompt_with_the_weights_as_they_are(moving, bits: int):
+    model, _ = moving
+    decode = decode_on_cpu.configure(weights=bits)
+    before, ids = snapshot(model), random_prompt(2, 40)
+    cache = dynamic(model.config)
+    tokens = run(model, ids, cache, custom_generate=decode)
+    assert torch.equal(tokens.cpu(), plain_in_bits(model, ids, bits))
+    assert_as_before(model, before, model.device)
+
+
+def test_the_type_may_change_beside_the_bits():
+    model, ids = copy.deepcopy(tiny_model("llama")), random_prompt(1, 40)
+    before = snapshot(model)
+    decode = decode_on_cpu.configure(dtype=torch.bfloat16, weights=8)
+    tokens = run(model, ids, custom_generate=decode)
+    assert torch.equal(tokens, plain_in_bits(model, ids, 8, torch.bfloat16))
+    assert_as_before(model, before, torch.device("cpu"))
+
+
+def test_modules_hold_the_same_parameters_as_before_and_codes_meanwhile(moving):
+    model, _ = moving
+    decode = decode_on_cpu.configure(weights=4)
+    parameters = list(model.parameters())
+    watcher = Watcher(lambda: {type(weight) for weight in model.parameters() if weight.dim() == 2})
+    run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher)
+    assert watcher.notes[-1] == {CodedWeight}
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+
+
+def test_codes_are_kept_for_the_next_call_until_weights_change():
+    model = copy.deepcopy(tiny_model("llama"))
+    decode, ids = decode_on_cpu.configure(weights=8, keep_weights=True), random_prompt(1, 30)
+    run(model, ids, custom_generate=decode)
+    first = {name: copied.data for name, copied in decode._kept[model].items()}
+    run(model, ids, custom_generate=decode)
+    assert all(copied.data is first[name] for name, copied in decode._kept[model].items())
+    model.lm_head.weight.data += 0.5
+    tokens = run(model, ids, custom_generate=decode)
+    assert torch.equal(tokens, plain_in_bits(model, ids, 8))
+    changed = {name for name, copied in decode._kept[model].items() if copied.data is not first[name]}
+    assert changed == {"lm_head.weight"}
+
+
+def test_without_restoring_the_model_goes_on_with_few_bits(moving):
+    model, _ = moving
+    decode = decode_on_cpu.configure(weights=8, restore=False)
+    ids = random_prompt(1, 30)
+    expected_tokens = plain_in_bits(model, ids, 8)
+    # Of the modules: those that were moved as tensors cannot have weak references.
+    before = {id(weight) for weight in model.parameters() if weight.dim() == 2}
+    cache = dynamic(model.config)
+    assert torch.equal(run(model, ids, cache, custom_generate=decode).cpu(), expected_tokens)
+    assert {type(weight) for weight in model.parameters() if weight.dim() == 2} == {CodedWeight}
+    gc.collect()
+    assert not before & {id(tensor) for tensor in gc.get_objects() if type(tensor) is nn.Parameter}
+    assert model.device.type == "cpu"
+    assert run(model, ids, max_new_tokens=3).shape == (1, 33)
+
+
+def test_a_model_of_few_bits_already_decodes_and_is_not_moved():
+    model = copy.deepcopy(tiny_model("llama"))
+    quantize_weights(model, 8)
+    ids = random_prompt(1, 20)
+    assert torch.equal(run(model, ids, custom_generate=decode_on_cpu), run(model, ids))
+    with pytest.raises(ValueError, match="CodedWeight"):
+        run(model, ids, custom_generate=decode_on_cpu.configure(weights=4))
+
+
+def test_weights_that_cannot_be_of_few_bits_are_named_before_the_prompt():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.lm_head.weight.data[3, 3] = torch.nan
+    cache = dynamic(model.config)
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight has numbers that are infinite or not a number. Use weights=N"
+    ):
+        run(model, random_prompt(1, 20), cache, custom_generate=decode_on_cpu.configure(weights=8))
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("restore", [True, False])
+def test_ended_at_any_line_the_model_has_its_weights_or_those_of_few_bits(restore: bool):
+    ids, decode = random_prompt(1, 20), decode_on_cpu.configure(weights=8, restore=restore)
+
+    def trial(at_line: int | None = None) -> Interruption:
+        model = copy.deepcopy(tiny_model("llama"))
+        before, cache = snapshot(model), dynamic(model.config)
+        fault = Interruption(KeyboardInterrupt, at_line, folder="decode_phase")
+        fault.run(lambda: run(model, ids, cache, custom_generate=decode, prefill_chunk_size=8))
+        kinds = {isinstance(weight, CodedWeight) for weight in model.parameters() if weight.dim() == 2}
+        assert len(kinds) == 1, fault.place
+        if restore:
+            assert_as_before(model, before, torch.device("cpu"))
+        cache.reset()
+        assert run(model, ids, cache, max_new_tokens=2).shape == (1, 22)
+        return fault
+
+    lines, chosen = range(trial().lines), random.Random(0)
+    for at_line in chosen.sample(lines, min(len(lines), budget(20, 300))):
+        trial(at_line)
+        count("faults injected")
 
 
 def test_too_little_host_memory_is_noticed_before_the_prompt():
