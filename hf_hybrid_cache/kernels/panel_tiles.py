@@ -16,6 +16,7 @@ from . import vector_ir as vec
 from .coded_tiles import dot_width
 from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
 
+WEIGHT_BITS = (8, 4)
 # Tokens that share what is read of a panel, while their sums are in registers.
 TOKENS = (8, 4, 2, 1)
 # How far ahead of its use memory is asked for.
@@ -100,7 +101,7 @@ def multiply_panel(
             for token, result in enumerate(results):
                 vec.store(builder, result, add(out, INT64(token * LANES * 4)))
 
-        for width in (8, 4):
+        for width in WEIGHT_BITS:
             for count in TOKENS:
                 is_it = builder.and_(
                     builder.icmp_signed("==", bits, INT64(width)), builder.icmp_signed("==", tokens, INT64(count))
@@ -128,26 +129,43 @@ def decode_group(
         add, multiply = builder.add, builder.mul
         scale, low = _scales_and_lows(builder, numbers)
         words = add(numbers, INT64(CACHE_LINE))
-        in_word = builder.sdiv(INT64(32), bits)
-        mask = vec.splat(builder, builder.trunc(builder.sub(builder.shl(INT64(1), bits), INT64(1)), INT32))
 
-        def decode(column: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            word, place = builder.sdiv(column, in_word), builder.srem(column, in_word)
-            half = multiply(builder.and_(place, INT64(1)), INT64(16))
-            shift = add(multiply(builder.lshr(place, INT64(1)), bits), half)
-            row = vec.load(builder, add(words, multiply(word, INT64(CACHE_LINE))), INTS)
-            shifted = builder.lshr(row, vec.splat(builder, builder.trunc(shift, INT32)))
-            code = builder.sitofp(builder.and_(shifted, mask), FLOATS)
-            number = vec.multiply_add(builder, scale, code, low)
-            place_of_column = add(out, multiply(column, out_stride))
+        def write(codes: ir.Value, address: ir.Value) -> None:
+            number = vec.multiply_add(builder, scale, builder.sitofp(codes, FLOATS), low)
             with builder.if_else(is_bfloat16) as (then, otherwise):
                 with then:
-                    vec.store(builder, _to_bfloat16(builder, number), place_of_column)
+                    vec.store(builder, _to_bfloat16(builder, number), address)
                 with otherwise:
-                    vec.store(builder, number, place_of_column)
-            return []
+                    vec.store(builder, number, address)
 
-        vec.loop(builder, columns, [], decode)
+        def run(width: int) -> None:
+            in_word = 32 // width
+
+            def decode(index: ir.Value, last: ir.Value | None) -> None:
+                """The columns of a row of words, those before `last` if it is given."""
+                row = vec.load(builder, add(words, multiply(index, INT64(CACHE_LINE))), INTS)
+                for place in range(in_word):
+                    codes = _codes(builder, row, width, place)
+                    address = add(out, multiply(add(multiply(index, INT64(in_word)), INT64(place)), out_stride))
+                    if last is None:
+                        write(codes, address)
+                    else:
+                        with builder.if_then(builder.icmp_signed("<", INT64(place), last)):
+                            write(codes, address)
+
+            def decode_row(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                decode(index, None)
+                return []
+
+            whole, rest = builder.sdiv(columns, INT64(in_word)), builder.srem(columns, INT64(in_word))
+            with builder.if_then(builder.icmp_signed(">", whole, INT64(0))):
+                vec.loop(builder, whole, [], decode_row)
+            with builder.if_then(builder.icmp_signed(">", rest, INT64(0))):
+                decode(whole, rest)
+
+        for width in WEIGHT_BITS:
+            with builder.if_then(builder.icmp_signed("==", bits, INT64(width))):
+                run(width)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5, types.boolean), generate
@@ -167,6 +185,13 @@ def _to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
     is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
     rounded = builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF)))
     return builder.trunc(builder.lshr(rounded, vec.ints(16)), ir.VectorType(INT16, LANES))
+
+
+def _codes(builder: ir.IRBuilder, words: ir.Value, width: int, place: int) -> ir.Value:
+    """The codes of one of the columns that share words."""
+    shift = place // 2 * width + place % 2 * 16
+    shifted = builder.lshr(words, vec.ints(shift)) if shift else words
+    return builder.and_(shifted, vec.ints(2**width - 1))
 
 
 def _pair(builder: ir.IRBuilder, words: ir.Value, width: int, index: int) -> ir.Value:

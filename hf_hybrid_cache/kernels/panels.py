@@ -19,12 +19,10 @@ import numpy as np
 
 from .coding import as_number, extremes, put_codes, scale_and_low
 from .compiled import jit, jit_part
-from .panel_tiles import decode_group
+from .panel_tiles import WEIGHT_BITS, decode_group
 from .parallel import openmp, share_out, started_threads
 from .threads import get_num_threads
 from .vector_ir import CACHE_LINE, LANES
-
-WEIGHT_BITS = (8, 4)
 
 
 @dataclass(frozen=True)

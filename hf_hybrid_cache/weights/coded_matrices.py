@@ -8,8 +8,8 @@ from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
 MOST_TOKENS = 32
-# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache.
-_DECODED_BYTES = 2**22
+# Rows of a weight that are decoded at a time, for torch: little enough to stay in the second-level cache.
+_DECODED_BYTES = 2**20
 # Rows that are coded at a time, if they are of a type that the kernel does not read.
 _CONVERTED_BYTES = 2**26
 _PANEL = 16
@@ -87,29 +87,31 @@ class CodedMatrices:
 
     def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """What a matrix stands for, `[rows, columns]`."""
-        return self._decoded(index, 0, self.layout.panels, dtype).t().contiguous()
+        layout = self.layout
+        scratch = torch.empty(layout.panels * _PANEL * layout.columns)
+        return self._decoded(index, 0, layout.panels, scratch).t().to(dtype, memory_format=torch.contiguous_format)
 
     def _multiply_many(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
         """Of many tokens `[tokens, columns]`: torch multiplies them with a few panels at a time."""
         layout = self.layout
         out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
         step = max(1, _DECODED_BYTES // (_PANEL * layout.columns * tokens.element_size()))
+        scratch = torch.empty(step * _PANEL * layout.columns, dtype=tokens.dtype)
         for first in range(0, layout.panels, step):
-            weight = self._decoded(index, first, min(first + step, layout.panels), tokens.dtype)
+            weight = self._decoded(index, first, min(first + step, layout.panels), scratch)
             rows = slice(first * _PANEL, first * _PANEL + weight.shape[1])
             out[:, rows] = tokens @ weight if bias is None else torch.addmm(bias[rows], tokens, weight)
         return out
 
-    def _decoded(self, index: int, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the rows of some panels stand for, transposed: `[columns, rows]`."""
+    def _decoded(self, index: int, first: int, last: int, scratch: torch.Tensor) -> torch.Tensor:
+        """What the rows of some panels stand for, transposed, `[columns, rows]`: in `scratch`, float32 or bfloat16."""
         layout = self.layout
         rows = min(last * _PANEL, layout.rows) - first * _PANEL
         part = PanelLayout(layout.bits, rows, layout.columns, layout.group)
-        is_bfloat16 = dtype == torch.bfloat16
-        out = torch.empty(layout.columns, part.panels * _PANEL, dtype=dtype if is_bfloat16 else torch.float32)
+        out = scratch[: layout.columns * part.panels * _PANEL].view(layout.columns, -1)
         start = first * layout.panel_bytes
         decode_panels(self._data[index, start : start + part.num_bytes].numpy(), part, _as_array(out))
-        return out[:, :rows].to(dtype)
+        return out[:, :rows]
 
     def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> None:
         layout = self.layout

@@ -36,6 +36,7 @@ class CodedWeight(torch.Tensor):
     which: int | None
     is_transposed: bool
     _shape: torch.Size
+    _dtype: torch.dtype
 
     @staticmethod
     def make(
@@ -46,6 +47,7 @@ class CodedWeight(torch.Tensor):
         shape = torch.Size(sizes if count is None else (count, *sizes))
         weight = torch.Tensor._make_wrapper_subclass(CodedWeight, shape, dtype=dtype, device=_HOST)
         weight.matrices, weight.which, weight.is_transposed, weight._shape = matrices, which, is_transposed, shape
+        weight._dtype = dtype
         weight._is_param = True  # what makes it an `nn.Parameter` to `isinstance`
         return weight
 
@@ -53,6 +55,11 @@ class CodedWeight(torch.Tensor):
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Answered here, because torch's own answer would go through `__torch_function__` for every product."""
         return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Likewise."""
+        return self._dtype
 
     @property
     def is_stacked(self) -> bool:
