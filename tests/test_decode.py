@@ -859,20 +859,73 @@ def test_quantized_weights_are_refused():
 
     model = copy.deepcopy(tiny_model("llama"))
     model.hf_quantizer = Quantizer()
-    with pytest.raises(ValueError, match=r"Quantized weights \(dict\) cannot be moved. Load the model unquantized"):
+    with pytest.raises(
+        ValueError, match=r"Quantized weights \(dict\) cannot be moved or converted\. Load the model unquantized"
+    ):
         run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
 
 
-def test_weights_that_are_not_plain_tensors_are_refused():
+def with_parameter_of_a_class(model: PreTrainedModel) -> None:
+    """Plain data under a parameter of a library's own, which has the scales."""
+
+    class Codes(torch.nn.Parameter):
+        pass
+
+    model.lm_head.weight = torch.Tensor._make_subclass(Codes, model.lm_head.weight.detach())
+
+
+def with_tensor_of_a_class(model: PreTrainedModel) -> None:
     class Sharded(torch.Tensor):
         pass
 
-    model = copy.deepcopy(tiny_model("llama"))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Sharded), requires_grad=False)
+
+
+def with_codes(model: PreTrainedModel) -> None:
+    model.lm_head.register_buffer("codes", torch.zeros(3, dtype=torch.int32))
+
+
+def with_weights_that_are_no_parameters(model: PreTrainedModel) -> None:
+    def add(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}scale"] = torch.ones(3)
+
+    model.lm_head.register_state_dict_post_hook(add)
+
+
+@pytest.mark.parametrize(
+    ("change", "weights", "way_out"),
+    [
+        (with_parameter_of_a_class, "Weights of type Codes", "with plain tensors"),
+        (with_tensor_of_a_class, "Weights of type Sharded", "with plain tensors"),
+        (with_codes, r"Weights of type torch\.int32", "unquantized"),
+        (
+            with_weights_that_are_no_parameters,
+            r"Weights that torch\.nn\.modules\.linear\.Linear keeps beside parameters and buffers",
+            "unquantized",
+        ),
+    ],
+)
+def test_weights_that_are_not_plain_numbers_are_refused(
+    change: Callable[[PreTrainedModel], None], weights: str, way_out: str, moving: tuple[PreTrainedModel, DecodeOnCPU]
+):
+    model, decode = moving
+    change(model)
+    # On the CPU a model can decode as it is.
+    other = "pass custom_generate=decode_on_cpu without" if decode is IN_FLOAT64 else "leave out custom_generate"
     with pytest.raises(
-        ValueError, match=r"Weights of type Sharded cannot be moved\. Load the model with plain tensors"
+        ValueError, match=rf"{weights} cannot be moved or converted\. Load the model {way_out}, or {other}"
     ):
-        run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
+        run(model, random_prompt(1, 5), custom_generate=decode)
+
+
+def test_indices_and_masks_in_a_checkpoint_are_moved_along():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.lm_head.register_buffer("indices", torch.arange(3))
+    model.lm_head.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    before = snapshot(model)
+    ids = random_prompt(1, 5)
+    assert torch.equal(run(model, ids, custom_generate=IN_FLOAT64), plain(model, ids))
+    assert_as_before(model, before, torch.device("cpu"))
 
 
 def test_weights_on_several_devices_are_refused(second_device: torch.device):

@@ -15,9 +15,11 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from ..cache import HybridCache
 from .movable_weights import HOST, HostCopy, MovableWeights
 from .phase_switch import PhaseSwitch, on_device
+from .plain_weights import require_plain_weights
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERWISE = "or leave out custom_generate to decode where the model is."
+AS_THEY_ARE = "or pass custom_generate=decode_on_cpu without options to decode with the weights as they are."
 
 
 @dataclass(frozen=True)
@@ -268,13 +270,7 @@ def _require_movable(model: Any) -> None:
             "accelerate manages where this model's weights are (several devices, or offloading). Load it onto one "
             f"device, such as device_map='cuda:0', {OTHERWISE}"
         )
-    if getattr(model, "hf_quantizer", None) is not None:
-        method = type(model.hf_quantizer.quantization_config).__name__
-        raise ValueError(f"Quantized weights ({method}) cannot be moved. Load the model unquantized, {OTHERWISE}")
-    kinds = {type(tensor.data) for tensor in (*model.parameters(), *model.buffers())} - {torch.Tensor}
-    if kinds:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"Weights of type {names} cannot be moved. Load the model with plain tensors, {OTHERWISE}")
+    require_plain_weights(model, AS_THEY_ARE if model.device.type == "cpu" else OTHERWISE)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise ValueError(f"Weights are on {' and '.join(devices)}. Move the model to one device, {OTHERWISE}")
