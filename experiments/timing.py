@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 
 def seconds_of(action: Callable[[], object]) -> float:
@@ -22,11 +23,18 @@ def in_turns(
         rounds: samples of each.
         before: called with the name before each action, untimed.
     """
-    samples: dict[str, list[float]] = {name: [] for name in actions}
+    return samples_in_turns({name: partial(seconds_of, action) for name, action in actions.items()}, rounds, before)
+
+
+def samples_in_turns(
+    measures: Mapping[str, Callable[[], float]], rounds: int, before: Callable[[str], object]
+) -> dict[str, list[float]]:
+    """The same of what times itself."""
+    samples: dict[str, list[float]] = {name: [] for name in measures}
     for turn in range(rounds + 1):
-        for name in list(actions)[:: 1 if turn % 2 else -1]:
+        for name in list(measures)[:: 1 if turn % 2 else -1]:
             before(name)
-            seconds = seconds_of(actions[name])
+            seconds = measures[name]()
             if turn:
                 samples[name].append(seconds)
     return samples

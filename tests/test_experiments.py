@@ -24,6 +24,7 @@ from tiny_models import random_prompt, tiny_model
 REPOSITORY = Path(__file__).parent.parent
 SMALL_BUFFER = ["--buffer-mib", "16"]
 SMOLLM2 = ["--model", "smollm2-135m", "--contexts", "40", "--steps", "2", *SMALL_BUFFER]
+WHOLE_STEP = ["--model", "smollm2-135m", "--contexts", "40", "--rounds", "1", *SMALL_BUFFER]
 TWO_CONTEXTS = ["--contexts", "40", "80", "--rounds", "2", *SMALL_BUFFER]
 
 needs_smollm2 = pytest.mark.skipif(
@@ -104,6 +105,18 @@ each_experiment = pytest.mark.parametrize(
             ["--engines", "ours-4", "quanto-4", "llama.cpp-f16", "llama.cpp-q4_0", *TWO_CONTEXTS],
             {"ours-4", "quanto-4", "llama.cpp-f16", "llama.cpp-q4_0"},
             marks=[needs_smollm2, needs_quanto, needs_llama_cpp],
+        ),
+        pytest.param(
+            "whole_step",
+            ["--rows", "stock W16/KV16", "ours W16/KV4", "ours W4/KV4", *WHOLE_STEP],
+            {"40"},
+            marks=needs_smollm2,
+        ),
+        pytest.param(
+            "whole_step",
+            ["--rows", "ours W8/KV8", "llama.cpp W8/KV8", "llama.cpp W8/KV16", *WHOLE_STEP],
+            {"40"},
+            marks=[needs_smollm2, needs_llama_cpp],
         ),
     ],
 )
