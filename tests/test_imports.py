@@ -27,7 +27,7 @@ ALLOWED = {
     "decode_phase": {"cache", "decode_phase", "storage", "torch", "transformers", "weights"},
     "lazy_names": set(),
     "models": {"lazy_names", "models", "torch", "transformers", "user_folder"},
-    "cli": {"attention", "cache", "cli", "layers", "models", "planning", "saving", "torch", "transformers"},
+    "cli": {"attention", "cache", "cli", "layers", "models", "planning", "saving", "torch", "transformers", "weights"},
 }
 WATCHED = {"torch", "transformers", "numba"}
 

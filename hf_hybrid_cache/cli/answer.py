@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import HybridCache
 from ..saving import require_place
 from .choices import DEFAULT_QUESTION, RANDOM_TOKENS
-from .console import UsageError, check_bits, check_choice, dtype_of, exit_codes, note
+from .coded_weights import code_weights
+from .comparison import FEW_WEIGHT_BITS, WITH_WEIGHTS, conclusion, mebibytes, one_line, summary, table
+from .console import UsageError, check_bits, check_choice, check_weights, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
 from .prompts import (
     Prompt,
@@ -50,6 +50,7 @@ def answer(
     prefetch_layers: int | None,
     resident_layers: int | None,
     bits: int | None,
+    weights: int | None,
     dtype: str | None,
     device: str | None,
 ) -> None:
@@ -60,6 +61,7 @@ def answer(
         if cache is not None:
             check_choice("--cache", cache, CACHES)
         check_bits(bits)
+        check_weights(weights)
         name = cache or ("offloaded" if bits is None else "quantized")
         of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
         given = {field: value for field, value in of_caches.items() if value is not None}
@@ -80,10 +82,11 @@ def answer(
         source = prompt_file or document
         text = read_text(source) if source else None
         saved_ids = document_ids(load_cache) if load_cache and text is None else None
-        language_model, tokenizer = loaded(model, precision, device, notes)
+        language_model, tokenizer = loaded(model, precision, device, weights, notes)
+        coded = None if weights is None else code_weights(language_model, weights, notes)
         longest = context_length(language_model)
-        weights = str(language_model.dtype).removeprefix("torch.")
-        note(notes, f"model: {weights} on {language_model.device}, context of {longest:,} tokens")
+        kind = str(language_model.dtype).removeprefix("torch.")
+        note(notes, f"model: {kind} on {language_model.device}, context of {longest:,} tokens")
         room = longest - max_new_tokens
         if room < 1:
             raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {longest:,} tokens.")
@@ -124,7 +127,7 @@ def answer(
                     return
             run = task.run(name, stream.put, filled)
             stream.end()
-            note(notes, _summary(name, run))
+            note(notes, summary(name, run, coded))
             return
         runs = {}
         for name in CACHES:
@@ -137,11 +140,15 @@ def answer(
                 if question is None and text is None and tokenizer is not None:
                     said = where_it_says_so(str(tokenizer.decode(prompt.input_ids[0])))
                     write(out, f"\nThe document says: {said}\n" if said else "")
-        out.print(_table(runs))
-        write(out, _conclusion(runs, prompt.input_ids.shape[1]))
+        if coded is None and language_model.device.type == "cpu":
+            few_bits = task.run_with_few_bits("quantized")
+            runs |= {} if few_bits is None else {WITH_WEIGHTS: few_bits}
+        out.print(table(runs))
+        write(out, conclusion(runs, prompt.input_ids.shape[1]))
         for name, run in runs.items():
             if tokenizer is not None and run.first_difference(runs["stock"]) is not None:
-                write(out, f"\n{name} answers: {tokenizer.decode(run.tokens, skip_special_tokens=True)}\n")
+                answered = tokenizer.decode(run.tokens, skip_special_tokens=True)
+                write(out, f"\n{one_line(name)} answers: {answered}\n")
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,7 @@ class _Task:
         start = time.perf_counter()
         cache.save(path, self._prefix)
         seconds = time.perf_counter() - start
-        size = _mebibytes(path.stat().st_size)
+        size = mebibytes(path.stat().st_size)
         note(self.notes, f"document: prefill {run.prefill_seconds:.2f} s; {size} written to {path} in {seconds:.2f} s")
         return cache
 
@@ -188,6 +195,16 @@ class _Task:
         cache = cache or new_cache(name, self.model.config, self.options)
         return self._generate(f"{name}: prefill", self.prompt.input_ids, cache, self.max_new_tokens, on_token)
 
+    def run_with_few_bits(self, name: str) -> Run | None:
+        """The last run: the model's weights have few bits from now on. `None` if none of them can."""
+        try:
+            code_weights(self.model, FEW_WEIGHT_BITS, self.notes)
+        except UsageError as error:
+            note(self.notes, str(error))
+            return None
+        self.warm_up(name)
+        return self.run(name)
+
     def _generate(
         self,
         title: str,
@@ -199,57 +216,6 @@ class _Task:
         return shown_run(
             self.notes, title, self.model, input_ids, cache, max_new_tokens, self.prefill_chunk_size, on_token
         )
-
-
-def _summary(name: str, run: Run) -> str:
-    return (
-        f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
-        f"KV {_mebibytes(run.device_bytes)} on the device, {_mebibytes(run.host_bytes)} on the host"
-    )
-
-
-def _table(runs: dict[str, Run]) -> Table:
-    table = Table(box=box.SIMPLE)
-    table.add_column("cache")
-    for heading in ("prefill\nseconds", "decode\ntokens/s", "KV on\ndevice", "KV on\nhost"):
-        table.add_column(heading, justify="right")
-    table.add_column("same tokens\nas stock")
-    for name, run in runs.items():
-        different = run.first_difference(runs["stock"])
-        table.add_row(
-            name,
-            f"{run.prefill_seconds:.2f}",
-            _rate(run),
-            _mebibytes(run.device_bytes),
-            _mebibytes(run.host_bytes),
-            "yes" if different is None else f"no, from {different}",
-        )
-    return table
-
-
-def _conclusion(runs: dict[str, Run], num_tokens: int) -> str:
-    """What the table shows, in two lines."""
-    stock, ours = runs["stock"], {name: run for name, run in runs.items() if name != "stock"}
-    rates = {name: run.decode_tokens_per_second for name, run in ours.items()}
-    share = 100 * _bytes(runs["quantized"]) / max(1, _bytes(stock))
-    text = ""
-    if stock.decode_tokens_per_second and all(rates.values()):
-        ratios = [f"{name} {(rate or 0.0) / stock.decode_tokens_per_second:.2f}" for name, rate in rates.items()]
-        text += f"Tokens a second after {num_tokens:,}, in parts of stock's: {', '.join(ratios)}.\n"
-    same = sum(run.first_difference(stock) is None for run in ours.values())
-    return text + f"Quantized holds {share:.0f}% of stock's bytes; {same} of {len(ours)} give the same answer.\n"
-
-
-def _bytes(run: Run) -> int:
-    return run.device_bytes + run.host_bytes
-
-
-def _rate(run: Run) -> str:
-    return "-" if run.decode_tokens_per_second is None else f"{run.decode_tokens_per_second:.1f}"
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _check_files(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .choices import CACHES, NAMED_MODELS
-from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, run_on_node
+from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, Weights, run_on_node
 
 
 def chat(
@@ -24,6 +24,7 @@ def chat(
         str | None, typer.Option(help=f"One of {', '.join(CACHES[1:])}. Default: dynamic, or as it was saved.")
     ] = None,
     bits: Bits = None,
+    weights: Weights = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     context: Annotated[
         int | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from .choices import BITS, DTYPES
+from .choices import BITS, DTYPES, WEIGHT_BITS
 from .interrupts import as_exceptions
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
 def check_bits(bits: int | None) -> None:
     if bits not in (None, *BITS):
         raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
+
+
+def check_weights(bits: int | None) -> None:
+    if bits not in (None, *WEIGHT_BITS):
+        raise UsageError(f"--weights must be 8 or 4, got {bits}. Leave it out for the weights as they are.")
 
 
 def dtype_of(option: str | None) -> "torch.dtype | None":

@@ -12,7 +12,8 @@ from ..cache import HybridCache
 from ..layers import IncompleteCacheError
 from ..saving import CacheFileError
 from .choices import CACHES
-from .console import UsageError, check_bits, check_choice, dtype_of, exit_codes, note
+from .coded_weights import code_weights, weights_said
+from .console import UsageError, check_bits, check_choice, check_weights, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
 from .prompts import (
     PromptError,
@@ -44,6 +45,7 @@ def talk(
     model: str,
     cache: str | None,
     bits: int | None,
+    weights: int | None,
     max_new_tokens: int,
     context: int | None,
     prefill_chunk_size: int,
@@ -56,12 +58,14 @@ def talk(
     with exit_codes(notes):
         name = cache or ("dynamic" if bits is None else "quantized")
         _check(document, load_cache, name, cache, bits, context)
+        check_weights(weights)
         precision = dtype_of(dtype)
         text = read_text(document) if document else None
         saved_ids = document_ids(load_cache) if load_cache else None
-        language_model, tokenizer = loaded(model, precision, device, notes)
+        language_model, tokenizer = loaded(model, precision, device, weights, notes)
         if tokenizer is None:
             raise UsageError(f"{model} has no tokenizer, so there is nothing to say.")
+        coded = None if weights is None else code_weights(language_model, weights, notes)
         longest = context_length(language_model)
         compile_kernels(language_model, name == "quantized", notes)
         if load_cache and saved_ids is not None:
@@ -84,7 +88,16 @@ def talk(
             if text is not None and prompt.kept_tokens < prompt.document_tokens:
                 write(out, what_was_left_out(prompt, longest, context))
         conversation = Conversation(
-            language_model, tokenizer, filled, token_ids, max_new_tokens, prefill_chunk_size, temperature, out, notes
+            language_model,
+            tokenizer,
+            filled,
+            token_ids,
+            max_new_tokens,
+            prefill_chunk_size,
+            temperature,
+            None if coded is None else weights_said(coded),
+            out,
+            notes,
         )
         conversation.read_document()
         note(notes, "ask something; /help lists what else can be typed")
@@ -105,6 +118,7 @@ class Conversation:
         max_new_tokens: of an answer at most.
         prefill_chunk_size: tokens of a prompt per forward pass.
         temperature: of sampling; 0 for the likeliest token.
+        weights: what is said of them, if they are of few bits.
         out: where answers go.
         notes: where remarks go.
     """
@@ -118,6 +132,7 @@ class Conversation:
         max_new_tokens: int,
         prefill_chunk_size: int,
         temperature: float,
+        weights: str | None,
         out: Console,
         notes: Console,
     ):
@@ -125,7 +140,7 @@ class Conversation:
         self._token_ids = token_ids
         self._start = len(token_ids)
         self._max_new_tokens, self._chunk, self._temperature = max_new_tokens, prefill_chunk_size, temperature
-        self._out, self._notes = out, notes
+        self._weights, self._out, self._notes = weights, out, notes
         self._longest = context_length(model)
         self._last: Run | None = None
         self._asked = 0
@@ -235,6 +250,8 @@ class Conversation:
 
     def _tell(self) -> None:
         note(self._notes, repr(self._cache))
+        if self._weights is not None:
+            note(self._notes, self._weights)
         note(self._notes, f"{len(self._token_ids):,} of {self._longest:,} tokens are taken")
         if self._last is not None:
             rate = self._last.decode_tokens_per_second

@@ -13,18 +13,20 @@ from ..models import Loaded, load
 from .console import UsageError, note
 
 
-def loaded(name: str, dtype: torch.dtype | None, device: str | None, notes: Console) -> Loaded:
+def loaded(name: str, dtype: torch.dtype | None, device: str | None, weight_bits: int | None, notes: Console) -> Loaded:
     """
     The model that `--model` names, with its tokenizer, on the device that `--device` names.
 
     Raises:
-        UsageError: the device is not here.
+        UsageError: the device is not here, or cannot compute with weights of `weight_bits`.
         ModelLoadError: the model cannot be had.
     """
     if not notes.is_interactive:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     chosen_device = _checked_device(device)
+    if weight_bits is not None:
+        _require_cpu(chosen_device, weight_bits)
     note(notes, f"loading {name}")
     return load(name, dtype, chosen_device)
 
@@ -44,6 +46,18 @@ def _checked_device(name: str | None) -> torch.device | None:
     if wanted not in here:
         raise UsageError(f"--device {name!r} is not here: this machine has {', '.join(here)}.")
     return device
+
+
+def _require_cpu(chosen: torch.device | None, weight_bits: int) -> None:
+    """Refuse `--weights` before a model is loaded onto an accelerator."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = chosen or accelerator
+    if device is not None and device.type != "cpu":
+        raise UsageError(
+            f"--weights {weight_bits} is for a model on the CPU, and this one would be on {device}: pass --device cpu. "
+            f"In Python, custom_generate=decode_on_cpu.configure(weights={weight_bits}) reads the prompt on "
+            f"{device.type} and decodes on the CPU."
+        )
 
 
 def compile_kernels(model: PreTrainedModel, is_coded: bool, notes: Console) -> None:

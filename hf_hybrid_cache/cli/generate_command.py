@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .choices import CACHES, DEFAULT_QUESTION, NAMED_MODELS, RANDOM_TOKENS
-from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, run_on_node
+from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, Weights, run_on_node
 
 
 def generate(
@@ -57,6 +57,7 @@ def generate(
         int | None, typer.Option(min=0, help="offloaded: layers that stay on the device. Default: 0.")
     ] = None,
     bits: Bits = None,
+    weights: Weights = None,
     dtype: DType = None,
     device: Device = None,
     cpu_node: CpuNode = None,

@@ -1,0 +1,70 @@
+"""What runs took, as text: one of them in a line, those with every cache in a table."""
+
+from rich import box
+from rich.table import Table
+
+from ..weights import WeightsReport
+from .coded_weights import weights_said
+from .timed_run import CACHES, Run
+
+# The row of a comparison that says what weights of few bits add to the last of the caches.
+FEW_WEIGHT_BITS = 4
+WITH_WEIGHTS = f"{FEW_WEIGHT_BITS}-bit weights\nand quantized"
+
+
+def summary(name: str, run: Run, weights: WeightsReport | None) -> str:
+    """A run in one line."""
+    return (
+        f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
+        f"KV {mebibytes(run.device_bytes)} on the device, {mebibytes(run.host_bytes)} on the host"
+    ) + ("" if weights is None else f"; {weights_said(weights)}")
+
+
+def table(runs: dict[str, Run]) -> Table:
+    """A row for each run, by name; that of "stock" comes first."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("cache")
+    for heading in ("prefill\nseconds", "decode\ntokens/s", "KV on\ndevice", "KV on\nhost"):
+        table.add_column(heading, justify="right")
+    table.add_column("same tokens\nas stock")
+    for name, run in runs.items():
+        different = run.first_difference(runs["stock"])
+        table.add_row(
+            name,
+            f"{run.prefill_seconds:.2f}",
+            _rate(run),
+            mebibytes(run.device_bytes),
+            mebibytes(run.host_bytes),
+            "yes" if different is None else f"no, from {different}",
+        )
+    return table
+
+
+def conclusion(runs: dict[str, Run], num_tokens: int) -> str:
+    """What the table shows, in two lines."""
+    stock, ours = runs["stock"], {name: runs[name] for name in CACHES if name != "stock"}
+    rates = {one_line(name): run.decode_tokens_per_second for name, run in runs.items() if run is not stock}
+    share = 100 * _bytes(runs["quantized"]) / max(1, _bytes(stock))
+    text = ""
+    if stock.decode_tokens_per_second and all(rates.values()):
+        ratios = [f"{name} {(rate or 0.0) / stock.decode_tokens_per_second:.2f}" for name, rate in rates.items()]
+        text += f"Tokens a second after {num_tokens:,}, in parts of stock's: {', '.join(ratios)}.\n"
+    same = sum(run.first_difference(stock) is None for run in ours.values())
+    return text + f"Quantized holds {share:.0f}% of stock's bytes; {same} of {len(ours)} give the same answer.\n"
+
+
+def one_line(name: str) -> str:
+    """The name of a run outside of the table."""
+    return name.replace("\n", " ")
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _bytes(run: Run) -> int:
+    return run.device_bytes + run.host_bytes
+
+
+def _rate(run: Run) -> str:
+    return "-" if run.decode_tokens_per_second is None else f"{run.decode_tokens_per_second:.1f}"
