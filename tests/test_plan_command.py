@@ -13,9 +13,11 @@ from hf_hybrid_cache.cli import plan_report
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.planning import (
     BITS,
+    WEIGHT_BITS,
     DeviceSpeed,
     Machine,
     Speeds,
+    WeightSpeed,
     calibration,
     load_speeds,
     predict,
@@ -71,7 +73,8 @@ def test_there_is_a_row_for_each_cache_in_80_columns_and_the_lines_of_the_recomm
 
 def test_without_a_gpu_everything_is_on_the_cpu():
     answer = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")
-    assert [plan["cache"] for plan in answer["plans"]] == ["stock", *BITS]
+    assert [plan["cache"] for plan in answer["plans"]] == ["stock", *BITS, *BITS, *BITS]
+    assert [plan["weights"] for plan in answer["plans"]] == [None] * 6 + [8] * 5 + [4] * 5
     assert {plan["way"] for plan in answer["plans"]} == {"on the CPU"}
     assert answer["recommended"]["cache"] == "dynamic"
 
@@ -82,7 +85,7 @@ def test_what_does_not_fit_says_what_is_short_and_how_far_it_goes():
     assert "host" in next(line for line in result.stdout.splitlines() if line.strip().startswith("quantized-2"))
     assert "Nothing fits. Without any cache, weights, process and a chunk of the prompt take 15." in result.stdout
     assert "GiB more than there are." in result.stdout
-    far = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "17GiB")
+    far = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "15.65GiB")
     assert far.exit_code == 1
     assert "goes farthest, up to " in far.stdout
     answer = plans_of("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
@@ -102,6 +105,36 @@ def test_bandwidths_tell_speeds_without_a_measurement():
     given = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB", "--host-bandwidth", "30GB/s")
     plan = given["recommended"]
     assert plan["seconds_per_token"] == pytest.approx((2_471_628_800 + plan["kv_host_bytes"]) / 30e9)
+
+
+def test_where_only_weights_of_few_bits_fit_they_have_a_table_and_are_recommended():
+    short = ["--model", "meta-llama/Llama-3.2-3B", "--gpu-memory", "0", "--context", "128K"]
+    result = invoke(*short, "--host-memory", "10GiB")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "With weights in 8 bits:" in lines
+    assert any(line.startswith("Recommended: ") and line.endswith(", weights in 8 bits") for line in lines)
+    assert "quantize_weights(model, 8)" in lines
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =")))
+    assert "weights in" not in invoke(*short, "--host-memory", "64GiB").stdout
+
+
+def test_weights_of_four_bits_that_would_be_much_faster_are_named_with_what_they_want():
+    small = ["--model", "meta-llama/Llama-3.2-1B", "--context", "1K", "--gpu-memory", "0", "--host-memory", "32GiB"]
+    result = invoke(*small, "--host-bandwidth", "30GB/s")
+    assert "Recommended: dynamic, on the CPU\n" in result.stdout
+    line = next(
+        line for line in result.stdout.splitlines() if line.startswith("With weights in 4 bits a token takes 0.")
+    )
+    assert "4-bit weights want a calibrated model, see the guide." in line
+    save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9)))
+    result = invoke(*small)
+    assert "4-bit weights" not in result.stdout
+    assert "Speeds with weights of few bits are not known: run with --calibrate." in result.stderr
+    save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9, coded_weights={4: WeightSpeed(1e8), 8: WeightSpeed(1e9)})))
+    result = invoke(*small)
+    assert "4-bit weights" not in result.stdout
+    assert result.stderr == ""
 
 
 def test_a_folder_of_any_model_will_do(tmp_path: Path):
@@ -164,6 +197,11 @@ def test_every_cache_is_measured_at_every_context(measured: Speeds):
         assert all(seconds > 0 for _, seconds in speed.steps)
         assert speed.attention_flops > 0
     assert measured.host.weight_bytes_per_second > 0
+    assert set(measured.host.coded_weights) == set(WEIGHT_BITS)
+    for weights in measured.host.coded_weights.values():
+        assert weights.bytes_per_second > 0
+        assert weights.flops is not None
+        assert weights.flops > 0
     assert (measured.device is None) == (not torch.cuda.is_available())
 
 

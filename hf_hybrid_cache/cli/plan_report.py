@@ -16,18 +16,21 @@ from ..attention import compile_kernels
 from ..models import load_config
 from ..planning import (
     RUNTIME_BYTES,
+    WEIGHT_BITS,
     DeviceSpeed,
     Machine,
     ModelCost,
     Plan,
     Speeds,
     SpeedsFileError,
+    WeightSpeed,
     farthest,
     has_room,
     load_speeds,
     make_plans,
     missing_for_weights,
     model_cost,
+    much_faster,
     parse_bandwidth,
     parse_bytes,
     parse_tokens,
@@ -39,6 +42,7 @@ from ..planning.calibration import calibrate
 from .console import UsageError, dtype_of, exit_codes, note
 
 _T = TypeVar("_T")
+_WANT_CALIBRATION = "4-bit weights want a calibrated model, see the guide."
 
 
 def report(
@@ -71,7 +75,7 @@ def report(
         cost = model_cost(config, precision, batch_size, prefill_chunk_size)
         speeds = _speeds(cost.dtype, calibrate_first, notes)
         speeds = Speeds(
-            DeviceSpeed(host_rate) if host_rate else speeds.host,
+            _reading_at(host_rate) if host_rate else speeds.host,
             DeviceSpeed(device_rate) if device_rate else speeds.device,
             bus_rate or speeds.bus_bytes_per_second,
             speeds.round_trip_seconds,
@@ -86,10 +90,12 @@ def report(
         _print_plans(cost, machine, plans, best, out)
         if cost.shapes and not cost.has_kernel:
             note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
-        elif any(each.seconds_per_token is None for each in plans):
+        elif any(each.seconds_per_token is None for each in plans if each.weights is None):
             note(
                 notes, "Speeds are not known where there is a dash: run with --calibrate, or give bandwidths (--help)."
             )
+        elif any(each.seconds_per_token is None for each in plans):
+            note(notes, "Speeds with weights of few bits are not known: run with --calibrate.")
         if host_rate or device_rate or bus_rate:
             note(notes, "Speeds are those of reading at the bandwidths given: real ones are lower.")
         if best is None:
@@ -101,6 +107,11 @@ def _parsed(option: str, value: str | None, parse: Callable[[str], _T]) -> _T | 
         return None if value is None else parse(value)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
+
+
+def _reading_at(bytes_per_second: float) -> DeviceSpeed:
+    """A CPU that reads everything, codes of weights too, at one bandwidth."""
+    return DeviceSpeed(bytes_per_second, coded_weights={bits: WeightSpeed(bytes_per_second) for bits in WEIGHT_BITS})
 
 
 def _parse_memory(size: str) -> int:
@@ -150,7 +161,11 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
         say("The weights do not fit the GPU: everything is on the CPU.")
     if not cost.shapes:
         say("No layer has full attention over the whole context: these caches change nothing.")
-    out.print(_table(plans))
+    bits = None if best is None else best.weights
+    out.print(_table([each for each in plans if each.weights is None]))
+    if bits is not None:
+        say(f"With weights in {bits} bits:")
+        out.print(_table([each for each in plans if each.weights == bits]))
     if best is None:
         nearest, on_gpu = farthest(plans), machine.device_bytes and has_room(cost, machine)
         if not on_gpu and (missing := missing_for_weights(cost, machine.host_bytes)):
@@ -159,10 +174,16 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
             say(f"Nothing fits. {_name(nearest)} goes farthest, up to {nearest.longest_context:,} tokens.")
         return
     say(f"Recommended: {_name(best)}\n\n{best.code}")
-    timed = [each for each in plans if each.fits and each.seconds_per_token is not None and each.cache != "stock"]
+    fitting = [each for each in plans if each.fits and each.cache != "stock" and each.weights == bits]
+    timed = [each for each in fitting if each.seconds_per_token is not None]
     fastest = min(timed, key=lambda each: each.seconds_per_token or 0.0, default=best)
     if fastest != best:
         say(f"\nFastest, with fewer bits: {_name(fastest)}")
+    if (faster := much_faster(plans, best)) is not None:
+        share = (faster.seconds_per_token or 0.0) / (best.seconds_per_token or 1.0)
+        say(f"\nWith weights in {faster.weights} bits a token takes {share:.2f} of the time. {_WANT_CALIBRATION}")
+    elif bits == min(WEIGHT_BITS):
+        say(f"\n{_WANT_CALIBRATION}")
 
 
 def _table(plans: Sequence[Plan]) -> Table:
@@ -187,7 +208,7 @@ def _table(plans: Sequence[Plan]) -> Table:
 
 
 def _name(plan: Plan) -> str:
-    return f"{plan.cache}, {plan.way}"
+    return f"{plan.cache}, {plan.way}" + ("" if plan.weights is None else f", weights in {plan.weights} bits")
 
 
 def _gibibytes(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ no more room.
 
 from .advice import advice
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
+from .coded_weights import WEIGHT_BITS, CodedWeights
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .machine import (
     CacheSpeed,
@@ -15,6 +16,7 @@ from .machine import (
     Machine,
     Speeds,
     SpeedsFileError,
+    WeightSpeed,
     cpu_name,
     load_speeds,
     save_speeds,
@@ -31,6 +33,7 @@ from .plans import (
     make_plan,
     make_plans,
     missing_for_weights,
+    much_faster,
     predict,
     recommended,
 )
@@ -40,9 +43,11 @@ from .speed import Way
 __all__ = [
     "BITS",
     "RUNTIME_BYTES",
+    "WEIGHT_BITS",
     "CacheCost",
     "CacheSpeed",
     "Candidate",
+    "CodedWeights",
     "CostError",
     "DeviceSpeed",
     "Held",
@@ -53,6 +58,7 @@ __all__ = [
     "Speeds",
     "SpeedsFileError",
     "Way",
+    "WeightSpeed",
     "advice",
     "cache_cost",
     "choose",
@@ -67,6 +73,7 @@ __all__ = [
     "make_plans",
     "missing_for_weights",
     "model_cost",
+    "much_faster",
     "parse_bandwidth",
     "parse_bytes",
     "parse_tokens",

@@ -22,9 +22,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ..layers import HybridLayer, LayerStores
 from ..storage import InitialCapacity, KVShape, require_host_bytes
+from ..weights import Covered, Width
 from .candidates import BITS, Candidate
+from .coded_weights import WEIGHT_BITS
 from .cost import layer_bytes
-from .machine import CacheSpeed, DeviceSpeed, Speeds
+from .machine import CacheSpeed, DeviceSpeed, Speeds, WeightSpeed
 from .other_processes import OtherProcesses
 from .speed import Way
 
@@ -104,7 +106,8 @@ def doubt(reading: Sequence[float], used_by_others: float) -> str | None:
 def _measured(dtype: torch.dtype, effort: Effort) -> tuple[Speeds, list[float]]:
     """Speeds, and seconds of each time that the CPU read the weights."""
     states = 2 * _KV_HEADS * _HEAD_DIM * sum(effort.contexts) * 2
-    num_bytes = effort.matrices * _MATRIX[0] * _MATRIX[1] * dtype.itemsize + (len(BITS) + 2) * states
+    # In few bits, together, weights take less than two bytes.
+    num_bytes = effort.matrices * _MATRIX[0] * _MATRIX[1] * (dtype.itemsize + 2) + (len(BITS) + 2) * states
     require_host_bytes(num_bytes, "Measuring speeds needs")
     host, reading = _device_speed(HOST, dtype, effort)
     if not torch.cuda.is_available():
@@ -116,7 +119,8 @@ def _measured(dtype: torch.dtype, effort: Effort) -> tuple[Speeds, list[float]]:
 @torch.inference_mode()
 def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> tuple[DeviceSpeed, list[float]]:
     contexts = [num_tokens * 2 // dtype.itemsize for num_tokens in effort.contexts]
-    weights = _Weights(device, dtype, effort.matrices)
+    weights = _Weights.plain(device, dtype, effort.matrices)
+    coded = {bits: weights.coded(bits) for bits in WEIGHT_BITS if device == HOST}
     layers: dict[tuple[str, int], _Layer] = {}
     for num_tokens in contexts:
         states = _random_states(_KV_HEADS, num_tokens, device, dtype)
@@ -127,6 +131,9 @@ def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> t
     for turn in range(effort.rounds + 1):
         if turn == 1:
             samples.clear()  # the first round compiles
+        for bits, few_bits in coded.items():
+            weights.read_all()  # codes are small enough that some might be left in the caches
+            samples[bits].append(_seconds(few_bits.read_all, device))
         samples["weights"].append(_seconds(weights.read_all, device))
         samples["model"].append(model.step_seconds())
         for key, layer in layers.items():
@@ -145,21 +152,33 @@ def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> t
         max(0.0, seconds["model"] / effort.layers - caches["stock"].step_seconds(0)),
         weights.flops(effort.chunk, effort.rounds),
         caches,
+        {
+            bits: WeightSpeed(few_bits.num_bytes / seconds[bits], few_bits.flops(effort.chunk, effort.rounds))
+            for bits, few_bits in coded.items()
+        },
     )
     return speed, samples["weights"]
 
 
 class _Weights:
-    """Matrices of a model, to be multiplied with one token or a chunk of a prompt."""
+    """Matrices of a model, to be multiplied with one token or a chunk of a prompt; together of so many bytes."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, count: int):
-        self._device = device
-        self._matrices = [torch.full(_MATRIX, 0.01, dtype=dtype, device=device) for _ in range(count)]
+    def __init__(self, matrices: Sequence[torch.Tensor], num_bytes: int):
+        self._matrices, self.num_bytes = matrices, num_bytes
+        self._device, self._dtype = matrices[0].device, matrices[0].dtype
         self._turn = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(matrix.nbytes for matrix in self._matrices)
+    @classmethod
+    def plain(cls, device: torch.device, dtype: torch.dtype, count: int) -> "_Weights":
+        matrices = [torch.full(_MATRIX, 0.01, dtype=dtype, device=device) for _ in range(count)]
+        return cls(matrices, sum(matrix.nbytes for matrix in matrices))
+
+    def coded(self, bits: int) -> "_Weights":
+        """As many matrices in few bits."""
+        matrix, count = self._matrices[0], len(self._matrices)
+        covered = Covered("matrices", torch.nn.Parameter(matrix, requires_grad=False), [], is_transposed=False)
+        stacked = covered.coded(matrix.expand(count, *_MATRIX), Width.checked(bits))
+        return _Weights([stacked.one(index) for index in range(count)], stacked.matrices.num_bytes)
 
     def read_next(self) -> None:
         self._turn = (self._turn + 1) % len(self._matrices)
@@ -175,8 +194,8 @@ class _Weights:
         return 2 * chunk * _MATRIX[0] * _MATRIX[1] / seconds
 
     def _multiply(self, num_tokens: int) -> None:
-        matrix = self._matrices[self._turn]
-        linear(matrix.new_full((1, num_tokens, _MATRIX[1]), 0.1), matrix)
+        tokens = torch.full((1, num_tokens, _MATRIX[1]), 0.1, dtype=self._dtype, device=self._device)
+        linear(tokens, self._matrices[self._turn])
 
 
 class _Layer:

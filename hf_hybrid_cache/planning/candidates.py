@@ -31,10 +31,12 @@ class Candidate:
     Attributes:
         cache: its name: "stock" is transformers' `DynamicCache`; "offloaded", or one of `BITS`.
         way: where it is, and who attends to it.
+        weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
     """
 
     cache: str
     way: Way
+    weights: int | None = None
 
     @property
     def placement(self) -> Placement:
@@ -61,9 +63,17 @@ class Candidate:
     def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """Bytes at most, at any time, weights and all."""
         weights, working = model.weight_bytes + RUNTIME_BYTES, model.working_bytes(context)
+        coded = None if self.weights is None else model.coded_weights[self.weights]
         if self.way == Way.CPU:
-            return Held(0, weights + max(cost.prefill.host + cost.copied + working, cost.decode.host))
+            with_cache = max(cost.prefill.host + cost.copied + working, cost.decode.host)
+            if coded is None:
+                return Held(0, weights + with_cache)
+            # The model is loaded as it is, and then coded weight by weight.
+            kept = coded.coded_bytes + coded.other_bytes + RUNTIME_BYTES
+            return Held(0, max(weights + coded.largest_bytes, kept + with_cache))
         host = max(cost.prefill.host, cost.decode.host) + (weights if self.way == Way.CPU_DECODE else RUNTIME_BYTES)
+        if coded is not None:
+            host += coded.coded_bytes  # beside the weights as they were, which go back to the GPU
         return Held(weights + max(cost.prefill.device + working, cost.decode.device), host)
 
     def code(self, model: ModelCost) -> str:
@@ -79,17 +89,22 @@ class Candidate:
         if self.way == Way.CPU_ATTENTION:
             options.append("cpu_decode=True")
         classes = ["AutoModelForCausalLM"] + ["DynamicCache"] * (self.cache == "stock")
-        ours = [] if self.cache == "stock" else [name] + ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)
+        ours = [] if self.cache == "stock" else [name]
+        ours += ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)
+        quantizes = self.weights is not None and self.way == Way.CPU
+        ours += ["quantize_weights"] * quantizes
         loaded = model.name, str(model.dtype).removeprefix("torch."), "cpu" if self.way == Way.CPU else "cuda"
         model_name, dtype, device = map(json.dumps, loaded)
         generate = ["**inputs", "past_key_values=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
         if self.way == Way.CPU_DECODE:
-            generate.append("custom_generate=decode_on_cpu")
+            configured = "" if self.weights is None else f".configure(weights={self.weights})"
+            generate.append(f"custom_generate=decode_on_cpu{configured}")
         lines = [
             f"from transformers import {', '.join(classes)}",
             *([f"from hf_hybrid_cache import {', '.join(ours)}"] if ours else []),
             "",
             f"model = AutoModelForCausalLM.from_pretrained({model_name}, dtype={dtype}, device_map={device})",
+            *([f"quantize_weights(model, {self.weights})"] if quantizes else []),
             f"cache = {name}({', '.join(options)})",
             f"model.generate({', '.join(generate)})",
         ]
@@ -97,16 +112,23 @@ class Candidate:
 
 
 def gpu_candidates(model: ModelCost) -> list[Candidate]:
-    """The caches to choose from with the model on a GPU, the best quality first and then the fewest transfers."""
+    """
+    The caches to choose from with the model on a GPU, the best quality first and then the fewest transfers.
+
+    Those with weights of few bits come after all others.
+    """
     found = [Candidate("stock", Way.GPU)]
-    for name in BITS if model.shapes else []:
-        streamed = "offloaded" if name == "dynamic" else name
+    names = {name: "offloaded" if name == "dynamic" else name for name in BITS} if model.shapes else {}
+    for name, streamed in names.items():
         attended = [Candidate(name, Way.CPU_ATTENTION)] if model.has_kernel else []
         found += [Candidate(name, Way.GPU), Candidate(streamed, Way.STREAMED), *attended]
         found += [Candidate(streamed, Way.CPU_DECODE)]
-    return found
+    coded = [Candidate(name, Way.CPU_DECODE, bits) for bits in model.coded_weights for name in names.values()]
+    return found + coded
 
 
 def cpu_candidates(model: ModelCost) -> list[Candidate]:
-    """The caches to choose from with the model on the CPU, the best quality first."""
-    return [Candidate(name, Way.CPU) for name in ("stock", *(BITS if model.shapes else ()))]
+    """The caches to choose from with the model on the CPU, the best quality first, in the same order."""
+    ours = tuple(BITS) if model.shapes else ()
+    coded = [Candidate(name, Way.CPU, bits) for bits in model.coded_weights for name in ours or ("stock",)]
+    return [Candidate(name, Way.CPU) for name in ("stock", *ours)] + coded

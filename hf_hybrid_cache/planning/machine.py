@@ -51,6 +51,20 @@ class CacheSpeed:
 
 
 @dataclass(frozen=True)
+class WeightSpeed:
+    """
+    How fast a device multiplies weights of few bits.
+
+    Attributes:
+        bytes_per_second: of codes, read by products with one token.
+        flops: a second, in products with many tokens; `None` if that is not known.
+    """
+
+    bytes_per_second: float
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
 class DeviceSpeed:
     """
     How fast a device computes a model.
@@ -60,12 +74,14 @@ class DeviceSpeed:
         layer_seconds: of a step of one layer besides weights and attention.
         flops: a second, in products of the weights with many tokens; `None` if that is not known.
         caches: by name, as far as they are known.
+        coded_weights: weights of few bits by their bits, likewise.
     """
 
     weight_bytes_per_second: float
     layer_seconds: float = 0.0
     flops: float | None = None
     caches: Mapping[str, CacheSpeed] = field(default_factory=dict)
+    coded_weights: Mapping[int, WeightSpeed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -204,13 +220,22 @@ def _parsed_device(speed: dict[str, Any] | None) -> DeviceSpeed | None:
         )
         for name, cache in speed["caches"].items()
     }
-    flops = speed["flops"]
+    # Files of before there were such weights have none.
+    coded_weights = {
+        int(bits): WeightSpeed(_positive("bytes_per_second", weights["bytes_per_second"]), _flops(weights["flops"]))
+        for bits, weights in speed.get("coded_weights", {}).items()
+    }
     return DeviceSpeed(
         _positive("weight_bytes_per_second", speed["weight_bytes_per_second"]),
         _seconds("layer_seconds", speed["layer_seconds"]),
-        None if flops is None else _positive("flops", flops),
+        _flops(speed["flops"]),
         caches,
+        coded_weights,
     )
+
+
+def _flops(value: Any) -> float | None:
+    return None if value is None else _positive("flops", value)
 
 
 def _positive(name: str, value: Any) -> float:

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..layers import tensors_of
 from ..storage import KVShape
+from .coded_weights import WEIGHT_BITS, CodedWeights, coded_weights
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config does not say
@@ -73,6 +74,7 @@ class ModelCost:
         dtype: of weights, keys and values.
         weight_bytes: of all weights.
         step_weight_bytes: of the weights that are read for one token.
+        coded_weights: the weights in few bits, by bits; empty where none can be.
         num_layers: of the model.
         max_context: tokens that the model can attend to.
         chunk: tokens of the prompt in one forward pass.
@@ -89,6 +91,7 @@ class ModelCost:
     dtype: torch.dtype
     weight_bytes: int
     step_weight_bytes: int
+    coded_weights: Mapping[int, CodedWeights]
     num_layers: int
     max_context: int
     chunk: int
@@ -147,6 +150,7 @@ def model_cost(
         longest = max(max_context, 8 * chunk)
         first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
         read, output = list(_weights_read(model)), model.get_output_embeddings().weight
+        coded = {bits: coded_weights(model, read, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # of any kind, because this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CostError(f"What {name} costs cannot be worked out without its weights: {reason}") from error
@@ -160,6 +164,7 @@ def model_cost(
         dtype=dtype,
         weight_bytes=sum(weight.nbytes for weight in model.parameters()),
         step_weight_bytes=int(sum(share * weight.nbytes for weight, share in read)),
+        coded_weights={bits: weights for bits, weights in coded.items() if weights is not None},
         num_layers=config.get_text_config(decoder=True).num_hidden_layers,
         max_context=max_context,
         chunk=chunk,

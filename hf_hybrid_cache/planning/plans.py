@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..storage import available_host_bytes
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
+from .coded_weights import WEIGHT_BITS
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
 from .speed import Way, seconds_per_token, seconds_to_first_token
@@ -39,6 +40,7 @@ class Plan:
         seconds_to_first_token: of a prompt as long as the context, likewise.
         longest_context: that fits, at most the model's; 0 if none does.
         code: lines of Python that use it.
+        weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
     """
 
     cache: str
@@ -54,6 +56,7 @@ class Plan:
     seconds_to_first_token: float | None
     longest_context: int
     code: str
+    weights: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -72,8 +75,8 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
     speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
-    seconds = seconds_per_token(model, cost, speed_name, candidate.way, machine.speeds)
-    first = seconds_to_first_token(model, cost, speed_name, candidate.way, machine.speeds, context)
+    seconds = seconds_per_token(model, cost, speed_name, candidate.way, machine.speeds, candidate.weights)
+    first = seconds_to_first_token(model, cost, speed_name, candidate.way, machine.speeds, context, candidate.weights)
     return Plan(
         cache=candidate.cache,
         way=candidate.way,
@@ -88,6 +91,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         seconds_to_first_token=first,
         longest_context=_longest_context(model, candidate, machine),
         code=candidate.code(model),
+        weights=candidate.weights,
     )
 
 
@@ -96,7 +100,7 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     A plan for every cache there is to choose from.
 
     With the model on the GPU, where it has room for the weights. With the model on the CPU, where it has not, or
-    nothing fits.
+    nothing fits with weights as they are.
 
     Raises:
         PlanError: the model does not go that far.
@@ -104,7 +108,7 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     plans = []
     if has_room(model, machine):
         plans = [make_plan(model, candidate, context, machine) for candidate in gpu_candidates(model)]
-    if recommended(plans) is None:
+    if recommended([plan for plan in plans if plan.weights is None]) is None:
         plans += [make_plan(model, candidate, context, machine) for candidate in cpu_candidates(model)]
     return plans
 
@@ -155,19 +159,31 @@ def recommended(plans: Sequence[Plan]) -> Plan | None:
     """
     The best of the plans that fit, or `None`.
 
-    What loses the least comes first: full precision, then 8, 4, 4 and 2, and 2 bits. Among those that lose the same,
-    the fastest; where speeds are not known, the first, which has the fewest transfers. transformers' own cache is
-    only for a model that gains nothing from ours.
+    What loses the least comes first: weights as they are, then in 8 and in 4 bits; and with the same weights caches in
+    full precision, then in 8, 4, 4 and 2, and 2 bits. Among those that lose the same, the fastest; where speeds are not
+    known, the first, which has the fewest transfers. transformers' own cache is only for a model that gains nothing
+    from ours.
     """
     ours = [plan for plan in plans if plan.cache != "stock"] or plans
     quality = list(BITS)
     fitting = [plan for plan in ours if plan.fits]
 
-    def rank(plan: Plan) -> tuple[int, float]:
+    def rank(plan: Plan) -> tuple[int, int, float]:
         seconds = math.inf if plan.seconds_per_token is None else plan.seconds_per_token
-        return quality.index(plan.cache) if plan.cache in quality else 0, seconds
+        lost = quality.index(plan.cache) if plan.cache in quality else 0
+        return 0 if plan.weights is None else 1 + WEIGHT_BITS.index(plan.weights), lost, seconds
 
     return min(fitting, key=rank, default=None)
+
+
+def much_faster(plans: Sequence[Plan], best: Plan) -> Plan | None:
+    """The plan that is `best` with weights of the fewest bits, where a token then takes less than half the time."""
+    fewest = min(WEIGHT_BITS)
+    for plan in plans:
+        is_same = (plan.cache, plan.way, plan.weights) == (best.cache, best.way, fewest)
+        if is_same and plan.fits and plan.seconds_per_token is not None and best.seconds_per_token is not None:
+            return plan if 2 * plan.seconds_per_token < best.seconds_per_token else None
+    return None
 
 
 def farthest(plans: Sequence[Plan]) -> Plan:
@@ -222,7 +238,9 @@ def choose(
         speeds = Speeds()
     machine = Machine(device_bytes, host_bytes, speeds)
     candidates = gpu_candidates(model) if device_bytes else cpu_candidates(model)
-    plans = [make_plan(model, each, context, machine) for each in candidates if each.way != Way.CPU_DECODE]
+    # The weights are loaded, and stay as they are.
+    taken = [each for each in candidates if each.way != Way.CPU_DECODE and each.weights is None]
+    plans = [make_plan(model, each, context, machine) for each in taken]
     best = recommended(plans)
     if best is None:
         nearest = farthest(plans)

@@ -17,7 +17,9 @@ class Way(StrEnum):
     CPU = "on the CPU"
 
 
-def seconds_per_token(model: ModelCost, cost: CacheCost, cache: str, way: Way, speeds: Speeds) -> float | None:
+def seconds_per_token(
+    model: ModelCost, cost: CacheCost, cache: str, way: Way, speeds: Speeds, weights: int | None = None
+) -> float | None:
     """
     Seconds of one decode step; `None` where a speed is not known.
 
@@ -30,14 +32,17 @@ def seconds_per_token(model: ModelCost, cost: CacheCost, cache: str, way: Way, s
         cache: its name, as in the speeds.
         way: where things are.
         speeds: of the machine.
+        weights: bits of a weight on the CPU; `None` for weights as they are.
     """
     host, device, bus = speeds.host, speeds.device, speeds.bus_bytes_per_second
     if not _is_measured_kind(model):
         return None
     if way in (Way.CPU, Way.CPU_DECODE):
-        if host is None:
+        if host is None or (weights is not None and weights not in host.coded_weights):
             return None
-        return _reading(model, cost, host) + _full_attention(model, cost, cache, host) + _launching(model, host)
+        return (
+            _reading(model, cost, host, weights) + _full_attention(model, cost, cache, host) + _launching(model, host)
+        )
     if device is None:
         return None
     if way == Way.CPU_ATTENTION:
@@ -52,14 +57,21 @@ def seconds_per_token(model: ModelCost, cost: CacheCost, cache: str, way: Way, s
 
 
 def seconds_to_first_token(
-    model: ModelCost, cost: CacheCost, cache: str, way: Way, speeds: Speeds, context: int
+    model: ModelCost, cost: CacheCost, cache: str, way: Way, speeds: Speeds, context: int, weights: int | None = None
 ) -> float | None:
     """Seconds of a prompt of `context` tokens in chunks; the other arguments are those of `seconds_per_token`."""
     speed, bus = speeds.host if way == Way.CPU else speeds.device, speeds.bus_bytes_per_second
-    if not _is_measured_kind(model) or speed is None or speed.flops is None or cache not in speed.caches:
+    if not _is_measured_kind(model) or speed is None or cache not in speed.caches:
+        return None
+    # Where only decoding is on the CPU, the GPU reads the prompt with the weights as they are.
+    flops = speed.flops
+    if weights is not None and way == Way.CPU:
+        coded = speed.coded_weights.get(weights)
+        flops = None if coded is None else coded.flops
+    if flops is None:
         return None
     attention = model.attention_flops(context) / speed.caches[cache].attention_flops
-    seconds = context * model.token_flops / speed.flops + attention
+    seconds = context * model.token_flops / flops + attention
     if way in (Way.GPU, Way.CPU):
         return seconds
     if bus is None:
@@ -74,9 +86,14 @@ def _is_measured_kind(model: ModelCost) -> bool:
     return model.has_kernel or not model.shapes
 
 
-def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed) -> float:
+def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed, bits: int | None = None) -> float:
     """Seconds in which weights, and the layers that have transformers' own cache, are read."""
-    weights = model.step_weight_bytes / speed.weight_bytes_per_second
+    if bits is None:
+        weights = model.step_weight_bytes / speed.weight_bytes_per_second
+    else:
+        coded = model.coded_weights[bits]
+        weights = coded.step_coded_bytes / speed.coded_weights[bits].bytes_per_second
+        weights += coded.step_other_bytes / speed.weight_bytes_per_second
     if not model.others:
         return weights
     if (stock := speed.caches.get("stock")) is None:

@@ -12,6 +12,7 @@ from hf_hybrid_cache.planning import (
     Machine,
     Speeds,
     SpeedsFileError,
+    WeightSpeed,
     load_speeds,
     save_speeds,
     speeds_path,
@@ -19,7 +20,8 @@ from hf_hybrid_cache.planning import (
 )
 
 CACHES = {"stock": CacheSpeed(((100, 1.0), (200, 3.0)), 5.0), "dynamic": CacheSpeed(((100, 1.0), (300, 2.0)), 6.0)}
-SPEEDS = Speeds(DeviceSpeed(1e9, 0.25, 1e12, CACHES), DeviceSpeed(9e9, 0.0, None, {}), 2e9, 1e-4)
+WEIGHTS = {8: WeightSpeed(4e8, 7e11), 4: WeightSpeed(5e8)}
+SPEEDS = Speeds(DeviceSpeed(1e9, 0.25, 1e12, CACHES, WEIGHTS), DeviceSpeed(9e9, 0.0, None, {}), 2e9, 1e-4)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,9 @@ def test_speeds_are_kept_for_each_dtype(home: Path):
         lambda text: text.replace("weight_bytes_per_second", "bytes"),
         lambda text: text.replace('"steps"', '"step"'),
         lambda text: text.replace("300", "100"),
+        lambda text: text.replace("400000000.0", "-1.0"),
+        lambda text: text.replace('"8"', '"eight"'),
+        lambda text: text.replace('"bytes_per_second"', '"bytes"'),
     ],
 )
 def test_a_damaged_file_is_named_and_the_next_measurement_replaces_it(damage):
@@ -84,6 +89,17 @@ def test_a_damaged_file_is_named_and_the_next_measurement_replaces_it(damage):
     assert str(error.value).startswith(str(path))
     save_speeds(torch.bfloat16, SPEEDS)
     assert load_speeds(torch.bfloat16) == SPEEDS
+
+
+def test_a_file_of_before_there_were_weights_of_few_bits_has_all_other_speeds():
+    path = save_speeds(torch.bfloat16, SPEEDS)
+    content = json.loads(path.read_text())
+    for device in ("host", "device"):
+        del content["speeds"]["torch.bfloat16"][device]["coded_weights"]
+    path.write_text(json.dumps(content))
+    loaded = load_speeds(torch.bfloat16)
+    assert loaded.host == DeviceSpeed(1e9, 0.25, 1e12, CACHES)
+    assert loaded.device == SPEEDS.device
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What a model costs, against real models of every family, and against arithmetic by hand."""
 
+import copy
+
 import psutil
 import pytest
 import torch
@@ -7,8 +9,9 @@ from kernels.programs import wait_for_compilation
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from hf_hybrid_cache import quantize_weights
 from hf_hybrid_cache.models import SHAPES, ModelLoadError, load_config
-from hf_hybrid_cache.planning import CostError, model_cost
+from hf_hybrid_cache.planning import WEIGHT_BITS, CostError, model_cost
 
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -47,6 +50,30 @@ def test_weights_and_states_are_those_of_the_real_model(family: str, dtype: torc
         i: ((*layer.keys.shape[:2], layer.keys.shape[3]), (*layer.values.shape[:2], layer.values.shape[3]), dtype)
         for i, layer in full.items()
     }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bits", WEIGHT_BITS)
+def test_weights_in_few_bits_take_what_quantize_weights_reports(family: str, bits: int):
+    cost = model_cost(FAMILIES[family](), torch.bfloat16, chunk=CHUNK)
+    report = quantize_weights(copy.deepcopy(tiny_model(family, torch.bfloat16)), bits)
+    coded = cost.coded_weights[bits]
+    assert (coded.coded_bytes, coded.other_bytes) == (report.coded_bytes, report.other_bytes)
+    assert cost.weight_bytes == report.original_bytes + report.other_bytes
+    assert 0 < coded.largest_bytes <= coded.coded_bytes
+
+
+def test_a_step_reads_the_codes_of_what_it_multiplies_with():
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    coded = {}
+    for is_tied in (True, False):
+        config = LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied)
+        coded[is_tied] = model_cost(config, torch.float32).coded_weights[4]
+    # An embedding: a word of scale and low, and 64 codes in eight words, for each row.
+    embedding = 96 * (1 + 8) * 4
+    assert coded[True].step_coded_bytes == coded[True].coded_bytes
+    assert coded[False].coded_bytes - coded[False].step_coded_bytes == embedding
+    assert coded[True].step_other_bytes == coded[True].other_bytes == 5 * 64 * 4
 
 
 def test_a_step_reads_all_weights_but_a_table_of_embeddings_that_is_not_the_output_too():

@@ -14,6 +14,7 @@ from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import (
     BITS,
     RUNTIME_BYTES,
+    WEIGHT_BITS,
     CacheSpeed,
     Candidate,
     DeviceSpeed,
@@ -23,11 +24,13 @@ from hf_hybrid_cache.planning import (
     PlanError,
     Speeds,
     Way,
+    WeightSpeed,
     cpu_candidates,
     gpu_candidates,
     make_plan,
     make_plans,
     model_cost,
+    much_faster,
     predict,
     recommended,
     speeds_path,
@@ -39,6 +42,8 @@ GIB = 2**30
 PLENTY = Machine(2**45, 2**45)
 # Reads 1 GB/s in host memory, 10 GB/s on the GPU, and 2 GB/s over the bus.
 BANDWIDTHS = Speeds(DeviceSpeed(1e9), DeviceSpeed(1e10), 2e9)
+# Codes of 4 bits at half of that.
+CODED_SPEEDS = replace(BANDWIDTHS, host=DeviceSpeed(1e9, coded_weights={8: WeightSpeed(1e9), 4: WeightSpeed(5e8)}))
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +64,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plans_of(model: ModelCost, context: int, machine: Machine) -> dict[tuple[str, str], Plan]:
-    return {(plan.cache, plan.way): plan for plan in make_plans(model, context, machine)}
+def plans_of(
+    model: ModelCost, context: int, machine: Machine, weights: int | None = None
+) -> dict[tuple[str, str], Plan]:
+    """Those with weights of so many bits."""
+    plans = make_plans(model, context, machine)
+    return {(plan.cache, plan.way): plan for plan in plans if plan.weights == weights}
 
 
 # What fits
@@ -219,6 +228,102 @@ def test_the_best_quality_that_fits_comes_first_and_then_the_fastest(plans, best
     assert recommended(made) is (None if best is None else made[best])
 
 
+# Weights of few bits
+
+
+def on_cpu(model: ModelCost, weights: int | None, host_bytes: int = 2**45, cache: str = "dynamic") -> Plan:
+    return make_plan(model, Candidate(cache, Way.CPU, weights), 8192, Machine(0, host_bytes, CODED_SPEEDS))
+
+
+@pytest.mark.parametrize("bits", WEIGHT_BITS)
+def test_weights_of_few_bits_are_loaded_as_they_are_and_then_take_less(llama: ModelCost, bits: int):
+    coded = llama.coded_weights[bits]
+    plain, few = on_cpu(llama, None), on_cpu(llama, bits)
+    loading = llama.weight_bytes + coded.largest_bytes + RUNTIME_BYTES
+    saved = llama.weight_bytes - coded.coded_bytes - coded.other_bytes
+    assert few.host_bytes == max(loading, plain.host_bytes - saved)
+    # At a context where the cache is large, all that is saved is.
+    context = 131_072
+    plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU, each), context, PLENTY) for each in (None, bits))
+    assert plain.host_bytes - few.host_bytes == saved
+
+
+@pytest.mark.parametrize("bits", WEIGHT_BITS)
+def test_where_the_cpu_decodes_codes_are_beside_the_weights_that_go_back(llama: ModelCost, bits: int):
+    plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, each), 8192, PLENTY) for each in (None, bits))
+    assert few.host_bytes - plain.host_bytes == llama.coded_weights[bits].coded_bytes
+    assert few.device_bytes == plain.device_bytes
+
+
+def test_a_step_reads_codes_at_their_own_rate(llama: ModelCost):
+    plain, few = on_cpu(llama, None), on_cpu(llama, 4)
+    coded = llama.coded_weights[4]
+    assert plain.seconds_per_token is not None
+    assert few.seconds_per_token == pytest.approx(
+        plain.seconds_per_token - llama.step_weight_bytes / 1e9 + coded.step_coded_bytes / 5e8
+        + coded.step_other_bytes / 1e9
+    )  # fmt: skip
+    decoding = make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, 4), 8192, replace(PLENTY, speeds=CODED_SPEEDS))
+    assert decoding.seconds_per_token == pytest.approx(few.seconds_per_token)
+
+
+def test_a_prompt_is_computed_with_the_weights_that_the_model_has_then(llama: ModelCost):
+    caches = {"dynamic": CacheSpeed(((1, 0.0), (2, 1e-9)), 1e30)}
+    host = DeviceSpeed(1e9, 0.0, 2e12, caches, {4: WeightSpeed(5e8, 1e12), 8: WeightSpeed(1e9)})
+    machine = Machine(0, 2**45, Speeds(host, DeviceSpeed(1e10, 0.0, 4e12, caches), 1e30))
+    first = {bits: make_plan(llama, Candidate("dynamic", Way.CPU, bits), 8192, machine) for bits in (None, 8, 4)}
+    assert first[None].seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 2e12)
+    assert first[4].seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 1e12)
+    assert first[8].seconds_to_first_token is None
+    plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, each), 8192, machine) for each in (None, 4))
+    assert few.seconds_to_first_token == plain.seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 4e12)
+
+
+def test_without_a_rate_of_codes_nothing_is_predicted_for_them(llama: ModelCost):
+    plans = make_plans(llama, 8192, Machine(0, 2**45, BANDWIDTHS))
+    assert {plan.weights for plan in plans} == {None, *WEIGHT_BITS}
+    assert all((plan.seconds_per_token is None) == (plan.weights is not None) for plan in plans)
+    best = recommended(plans)
+    assert best is not None
+    assert much_faster(plans, best) is None
+
+
+def test_few_bits_of_weights_are_recommended_only_where_nothing_fits_with_all(llama: ModelCost):
+    def best_of(host_bytes: int) -> Plan | None:
+        return recommended(make_plans(llama, 131_072, Machine(0, host_bytes, CODED_SPEEDS)))
+
+    def needed(cache: str, weights: int | None) -> int:
+        return make_plan(llama, Candidate(cache, Way.CPU, weights), 131_072, PLENTY).host_bytes
+
+    plenty, least = best_of(2**45), best_of(needed("quantized-2", None))
+    assert plenty is not None
+    assert least is not None
+    assert (plenty.cache, plenty.weights) == ("dynamic", None)
+    assert (least.cache, least.weights) == ("quantized-2", None)
+    few = best_of(needed("quantized-2", None) - 1)
+    assert few is not None
+    assert few.weights == 8
+    assert best_of(needed("quantized-2", 4) - 1) is None
+
+
+def test_weights_of_four_bits_are_named_where_a_step_takes_less_than_half(llama: ModelCost):
+    for rate, is_much in [(1e9, True), (4e8, False)]:
+        speeds = Speeds(DeviceSpeed(1e9, coded_weights={4: WeightSpeed(rate), 8: WeightSpeed(1e9)}))
+        plans = make_plans(llama, 1024, Machine(0, 2**45, speeds))
+        best = recommended(plans)
+        assert best is not None
+        assert best.weights is None
+        faster = much_faster(plans, best)
+        assert (faster is not None) == is_much
+        assert faster is None or (faster.cache, faster.way, faster.weights) == ("dynamic", Way.CPU, 4)
+
+
+def test_a_gpu_is_left_for_the_cpu_before_weights_are_of_few_bits(llama: ModelCost):
+    plans = make_plans(llama, 131_072, Machine(3 * GIB, 2**45))
+    assert any(plan.way == Way.CPU and plan.weights is None for plan in plans)
+    assert {plan.way for plan in plans if plan.weights is not None} == {Way.CPU, Way.CPU_DECODE}
+
+
 # What is done with it
 
 
@@ -236,8 +341,11 @@ def test_the_lines_of_every_plan_run(folder: Path):
         if isinstance(cache, HybridCache):
             assert cache._stores.placement == candidate.placement
             assert set(cache._stores.codecs.values()) == ({candidate.codec} if candidate.codec else set())
-        if BITS.get(candidate.cache) is None:
+        if BITS.get(candidate.cache) is None and candidate.weights is None:
             assert torch.equal(result, plain)
+        if candidate.way == Way.CPU:
+            is_coded = type(names["model"].get_input_embeddings().weight) is not torch.nn.Parameter
+            assert is_coded == (candidate.weights is not None)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,54 @@
+"""What a model's weights take in few bits, asked of a model on the meta device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..weights import Width, coverage
+
+# Bits of a weight, the best quality first.
+WEIGHT_BITS = (8, 4)
+
+
+@dataclass(frozen=True)
+class CodedWeights:
+    """
+    Weights of which those that can be are of few bits.
+
+    Attributes:
+        coded_bytes: of the codes.
+        largest_bytes: of the codes of one weight, at most.
+        other_bytes: of the weights that stay as they are.
+        step_coded_bytes: of the codes that are read for one token.
+        step_other_bytes: of the other weights, likewise.
+    """
+
+    coded_bytes: int
+    largest_bytes: int
+    other_bytes: int
+    step_coded_bytes: int
+    step_other_bytes: int
+
+
+def coded_weights(model: PreTrainedModel, read: Sequence[tuple[torch.Tensor, float]], bits: int) -> CodedWeights | None:
+    """
+    What `quantize_weights` with its usual groups makes of a model; `None` where no weight can be of few bits.
+
+    Args:
+        model: may be on the meta device.
+        read: the weights that are read for one token, and the share of each.
+        bits: of a weight.
+    """
+    width = Width.checked(bits)
+    codes = {id(each.parameter): each.coded_bytes(width) for each in coverage(model)[0]}
+    if not codes:
+        return None
+    return CodedWeights(
+        coded_bytes=sum(codes.values()),
+        largest_bytes=max(codes.values()),
+        other_bytes=sum(weight.nbytes for weight in model.parameters() if id(weight) not in codes),
+        step_coded_bytes=int(sum(share * codes.get(id(weight), 0) for weight, share in read)),
+        step_other_bytes=int(sum(share * weight.nbytes for weight, share in read if id(weight) not in codes)),
+    )
