@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
@@ -23,7 +24,8 @@ from kernels.programs import wait_for_compilation
 
 from experiments import context_sweep
 from experiments.records import RESULTS
-from experiments.sweep import drawing, store
+from experiments.sweep import drawing, figures, measure, store
+from experiments.sweep.caches import CACHES
 from experiments.sweep.cell import Cell
 from experiments.sweep.memory import PeakMemory, out_of_memory
 from experiments.sweep.page import page
@@ -95,6 +97,42 @@ def test_a_cell_is_measured_and_recorded(sweep_here: Callable[..., tuple[int, st
     assert status == 0
     assert json.loads(printed.splitlines()[-1]) == {"measured": 1}
     check_records(tmp_path, {"dynamic"})
+
+
+@needs_smollm2
+@pytest.mark.parametrize("name", ["dynamic-weights-8", "dynamic-weights-4", "quantized-4-weights-4"])
+def test_a_cell_with_weights_of_few_bits_reads_their_codes(name: str, tmp_path: Path):
+    cell = Cell("smollm2-135m", name, "cpu", 70, 3, "real")
+    found = {cache: measure.measure(replace(cell, cache=cache))["result"] for cache in (name, "dynamic")}
+    assert found[name]["status"] == "measured"
+    share = found[name]["weight_bytes"] / found["dynamic"]["weight_bytes"]
+    bits = CACHES[name].weights
+    assert bits is not None
+    whole = 16 if torch.cuda.is_available() else 32  # the dtype that this model is loaded with
+    assert bits / whole < share < (bits + 1) / whole  # with scales and norms
+    record = {"cell": asdict(cell), "limit_seconds": 60.0, "result": found[name], "environment": ENVIRONMENT}
+    assert store.checked(store.write(tmp_path, record))
+
+
+def test_weights_of_few_bits_are_measured_only_where_the_cpu_decodes(monkeypatch: pytest.MonkeyPatch):
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert {cache.decode_devices() for cache in CACHES.values() if cache.weights is not None} == {("cpu",)}
+
+
+def test_a_model_on_a_gpu_decodes_with_weights_of_few_bits(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    cell = replace(CELL, cache="dynamic-weights-4")
+    model = SimpleNamespace(
+        device=torch.device("cuda"), generate=lambda *_, custom_generate, **__: asked.append(custom_generate.weights)
+    )
+    measure.generate(model, None, cell, torch.zeros(1, 2), 2)
+    measure.generate(model, None, CELL, torch.zeros(1, 2), 2)
+    assert asked == [4, None]
+
+
+def test_every_cache_has_a_label_and_a_style():
+    assert figures.LABELS.keys() == figures.STYLES.keys() == CACHES.keys()
 
 
 @pytest.mark.parametrize("damaged", [0, 1])

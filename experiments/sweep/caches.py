@@ -26,6 +26,7 @@ class SweptCache:
         without_gpu: whether it runs on a machine that has none.
         package: that must be installed.
         codes_all_anew: with every update, so that it must get a synthetic prefill in one.
+        weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
     """
 
     make: Callable[[PreTrainedConfig, bool | None], Cache]
@@ -33,6 +34,7 @@ class SweptCache:
     without_gpu: bool = True
     package: str | None = None
     codes_all_anew: bool = False
+    weights: int | None = None
 
     @property
     def is_installed(self) -> bool:
@@ -45,9 +47,15 @@ class SweptCache:
         return (CPU,) if self.without_gpu else ()
 
 
-def _quantized(bits: int) -> SweptCache:
+def _dynamic(with_gpu: tuple[str, ...] = DECODE_DEVICES, weights: int | None = None) -> SweptCache:
     return SweptCache(
-        lambda config, cpu_decode: QuantizedHybridCache(config, bits, cpu_decode=cpu_decode), DECODE_DEVICES
+        lambda config, cpu_decode: DynamicHybridCache(config, cpu_decode=cpu_decode), with_gpu, weights=weights
+    )
+
+
+def _quantized(bits: int, with_gpu: tuple[str, ...] = DECODE_DEVICES, weights: int | None = None) -> SweptCache:
+    return SweptCache(
+        lambda config, cpu_decode: QuantizedHybridCache(config, bits, cpu_decode=cpu_decode), with_gpu, weights=weights
     )
 
 
@@ -57,7 +65,7 @@ CACHES = {
     "quanto-4": SweptCache(
         lambda config, _: QuantizedCache("quanto", config, nbits=4), (GPU,), package="optimum", codes_all_anew=True
     ),
-    "dynamic": SweptCache(lambda config, cpu_decode: DynamicHybridCache(config, cpu_decode=cpu_decode), DECODE_DEVICES),
+    "dynamic": _dynamic(),
     "offloaded": SweptCache(
         lambda config, cpu_decode: OffloadedHybridCache(config, cpu_decode=cpu_decode), DECODE_DEVICES
     ),
@@ -67,6 +75,10 @@ CACHES = {
     "quantized-4-offloaded": SweptCache(
         lambda config, cpu_decode: QuantizedHybridCache(config, 4, offload=True, cpu_decode=cpu_decode), (GPU,), False
     ),
+    # Weights of few bits are for models that decode on the CPU.
+    "dynamic-weights-8": _dynamic((CPU,), weights=8),
+    "dynamic-weights-4": _dynamic((CPU,), weights=4),
+    "quantized-4-weights-4": _quantized(4, (CPU,), weights=4),
 }
 
 

@@ -24,6 +24,9 @@ STYLES: dict[str, dict[str, Any]] = {
     "quantized-4": {"color": "#009E73", "marker": "P"},
     "quantized-2": {"color": "#009E73", "marker": "X"},
     "quantized-4-offloaded": {"color": "#CC79A7", "marker": "P"},
+    "dynamic-weights-8": {"color": "#0072B2", "marker": "<"},
+    "dynamic-weights-4": {"color": "#0072B2", "marker": ">"},
+    "quantized-4-weights-4": {"color": "#009E73", "marker": ">"},
 }
 LABELS = {
     "stock": "transformers DynamicCache",
@@ -35,6 +38,9 @@ LABELS = {
     "quantized-4": "QuantizedHybridCache, 4 bits",
     "quantized-2": "QuantizedHybridCache, 2 bits",
     "quantized-4-offloaded": "the same, 4 bits, offloaded",
+    "dynamic-weights-8": "DynamicHybridCache, weights in 8 bits",
+    "dynamic-weights-4": "DynamicHybridCache, weights in 4 bits",
+    "quantized-4-weights-4": "QuantizedHybridCache and weights, 4 bits",
 }
 DEVICES = {GPU: "on the GPU", CPU_ATTENTION: "attention on the CPU", CPU: "decode on the CPU"}
 _LINES = {GPU: "-", CPU_ATTENTION: "--", CPU: ":"}

@@ -26,8 +26,9 @@ from experiments.sweep.caches import CACHES, CPU, make_cache
 from experiments.sweep.cell import Cell
 from experiments.sweep.memory import PeakMemory, out_of_memory
 from experiments.synthetic import fill
-from hf_hybrid_cache import HybridCache, decode_on_cpu
+from hf_hybrid_cache import HybridCache, decode_on_cpu, quantize_weights
 from hf_hybrid_cache.models import load
+from hf_hybrid_cache.planning import model_cost
 
 PREFILL_CHUNK = 512
 FILL_CHUNK = 8192
@@ -57,6 +58,7 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
     """Seconds from the call to each new token."""
     clock = TokenClock()
     moves = cell.decode_device == CPU and model.device.type != "cpu"
+    decoding = decode_on_cpu.configure(weights=CACHES[cell.cache].weights)
     start = time.perf_counter()
     model.generate(  # type: ignore[operator]
         ids,
@@ -67,7 +69,7 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
         eos_token_id=[],  # random weights may come to one
         prefill_chunk_size=PREFILL_CHUNK,
         streamer=clock,
-        **({"custom_generate": decode_on_cpu} if moves else {}),
+        **({"custom_generate": decoding} if moves else {}),
     )
     return [moment - start for moment in clock.times]
 
@@ -104,8 +106,16 @@ def decode(model: PreTrainedModel, cell: Cell) -> dict[str, Any]:
         "kv_bytes": stored_bytes(cache),
         "memory": asdict(cache.memory()) if isinstance(cache, HybridCache) else None,
         "moved": asdict(cache.stats) if isinstance(cache, HybridCache) else None,
-        "weight_bytes": weight_bytes(model),
+        "weight_bytes": read_weight_bytes(model, CACHES[cell.cache].weights),
     }
+
+
+def read_weight_bytes(model: PreTrainedModel, bits: int | None) -> int:
+    """What a token reads of the weights, as they are or in few bits."""
+    if bits is None:
+        return weight_bytes(model)
+    coded = model_cost(model.config, model.dtype).coded_weights[bits]
+    return coded.step_coded_bytes + coded.step_other_bytes
 
 
 def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:
@@ -119,6 +129,9 @@ def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:
     }
     try:
         model, _ = load(cell.model)
+        bits = CACHES[cell.cache].weights
+        if bits is not None and model.device.type == "cpu":
+            quantize_weights(model, bits)
         result = {"status": "measured", **decode(model, cell)}
     except (MemoryError, RuntimeError) as error:
         shortage = out_of_memory(error)

@@ -109,7 +109,10 @@ def findings(curves: Curves) -> Iterable[str]:
     rate = read_rate(curves)
     for device in DEVICES:
         stock = _at_contexts(curves.get(("stock", device), []))
-        for name in ("dynamic", "quantized-8", "quantized-4", "quantized-2"):
+        for name in (
+            *("dynamic", "quantized-8", "quantized-4", "quantized-2"),
+            *("dynamic-weights-8", "dynamic-weights-4", "quantized-4-weights-4"),
+        ):
             ours = _at_contexts(curves.get((name, device), []))
             if both := stock.keys() & ours.keys():
                 context = max(both)
