@@ -27,7 +27,7 @@ class OurModels:
         self.weight_bytes = {16: weight_bytes(model)}
         for bits in sorted({*widths} - {16}):
             coded = copy.deepcopy(model)
-            report = quantize_weights(coded, bits)
+            report = quantize_weights(coded, bits, head_bits=bits)
             self.by_bits[bits] = coded
             self.weight_bytes[bits] = report.coded_bytes + report.other_bytes
 

@@ -4,7 +4,7 @@ bfloat16, 8 and 4 bits, taking turns. With the processor's own instructions, and
 AVX2 only.
 
 Torch's are what it has for few bits on the CPU: `_weight_int8pack_mm` (a scale for each row) and
-`_weight_int4pack_mm_for_cpu` (groups of 64 weights, as ours of 4 bits).
+`_weight_int4pack_mm_for_cpu` (groups of 32 weights, as ours).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from hf_hybrid_cache import quantize_weights
 from hf_hybrid_cache.models import random_llama
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
-GROUP = 64
+GROUP = 32
 # What torch and Numba read to find out what the processor has.
 INSTRUCTION_SETS = {
     "native": {},
@@ -48,7 +48,7 @@ def matrices(layers: int, vocabulary: int, bits: int | None = None) -> list[torc
     config.vocab_size = vocabulary
     model = random_llama(config, torch.bfloat16)
     if bits is not None:
-        quantize_weights(model, bits, GROUP if bits == 4 else None)
+        quantize_weights(model, bits, GROUP, head_bits=bits)
     return [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
 
 

@@ -783,7 +783,7 @@ def test_what_generate_asks_of_a_callable():
     assert not {"tokenizer", "assistant_tokenizer"} & set(parameters)
     assert decode_on_cpu == DecodeOnCPU(dtype=None, restore=True, keep_weights=False)
     assert decode_on_cpu.configure(torch.float32) == DecodeOnCPU(torch.float32)
-    assert repr(decode_on_cpu) == "DecodeOnCPU(dtype=None, restore=True, keep_weights=False)"
+    assert repr(decode_on_cpu) == "DecodeOnCPU(dtype=None, restore=True, keep_weights=False, weights=None)"
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.float8_e4m3fn, 32])

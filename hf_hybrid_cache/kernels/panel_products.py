@@ -33,6 +33,7 @@ class Product(NamedTuple):
     num_tokens: int
     is_bfloat16: bool  # tokens, bias and out
     panels: int  # see `panels`
+    factor: float
     bits: int
     rows: int
     columns: int
@@ -53,7 +54,14 @@ class Operand(NamedTuple):
 
 
 def multiply(
-    tokens: int, num_tokens: int, is_bfloat16: bool, panels: int, layout: PanelLayout, bias: int, out: int
+    tokens: int,
+    num_tokens: int,
+    is_bfloat16: bool,
+    panels: int,
+    layout: PanelLayout,
+    factor: float,
+    bias: int,
+    out: int,
 ) -> None:
     """
     Write `tokens @ weight.T + bias`.
@@ -64,6 +72,7 @@ def multiply(
         is_bfloat16: the type of tokens, bias and what is written.
         panels: address of the weight, `layout.num_bytes`.
         layout: of the weight.
+        factor: likewise.
         bias: address of `[layout.rows]`; 0 for none.
         out: address of contiguous `[num_tokens, layout.rows]`.
     """
@@ -75,6 +84,7 @@ def multiply(
         num_tokens,
         is_bfloat16,
         panels,
+        factor,
         layout.bits,
         layout.rows,
         layout.columns,
@@ -142,6 +152,7 @@ def _multiply_panels(part, given):
     panels = (call.rows + LANES - 1) // LANES
     scratch = np.empty((_MOST_TOKENS, LANES), np.float32)
     bias = np.zeros(LANES, np.float32)
+    factor = np.float32(call.factor)
     stride, number_stride = operand.integers.shape[1] * 2, operand.steps.shape[1] * 4
     for panel in range(part * panels // call.parts, (part + 1) * panels // call.parts):
         row = panel * LANES
@@ -168,7 +179,7 @@ def _multiply_panels(part, given):
             )
             for index in range(tokens):
                 for lane in range(rows):
-                    scratch[index, lane] += bias[lane]
+                    scratch[index, lane] = scratch[index, lane] * factor + bias[lane]
                 _store(scratch[index], call.is_bfloat16, call.out, (token + index) * call.rows + row, rows)
             token += tokens
 
@@ -192,7 +203,6 @@ def _store(numbers, is_bfloat16, address, first, count):
 def compile_products() -> None:
     """Compile products, or load them from Numba's cache on disk."""
     number = numba.int64
-    call = numba.types.NamedTuple(
-        [numba.boolean if field == "is_bfloat16" else number for field in Product._fields], Product
-    )
+    kinds = {"is_bfloat16": numba.boolean, "factor": numba.float64}
+    call = numba.types.NamedTuple([kinds.get(field, number) for field in Product._fields], Product)
     _multiply.compile(numba.void(number, number, number, call))

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .coded_tiles import dot_width
+from .tiles import load_vectors
 from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
 
 WEIGHT_BITS = (8, 4)
@@ -81,7 +82,7 @@ def multiply_panel(
                     return totals
 
                 totals = vec.loop(builder, group_words, [vec.ints(0)] * (count * chains), add_words)
-                scale, low = _scales_and_lows(builder, start)
+                scale, low = _scales_and_lows(context, builder, start)
                 results = []
                 for token in range(count):
                     total = totals[token * chains]
@@ -115,19 +116,27 @@ def multiply_panel(
 
 @intrinsic
 def decode_group(
-    typing_context: Any, bits: Any, numbers: Any, columns: Any, out: Any, out_stride: Any, is_bfloat16: Any
+    typing_context: Any,
+    bits: Any,
+    numbers: Any,
+    columns: Any,
+    out: Any,
+    out_stride: Any,
+    factor: Any,
+    is_bfloat16: Any,
 ) -> Any:
     """
     Write what the first columns of a group of a panel stand for.
 
     bits: of a code; numbers: address of the group; out: address of rows of sixteen, `out_stride` bytes apart, one for
-    each column, float32 or bfloat16.
+    each column, float32 or bfloat16; factor: of the weight.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        bits, numbers, columns, out, out_stride, is_bfloat16 = arguments
+        bits, numbers, columns, out, out_stride, factor, is_bfloat16 = arguments
         add, multiply = builder.add, builder.mul
-        scale, low = _scales_and_lows(builder, numbers)
+        by = vec.splat(builder, factor)
+        scale, low = (builder.fmul(each, by) for each in _scales_and_lows(context, builder, numbers))
         words = add(numbers, INT64(CACHE_LINE))
 
         def write(codes: ir.Value, address: ir.Value) -> None:
@@ -168,14 +177,13 @@ def decode_group(
                 run(width)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, types.boolean), generate
+    return types.void(*[types.int64] * 5, types.float32, types.boolean), generate
 
 
-def _scales_and_lows(builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _scales_and_lows(context: Any, builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Of the group of a panel that begins at an address."""
-    numbers = vec.load(builder, address, INTS)
-    halves = builder.shl(numbers, vec.ints(16)), builder.and_(numbers, vec.ints(0xFFFF0000))
-    scale, low = (builder.bitcast(half, FLOATS) for half in halves)
+    addresses = address, builder.add(address, INT64(2 * LANES))
+    scale, low = (load_vectors(context, builder, types.int16, each, 1)[0] for each in addresses)
     return scale, low
 
 

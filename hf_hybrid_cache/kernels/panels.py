@@ -4,25 +4,31 @@ What coded weights look like, and the way to it and back.
 A weight is a matrix `[rows, columns]`, used as `x @ weight.T`. Sixteen rows are a panel, so that the sums of one vector
 are outputs of their own. A panel is read once, from its first byte to its last: for each group of columns a line of
 scales and lows, then the codes:
-    numbers uint32 `[16]`: the scale of each row in the lower half, its low in the upper one, both bfloat16
-    words   uint32 `[group * bits / 32, 16]`
-A code u stands for `low + scale * u`. The two halves of a word hold codes of neighbouring columns: the lower half those
+    scales float16 `[16]`
+    lows   float16 `[16]`
+    words  uint32 `[group * bits / 32, 16]`
+A code u stands for `factor * (low + scale * u)`, with a power of two for the whole weight that keeps half precision
+exact. The two halves of a word hold codes of neighbouring columns: the lower half those
 of columns 0, 2, 4, ..., the upper half those of 1, 3, 5, ...; a shift and a mask give pairs of 16-bit numbers, as dot
 products of processors take. What fills up the last panel and the last group is never used.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from .coding import as_number, extremes, put_codes, scale_and_low
+from .coding import as_number, extremes, put_codes
 from .compiled import jit, jit_part
 from .panel_tiles import WEIGHT_BITS, decode_group
 from .parallel import openmp, share_out, started_threads
 from .threads import get_num_threads
 from .vector_ir import CACHE_LINE, LANES
+
+# Of a step: weights on a grid, rounded to bfloat16, are off it by less.
+_OFF_GRID = np.float32(0.05)
 
 
 @dataclass(frozen=True)
@@ -65,46 +71,48 @@ class PanelLayout:
 class Panels(NamedTuple):
     """One call of `_encode` or `_decode`."""
 
-    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns]
+    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns]; [columns, rows] to be decoded
     shift: int  # from these bits to those of a float32
     words: Any  # uint32 [panels, groups, 1 + group_words, 16]
     bits: int
-    failures: Any  # int64 [1], counts rows with numbers that are not finite
+    factor: float
 
 
-def encode_panels(weight: np.ndarray, layout: PanelLayout, out: np.ndarray) -> bool:
+def factor_of(largest: float) -> float:
+    """The factor of a weight whose largest number is of this size: the least for which half precision has it."""
+    return float(2.0 ** max(math.frexp(largest)[1] - 15, -126)) if largest else 1.0
+
+
+def encode_panels(weight: np.ndarray, layout: PanelLayout, factor: float, out: np.ndarray) -> None:
     """
     Code rows of a weight, each group between its least and its largest number.
 
     Args:
-        weight: `[rows, columns]`, float32, or uint16 for bfloat16 bits; contiguous.
+        weight: `[rows, columns]`, float32, or uint16 for bfloat16 bits; contiguous, finite.
         layout: of as many rows.
+        factor: of the weight, see `factor_of`.
         out: uint8 `[layout.num_bytes]`, written.
-
-    Returns:
-        Whether all numbers are finite; otherwise `out` is of no use.
     """
-    call = _call(weight, layout, out)
-    _run(_encode, call, layout.panels)
-    return not call.failures[0]
+    _run(_encode, _call(weight, layout, factor, out), layout.panels)
 
 
-def decode_panels(panels: np.ndarray, layout: PanelLayout, out: np.ndarray) -> None:
+def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: np.ndarray) -> None:
     """
     Write what coded rows stand for, transposed: so it is written sixteen numbers at a time.
 
     Args:
         panels: uint8 `[layout.num_bytes]`.
         layout: of them.
+        factor: of the weight.
         out: `[layout.columns, 16 * layout.panels]`, float32, or uint16 for bfloat16 bits; contiguous.
     """
     assert out.shape == (layout.columns, layout.panels * LANES)
-    _run(_decode, _call(out, layout, panels), layout.panels)
+    _run(_decode, _call(out, layout, factor, panels), layout.panels)
 
 
-def decode_row(panels: np.ndarray, layout: PanelLayout, row: int, out: np.ndarray) -> None:
+def decode_row(panels: np.ndarray, layout: PanelLayout, factor: float, row: int, out: np.ndarray) -> None:
     """Write what one row stands for, to float32 `[layout.columns]`."""
-    _decode_row(_words(panels, layout), layout.bits, row, out)
+    _decode_row(_words(panels, layout), layout.bits, factor, row, out)
 
 
 def _words(panels: np.ndarray, layout: PanelLayout) -> np.ndarray:
@@ -112,10 +120,10 @@ def _words(panels: np.ndarray, layout: PanelLayout) -> np.ndarray:
     return panels.view(np.uint32).reshape(layout.panels, layout.groups, 1 + layout.group_words, LANES)
 
 
-def _call(numbers: np.ndarray, layout: PanelLayout, panels: np.ndarray) -> Panels:
+def _call(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.ndarray) -> Panels:
     is_single = numbers.dtype == np.float32
     bits = numbers.view(np.uint32) if is_single else numbers
-    return Panels(bits, 0 if is_single else 16, _words(panels, layout), layout.bits, np.zeros(1, np.int64))
+    return Panels(bits, 0 if is_single else 16, _words(panels, layout), layout.bits, factor)
 
 
 def _run(kernel: Any, call: Panels, parts: int) -> None:
@@ -147,33 +155,71 @@ def _encode_panel(panel, call):
     rows, columns = call.numbers.shape
     groups, group = call.words.shape[1], (call.words.shape[2] - 1) * (32 // call.bits)
     levels, shift = np.float32((1 << call.bits) - 1), np.uint32(call.shift)
+    scaling = np.float32(1 / call.factor)
     codes = np.empty(group, np.uint32)
     numbers = np.empty(group, np.float32)
     first = panel * LANES
     for index in range(groups):
         words = call.words[panel, index]
+        halves = words[0].view(np.uint16)
         start, end = index * group, min((index + 1) * group, columns)
         for row in range(words.shape[0]):
             for lane in range(LANES):
                 words[row, lane] = 0
         for lane in range(min(LANES, rows - first)):
-            is_finite = True
             for column in range(start, end):
-                number = as_number(np.uint32(call.numbers[first + lane, column]) << shift)
-                numbers[column - start] = number
-                is_finite &= abs(number) < np.inf
-            if not is_finite:
-                call.failures[0] += 1
-                continue
+                bits = np.uint32(call.numbers[first + lane, column]) << shift
+                numbers[column - start] = as_number(bits) * scaling
             least, most = extremes(numbers[: end - start])
-            scale, low = scale_and_low(least, most, 1.0, levels)
-            words[0, lane] = (scale >> np.uint32(16)) | low
+            low_bits = _half_bits(least)
+            low = _half(low_bits)
+            steps = levels if call.bits > 4 else _steps(numbers[: end - start], least, most, levels)
+            scale_bits = _half_bits(max(most - low, np.float32(0)) / steps)
+            halves[lane], halves[LANES + lane] = scale_bits, low_bits
             for column in range(end - start):
                 codes[column] = 0
-            put_codes(numbers[: end - start], as_number(scale), as_number(low), levels, codes, np.uint32(0))
+            put_codes(numbers[: end - start], _half(scale_bits), low, levels, codes, np.uint32(0))
             for column in range(end - start):
                 word, position = _place(column, call.bits)
                 words[1 + word, lane] |= codes[column] << position
+
+
+@jit_part
+def _steps(numbers, least, most, levels):
+    """
+    Of how many steps the range of a group is: fewer than there can be if its numbers lie on such a grid already.
+
+    So weights that were made for codes of 4 bits stay what they are.
+    """
+    for steps in range(int(levels), 1, -1):
+        scale = (most - least) / np.float32(steps)
+        on_grid = scale > 0
+        index = 0
+        while on_grid and index < numbers.size:
+            place = (numbers[index] - least) / scale
+            on_grid = abs(place - np.rint(place)) < _OFF_GRID
+            index += 1
+        if on_grid:
+            return np.float32(steps)
+    return levels
+
+
+@jit_part
+def _half_bits(number):
+    """The nearest half precision, of a number of at most 2 ** 15."""
+    bits = np.float32(number).view(np.uint32)
+    sign, size = (bits >> np.uint32(16)) & np.uint32(0x8000), bits & np.uint32(0x7FFFFFFF)
+    if size < np.uint32(0x38800000):  # too small for an exponent of its own
+        return np.uint16(sign | np.uint32(np.rint(abs(number) * np.float32(2.0**24))))
+    rounded = (size + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
+    return np.uint16(sign | (rounded - np.uint32(112 << 10)))
+
+
+@jit_part
+def _half(bits):
+    """The number that is of half precision."""
+    size = as_number(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
+    return -size if bits & np.uint32(0x8000) else size
 
 
 @jit_part
@@ -191,21 +237,22 @@ def _decode_panel(panel, call):
             min(group, columns - start),
             out + start * rows * item,
             rows * item,
+            np.float32(call.factor),
             call.shift > 0,
         )
 
 
 @jit
-def _decode_row(words, bits, row, out):
+def _decode_row(words, bits, factor, row, out):
     panel, lane = divmod(row, LANES)
     group, mask = (words.shape[2] - 1) * (32 // bits), np.uint32((1 << bits) - 1)
     for column in range(out.size):
         index = column // group
         word, position = _place(column - index * group, bits)
         code = np.float32((words[panel, index, 1 + word, lane] >> position) & mask)
-        numbers = words[panel, index, 0, lane]
-        scale, low = as_number(numbers << np.uint32(16)), as_number(numbers & np.uint32(0xFFFF0000))
-        out[column] = low + scale * code
+        halves = words[panel, index, 0].view(np.uint16)
+        scale, low = _half(np.uint32(halves[lane])), _half(np.uint32(halves[LANES + lane]))
+        out[column] = np.float32(factor) * (low + scale * code)
 
 
 def compile_panels(element: np.dtype) -> None:
@@ -213,7 +260,7 @@ def compile_panels(element: np.dtype) -> None:
     kinds = {
         "numbers": (numba.uint16 if element == np.uint16 else numba.uint32)[:, ::1],
         "words": numba.uint32[:, :, :, ::1],
-        "failures": numba.int64[::1],
+        "factor": numba.float64,
     }
     call = numba.types.NamedTuple([kinds.get(field, numba.int64) for field in Panels._fields], Panels)
     for kernel in (_encode, _decode):

@@ -1,9 +1,11 @@
 """Weights of few bits in host memory: coding them, and the products of tokens with them."""
 
+import math
+
 import numpy as np
 import torch
 
-from ..kernels import PanelLayout, decode_panels, decode_row, encode_panels, multiply
+from ..kernels import PanelLayout, decode_panels, decode_row, encode_panels, factor_of, multiply
 from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
@@ -35,8 +37,7 @@ class CodedMatrices:
         count, rows, columns = weights.shape
         self.layout = PanelLayout(bits, rows, columns, group_size)
         self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
-        for index in range(count):
-            self._encode(weights[index].detach(), self._data[index].numpy())
+        self._factors = [self._encode(weights[index].detach(), self._data[index].numpy()) for index in range(count)]
 
     @property
     def num_bytes(self) -> int:
@@ -71,6 +72,7 @@ class CodedMatrices:
                 dtype == torch.bfloat16,
                 self._data.data_ptr() + index * self.layout.num_bytes,
                 self.layout,
+                self._factors[index],
                 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
             )
@@ -82,7 +84,7 @@ class CodedMatrices:
         numbers = torch.empty(len(found), self.layout.columns)
         panels = self._data[0].numpy()
         for row, out in zip(found.tolist(), numbers.numpy(), strict=True):
-            decode_row(panels, self.layout, row, out)
+            decode_row(panels, self.layout, self._factors[0], row, out)
         return numbers.to(dtype)[places]
 
     def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -110,11 +112,17 @@ class CodedMatrices:
         part = PanelLayout(layout.bits, rows, layout.columns, layout.group)
         out = scratch[: layout.columns * part.panels * _PANEL].view(layout.columns, -1)
         start = first * layout.panel_bytes
-        decode_panels(self._data[index, start : start + part.num_bytes].numpy(), part, _as_array(out))
+        panels = self._data[index, start : start + part.num_bytes].numpy()
+        decode_panels(panels, part, self._factors[index], _as_array(out))
         return out[:, :rows]
 
-    def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> None:
+    def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:
+        """Write the panels; returns the weight's factor."""
         layout = self.layout
+        largest = max(float(weight.max()), -float(weight.min()))
+        if not math.isfinite(largest):
+            raise ValueError("has numbers that are infinite or not a number")
+        factor = factor_of(largest)
         is_read = weight.dtype in (torch.float32, torch.bfloat16)
         step = layout.panels if is_read else max(1, _CONVERTED_BYTES // (_PANEL * layout.columns * 4))
         for first in range(0, layout.panels, step):
@@ -122,8 +130,8 @@ class CodedMatrices:
             part = PanelLayout(layout.bits, len(rows), layout.columns, layout.group)
             start = first * layout.panel_bytes
             out = panels[start : start + part.num_bytes]
-            if not encode_panels(_as_array(rows if is_read else rows.float()), part, out):
-                raise ValueError("has numbers that are infinite or not a number")
+            encode_panels(_as_array(rows if is_read else rows.float()), part, factor, out)
+        return factor
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -35,12 +35,14 @@ class Covered:
         parameter: the module's own.
         holders: all modules that hold it; several where weights are tied.
         is_transposed: its columns come before its rows.
+        is_head: it gives the logits.
     """
 
     name: str
     parameter: nn.Parameter
     holders: list[Holder]
     is_transposed: bool
+    is_head: bool
 
     def coded(self, data: torch.Tensor, width: Width) -> CodedWeight:
         """
@@ -56,7 +58,8 @@ class Covered:
         # Tensors made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             stacked = data if data.dim() == 3 else data[None]
-            matrices = CodedMatrices(stacked.transpose(1, 2) if self.is_transposed else stacked, *width)
+            stacked_rows = stacked.transpose(1, 2) if self.is_transposed else stacked
+            matrices = CodedMatrices(stacked_rows, self._bits(width), width.group_size)
             count, index = (len(stacked), None) if data.dim() == 3 else (None, 0)
             return CodedWeight.make(matrices, count, index, self.is_transposed, data.dtype)
 
@@ -65,7 +68,10 @@ class Covered:
         count = self.parameter.shape[0] if self.parameter.dim() == 3 else 1
         sizes = self.parameter.shape[-2:]
         rows, columns = reversed(sizes) if self.is_transposed else sizes
-        return count * PanelLayout(width.bits, rows, columns, width.group_size).num_bytes
+        return count * PanelLayout(self._bits(width), rows, columns, width.group_size).num_bytes
+
+    def _bits(self, width: Width) -> int:
+        return width.head_bits if self.is_head else width.bits
 
     def hold(self, parameter: torch.Tensor) -> None:
         """Let the modules hold this one in its place."""
@@ -85,6 +91,7 @@ def coverage(model: PreTrainedModel) -> tuple[list[Covered], dict[str, str]]:
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(id(parameter), []).append(Holder(module, attribute))
+    head = model.get_output_embeddings()
     covered, left = [], {}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -92,7 +99,8 @@ def coverage(model: PreTrainedModel) -> tuple[list[Covered], dict[str, str]]:
         orientations = {_orientation(holder, model) for holder in holders[id(parameter)]}
         reason = _reason_to_leave(parameter, holders[id(parameter)], orientations)
         if reason is None:
-            covered.append(Covered(name, parameter, holders[id(parameter)], orientations == {True}))
+            is_head = any(module is head for module, _ in holders[id(parameter)])
+            covered.append(Covered(name, parameter, holders[id(parameter)], orientations == {True}, is_head))
         else:
             left[name] = reason
     return covered, left

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..storage import require_host_bytes
 from .coded_weight import CodedWeight
 from .coverage import Covered, coverage
-from .width import Width
+from .width import GROUP_SIZE, HEAD_BITS, Width
 
 # Seconds after which a bar is shown.
 _WORTH_A_BAR = 1.0
@@ -25,6 +25,7 @@ class WeightsReport:
     Attributes:
         bits: of a code.
         group_size: weights that share a scale.
+        head_bits: of a code of the output head.
         coded_weights: how many are of few bits; stacked experts are one.
         original_bytes: of those, before.
         coded_bytes: of those, now.
@@ -34,6 +35,7 @@ class WeightsReport:
 
     bits: int
     group_size: int
+    head_bits: int
     coded_weights: int = 0
     original_bytes: int = 0
     coded_bytes: int = 0
@@ -42,15 +44,18 @@ class WeightsReport:
 
     def __str__(self) -> str:
         before, after = self.original_bytes + self.other_bytes, self.coded_bytes + self.other_bytes
+        head = f" (the output head in {self.head_bits})" if self.head_bits != self.bits else ""
         text = (
-            f"{self.coded_weights} weights in {self.bits} bits, groups of {self.group_size}: "
+            f"{self.coded_weights} weights in {self.bits} bits{head}, groups of {self.group_size}: "
             f"{before / 2**30:.2f} GiB became {after / 2**30:.2f} GiB"
         )
         return "\n".join([text, *(f"  {name} {reason}" for name, reason in self.left.items())])
 
 
 @contextmanager
-def weights_in_bits(model: PreTrainedModel, bits: int, group_size: int | None = None) -> Iterator[WeightsReport]:
+def weights_in_bits(
+    model: PreTrainedModel, bits: int, group_size: int = GROUP_SIZE, head_bits: int = HEAD_BITS
+) -> Iterator[WeightsReport]:
     """
     Let a model on the CPU compute with weights of few bits for a while; afterwards it has its own again, untouched.
 
@@ -61,13 +66,15 @@ def weights_in_bits(model: PreTrainedModel, bits: int, group_size: int | None = 
     Args:
         model: all of it in host memory.
         bits: 8 or 4, of a weight.
-        group_size: weights of a row that share a scale: 32, 64 or 128; `None` for 128 with 8 bits and 64 with 4.
+        group_size: weights of a row that share a scale: 32, 64 or 128. A scale takes as much as 32 bits of codes.
+        head_bits: 8 or 4, of the output head, and so of the embedding that is tied to it. Errors there are errors of
+            the logits; 4 bits take less memory and time.
 
     Yields:
         What was done, and which matrices stay as they are.
 
     Raises:
-        TypeError: `bits` or `group_size` is not an integer.
+        TypeError: one of the numbers is not an integer.
         ValueError: they are others; the model is not on the CPU, or has no weights that could be of few bits.
         HostMemoryError: host memory would not suffice.
 
@@ -75,7 +82,7 @@ def weights_in_bits(model: PreTrainedModel, bits: int, group_size: int | None = 
         >>> with weights_in_bits(model, 4):
         ...     model.generate(**inputs, past_key_values=cache)
     """
-    width = Width.checked(bits, group_size)
+    width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)
     require_host_bytes(sum(each.coded_bytes(width) for each in covered), f"Weights in {bits} bits need")
     pairs = list(_coded_one_by_one(covered, width, report))
@@ -91,7 +98,9 @@ def weights_in_bits(model: PreTrainedModel, bits: int, group_size: int | None = 
         raise
 
 
-def quantize_weights(model: PreTrainedModel, bits: int, group_size: int | None = None) -> WeightsReport:
+def quantize_weights(
+    model: PreTrainedModel, bits: int, group_size: int = GROUP_SIZE, head_bits: int = HEAD_BITS
+) -> WeightsReport:
     """
     The same as `weights_in_bits`, for good: each weight is given back as soon as its codes are made.
 
@@ -103,7 +112,7 @@ def quantize_weights(model: PreTrainedModel, bits: int, group_size: int | None =
     Example:
         >>> print(quantize_weights(model, 4))
     """
-    width = Width.checked(bits, group_size)
+    width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)
     require_host_bytes(max(each.coded_bytes(width) for each in covered), f"Weights in {bits} bits need")
     for each, twin in _coded_one_by_one(covered, width, report):
