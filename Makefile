@@ -17,8 +17,9 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # What `make test` leaves out: all combinations, long contexts, whole experiments, and longer searches at random.
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test $(VENV)/.quantizers
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough
+	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_quantized_models.py
 
 # The tests that search at random, for long: minutes instead of seconds.
 soak: $(VENV)/.test
@@ -73,6 +74,11 @@ $(VENV)/.notebooks: $(VENV)/.demo
 
 $(VENV)/.test: $(VENV)/.notebooks
 	$(PIP) -e ".[test]"
+	touch $@
+
+# Beside the environment: transformers imports torchao wherever it is, which prints when it is imported.
+$(VENV)/.quantizers: $(VENV)/.test
+	$(PIP) --no-deps --upgrade --target $(VENV)/quantizers bitsandbytes compressed-tensors einops hqq loguru termcolor torchao
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test
