@@ -115,7 +115,7 @@ def read_weight_bytes(model: PreTrainedModel, bits: int | None) -> int:
     if bits is None:
         return weight_bytes(model)
     coded = model_cost(model.config, model.dtype).coded_weights[bits]
-    return coded.step_coded_bytes + coded.step_other_bytes
+    return sum(coded.step_coded_bytes.values()) + coded.step_other_bytes
 
 
 def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:

@@ -176,7 +176,8 @@ class _Weights:
     def coded(self, bits: int) -> "_Weights":
         """As many matrices in few bits."""
         matrix, count = self._matrices[0], len(self._matrices)
-        covered = Covered("matrices", torch.nn.Parameter(matrix, requires_grad=False), [], is_transposed=False)
+        parameter = torch.nn.Parameter(matrix, requires_grad=False)
+        covered = Covered("matrices", parameter, [], is_transposed=False, is_head=False)
         stacked = covered.coded(matrix.expand(count, *_MATRIX), Width.checked(bits))
         return _Weights([stacked.one(index) for index in range(count)], stacked.matrices.num_bytes)
 

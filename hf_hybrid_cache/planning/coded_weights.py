@@ -1,6 +1,7 @@
 """What a model's weights take in few bits, asked of a model on the meta device."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +22,14 @@ class CodedWeights:
         coded_bytes: of the codes.
         largest_bytes: of the codes of one weight, at most.
         other_bytes: of the weights that stay as they are.
-        step_coded_bytes: of the codes that are read for one token.
+        step_coded_bytes: of the codes that are read for one token, by their bits: the output head may have more.
         step_other_bytes: of the other weights, likewise.
     """
 
     coded_bytes: int
     largest_bytes: int
     other_bytes: int
-    step_coded_bytes: int
+    step_coded_bytes: Mapping[int, int]
     step_other_bytes: int
 
 
@@ -42,13 +43,18 @@ def coded_weights(model: PreTrainedModel, read: Sequence[tuple[torch.Tensor, flo
         bits: of a weight.
     """
     width = Width.checked(bits)
-    codes = {id(each.parameter): each.coded_bytes(width) for each in coverage(model)[0]}
+    covered = {id(each.parameter): each for each in coverage(model)[0]}
+    codes = {key: each.coded_bytes(width) for key, each in covered.items()}
     if not codes:
         return None
+    step_coded: Counter[int] = Counter()
+    for weight, share in read:
+        if (each := covered.get(id(weight))) is not None:
+            step_coded[width.head_bits if each.is_head else width.bits] += int(share * codes[id(weight)])
     return CodedWeights(
         coded_bytes=sum(codes.values()),
         largest_bytes=max(codes.values()),
         other_bytes=sum(weight.nbytes for weight in model.parameters() if id(weight) not in codes),
-        step_coded_bytes=int(sum(share * codes.get(id(weight), 0) for weight, share in read)),
+        step_coded_bytes=step_coded,
         step_other_bytes=int(sum(share * weight.nbytes for weight, share in read if id(weight) not in codes)),
     )

@@ -1,5 +1,6 @@
 """How long a token takes, and the first one: what is read and computed, over the speeds of a machine."""
 
+from collections.abc import Set
 from enum import StrEnum
 
 from .cost import CacheCost
@@ -38,7 +39,7 @@ def seconds_per_token(
     if not _is_measured_kind(model):
         return None
     if way in (Way.CPU, Way.CPU_DECODE):
-        if host is None or (weights is not None and weights not in host.coded_weights):
+        if host is None or not (weights is None or host.coded_weights.keys() >= _widths_read(model, weights)):
             return None
         return (
             _reading(model, cost, host, weights) + _full_attention(model, cost, cache, host) + _launching(model, host)
@@ -86,13 +87,19 @@ def _is_measured_kind(model: ModelCost) -> bool:
     return model.has_kernel or not model.shapes
 
 
+def _widths_read(model: ModelCost, weights: int) -> Set[int]:
+    """Bits of all codes that a step reads, with weights of so many bits."""
+    return model.coded_weights[weights].step_coded_bytes.keys()
+
+
 def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed, bits: int | None = None) -> float:
     """Seconds in which weights, and the layers that have transformers' own cache, are read."""
     if bits is None:
         weights = model.step_weight_bytes / speed.weight_bytes_per_second
     else:
         coded = model.coded_weights[bits]
-        weights = coded.step_coded_bytes / speed.coded_weights[bits].bytes_per_second
+        rates = {width: measured.bytes_per_second for width, measured in speed.coded_weights.items()}
+        weights = sum(num_bytes / rates[width] for width, num_bytes in coded.step_coded_bytes.items())
         weights += coded.step_other_bytes / speed.weight_bytes_per_second
     if not model.others:
         return weights

@@ -69,10 +69,12 @@ def test_a_step_reads_the_codes_of_what_it_multiplies_with():
     for is_tied in (True, False):
         config = LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied)
         coded[is_tied] = model_cost(config, torch.float32).coded_weights[4]
-    # An embedding: a word of scale and low, and 64 codes in eight words, for each row.
-    embedding = 96 * (1 + 8) * 4
-    assert coded[True].step_coded_bytes == coded[True].coded_bytes
-    assert coded[False].coded_bytes - coded[False].step_coded_bytes == embedding
+    # For each row two groups of a word for scale and low, and 32 codes of 4 bits in four words, or of 8 in eight.
+    embedding, head = (96 * 2 * (1 + words) * 4 for words in (4, 8))
+    layers = coded[True].coded_bytes - head
+    assert coded[True].step_coded_bytes == {4: layers, 8: head}
+    assert coded[False].coded_bytes == layers + head + embedding
+    assert coded[False].step_coded_bytes == {4: layers, 8: head}
     assert coded[True].step_other_bytes == coded[True].other_bytes == 5 * 64 * 4
 
 

@@ -260,8 +260,8 @@ def test_a_step_reads_codes_at_their_own_rate(llama: ModelCost):
     coded = llama.coded_weights[4]
     assert plain.seconds_per_token is not None
     assert few.seconds_per_token == pytest.approx(
-        plain.seconds_per_token - llama.step_weight_bytes / 1e9 + coded.step_coded_bytes / 5e8
-        + coded.step_other_bytes / 1e9
+        plain.seconds_per_token - llama.step_weight_bytes / 1e9 + coded.step_coded_bytes[4] / 5e8
+        + (coded.step_coded_bytes[8] + coded.step_other_bytes) / 1e9
     )  # fmt: skip
     decoding = make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, 4), 8192, replace(PLENTY, speeds=CODED_SPEEDS))
     assert decoding.seconds_per_token == pytest.approx(few.seconds_per_token)
