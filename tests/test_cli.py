@@ -475,7 +475,7 @@ def test_output_into_a_pipe_has_no_control_characters_and_no_warnings():
     stdout, stderr = process(*SHORT, "--compare").communicate(timeout=120)
     assert not CONTROL_CHARACTER.search(stdout)
     lines = [line for line in stderr.splitlines() if not line.startswith("compil")]  # the first time in this folder
-    assert [line.split(":")[0] for line in lines] == ["loading smollm2-135m", "model", "document"], stderr
+    assert [line.split(":")[0] for line in lines] == ["loading smollm2-135m", "model", "document", "weights"], stderr
     assert "same tokens" in stdout
 
 
