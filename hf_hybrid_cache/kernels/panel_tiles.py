@@ -15,9 +15,11 @@ from numba.extending import intrinsic
 from . import vector_ir as vec
 from .coded_tiles import dot_width
 from .tiles import load_vectors
-from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
+from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
 
 WEIGHT_BITS = (8, 4)
+# Columns that are decoded at a time; groups are multiples of it.
+CHUNK = 32
 # Tokens that share what is read of a panel, while their sums are in registers.
 TOKENS = (8, 4, 2, 1)
 # How far ahead of its use memory is asked for.
@@ -115,69 +117,75 @@ def multiply_panel(
 
 
 @intrinsic
-def decode_group(
+def decode_chunk(
     typing_context: Any,
     bits: Any,
     numbers: Any,
-    columns: Any,
+    chunk: Any,
+    rows: Any,
     out: Any,
-    out_stride: Any,
+    row_bytes: Any,
     factor: Any,
     is_bfloat16: Any,
 ) -> Any:
     """
-    Write what the first columns of a group of a panel stand for.
+    Write what a chunk of `CHUNK` columns of a group of a panel stands for.
 
-    bits: of a code; numbers: address of the group; out: address of rows of sixteen, `out_stride` bytes apart, one for
-    each column, float32 or bfloat16; factor: of the weight.
+    bits: of a code; numbers: address of the group; chunk: index in it; rows: of the panel that are written; out:
+    address of the first row's, float32 or bfloat16; row_bytes: between rows; factor: of the weight.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        bits, numbers, columns, out, out_stride, factor, is_bfloat16 = arguments
+        bits, numbers, chunk, rows, out, row_bytes, factor, is_bfloat16 = arguments
         add, multiply = builder.add, builder.mul
         by = vec.splat(builder, factor)
         scale, low = (builder.fmul(each, by) for each in _scales_and_lows(context, builder, numbers))
-        words = add(numbers, INT64(CACHE_LINE))
 
-        def write(codes: ir.Value, address: ir.Value) -> None:
-            number = vec.multiply_add(builder, scale, builder.sitofp(codes, FLOATS), low)
-            with builder.if_else(is_bfloat16) as (then, otherwise):
-                with then:
-                    vec.store(builder, _to_bfloat16(builder, number), address)
-                with otherwise:
-                    vec.store(builder, number, address)
+        def decoded(words: list[ir.Value], width: int) -> list[ir.Value]:
+            """The numbers of each column, a vector with one lane for each row."""
+            codes = [_codes(builder, row, width, place) for row in words for place in range(32 // width)]
+            return [vec.multiply_add(builder, scale, builder.sitofp(code, FLOATS), low) for code in codes]
 
-        def run(width: int) -> None:
-            in_word = 32 // width
-
-            def decode(index: ir.Value, last: ir.Value | None) -> None:
-                """The columns of a row of words, those before `last` if it is given."""
-                row = vec.load(builder, add(words, multiply(index, INT64(CACHE_LINE))), INTS)
-                for place in range(in_word):
-                    codes = _codes(builder, row, width, place)
-                    address = add(out, multiply(add(multiply(index, INT64(in_word)), INT64(place)), out_stride))
-                    if last is None:
-                        write(codes, address)
-                    else:
-                        with builder.if_then(builder.icmp_signed("<", INT64(place), last)):
-                            write(codes, address)
-
-            def decode_row(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                decode(index, None)
-                return []
-
-            whole, rest = builder.sdiv(columns, INT64(in_word)), builder.srem(columns, INT64(in_word))
-            with builder.if_then(builder.icmp_signed(">", whole, INT64(0))):
-                vec.loop(builder, whole, [], decode_row)
-            with builder.if_then(builder.icmp_signed(">", rest, INT64(0))):
-                decode(whole, rest)
+        def write(vectors: list[ir.Value], offset: int) -> None:
+            """Vectors of columns as sixteen numbers of 32 bits in each row."""
+            for row, vector in enumerate(_transposed(builder, vectors)):
+                with builder.if_then(builder.icmp_signed("<", INT64(row), rows)):
+                    vec.store(builder, vector, add(out, add(multiply(INT64(row), row_bytes), INT64(offset))))
 
         for width in WEIGHT_BITS:
             with builder.if_then(builder.icmp_signed("==", bits, INT64(width))):
-                run(width)
+                first = add(add(numbers, INT64(CACHE_LINE)), multiply(chunk, INT64(CHUNK * width // 32 * CACHE_LINE)))
+                words = [
+                    vec.load(builder, add(first, INT64(index * CACHE_LINE)), INTS)
+                    for index in range(CHUNK * width // 32)
+                ]
+                columns = decoded(words, width)
+                with builder.if_else(is_bfloat16) as (then, otherwise):
+                    with then:
+                        pairs = zip(columns[::2], columns[1::2], strict=True)
+                        write([_bfloat16_pair(builder, *pair) for pair in pairs], 0)
+                    with otherwise:
+                        for half in range(2):
+                            part = columns[half * LANES : (half + 1) * LANES]
+                            write([builder.bitcast(each, INTS) for each in part], half * LANES * 4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, types.float32, types.boolean), generate
+    return types.void(*[types.int64] * 6, types.float32, types.boolean), generate
+
+
+def _transposed(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Of sixteen vectors of sixteen lanes."""
+    vectors = list(vectors)
+    for distance in (8, 4, 2, 1):
+        for index in range(LANES):
+            if index & distance:
+                continue
+            a, b = vectors[index], vectors[index + distance]
+            firsts = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+            seconds = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+            vectors[index] = vec.shuffle(builder, a, b, firsts)
+            vectors[index + distance] = vec.shuffle(builder, a, b, seconds)
+    return vectors
 
 
 def _scales_and_lows(context: Any, builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -187,12 +195,14 @@ def _scales_and_lows(context: Any, builder: ir.IRBuilder, address: ir.Value) -> 
     return scale, low
 
 
-def _to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
-    """Finite floats to the nearest bfloat16, as bits."""
-    bits = builder.bitcast(numbers, INTS)
-    is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
-    rounded = builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF)))
-    return builder.trunc(builder.lshr(rounded, vec.ints(16)), ir.VectorType(INT16, LANES))
+def _bfloat16_pair(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Finite floats rounded to the nearest bfloat16, two in 32 bits."""
+    halves = []
+    for numbers in (low, high):
+        bits = builder.bitcast(numbers, INTS)
+        is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
+        halves.append(builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF))))
+    return builder.or_(builder.lshr(halves[0], vec.ints(16)), builder.and_(halves[1], vec.ints(0xFFFF0000)))
 
 
 def _codes(builder: ir.IRBuilder, words: ir.Value, width: int, place: int) -> ir.Value:

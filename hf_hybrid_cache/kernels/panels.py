@@ -22,7 +22,7 @@ import numpy as np
 
 from .coding import as_number, extremes, put_codes
 from .compiled import jit, jit_part
-from .panel_tiles import WEIGHT_BITS, decode_group
+from .panel_tiles import CHUNK, WEIGHT_BITS, decode_chunk
 from .parallel import openmp, share_out, started_threads
 from .threads import get_num_threads
 from .vector_ir import CACHE_LINE, LANES
@@ -40,7 +40,7 @@ class PanelLayout:
         bits: of a code, one of `WEIGHT_BITS`.
         rows: outputs.
         columns: inputs.
-        group: columns that share a scale, a multiple of 8.
+        group: columns that share a scale, a multiple of 32.
         groups: of a row; the last one may be filled up.
         group_words: rows of words in a group.
         panels: of the weight; the last one may be filled up.
@@ -59,7 +59,7 @@ class PanelLayout:
 
     def __post_init__(self) -> None:
         assert self.bits in WEIGHT_BITS
-        assert self.group % 8 == 0
+        assert self.group % CHUNK == 0
         groups, panels = -(-self.columns // self.group), -(-self.rows // LANES)
         group_words = self.group * self.bits // 32
         panel_bytes = groups * (1 + group_words) * CACHE_LINE
@@ -71,7 +71,7 @@ class PanelLayout:
 class Panels(NamedTuple):
     """One call of `_encode` or `_decode`."""
 
-    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns]; [columns, rows] to be decoded
+    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns]
     shift: int  # from these bits to those of a float32
     words: Any  # uint32 [panels, groups, 1 + group_words, 16]
     bits: int
@@ -98,15 +98,15 @@ def encode_panels(weight: np.ndarray, layout: PanelLayout, factor: float, out: n
 
 def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: np.ndarray) -> None:
     """
-    Write what coded rows stand for, transposed: so it is written sixteen numbers at a time.
+    Write what coded rows stand for.
 
     Args:
         panels: uint8 `[layout.num_bytes]`.
         layout: of them.
         factor: of the weight.
-        out: `[layout.columns, 16 * layout.panels]`, float32, or uint16 for bfloat16 bits; contiguous.
+        out: as `weight` of `encode_panels`.
     """
-    assert out.shape == (layout.columns, layout.panels * LANES)
+    assert out.shape == (layout.rows, layout.columns)
     _run(_decode, _call(out, layout, factor, panels), layout.panels)
 
 
@@ -224,22 +224,26 @@ def _half(bits):
 
 @jit_part
 def _decode_panel(panel, call):
-    """Write what sixteen rows stand for, to as many columns."""
-    columns, rows = call.numbers.shape
+    """Write what up to sixteen rows stand for."""
+    rows, columns = call.numbers.shape
     item = call.numbers.itemsize
-    groups, group = call.words.shape[1], (call.words.shape[2] - 1) * (32 // call.bits)
-    out = call.numbers.ctypes.data + panel * LANES * item
-    for index in range(groups):
-        start = index * group
-        decode_group(
-            call.bits,
-            call.words[panel, index].ctypes.data,
-            min(group, columns - start),
-            out + start * rows * item,
-            rows * item,
-            np.float32(call.factor),
-            call.shift > 0,
-        )
+    group = (call.words.shape[2] - 1) * (32 // call.bits)
+    factor, is_bfloat16 = np.float32(call.factor), call.shift > 0
+    first = panel * LANES
+    height = min(LANES, rows - first)
+    out = call.numbers.ctypes.data + first * columns * item
+    tail = np.empty((LANES, CHUNK), call.numbers.dtype)
+    for start in range(0, columns, CHUNK):
+        index = start // group
+        numbers, chunk = call.words[panel, index].ctypes.data, (start - index * group) // CHUNK
+        if columns - start >= CHUNK:
+            at = out + start * item
+            decode_chunk(call.bits, numbers, chunk, height, at, columns * item, factor, is_bfloat16)
+        else:
+            decode_chunk(call.bits, numbers, chunk, LANES, tail.ctypes.data, CHUNK * item, factor, is_bfloat16)
+            for row in range(height):
+                for column in range(columns - start):
+                    call.numbers[first + row, start + column] = tail[row, column]
 
 
 @jit

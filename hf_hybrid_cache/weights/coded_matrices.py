@@ -4,14 +4,15 @@ import math
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from ..kernels import PanelLayout, decode_panels, decode_row, encode_panels, factor_of, multiply
 from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
-MOST_TOKENS = 32
-# Rows of a weight that are decoded at a time, for torch: little enough to stay in the second-level cache.
-_DECODED_BYTES = 2**20
+MOST_TOKENS = 64
+# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache.
+_DECODED_BYTES = 2**22
 # Rows that are coded at a time, if they are of a type that the kernel does not read.
 _CONVERTED_BYTES = 2**26
 _PANEL = 16
@@ -90,8 +91,9 @@ class CodedMatrices:
     def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """What a matrix stands for, `[rows, columns]`."""
         layout = self.layout
-        scratch = torch.empty(layout.panels * _PANEL * layout.columns)
-        return self._decoded(index, 0, layout.panels, scratch).t().to(dtype, memory_format=torch.contiguous_format)
+        is_written = dtype in (torch.float32, torch.bfloat16)
+        scratch = torch.empty(layout.rows * layout.columns, dtype=dtype if is_written else torch.float32)
+        return self._decoded(index, 0, layout.panels, scratch).to(dtype)
 
     def _multiply_many(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
         """Of many tokens `[tokens, columns]`: torch multiplies them with a few panels at a time."""
@@ -101,20 +103,20 @@ class CodedMatrices:
         scratch = torch.empty(step * _PANEL * layout.columns, dtype=tokens.dtype)
         for first in range(0, layout.panels, step):
             weight = self._decoded(index, first, min(first + step, layout.panels), scratch)
-            rows = slice(first * _PANEL, first * _PANEL + weight.shape[1])
-            out[:, rows] = tokens @ weight if bias is None else torch.addmm(bias[rows], tokens, weight)
+            rows = slice(first * _PANEL, first * _PANEL + len(weight))
+            out[:, rows] = functional.linear(tokens, weight, None if bias is None else bias[rows])
         return out
 
     def _decoded(self, index: int, first: int, last: int, scratch: torch.Tensor) -> torch.Tensor:
-        """What the rows of some panels stand for, transposed, `[columns, rows]`: in `scratch`, float32 or bfloat16."""
+        """What the rows of some panels stand for, `[rows, columns]`: in `scratch`, float32 or bfloat16."""
         layout = self.layout
         rows = min(last * _PANEL, layout.rows) - first * _PANEL
         part = PanelLayout(layout.bits, rows, layout.columns, layout.group)
-        out = scratch[: layout.columns * part.panels * _PANEL].view(layout.columns, -1)
+        out = scratch[: rows * layout.columns].view(rows, layout.columns)
         start = first * layout.panel_bytes
         panels = self._data[index, start : start + part.num_bytes].numpy()
         decode_panels(panels, part, self._factors[index], _as_array(out))
-        return out[:, :rows]
+        return out
 
     def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:
         """Write the panels; returns the weight's factor."""
