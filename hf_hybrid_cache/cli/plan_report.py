@@ -42,7 +42,7 @@ from ..planning.calibration import calibrate
 from .console import UsageError, dtype_of, exit_codes, note
 
 _T = TypeVar("_T")
-_WANT_CALIBRATION = "4-bit weights want a calibrated model, see the guide."
+_WANT_CALIBRATION = "4-bit weights want a calibrated model: docs/weights.md."
 
 
 def report(

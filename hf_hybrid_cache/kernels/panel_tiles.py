@@ -17,6 +17,7 @@ from .coded_tiles import dot_width
 from .tiles import load_vectors
 from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
 
+# Of a weight, the best quality first.
 WEIGHT_BITS = (8, 4)
 # Columns that are decoded at a time; groups are multiples of it.
 CHUNK = 32

@@ -6,9 +6,10 @@ a token takes, `candidates` which caches there are, and `plans` puts it all toge
 no more room.
 """
 
+from ..weights import WEIGHT_BITS
 from .advice import advice
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
-from .coded_weights import WEIGHT_BITS, CodedWeights
+from .coded_weights import CodedWeights
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .machine import (
     CacheSpeed,

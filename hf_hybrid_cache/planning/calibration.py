@@ -22,9 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ..layers import HybridLayer, LayerStores
 from ..storage import InitialCapacity, KVShape, require_host_bytes
-from ..weights import Covered, Width
+from ..weights import WEIGHT_BITS, Covered, Width
 from .candidates import BITS, Candidate
-from .coded_weights import WEIGHT_BITS
 from .cost import layer_bytes
 from .machine import CacheSpeed, DeviceSpeed, Speeds, WeightSpeed
 from .other_processes import OtherProcesses

@@ -9,9 +9,6 @@ from transformers import PreTrainedModel
 
 from ..weights import Width, coverage
 
-# Bits of a weight, the best quality first.
-WEIGHT_BITS = (8, 4)
-
 
 @dataclass(frozen=True)
 class CodedWeights:

@@ -23,7 +23,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..layers import tensors_of
 from ..storage import KVShape
-from .coded_weights import WEIGHT_BITS, CodedWeights, coded_weights
+from ..weights import WEIGHT_BITS
+from .coded_weights import CodedWeights, coded_weights
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config does not say

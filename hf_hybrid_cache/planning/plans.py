@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..storage import available_host_bytes
+from ..weights import WEIGHT_BITS
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
-from .coded_weights import WEIGHT_BITS
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
 from .speed import Way, seconds_per_token, seconds_to_first_token

@@ -2,10 +2,11 @@
 
 from .coverage import CODED_DTYPES, Covered, coverage
 from .quantized_weights import WeightsReport, coding_bar, quantize_weights, require_some, weights_in_bits
-from .width import Width
+from .width import WEIGHT_BITS, Width
 
 __all__ = [
     "CODED_DTYPES",
+    "WEIGHT_BITS",
     "Covered",
     "WeightsReport",
     "Width",
