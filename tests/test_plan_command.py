@@ -126,7 +126,7 @@ def test_weights_of_four_bits_that_would_be_much_faster_are_named_with_what_they
     line = next(
         line for line in result.stdout.splitlines() if line.startswith("With weights in 4 bits a token takes 0.")
     )
-    assert "4-bit weights want a calibrated model, see the guide." in line
+    assert "4-bit weights want a calibrated model: docs/weights.md." in line
     save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9)))
     result = invoke(*small)
     assert "4-bit weights" not in result.stdout
