@@ -29,10 +29,11 @@ from tiny_models import FAMILIES, random_prompt, tiny_model
 CLOSE_CHOICES = {
     "qwen3_next",
     "BailingHybridConfig",
-    "ExaoneMoeConfig",
     "GraniteMoeConfig",
     "GraniteMoeSharedConfig",
 }
+# Tokens that come close enough to go to another expert; they are off, and those that see them.
+OTHER_EXPERTS = {"ExaoneMoeConfig"}
 
 
 def logits(model: PreTrainedModel, num_tokens: int = 9) -> torch.Tensor:
@@ -99,8 +100,10 @@ def test_every_architecture_computes_with_its_codes_and_reads_no_weight_in_anoth
         assert not operations
         theirs = logits(with_dense_weights(model), 6)
     errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
-    # A token that goes to another expert, and those that see it, are off.
-    assert errors.flatten().quantile(0.5 if name in CLOSE_CHOICES else 1.0) < 5e-3
+    if name in OTHER_EXPERTS:
+        assert errors.median() < 5e-3
+    else:
+        assert errors.max() < (5e-2 if name in CLOSE_CHOICES else 5e-3)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])

@@ -1,6 +1,5 @@
 """A model's weights, moved between its device and host memory while the modules that hold them stay the same."""
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -92,11 +91,10 @@ class MovableWeights:
             targets = {name: (dtype_of(name, tensor), covered.get(name)) for name, tensor in missing}
             num_bytes = sum(self._host_bytes(tensor, *targets[name]) for name, tensor in missing)
             require_host_bytes(num_bytes, "Weights to decode with on the CPU need")
-            with contextlib.nullcontext() if width is None else coding_bar(len(missing), width) as bar:
+            with coding_bar(len(missing), None if width is None else width.bits) as bar:
                 for name, tensor in missing:
                     kept[name] = self._host_copy(tensor, prints[name], *targets[name])
-                    if bar is not None:
-                        bar.update()
+                    bar.update()
             self._weights = [
                 Weight(tensor, tensor.data, tensor.dtype, kept[name], covered.get(name))
                 for name, tensor in weights.items()

@@ -6,7 +6,7 @@ from .coding import NOT_FINITE, decode_blocks, encode_blocks
 from .compilation import compile_and_wait, compile_in_background
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .panel_products import multiply
-from .panels import WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
+from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
 from .threads import get_num_threads, set_num_threads
 from .workspace import CodedBlocks, Shape, Workspace
 
@@ -15,6 +15,7 @@ __all__ = [
     "BLOCK",
     "CHUNK",
     "NOT_FINITE",
+    "PANEL_ROWS",
     "WEIGHT_BITS",
     "CodedBlocks",
     "PanelLayout",

@@ -275,7 +275,7 @@ class _FloatDot(_Dot):
         builder = self._builder
         for index in range(32 // width):
             shift = index // 2 * width + index % 2 * 16
-            codes = [_codes(builder, words, shift, 2**width - 1, shift + width == 32) for words in loaded]
+            codes = [codes_in(builder, words, shift, 2**width - 1, shift + width == 32) for words in loaded]
             numbers = [builder.sitofp(code, FLOATS) for code in codes]
             sums = self._with_operands(operands, row_bytes, 4 * index, FLOAT, numbers, sums, vec.multiply_add)
         return sums
@@ -298,7 +298,7 @@ class _PairDot(_Dot):
     ) -> list[ir.Value]:
         builder, mask = self._builder, (2**width - 1) * 0x10001
         for index in range(16 // width):
-            codes = [_codes(builder, words, index * width, mask, False) for words in loaded]
+            codes = [codes_in(builder, words, index * width, mask, False) for words in loaded]
             sums = self._with_operands(operands, row_bytes, 4 * index, INT32, codes, sums, self._multiply_add)
         return sums
 
@@ -306,7 +306,8 @@ class _PairDot(_Dot):
         return [self._builder.sitofp(each, FLOATS) for each in sums]
 
 
-def _codes(builder: ir.IRBuilder, words: ir.Value, shift: int, mask: int, is_last: bool) -> ir.Value:
+def codes_in(builder: ir.IRBuilder, words: ir.Value, shift: int, mask: int, is_last: bool = False) -> ir.Value:
+    """The codes of each word behind a shift and a mask, which the last ones do not need."""
     shifted = builder.lshr(words, vec.ints(shift)) if shift else words
     return shifted if is_last else builder.and_(shifted, vec.ints(mask))
 

@@ -74,7 +74,7 @@ def encode_blocks(
     if not records.size:
         return records
     call = _call(states, layout, records, factors, share)
-    _run(_encode, call)
+    run_kernel(_encode, call)
     if call.failures[0]:
         raise ValueError(NOT_FINITE)
     return records
@@ -93,7 +93,7 @@ def decode_blocks(
         factors: float32 `[num_kv_heads, dim]`: what channels are multiplied by, after they were rotated back.
     """
     if records.size:
-        _run(_decode, _call(states, layout, records, factors))
+        run_kernel(_decode, _call(states, layout, records, factors))
 
 
 def _call(
@@ -126,7 +126,7 @@ def _call(
     )
 
 
-def _run(kernel: Any, call: Coding) -> None:
+def run_kernel(kernel: Any, call: Any) -> None:
     threads = get_num_threads()
     pool = openmp() or started_threads()
     kernel(pool.parallel, max(threads, pool.team()), threads, call)

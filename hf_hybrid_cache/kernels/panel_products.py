@@ -198,11 +198,3 @@ def _store(numbers, is_bfloat16, address, first, count):
         singles = numba.carray(pointer(address, np.float32(0)), first + count)
         for index in range(count):
             singles[first + index] = numbers[index]
-
-
-def compile_products() -> None:
-    """Compile products, or load them from Numba's cache on disk."""
-    number = numba.int64
-    kinds = {"is_bfloat16": numba.boolean, "factor": numba.float64}
-    call = numba.types.NamedTuple([kinds.get(field, number) for field in Product._fields], Product)
-    _multiply.compile(numba.void(number, number, number, call))

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
-from .coded_tiles import dot_width
+from .coded_tiles import codes_in, dot_width
 from .tiles import load_vectors
 from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
 
@@ -76,7 +76,7 @@ def multiply_panel(
                     position = add(first, multiply(index, word_bytes))
                     totals = list(totals)
                     for pair in range(pairs):
-                        codes = _pair(builder, words, width, pair)
+                        codes = codes_in(builder, words, pair * width, (2**width - 1) * 0x10001)
                         for token in range(count):
                             place = add(add(operand, multiply(INT64(token), operand_stride)), position)
                             number = vec.splat(builder, vec.load(builder, add(place, INT64(4 * pair)), INT32))
@@ -144,7 +144,8 @@ def decode_chunk(
 
         def decoded(words: list[ir.Value], width: int) -> list[ir.Value]:
             """The numbers of each column, a vector with one lane for each row."""
-            codes = [_codes(builder, row, width, place) for row in words for place in range(32 // width)]
+            shifts = [place // 2 * width + place % 2 * 16 for place in range(32 // width)]
+            codes = [codes_in(builder, row, shift, 2**width - 1) for row in words for shift in shifts]
             return [vec.multiply_add(builder, scale, builder.sitofp(code, FLOATS), low) for code in codes]
 
         def write(vectors: list[ir.Value], offset: int) -> None:
@@ -204,19 +205,6 @@ def _bfloat16_pair(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.V
         is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
         halves.append(builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF))))
     return builder.or_(builder.lshr(halves[0], vec.ints(16)), builder.and_(halves[1], vec.ints(0xFFFF0000)))
-
-
-def _codes(builder: ir.IRBuilder, words: ir.Value, width: int, place: int) -> ir.Value:
-    """The codes of one of the columns that share words."""
-    shift = place // 2 * width + place % 2 * 16
-    shifted = builder.lshr(words, vec.ints(shift)) if shift else words
-    return builder.and_(shifted, vec.ints(2**width - 1))
-
-
-def _pair(builder: ir.IRBuilder, words: ir.Value, width: int, index: int) -> ir.Value:
-    """The codes at one place in both halves of each word, as two 16-bit numbers."""
-    shifted = builder.lshr(words, vec.ints(index * width)) if index else words
-    return builder.and_(shifted, vec.ints((2**width - 1) * 0x10001))
 
 
 def _pair_dot(context: Any) -> Callable[..., ir.Value]:

@@ -17,16 +17,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
-from .coding import as_number, extremes, put_codes
+from .coding import as_number, extremes, put_codes, run_kernel
 from .compiled import jit, jit_part
 from .panel_tiles import CHUNK, WEIGHT_BITS, decode_chunk
-from .parallel import openmp, share_out, started_threads
-from .threads import get_num_threads
+from .parallel import share_out
 from .vector_ir import CACHE_LINE, LANES
 
+PANEL_ROWS = LANES
 # Of a step: weights on a grid, rounded to bfloat16, are off it by less.
 _OFF_GRID = np.float32(0.05)
 
@@ -67,6 +66,14 @@ class PanelLayout:
         for name, value in (computed | {"num_bytes": panels * panel_bytes}).items():
             object.__setattr__(self, name, value)
 
+    def part(self, first: int, last: int) -> tuple["PanelLayout", slice]:
+        """The layout of panels `first` to `last`, and the bytes that they are."""
+        last = min(last, self.panels)
+        rows = min(last * LANES, self.rows) - first * LANES
+        return PanelLayout(self.bits, rows, self.columns, self.group), slice(
+            first * self.panel_bytes, last * self.panel_bytes
+        )
+
 
 class Panels(NamedTuple):
     """One call of `_encode` or `_decode`."""
@@ -93,7 +100,7 @@ def encode_panels(weight: np.ndarray, layout: PanelLayout, factor: float, out: n
         factor: of the weight, see `factor_of`.
         out: uint8 `[layout.num_bytes]`, written.
     """
-    _run(_encode, _call(weight, layout, factor, out), layout.panels)
+    run_kernel(_encode, _call(weight, layout, factor, out))
 
 
 def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: np.ndarray) -> None:
@@ -107,7 +114,7 @@ def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: n
         out: as `weight` of `encode_panels`.
     """
     assert out.shape == (layout.rows, layout.columns)
-    _run(_decode, _call(out, layout, factor, panels), layout.panels)
+    run_kernel(_decode, _call(out, layout, factor, panels))
 
 
 def decode_row(panels: np.ndarray, layout: PanelLayout, factor: float, row: int, out: np.ndarray) -> None:
@@ -126,20 +133,14 @@ def _call(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.nd
     return Panels(bits, 0 if is_single else 16, _words(panels, layout), layout.bits, factor)
 
 
-def _run(kernel: Any, call: Panels, parts: int) -> None:
-    threads = get_num_threads()
-    pool = openmp() or started_threads()
-    kernel(pool.parallel, max(threads, pool.team()), threads, parts, call)
+@jit
+def _encode(parallel, team, threads, call):
+    share_out(parallel, team, threads, call.words.shape[0], _encode_panel, call)
 
 
 @jit
-def _encode(parallel, team, threads, parts, call):
-    share_out(parallel, team, threads, parts, _encode_panel, call)
-
-
-@jit
-def _decode(parallel, team, threads, parts, call):
-    share_out(parallel, team, threads, parts, _decode_panel, call)
+def _decode(parallel, team, threads, call):
+    share_out(parallel, team, threads, call.words.shape[0], _decode_panel, call)
 
 
 @jit_part
@@ -257,15 +258,3 @@ def _decode_row(words, bits, factor, row, out):
         halves = words[panel, index, 0].view(np.uint16)
         scale, low = _half(np.uint32(halves[lane])), _half(np.uint32(halves[LANES + lane]))
         out[column] = np.float32(factor) * (low + scale * code)
-
-
-def compile_panels(element: np.dtype) -> None:
-    """Compile coding of weights that kernels see as `element`, or load it from Numba's cache on disk."""
-    kinds = {
-        "numbers": (numba.uint16 if element == np.uint16 else numba.uint32)[:, ::1],
-        "words": numba.uint32[:, :, :, ::1],
-        "factor": numba.float64,
-    }
-    call = numba.types.NamedTuple([kinds.get(field, numba.int64) for field in Panels._fields], Panels)
-    for kernel in (_encode, _decode):
-        kernel.compile(numba.void(*[numba.int64] * 4, call))

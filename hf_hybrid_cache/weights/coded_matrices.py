@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..kernels import PanelLayout, decode_panels, decode_row, encode_panels, factor_of, multiply
+from ..kernels import PANEL_ROWS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of, multiply
 from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
@@ -15,7 +15,6 @@ MOST_TOKENS = 64
 _DECODED_BYTES = 2**22
 # Rows that are coded at a time, if they are of a type that the kernel does not read.
 _CONVERTED_BYTES = 2**26
-_PANEL = 16
 
 
 class CodedMatrices:
@@ -99,23 +98,19 @@ class CodedMatrices:
         """Of many tokens `[tokens, columns]`: torch multiplies them with a few panels at a time."""
         layout = self.layout
         out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
-        step = max(1, _DECODED_BYTES // (_PANEL * layout.columns * tokens.element_size()))
-        scratch = torch.empty(step * _PANEL * layout.columns, dtype=tokens.dtype)
+        step = max(1, _DECODED_BYTES // (PANEL_ROWS * layout.columns * tokens.element_size()))
+        scratch = torch.empty(step * PANEL_ROWS * layout.columns, dtype=tokens.dtype)
         for first in range(0, layout.panels, step):
-            weight = self._decoded(index, first, min(first + step, layout.panels), scratch)
-            rows = slice(first * _PANEL, first * _PANEL + len(weight))
+            weight = self._decoded(index, first, first + step, scratch)
+            rows = slice(first * PANEL_ROWS, first * PANEL_ROWS + len(weight))
             out[:, rows] = functional.linear(tokens, weight, None if bias is None else bias[rows])
         return out
 
     def _decoded(self, index: int, first: int, last: int, scratch: torch.Tensor) -> torch.Tensor:
         """What the rows of some panels stand for, `[rows, columns]`: in `scratch`, float32 or bfloat16."""
-        layout = self.layout
-        rows = min(last * _PANEL, layout.rows) - first * _PANEL
-        part = PanelLayout(layout.bits, rows, layout.columns, layout.group)
-        out = scratch[: rows * layout.columns].view(rows, layout.columns)
-        start = first * layout.panel_bytes
-        panels = self._data[index, start : start + part.num_bytes].numpy()
-        decode_panels(panels, part, self._factors[index], _as_array(out))
+        part, where = self.layout.part(first, last)
+        out = scratch[: part.rows * part.columns].view(part.rows, part.columns)
+        decode_panels(self._data[index, where].numpy(), part, self._factors[index], _as_array(out))
         return out
 
     def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:
@@ -126,13 +121,11 @@ class CodedMatrices:
             raise ValueError("has numbers that are infinite or not a number")
         factor = factor_of(largest)
         is_read = weight.dtype in (torch.float32, torch.bfloat16)
-        step = layout.panels if is_read else max(1, _CONVERTED_BYTES // (_PANEL * layout.columns * 4))
+        step = layout.panels if is_read else max(1, _CONVERTED_BYTES // (PANEL_ROWS * layout.columns * 4))
         for first in range(0, layout.panels, step):
-            rows = weight[first * _PANEL : (first + step) * _PANEL].contiguous()
-            part = PanelLayout(layout.bits, len(rows), layout.columns, layout.group)
-            start = first * layout.panel_bytes
-            out = panels[start : start + part.num_bytes]
-            encode_panels(_as_array(rows if is_read else rows.float()), part, factor, out)
+            rows = weight[first * PANEL_ROWS : (first + step) * PANEL_ROWS].contiguous()
+            part, where = layout.part(first, first + step)
+            encode_panels(_as_array(rows if is_read else rows.float()), part, factor, panels[where])
         return factor
 
 

@@ -125,9 +125,16 @@ def _hold_originals(pairs: list[tuple[Covered, CodedWeight]]) -> None:
         each.hold(each.parameter)
 
 
-def coding_bar(num_weights: int, width: Width) -> Any:
-    """A bar that is shown where coding takes long, unless progress bars of transformers are switched off."""
-    return logging.tqdm(total=num_weights, desc=f"Weights in {width.bits} bits", delay=_WORTH_A_BAR, leave=False)
+def coding_bar(num_weights: int, bits: int | None) -> Any:
+    """
+    A bar that is shown where coding takes long, unless progress bars of transformers are switched off.
+
+    Args:
+        num_weights: to be coded.
+        bits: of a code; `None` for no bar.
+    """
+    text = f"Weights in {bits} bits"
+    return logging.tqdm(total=num_weights, desc=text, delay=_WORTH_A_BAR, leave=False, disable=bits is None)
 
 
 def require_some(covered: list[Covered], left: dict[str, str], model: PreTrainedModel) -> None:
@@ -160,7 +167,7 @@ def _coded_one_by_one(
     covered: list[Covered], width: Width, report: WeightsReport
 ) -> Iterator[tuple[Covered, CodedWeight]]:
     """Weights with their codes, noted in the report. Those it has passed on are not held here any more."""
-    with coding_bar(len(covered), width) as bar:
+    with coding_bar(len(covered), width.bits) as bar:
         while covered:
             each = covered.pop(0)
             num_bytes = each.parameter.nbytes
