@@ -4,8 +4,8 @@ A decode step while other processes keep processors busy, with several settings 
 A thread of OpenMP that has done its share waits for the others by spinning, on a processor that the slowest may need.
 How long is set by GOMP_SPINCOUNT and OMP_WAIT_POLICY, which are read when the library is loaded. So each setting has a
 process of its own, with a few layers of Llama-3.2-1B's shape and a small vocabulary in bfloat16, caches of random keys
-and values, DynamicCache and DynamicHybridCache. They take turns: quiet, and beside other processes that count in a
-loop. Those whose turn it is not sleep.
+and values, DynamicCache and DynamicHybridCache; and with weights, keys and values in 4 bits. They take turns: quiet,
+and beside other processes that count in a loop. Those whose turn it is not sleep.
 """
 
 import argparse
@@ -24,8 +24,7 @@ from typing import Any
 import psutil
 
 from experiments import records
-from experiments.synthetic import CACHES
-from experiments.told_decoder import DTYPE, VOCABULARY, ToldDecoder
+from experiments.told_decoder import DECODERS, DTYPE, VOCABULARY, ToldDecoder
 
 DEFAULT = "default"
 _CORES = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
@@ -34,7 +33,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     DEFAULT: {},
     "one thread fewer": {"OMP_NUM_THREADS": _FEWER, "HF_HYBRID_CACHE_NUM_THREADS": _FEWER},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
-    **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 100_000)},
+    **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 10_000, 100_000)},
 }
 # Ends with the experiment, also where that is killed.
 _BUSY = """
@@ -98,7 +97,7 @@ def cells_of(samples: Samples) -> list[dict[str, Any]]:
 
 def table(cells: Sequence[Mapping[str, Any]], busy: Sequence[int]) -> str:
     """Milliseconds of a step, a row for each setting, in columns by cache and number of busy processes."""
-    columns = [(cache, number) for cache in CACHES for number in busy]
+    columns = [(cache, number) for cache in DECODERS for number in busy]
     lines = ["ms a step" + " " * 16 + "".join(f"{f'{cache}, {number} busy':>15}" for cache, number in columns)]
     for setting in dict.fromkeys(cell["setting"] for cell in cells):
         of_setting = {cell["busy_processes"]: cell for cell in cells if cell["setting"] == setting}
@@ -145,9 +144,17 @@ def main() -> None:
         "cells": cells,
     }
     print(f"record: {records.save('busy_machine', record, arguments.out)}")
-    quiet = next(cell["median_seconds"]["ours"] for cell in cells)
-    times = {name: [cell["median_seconds"]["ours"] for cell in cells if cell["setting"] == name] for name in chosen}
-    print(json.dumps({name: [round(seconds / quiet, 2) for seconds in taken] for name, taken in times.items()}))
+    quiet = cells[0]["median_seconds"]
+    times = {
+        decoder: {
+            name: [
+                round(cell["median_seconds"][decoder] / quiet[decoder], 2) for cell in cells if cell["setting"] == name
+            ]
+            for name in chosen
+        }
+        for decoder in DECODERS
+    }
+    print(json.dumps(times))
 
 
 if __name__ == "__main__":

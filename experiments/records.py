@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
+import llvmlite.binding
 import psutil
 import torch
 
@@ -28,6 +29,7 @@ def environment() -> dict[str, Any]:
         "git_revision": _git("rev-parse", "HEAD"),
         "git_clean": _git("status", "--porcelain", "--untracked-files=no") == "",
         "cpu": cpu_name(),
+        "microarchitecture": llvmlite.binding.get_host_cpu_name(),
         "cores": psutil.cpu_count(logical=False),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -38,8 +40,8 @@ def environment() -> dict[str, Any]:
 
 
 def machine_name() -> str:
-    """A folder name for results of this machine, such as `intel-xeon-processor-2-cores`."""
-    parts = [cpu_name(), f"{psutil.cpu_count(logical=False)} cores"]
+    """A name for results of this machine, such as `amd-epyc-znver3-2-cores`: brands tell no generation."""
+    parts = [cpu_name(), llvmlite.binding.get_host_cpu_name(), f"{psutil.cpu_count(logical=False)} cores"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)", "", " ".join(parts).lower())).strip("-")

@@ -2,9 +2,10 @@
 A process that decodes when it is told to, and sleeps until then: both sides of the pipe.
 
 OpenMP reads its settings when it is loaded, so each environment needs a process of its own. Told a number of steps, it
-decodes one more than that with each cache and answers with the seconds of all but the first, as a line of JSON.
+decodes one more than that with each of `DECODERS` and answers with the seconds of all but the first, as a line of JSON.
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -19,12 +20,15 @@ from experiments.decoding import GreedyDecoder
 from experiments.records import RESULTS
 from experiments.synthetic import CACHES, fill, llama_1b_config
 from experiments.timing import seconds_of
-from hf_hybrid_cache import get_num_threads
+from hf_hybrid_cache import QuantizedHybridCache, get_num_threads, quantize_weights
 from hf_hybrid_cache.models import random_llama
 
 DTYPE = torch.bfloat16
 # With all of Llama 3.2-1B's, the output layer would take more time than a few layers.
 VOCABULARY = 4096
+IN_4_BITS = "4 bits"
+# Of a `ToldDecoder`: the caches with weights as they are, and ours with weights, keys and values in few bits.
+DECODERS = (*CACHES, IN_4_BITS)
 # What else may be set where the experiment is started; each process gets its own of these.
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "HF_HYBRID_CACHE_NUM_THREADS")
 
@@ -55,7 +59,7 @@ class ToldDecoder:
         self.threads: dict[str, int] = self._answer()
 
     def seconds(self, steps: int) -> dict[str, list[float]]:
-        """Of so many decode steps of each cache."""
+        """Of so many decode steps of each of `DECODERS`."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
@@ -79,11 +83,13 @@ def main() -> None:
     config = llama_1b_config(layers)
     config.vocab_size = VOCABULARY
     model = random_llama(config, DTYPE)
+    coded = copy.deepcopy(model)
+    quantize_weights(coded, 4)
     decoders = {}
-    for name, make_cache in CACHES.items():
-        cache = make_cache(config)
+    for name in DECODERS:
+        cache = QuantizedHybridCache(config, bits=4) if name == IN_4_BITS else CACHES[name](config)
         fill(cache, config, context, DTYPE)
-        decoders[name] = GreedyDecoder(model, cache)
+        decoders[name] = GreedyDecoder(coded if name == IN_4_BITS else model, cache)
         decoders[name].step()  # compiles
     print(json.dumps({"torch": torch.get_num_threads(), "kernels": get_num_threads()}), flush=True)
     for line in sys.stdin:

@@ -397,7 +397,14 @@ class Watcher:
             sys.stdout.flush()
             os._exit(0)
 
+from hf_hybrid_cache import cli
 from hf_hybrid_cache.cli import main, nodes, options
+
+class Others:
+    def processors(self):
+        return float(os.environ["BUSY_PROCESSORS"])
+
+cli.OtherProcesses = Others
 options.bind_to_node = lambda number: nodes.bind_to_node(number, nodes.Path(os.environ["FAKED_NODES"]))
 sys.meta_path.insert(0, Watcher())
 main()
@@ -405,8 +412,9 @@ main()
 EACH_COMMAND = pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
 
 
-def first_import(*arguments: str, **environment: str) -> str:
+def first_import(*arguments: str, busy_processors: float = 1.0, **environment: str) -> str:
     """What holds when a command imports the first library that starts threads."""
+    environment["BUSY_PROCESSORS"] = str(busy_processors)
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-c", FIRST_IMPORTS, *arguments]
     done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=100)
@@ -428,6 +436,12 @@ def test_waiting_threads_sleep_and_a_node_is_chosen_before_anything_counts_proce
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
+@pytest.mark.parametrize("busy_processors", [0.0, 0.3, float("nan")])
+def test_waiting_threads_spin_where_nothing_else_runs(busy_processors: float):
+    assert first_import("generate", busy_processors=busy_processors).startswith("None ")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
 @EACH_COMMAND
 @pytest.mark.parametrize(
     ("given", "count"), [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")], ids=str
@@ -439,7 +453,7 @@ def test_how_threads_wait_is_left_to_who_says_so(command: list[str], given: dict
 def test_openmp_is_told_how_threads_wait():
     program = """
 from hf_hybrid_cache.cli.waiting import let_waiting_threads_sleep
-let_waiting_threads_sleep()
+let_waiting_threads_sleep(1.0)
 import torch
 """
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

@@ -105,7 +105,8 @@ class CpuAttention:
             return attend_in_pieces(query, store, group, mask, scale)
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
-        on_host = query.to("cpu", non_blocking=query.is_cuda)
+        is_on_host = query.is_cpu
+        on_host = query if is_on_host else query.to("cpu", non_blocking=query.is_cuda)
         visible, bias = self._mask.arrays(mask)
         if query.is_cuda:
             torch.cuda.current_stream(query.device).synchronize()
@@ -124,6 +125,8 @@ class CpuAttention:
             coded=coded,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
+        if is_on_host:
+            return workspace.out.to(query.dtype, copy=True).flatten(1, 2)
         result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
         result.copy_(workspace.out)
         return result.flatten(1, 2).to(query.device, non_blocking=query.is_cuda)

@@ -1,5 +1,6 @@
 """The `hf-hybrid-cache` command."""
 
+from ..other_processes import OtherProcesses
 from .interrupts import end_at_once
 from .waiting import let_waiting_threads_sleep
 
@@ -7,7 +8,8 @@ from .waiting import let_waiting_threads_sleep
 def main() -> None:
     """Run the command, as the installed script does."""
     end_at_once()
-    let_waiting_threads_sleep()
+    others = OtherProcesses()
     from .app import run  # only now: what it imports can be interrupted too
 
+    let_waiting_threads_sleep(others.processors())
     run()

@@ -5,7 +5,7 @@ from .coded_blocks import BITS, CHUNK, RecordLayout
 from .coding import NOT_FINITE, decode_blocks, encode_blocks
 from .compilation import compile_and_wait, compile_in_background
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
-from .panel_products import multiply
+from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
 from .threads import get_num_threads, set_num_threads
 from .workspace import CodedBlocks, Shape, Workspace
@@ -19,6 +19,7 @@ __all__ = [
     "WEIGHT_BITS",
     "CodedBlocks",
     "PanelLayout",
+    "PanelProducts",
     "RecordLayout",
     "Shape",
     "Workspace",
@@ -31,7 +32,6 @@ __all__ = [
     "encode_panels",
     "factor_of",
     "get_num_threads",
-    "multiply",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

@@ -2,14 +2,13 @@
 The products of attention with a coded block, for four query rows.
 
 Scales and lows are folded into the query, or the weights; what is left is a product with small integers. Where the
-processor has integer dot products (AVX-512 VNNI, AVX-VNNI), the folded numbers are rounded to 16 bits, relative to the
+processor has dot products of pairs (`pair_dots`), the folded numbers are rounded to 16 bits, relative to the
 largest of their row. The portable way turns codes into floats.
 
 `coded_blocks` says what a record looks like. The folded numbers of a chunk of sixteen are in the order in which codes
 come out of the words: 0, 8, 1, 9, ...
 """
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -20,29 +19,13 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .coded_blocks import BITS, CHUNK
-from .tiles import ROWS, has_feature, load_vectors, wide_vectors
+from .pair_dots import PairDot, pair_dot
+from .tiles import ROWS, load_vectors, wide_vectors
 from .vector_ir import FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
 
 _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
 # Below this a row's numbers are nothing beside anything a model computes, and their reciprocal would overflow.
 _NEGLIGIBLE = 1e-30
-
-
-def dot_width(context: Any) -> int:
-    """Lanes of the processor's dot product of 16-bit pairs; 0 if it has none."""
-    if has_feature(context, "avx512vnni") and has_feature(context, "avx512f"):
-        return 16
-    return 8 if has_feature(context, "avxvnni") else 0
-
-
-@intrinsic
-def has_dot_product(typing_context: Any) -> Any:
-    """Whether the processor has integer dot products, a constant."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return ir.IntType(1)(int(dot_width(context) > 0))
-
-    return types.boolean(), generate
 
 
 @intrinsic
@@ -200,8 +183,8 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
                 finish(dot.total(vec.loop(builder, count, [dot.zero] * (ROWS * vectors), body)))
 
             dots: list[_Dot] = [_FloatDot(builder)]
-            if dot_width(context):
-                dots.append(_PairDot(builder, dot_width(context)))
+            if pair := pair_dot(context):
+                dots.append(_PairDot(builder, pair))
             for dot in dots:
                 wanted = is_integer if dot.is_integer else builder.not_(is_integer)
                 for width in BITS:
@@ -285,13 +268,13 @@ class _FloatDot(_Dot):
 
 
 class _PairDot(_Dot):
-    """Two products of 16-bit numbers are added up in 32 bits, by one instruction."""
+    """Two products of 16-bit numbers are added up in 32 bits, see `pair_dots`."""
 
     is_integer, item, zero = True, 2, vec.ints(0)
 
-    def __init__(self, builder: ir.IRBuilder, lanes: int):
+    def __init__(self, builder: ir.IRBuilder, multiply_add: PairDot):
         super().__init__(builder)
-        self._multiply_add = functools.partial(vec.dot_pairs, lanes=lanes)
+        self._multiply_add = multiply_add
 
     def add(
         self, width: int, loaded: list[ir.Value], operands: ir.Value, row_bytes: ir.Value, sums: list[ir.Value]

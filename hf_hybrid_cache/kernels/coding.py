@@ -15,9 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
 from .compiled import jit, jit_finite, jit_part
-from .parallel import openmp, share_out, started_threads
+from .parallel import share_out, team_of_kernels
 from .rotation import rotate_columns
-from .threads import get_num_threads
 
 _SMALLEST_NORMAL, _LARGEST = np.float32(2.0**-126), np.finfo(np.float32).max
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = np.uint32(0x7F800000), np.uint32(0x10000), np.uint32(0xFFFF0000)
@@ -74,7 +73,7 @@ def encode_blocks(
     if not records.size:
         return records
     call = _call(states, layout, records, factors, share)
-    run_kernel(_encode, call)
+    _encode(*team_of_kernels(), call)
     if call.failures[0]:
         raise ValueError(NOT_FINITE)
     return records
@@ -93,7 +92,7 @@ def decode_blocks(
         factors: float32 `[num_kv_heads, dim]`: what channels are multiplied by, after they were rotated back.
     """
     if records.size:
-        run_kernel(_decode, _call(states, layout, records, factors))
+        _decode(*team_of_kernels(), _call(states, layout, records, factors))
 
 
 def _call(
@@ -124,12 +123,6 @@ def _call(
         share,
         np.zeros(1, np.int64),
     )
-
-
-def run_kernel(kernel: Any, call: Any) -> None:
-    threads = get_num_threads()
-    pool = openmp() or started_threads()
-    kernel(pool.parallel, max(threads, pool.team()), threads, call)
 
 
 @jit

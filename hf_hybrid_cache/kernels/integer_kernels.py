@@ -2,20 +2,20 @@
 
 from functools import cache
 
-from .coded_tiles import has_dot_product
 from .compiled import jit
+from .pair_dots import has_pair_dot
 
 _wanted: bool | None = None
 
 
 @jit
-def _processor_has_dot_product() -> bool:
-    return has_dot_product()  # type: ignore[call-arg]
+def _processor_has_pair_dot() -> bool:
+    return has_pair_dot()  # type: ignore[call-arg]
 
 
 @cache
 def _is_available() -> bool:
-    return bool(_processor_has_dot_product())
+    return bool(_processor_has_pair_dot())
 
 
 def set_integer_kernels(enabled: bool | None) -> None:
@@ -25,7 +25,7 @@ def set_integer_kernels(enabled: bool | None) -> None:
     With them the query and the weights are rounded to 16 bits, relative to the largest of their row.
 
     Args:
-        enabled: `None`, the default, takes them where the processor has them (AVX-512 VNNI or AVX-VNNI); `False` takes
+        enabled: `None`, the default, takes them where the processor has them (x86-64 with AVX2); `False` takes
             the portable way, which is slower and rounds to 24 bits.
 
     Raises:
@@ -33,7 +33,7 @@ def set_integer_kernels(enabled: bool | None) -> None:
     """
     global _wanted
     if enabled and not _is_available():
-        raise ValueError("This processor has no integer dot products (AVX-512 VNNI, AVX-VNNI). Use None or False.")
+        raise ValueError("This processor has no integer dot products: it has no AVX2. Use None or False.")
     _wanted = enabled
 
 

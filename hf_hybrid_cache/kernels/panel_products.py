@@ -5,41 +5,50 @@ Each thread reads whole panels, from the first to the last byte. Tokens that sha
 it is in the cache.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
+from .coding import as_number
 from .compiled import jit, jit_part
 from .panel_tiles import TOKENS, multiply_panel
 from .panels import PanelLayout
-from .parallel import openmp, share_out, started_threads
-from .threads import get_num_threads
-from .tiles import pointer
+from .parallel import share_out, team_of_kernels
+from .tiles import nearest, pointer
 from .vector_ir import LANES
 
 _MOST_TOKENS = TOKENS[0]
 _LARGEST = np.float32(32767)
 # Smaller numbers are nothing beside anything a model computes, and their reciprocal would overflow.
 _NEGLIGIBLE = np.float32(1e-30)
+_INFINITE = np.uint32(0x7F800000)
 # What a thread takes at a time: little enough that all end at about the same time.
 _PART_BYTES = 2**17
 
 
-class Product(NamedTuple):
-    """One call of `_multiply`; addresses, because making arrays of tensors takes longer than a small product."""
+class Weight(NamedTuple):
+    """What `_multiply` knows of a weight: integers, in this order in memory too."""
 
-    tokens: int  # float32 or bfloat16 [num_tokens, columns]
-    num_tokens: int
-    is_bfloat16: bool  # tokens, bias and out
-    panels: int  # see `panels`
-    factor: float
+    panels: int  # address, see `panels`
     bits: int
     rows: int
     columns: int
     groups: int
     group_words: int
     panel_bytes: int
+    num_bytes: int
+
+
+class Product(NamedTuple):
+    """One call of `_multiply`; addresses, because making arrays of tensors takes longer than a small product."""
+
+    weight: Weight
+    factor: float
+    tokens: int  # float32 or bfloat16 [num_tokens, columns]
+    num_tokens: int
+    is_bfloat16: bool  # tokens, bias and out
     parts: int
     bias: int  # [rows]; 0 for none
     out: int  # [num_tokens, rows]
@@ -53,84 +62,89 @@ class Operand(NamedTuple):
     sums: Any  # float32 [num_tokens, groups], of a group, as rounded
 
 
-def multiply(
-    tokens: int,
-    num_tokens: int,
-    is_bfloat16: bool,
-    panels: int,
-    layout: PanelLayout,
-    factor: float,
-    bias: int,
-    out: int,
-) -> None:
+class PanelProducts:
     """
-    Write `tokens @ weight.T + bias`.
+    Products with coded weights of one layout.
 
     Args:
-        tokens: address of contiguous `[num_tokens, layout.columns]`, float32 or bfloat16.
-        num_tokens: at least 1.
-        is_bfloat16: the type of tokens, bias and what is written.
-        panels: address of the weight, `layout.num_bytes`.
-        layout: of the weight.
-        factor: likewise.
-        bias: address of `[layout.rows]`; 0 for none.
-        out: address of contiguous `[num_tokens, layout.rows]`.
+        panels: address of the first weight, `layout.num_bytes` before the next. Not kept alive here.
+        layout: of each.
+        factors: of each, see `factor_of`.
     """
-    threads = get_num_threads()
-    pool = openmp() or started_threads()
-    parts = min(layout.panels, max(threads, layout.num_bytes // _PART_BYTES))
-    call = Product(
-        tokens,
-        num_tokens,
-        is_bfloat16,
-        panels,
-        factor,
-        layout.bits,
-        layout.rows,
-        layout.columns,
-        layout.groups,
-        layout.group_words,
-        layout.panel_bytes,
-        parts,
-        bias,
-        out,
-    )
-    _multiply(pool.parallel, max(threads, pool.team()), threads, call)
+
+    def __init__(self, panels: int, layout: PanelLayout, factors: Sequence[float]):
+        fields = [getattr(layout, name) for name in Weight._fields[1:]]
+        self._weights = np.array([Weight(panels + i * layout.num_bytes, *fields) for i in range(len(factors))])
+        first, step = self._weights.ctypes.data, self._weights.itemsize * len(Weight._fields)
+        # One address, because Numba takes a tuple of so many numbers in ten times the time.
+        self._addresses = [first + index * step for index in range(len(factors))]
+        self._factors = list(factors)
+
+    def multiply(self, index: int, tokens: int, num_tokens: int, is_bfloat16: bool, bias: int, out: int) -> None:
+        """
+        Write `tokens @ weight.T + bias`.
+
+        Args:
+            index: of the weight.
+            tokens: address of contiguous `[num_tokens, layout.columns]`, float32 or bfloat16.
+            num_tokens: at least 1.
+            is_bfloat16: the type of tokens, bias and what is written.
+            bias: address of `[layout.rows]`; 0 for none.
+            out: address of contiguous `[num_tokens, layout.rows]`.
+        """
+        weight, factor = self._addresses[index], self._factors[index]
+        _multiply(*team_of_kernels(), weight, factor, tokens, num_tokens, is_bfloat16, bias, out)
 
 
 @jit
-def _multiply(parallel, team, threads, call):
-    group = call.group_words * (32 // call.bits)
-    operand = Operand(
-        np.empty((call.num_tokens, call.groups * group), np.int16),
-        np.empty((call.num_tokens, call.groups), np.float32),
-        np.empty((call.num_tokens, call.groups), np.float32),
-    )
+def _multiply(parallel, team, threads, weight, factor, tokens, num_tokens, is_bfloat16, bias, out):
+    fields = numba.carray(pointer(weight, np.int64(0)), 8)
+    of = Weight(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7])
+    panels = (of.rows + LANES - 1) // LANES
+    parts = min(panels, max(threads, of.num_bytes // _PART_BYTES))
+    call = Product(of, factor, tokens, num_tokens, is_bfloat16, parts, bias, out)
+    group = of.group_words * (32 // of.bits)
+    integers = np.empty((num_tokens, of.groups * group), np.int16)
+    steps, sums = np.empty((num_tokens, of.groups), np.float32), np.empty((num_tokens, of.groups), np.float32)
     numbers = np.empty(group, np.float32)
-    for token in range(call.num_tokens):
-        for index in range(call.groups):
+    for token in range(num_tokens):
+        for index in range(of.groups):
             start = index * group
-            first = token * call.columns + start
-            filled = min(group, call.columns - start)
-            _load(call.tokens, call.is_bfloat16, first, filled, numbers)
+            filled = min(group, of.columns - start)
+            _load(tokens, is_bfloat16, token * of.columns + start, filled, numbers)
             for column in range(filled, group):
                 numbers[column] = 0
-            largest = total = np.float32(0)
-            for column in range(group):
-                total += numbers[column]
-            for column in range(group):
-                size = abs(numbers[column])
-                largest = size if size > largest else largest
-            factor = _LARGEST / largest if largest > _NEGLIGIBLE else np.float32(0)
+            size = _largest_bits(numbers)
+            largest = as_number(size)
+            scale = _LARGEST / largest if largest > _NEGLIGIBLE and size < _INFINITE else np.float32(0)
             # The sum of what is multiplied, not of what it stands for: then errors count by weights, not by codes.
-            rounded = 0
-            for column in range(group):
-                integer = np.int16(np.rint(numbers[column] * factor))
-                operand.integers[token, start + column] = integer
-                rounded += integer
-            step = largest / _LARGEST if abs(total) < np.inf else np.float32(np.nan)
-            operand.steps[token, index], operand.sums[token, index] = step, step * np.float32(rounded)
-    share_out(parallel, team, threads, call.parts, _multiply_panels, (call, operand))
+            rounded = _round(numbers, scale, integers.ctypes.data + (token * of.groups * group + start) * 2)
+            step = largest / _LARGEST if size < _INFINITE else np.float32(np.nan)
+            steps[token, index], sums[token, index] = step, step * np.float32(rounded)
+    share_out(parallel, team, threads, parts, _multiply_panels, (call, Operand(integers, steps, sums)))
+
+
+@jit_part
+def _largest_bits(numbers):
+    """The bits of the largest size; those of infinity, and of what is not a number, are larger than any other."""
+    bits = numbers.view(np.uint32)
+    largest = np.uint32(0)
+    for column in range(bits.size):
+        size = np.uint32(bits[column] & np.uint32(0x7FFFFFFF))
+        largest = size if size > largest else largest
+    return largest
+
+
+@jit_part
+def _round(numbers, scale, address):
+    """Write the nearest integers of scaled numbers; returns their sum."""
+    integers = numba.carray(pointer(address, np.int16(0)), numbers.size)
+    total = np.int32(0)
+    for column in range(numbers.size):
+        rounded = np.int32(nearest(numbers[column] * scale))
+        integers[column] = rounded
+        total += rounded
+    return total
 
 
 @jit_part
@@ -149,14 +163,15 @@ def _load(address, is_bfloat16, first, count, numbers):
 def _multiply_panels(part, given):
     """The outputs of some panels, for all tokens."""
     call, operand = given
-    panels = (call.rows + LANES - 1) // LANES
+    weight = call.weight
+    panels = (weight.rows + LANES - 1) // LANES
     scratch = np.empty((_MOST_TOKENS, LANES), np.float32)
     bias = np.zeros(LANES, np.float32)
     factor = np.float32(call.factor)
     stride, number_stride = operand.integers.shape[1] * 2, operand.steps.shape[1] * 4
     for panel in range(part * panels // call.parts, (part + 1) * panels // call.parts):
         row = panel * LANES
-        rows = min(LANES, call.rows - row)
+        rows = min(LANES, weight.rows - row)
         if call.bias:
             _load(call.bias, call.is_bfloat16, row, rows, bias)
         token = 0
@@ -165,11 +180,11 @@ def _multiply_panels(part, given):
             while tokens > call.num_tokens - token:
                 tokens //= 2
             multiply_panel(
-                call.bits,
+                weight.bits,
                 tokens,
-                call.panels + panel * call.panel_bytes,
-                call.groups,
-                call.group_words,
+                weight.panels + panel * weight.panel_bytes,
+                weight.groups,
+                weight.group_words,
                 operand.integers.ctypes.data + token * stride,
                 stride,
                 operand.steps.ctypes.data + token * number_stride,
@@ -180,7 +195,7 @@ def _multiply_panels(part, given):
             for index in range(tokens):
                 for lane in range(rows):
                     scratch[index, lane] = scratch[index, lane] * factor + bias[lane]
-                _store(scratch[index], call.is_bfloat16, call.out, (token + index) * call.rows + row, rows)
+                _store(scratch[index], call.is_bfloat16, call.out, (token + index) * weight.rows + row, rows)
             token += tokens
 
 

@@ -5,7 +5,6 @@ What is done with a panel of coded weights, sixteen rows at a time: the product 
 that the sum of a group is one of small integers: exact, and the same on every processor.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -13,7 +12,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
-from .coded_tiles import codes_in, dot_width
+from .coded_tiles import codes_in
+from .pair_dots import pair_dot, plain_dot
 from .tiles import load_vectors
 from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
 
@@ -56,7 +56,7 @@ def multiply_panel(
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         bits, tokens, panel, groups, group_words, operand, operand_stride, steps, sums, number_stride, out = arguments
         add, multiply = builder.add, builder.mul
-        dot = _pair_dot(context)
+        dot = pair_dot(context) or plain_dot
         group_bytes = multiply(add(group_words, INT64(1)), INT64(CACHE_LINE))
 
         def run(width: int, count: int) -> None:
@@ -205,18 +205,3 @@ def _bfloat16_pair(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.V
         is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
         halves.append(builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF))))
     return builder.or_(builder.lshr(halves[0], vec.ints(16)), builder.and_(halves[1], vec.ints(0xFFFF0000)))
-
-
-def _pair_dot(context: Any) -> Callable[..., ir.Value]:
-    """`dot(builder, a, b, c)`: c plus the products of both pairs of 16-bit numbers in each lane."""
-    width = dot_width(context)
-    if width:
-        return lambda builder, a, b, c: vec.dot_pairs(builder, a, b, c, width)
-    return _plain_dot
-
-
-def _plain_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    for shift in (False, True):
-        x, y = (builder.ashr(each if shift else builder.shl(each, vec.ints(16)), vec.ints(16)) for each in (a, b))
-        c = builder.add(c, builder.mul(x, y))
-    return c

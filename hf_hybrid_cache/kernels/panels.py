@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .coding import as_number, extremes, put_codes, run_kernel
+from .coding import as_number, extremes, put_codes
 from .compiled import jit, jit_part
 from .panel_tiles import CHUNK, WEIGHT_BITS, decode_chunk
-from .parallel import share_out
+from .parallel import share_out, team_of_kernels
+from .tiles import nearest
 from .vector_ir import CACHE_LINE, LANES
 
 PANEL_ROWS = LANES
@@ -100,7 +101,7 @@ def encode_panels(weight: np.ndarray, layout: PanelLayout, factor: float, out: n
         factor: of the weight, see `factor_of`.
         out: uint8 `[layout.num_bytes]`, written.
     """
-    run_kernel(_encode, _call(weight, layout, factor, out))
+    _encode(*team_of_kernels(), _call(weight, layout, factor, out))
 
 
 def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: np.ndarray) -> None:
@@ -114,7 +115,7 @@ def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: n
         out: as `weight` of `encode_panels`.
     """
     assert out.shape == (layout.rows, layout.columns)
-    run_kernel(_decode, _call(out, layout, factor, panels))
+    _decode(*team_of_kernels(), _call(out, layout, factor, panels))
 
 
 def decode_row(panels: np.ndarray, layout: PanelLayout, factor: float, row: int, out: np.ndarray) -> None:
@@ -198,7 +199,7 @@ def _steps(numbers, least, most, levels):
         index = 0
         while on_grid and index < numbers.size:
             place = (numbers[index] - least) / scale
-            on_grid = abs(place - np.rint(place)) < _OFF_GRID
+            on_grid = abs(place - nearest(place)) < _OFF_GRID
             index += 1
         if on_grid:
             return np.float32(steps)
@@ -211,7 +212,7 @@ def _half_bits(number):
     bits = np.float32(number).view(np.uint32)
     sign, size = (bits >> np.uint32(16)) & np.uint32(0x8000), bits & np.uint32(0x7FFFFFFF)
     if size < np.uint32(0x38800000):  # too small for an exponent of its own
-        return np.uint16(sign | np.uint32(np.rint(abs(number) * np.float32(2.0**24))))
+        return np.uint16(sign | np.uint32(nearest(abs(number) * np.float32(2.0**24))))
     rounded = (size + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
     return np.uint16(sign | (rounded - np.uint32(112 << 10)))
 

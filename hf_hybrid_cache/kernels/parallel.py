@@ -19,12 +19,20 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .threads import get_num_threads
 from .vector_ir import INT8, INT32, INT64
 
 # What both the kernel and OpenMP call: `body(data)`, and `parallel(body, data, threads, flags)`.
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 _imported_by = os.getpid()
+
+
+def team_of_kernels() -> tuple[int, int, int]:
+    """What `share_out` is to be told, by this thread, now: `parallel`, `team` and `threads`."""
+    threads = get_num_threads()
+    pool = openmp() or started_threads()
+    return pool.parallel, max(threads, pool.team()), threads
 
 
 @intrinsic

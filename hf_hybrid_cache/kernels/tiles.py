@@ -58,6 +58,16 @@ def pointer(typing_context: Any, address: Any, element: Any) -> Any:
 
 
 @intrinsic
+def nearest(typing_context: Any, number: Any) -> Any:
+    """The integer that is nearest to a float32, as one; of two, the even one. `np.rint` calls a function for each."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return vec.call(builder, "llvm.rint.f32", FLOAT, *arguments)
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
 def score_tile(
     typing_context: Any,
     element: Any,

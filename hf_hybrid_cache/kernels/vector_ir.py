@@ -52,7 +52,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
 
 def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """A * b + c, in one instruction where the processor has it."""
-    return _call(builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
+    return call(builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
 
 
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
@@ -107,24 +107,7 @@ def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def absolute(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    return _call(builder, "llvm.fabs.v16f32", FLOATS, vector)
-
-
-def dot_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value, lanes: int) -> ir.Value:
-    """
-    A dot b + c, where each 32-bit lane of a and b is a pair of signed 16-bit numbers.
-
-    lanes: of the processor's instruction, 16 (AVX-512 VNNI) or 8 (AVX-VNNI).
-    """
-    if lanes == LANES:
-        # Of the intrinsic, LLVM makes two instructions where it takes the latency for a problem, which here it is not.
-        kind = ir.FunctionType(INTS, [INTS] * 3)
-        return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", [c, a, b], False)
-    halves = []
-    for part in (range(lanes), range(lanes, LANES)):
-        pieces = [shuffle(builder, each, each, part) for each in (c, a, b)]
-        halves.append(_call(builder, "llvm.x86.avx512.vpdpwssd.256", pieces[0].type, *pieces))
-    return shuffle(builder, halves[0], halves[1], range(LANES))
+    return call(builder, "llvm.fabs.v16f32", FLOATS, vector)
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> None:
@@ -200,7 +183,7 @@ def loop(
     return results
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
     return builder.call(_intrinsic(builder, name, result, [argument.type for argument in arguments]), arguments)
 
 

@@ -10,8 +10,7 @@ from .blocks import BLOCK, value_width
 from .coded_attention import CodedCall, attend_coded
 from .coded_blocks import RecordLayout
 from .integer_kernels import uses_integer_kernels
-from .parallel import openmp, started_threads
-from .threads import get_num_threads
+from .parallel import team_of_kernels
 from .tiles import ROWS
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
@@ -23,10 +22,9 @@ _NO_FACTORS, _NO_MIXING = np.empty((0, 0), np.float32), np.empty((1, 0, 0), np.f
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """
-    Of one call of attention.
+    Of one call of attention. A tuple, because one is made and looked up for every layer of every token.
 
     Attributes:
         batch: sequences.
@@ -145,13 +143,11 @@ class Workspace:
             coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
         """
         shape = self.shape
-        threads = get_num_threads()
         coded_segments = 0 if coded is None else self._segments(coded.num_blocks)
         blocks = -(-num_tokens // BLOCK) - (0 if coded is None else coded.num_blocks)
         segments = coded_segments + self._segments(blocks)
         if segments != len(self.maxima):
             self._make_partial(segments)
-        pool = openmp() or started_threads()
         call = Call(
             self.query,
             keys,
@@ -172,11 +168,10 @@ class Workspace:
             self.out,
             self.lse,
         )
-        team = max(threads, pool.team())
         if coded is None:
-            attend(pool.parallel, team, threads, call)
+            attend(*team_of_kernels(), call)
         else:
-            attend_coded(pool.parallel, team, threads, self._coded_call(call, coded, coded_segments))
+            attend_coded(*team_of_kernels(), self._coded_call(call, coded, coded_segments))
 
     def _segments(self, blocks: int) -> int:
         """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""

@@ -97,7 +97,7 @@ class HybridLayer(CacheLayerMixin):
         """
         self._usable_store()
         self._check(key_states, value_states)
-        self._stores.note_thread(self._ordinal)
+        self._stores.note_pass(self._ordinal)
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         assert self.store is not None

@@ -51,6 +51,8 @@ class LayerStores:
 
     Attributes:
         unfinished: the operation on all layers that something ended half-way.
+        needs_states: whether the model's attention is another function than those that can be asked for the states, or
+            watched.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LayerStores:
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
+        self.needs_states = False
         self._holding: list[CodedStore] = []
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
@@ -108,19 +111,13 @@ class LayerStores:
             )
         return shape.element is not None and has_kernel
 
-    @property
-    def needs_states(self) -> bool:
-        """Whether the model's attention is another function than those that can be asked for the states, or watched."""
-        name = getattr(self.config, "_attn_implementation", None)
-        return name not in (None, "sdpa", "eager")
-
     def is_coded(self, layer_idx: int) -> bool:
         """Whether a layer is coded."""
         return layer_idx in self._choices
 
-    def note_thread(self, ordinal: int) -> None:
+    def note_pass(self, ordinal: int) -> None:
         """
-        Note which thread stores the states of a forward pass, which begins with the first layer.
+        Note who stores the states of a forward pass, which begins with the first layer, and how they are attended to.
 
         Raises:
             RuntimeError: another thread has begun one before this one's ended.
@@ -128,6 +125,9 @@ class LayerStores:
         thread = threading.get_ident()
         if ordinal == 0:
             self._thread = thread
+            # Asked once a pass, because transformers' configs take long to answer.
+            name = getattr(self.config, "_attn_implementation", None)
+            self.needs_states = name not in (None, "sdpa", "eager")
         elif self._thread not in (thread, None):
             raise RuntimeError(
                 "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "

@@ -21,12 +21,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ..layers import HybridLayer, LayerStores
+from ..other_processes import OtherProcesses
 from ..storage import InitialCapacity, KVShape, require_host_bytes
 from ..weights import WEIGHT_BITS, Covered, Width
 from .candidates import BITS, Candidate
 from .cost import layer_bytes
 from .machine import CacheSpeed, DeviceSpeed, Speeds, WeightSpeed
-from .other_processes import OtherProcesses
 from .speed import Way
 
 HOST = torch.device("cpu")

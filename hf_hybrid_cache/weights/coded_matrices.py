@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..kernels import PANEL_ROWS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of, multiply
+from ..kernels import PANEL_ROWS, PanelLayout, PanelProducts, decode_panels, decode_row, encode_panels, factor_of
 from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
@@ -28,6 +28,8 @@ class CodedMatrices:
 
     Attributes:
         layout: of each of them.
+        token_sizes: `(columns,)`.
+        out_sizes: `(rows,)`.
 
     Raises:
         ValueError: some of the weights are infinite or not a number.
@@ -38,6 +40,9 @@ class CodedMatrices:
         self.layout = PanelLayout(bits, rows, columns, group_size)
         self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
         self._factors = [self._encode(weights[index].detach(), self._data[index].numpy()) for index in range(count)]
+        self._products = PanelProducts(self._data.data_ptr(), self.layout, self._factors)
+        # Tuples, because products compare and join them.
+        self.token_sizes, self.out_sizes = (columns,), (rows,)
 
     @property
     def num_bytes(self) -> int:
@@ -55,27 +60,21 @@ class CodedMatrices:
         Returns:
             `[..., rows]`, likewise.
         """
-        dtype = tokens.dtype
+        dtype, shape = tokens.dtype, tokens.shape
         if dtype == torch.float16:  # the kernels do not read it
             return self.multiply(tokens.float(), index, None if bias is None else bias.float()).to(dtype)
-        shape = tokens.shape
         num_tokens = tokens.numel() // self.layout.columns
         if num_tokens > MOST_TOKENS:
             return self._multiply_many(tokens.reshape(num_tokens, -1), index, bias).view(*shape[:-1], -1)
-        out = torch.empty((*shape[:-1], self.layout.rows), dtype=dtype)
+        out = tokens.new_empty(shape[:-1] + self.out_sizes)
         if num_tokens:
             tokens = tokens.contiguous()
-            bias = None if bias is None else bias.contiguous()
-            multiply(
-                tokens.data_ptr(),
-                num_tokens,
-                dtype == torch.bfloat16,
-                self._data.data_ptr() + index * self.layout.num_bytes,
-                self.layout,
-                self._factors[index],
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-            )
+            bias_at = 0
+            if bias is not None:
+                bias = bias.contiguous()
+                bias_at = bias.data_ptr()
+            is_bfloat16 = dtype == torch.bfloat16
+            self._products.multiply(index, tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr())
         return out
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

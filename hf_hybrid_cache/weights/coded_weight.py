@@ -143,22 +143,21 @@ class _Product(torch.autograd.Function):
 
 def _multiplied(tokens: Any, weight: CodedWeight, bias: Any = None) -> torch.Tensor | None:
     """`tokens @ matrix.T + bias`; `None` for operands that torch should judge."""
-    dtype = weight.dtype
+    matrices, dtype = weight.matrices, weight._dtype
     fits = (
-        not isinstance(tokens, CodedWeight)
-        and tokens.dtype == dtype
-        and tokens.dim() > 0
-        and tokens.shape[-1] == weight.matrices.layout.columns
-        and tokens.device.type == "cpu"
-        and (bias is None or (bias.dtype == dtype and bias.shape == (weight.matrices.layout.rows,)))
+        tokens.dtype == dtype
+        and not isinstance(tokens, CodedWeight)
+        and tokens.shape[-1:] == matrices.token_sizes
+        and tokens.is_cpu
+        and (bias is None or (bias.dtype == dtype and bias.shape == matrices.out_sizes))
         and not torch.is_autocast_enabled("cpu")
     )
     if not fits:
         return None
     assert weight.which is not None
     if torch.is_grad_enabled() and (tokens.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Product.apply(tokens, bias, weight.matrices, weight.which)
-    return weight.matrices.multiply(tokens, weight.which, bias)
+        return _Product.apply(tokens, bias, matrices, weight.which)
+    return matrices.multiply(tokens, weight.which, bias)
 
 
 def _is_matrix(weight: Any, is_transposed: bool) -> bool:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.kernels import BITS, RecordLayout, coding, decode_blocks, encode_blocks, workspace
+from hf_hybrid_cache.kernels import BITS, RecordLayout, decode_blocks, encode_blocks, parallel, workspace
 from kernels import test_attention, test_coded_attention
 from kernels.reference import ELEMENTS, random_masks, stored
 from kernels.test_coded_attention import EVERY_WAY
@@ -32,8 +32,7 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
     def run(action: Callable[[], Results]) -> None:
         results = []
         for threads in THREADS:
-            for module in (workspace, coding):
-                monkeypatch.setattr(module, "get_num_threads", lambda threads=threads: threads)
+            monkeypatch.setattr(parallel, "get_num_threads", lambda threads=threads: threads)
             results.append([array.tobytes() for array in action()])
         assert all(result == results[0] for result in results)
         count("calls compared between numbers of threads", len(THREADS))

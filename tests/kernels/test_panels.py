@@ -5,12 +5,12 @@ import pytest
 
 from hf_hybrid_cache.kernels import (
     PanelLayout,
+    PanelProducts,
     decode_panels,
     decode_row,
     encode_panels,
     factor_of,
     get_num_threads,
-    multiply,
     set_num_threads,
 )
 from kernels.reference import stored
@@ -108,8 +108,8 @@ def product(tokens: np.ndarray, panels: np.ndarray, layout: PanelLayout, bias: n
     out = np.full((len(tokens), layout.rows), 7, tokens.dtype)
     addresses = tokens.ctypes.data, 0 if bias is None else bias.ctypes.data
     is_bfloat16 = tokens.dtype == np.uint16
-    weight = panels.ctypes.data, layout, FACTOR
-    multiply(addresses[0], len(tokens), is_bfloat16, *weight, addresses[1], out.ctypes.data)
+    products = PanelProducts(panels.ctypes.data, layout, [FACTOR])
+    products.multiply(0, addresses[0], len(tokens), is_bfloat16, addresses[1], out.ctypes.data)
     return out
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
-from hf_hybrid_cache.kernels import parallel, workspace
+from hf_hybrid_cache.kernels import parallel
 from hf_hybrid_cache.kernels.threads import VARIABLE, _cores_of_one_socket, _processors
 from kernels.programs import run_program
 from kernels.test_attention import make, run
@@ -75,7 +75,7 @@ def test_callers_on_several_threads_get_their_own_results():
 def test_without_openmp_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch):
     case = make("bfloat16", 5000, num_kv_heads=3, group=4)
     expected = run(*case, 0.125)[0]
-    monkeypatch.setattr(workspace, "openmp", lambda: None)
+    monkeypatch.setattr(parallel, "openmp", lambda: None)
     assert np.array_equal(run(*case, 0.125)[0], expected)
     test_callers_on_several_threads_get_their_own_results()
 
