@@ -97,7 +97,7 @@ def cells_of(samples: Samples) -> list[dict[str, Any]]:
 
 def table(cells: Sequence[Mapping[str, Any]], busy: Sequence[int]) -> str:
     """Milliseconds of a step, a row for each setting, in columns by cache and number of busy processes."""
-    columns = [(cache, number) for cache in DECODERS for number in busy]
+    columns = [(cache, number) for cache in cells[0]["median_seconds"] for number in busy]
     lines = ["ms a step" + " " * 16 + "".join(f"{f'{cache}, {number} busy':>15}" for cache, number in columns)]
     for setting in dict.fromkeys(cell["setting"] for cell in cells):
         of_setting = {cell["busy_processes"]: cell for cell in cells if cell["setting"] == setting}

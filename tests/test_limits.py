@@ -143,6 +143,7 @@ def refuse_beyond_the_limit_of_data() -> None:
 
 def all_in_a_limited_process() -> None:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Decode steps take")  # as in `conftest.py`: other tests run beside this one
     makes = [DynamicHybridCache, OffloadedHybridCache]
     for make in [*makes, QuantizedHybridCache]:
         # Compiled and with all threads before there is a limit, as in a process that has served for a while.

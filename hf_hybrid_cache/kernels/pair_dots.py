@@ -79,4 +79,5 @@ def _in_halves(builder: ir.IRBuilder, intrinsic: str, kind: ir.Type, *vectors: i
     for part in (range(half), range(half, LANES)):
         pieces = (builder.bitcast(vec.shuffle(builder, each, each, part), taken) for each in vectors)
         results.append(vec.call(builder, intrinsic, given, *pieces))
-    return vec.shuffle(builder, *results, range(LANES))
+    low, high = results
+    return vec.shuffle(builder, low, high, range(LANES))

@@ -228,7 +228,7 @@ LESSER = {
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
 @pytest.mark.parametrize("processor", slow_but(["AVX2"], LESSER))
-def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
+def test_the_kernels_are_right_on_lesser_processors(processor: str, tmp_path: Path):
     """Compiled anew for them, in a process of its own."""
     name, features, has_dot_product = LESSER[processor]
     flag = {"avxvnni": "avx_vnni", "avx512bw": "avx512bw"}
@@ -236,7 +236,9 @@ def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path
     if missing := [mark for feature, mark in flag.items() if f"+{feature}" in features and mark not in cpu]:
         pytest.skip(f"this processor has no {', '.join(missing)}")
     program = f"""
-from kernels import test_coded_attention as tests
+from kernels import test_coded_attention as tests, test_panels
+for bits in (8, 4):
+    test_panels.test_products_are_those_with_the_decoded_weights((40, 96), 9, bits, True)
 assert tests.uses_integer_kernels() == {has_dot_product}
 for is_integer in {{False, {has_dot_product}}}:
     for bits in tests.BITS:
