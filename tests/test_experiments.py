@@ -55,7 +55,7 @@ each_experiment = pytest.mark.parametrize(
                 *["--settings", "GOMP_SPINCOUNT=0", "--busy", "1", "--layers", "1", "--context", "70"],
                 *["--steps", "1", "--rounds", "1"],
             ],
-            {"default", "GOMP_SPINCOUNT=0"},
+            {"stock", "ours", "4 bits"},
         ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
