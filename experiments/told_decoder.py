@@ -85,11 +85,12 @@ def main() -> None:
     model = random_llama(config, DTYPE)
     coded = copy.deepcopy(model)
     quantize_weights(coded, 4)
+    pairs = {name: (model, make(config)) for name, make in CACHES.items()}
+    pairs[IN_4_BITS] = coded, QuantizedHybridCache(config, bits=4)
     decoders = {}
-    for name in DECODERS:
-        cache = QuantizedHybridCache(config, bits=4) if name == IN_4_BITS else CACHES[name](config)
+    for name, (decoding, cache) in pairs.items():
         fill(cache, config, context, DTYPE)
-        decoders[name] = GreedyDecoder(coded if name == IN_4_BITS else model, cache)
+        decoders[name] = GreedyDecoder(decoding, cache)
         decoders[name].step()  # compiles
     print(json.dumps({"torch": torch.get_num_threads(), "kernels": get_num_threads()}), flush=True)
     for line in sys.stdin:

@@ -117,6 +117,7 @@ def bfloat16_error(num_tokens: int) -> float:
 def test_in_bfloat16_the_kernel_is_no_farther_from_float32_than_torch_is(num_tokens: int, cache: str):
     tokens, exact = expected(torch.float32, num_tokens)
     logits = answer(torch.bfloat16, num_tokens, OWN_ATTENTION[cache], tokens)[1]
-    # Of 24 tokens: other roundings in the last bit of attention alone move this between 1.08 and 1.30 times torch's;
-    # and torch's own error is another on each processor: 1.85 times without AVX-512.
-    assert 0 < (logits - exact).square().mean() < 2.5 * bfloat16_error(num_tokens)
+    # Of 24 tokens: other roundings in the last bit of attention alone move this between 1.08 and 1.30 times torch's.
+    # Where torch has no AVX-512 it was 1.46 and 1.85 times, and why is not known.
+    most = 1.5 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 2.5
+    assert 0 < (logits - exact).square().mean() < most * bfloat16_error(num_tokens)

@@ -31,12 +31,13 @@ _PART_BYTES = 2**17
 class Weight(NamedTuple):
     """What `_multiply` knows of a weight: integers, in this order in memory too."""
 
-    panels: int  # address, see `panels`
-    bits: int
+    address: int
+    bits: int  # this and the others as of a `PanelLayout`
     rows: int
     columns: int
     groups: int
     group_words: int
+    panels: int
     panel_bytes: int
     num_bytes: int
 
@@ -98,10 +99,9 @@ class PanelProducts:
 
 @jit
 def _multiply(parallel, team, threads, weight, factor, tokens, num_tokens, is_bfloat16, bias, out):
-    fields = numba.carray(pointer(weight, np.int64(0)), 8)
-    of = Weight(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7])
-    panels = (of.rows + LANES - 1) // LANES
-    parts = min(panels, max(threads, of.num_bytes // _PART_BYTES))
+    fields = numba.carray(pointer(weight, np.int64(0)), 9)
+    of = Weight(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7], fields[8])
+    parts = min(of.panels, max(threads, of.num_bytes // _PART_BYTES))
     call = Product(of, factor, tokens, num_tokens, is_bfloat16, parts, bias, out)
     group = of.group_words * (32 // of.bits)
     integers = np.empty((num_tokens, of.groups * group), np.int16)
@@ -164,12 +164,11 @@ def _multiply_panels(part, given):
     """The outputs of some panels, for all tokens."""
     call, operand = given
     weight = call.weight
-    panels = (weight.rows + LANES - 1) // LANES
     scratch = np.empty((_MOST_TOKENS, LANES), np.float32)
     bias = np.zeros(LANES, np.float32)
     factor = np.float32(call.factor)
     stride, number_stride = operand.integers.shape[1] * 2, operand.steps.shape[1] * 4
-    for panel in range(part * panels // call.parts, (part + 1) * panels // call.parts):
+    for panel in range(part * weight.panels // call.parts, (part + 1) * weight.panels // call.parts):
         row = panel * LANES
         rows = min(LANES, weight.rows - row)
         if call.bias:
@@ -182,7 +181,7 @@ def _multiply_panels(part, given):
             multiply_panel(
                 weight.bits,
                 tokens,
-                weight.panels + panel * weight.panel_bytes,
+                weight.address + panel * weight.panel_bytes,
                 weight.groups,
                 weight.group_words,
                 operand.integers.ctypes.data + token * stride,
