@@ -123,10 +123,11 @@ def test_experts_compute_with_their_codes_however_transformers_runs_them(name, i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, MOST_TOKENS, MOST_TOKENS + 1, 300])
-def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, dtype):
+@pytest.mark.parametrize("columns", [200, 8300], ids=["decoded at once", "decoded in two parts"])
+def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, columns, dtype):
     torch.manual_seed(0)
-    matrices = CodedMatrices(torch.randn(2, 700, 200).to(dtype), 4, 64)
-    tokens, bias = torch.randn(num_tokens, 3, 200).to(dtype), torch.randn(700).to(dtype)
+    matrices = CodedMatrices(torch.randn(2, 700, columns).to(dtype), 4, 64)
+    tokens, bias = torch.randn(num_tokens, 3, columns).to(dtype), torch.randn(700).to(dtype)
     weight = CodedWeight.make(matrices, None, 1, False, dtype)
     exact = tokens.double() @ weight.matrices.dense(1, torch.float32).double().T + bias.double()
     error = (functional.linear(tokens, weight, bias).double() - exact).abs().max() / exact.abs().max()

@@ -11,19 +11,15 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .coding import as_number
 from .compiled import jit, jit_part
 from .panel_tiles import TOKENS, multiply_panel
 from .panels import PanelLayout
 from .parallel import share_out, team_of_kernels
-from .tiles import nearest, pointer
+from .tiles import pointer
+from .token_rounding import round_group
 from .vector_ir import LANES
 
 _MOST_TOKENS = TOKENS[0]
-_LARGEST = np.float32(32767)
-# Smaller numbers are nothing beside anything a model computes, and their reciprocal would overflow.
-_NEGLIGIBLE = np.float32(1e-30)
-_INFINITE = np.uint32(0x7F800000)
 # What a thread takes at a time: little enough that all end at about the same time.
 _PART_BYTES = 2**17
 
@@ -106,45 +102,25 @@ def _multiply(parallel, team, threads, weight, factor, tokens, num_tokens, is_bf
     group = of.group_words * (32 // of.bits)
     integers = np.empty((num_tokens, of.groups * group), np.int16)
     steps, sums = np.empty((num_tokens, of.groups), np.float32), np.empty((num_tokens, of.groups), np.float32)
-    numbers = np.empty(group, np.float32)
+    last = np.zeros(group, np.float32)
+    item = 2 if is_bfloat16 else 4
     for token in range(num_tokens):
         for index in range(of.groups):
-            start = index * group
-            filled = min(group, of.columns - start)
-            _load(tokens, is_bfloat16, token * of.columns + start, filled, numbers)
-            for column in range(filled, group):
-                numbers[column] = 0
-            size = _largest_bits(numbers)
-            largest = as_number(size)
-            scale = _LARGEST / largest if largest > _NEGLIGIBLE and size < _INFINITE else np.float32(0)
-            # The sum of what is multiplied, not of what it stands for: then errors count by weights, not by codes.
-            rounded = _round(numbers, scale, integers.ctypes.data + (token * of.groups * group + start) * 2)
-            step = largest / _LARGEST if size < _INFINITE else np.float32(np.nan)
-            steps[token, index], sums[token, index] = step, step * np.float32(rounded)
+            first = token * of.columns + index * group
+            place, is_half = tokens + first * item, is_bfloat16
+            if (index + 1) * group > of.columns:
+                _load(tokens, is_bfloat16, first, of.columns - index * group, last)
+                place, is_half = last.ctypes.data, False
+            number = token * of.groups + index
+            round_group(
+                place,
+                is_half,
+                group,
+                integers.ctypes.data + number * group * 2,
+                steps.ctypes.data + number * 4,
+                sums.ctypes.data + number * 4,
+            )
     share_out(parallel, team, threads, parts, _multiply_panels, (call, Operand(integers, steps, sums)))
-
-
-@jit_part
-def _largest_bits(numbers):
-    """The bits of the largest size; those of infinity, and of what is not a number, are larger than any other."""
-    bits = numbers.view(np.uint32)
-    largest = np.uint32(0)
-    for column in range(bits.size):
-        size = np.uint32(bits[column] & np.uint32(0x7FFFFFFF))
-        largest = size if size > largest else largest
-    return largest
-
-
-@jit_part
-def _round(numbers, scale, address):
-    """Write the nearest integers of scaled numbers; returns their sum."""
-    integers = numba.carray(pointer(address, np.int16(0)), numbers.size)
-    total = np.int32(0)
-    for column in range(numbers.size):
-        rounded = np.int32(nearest(numbers[column] * scale))
-        integers[column] = rounded
-        total += rounded
-    return total
 
 
 @jit_part

@@ -1,8 +1,8 @@
 """
 What is done with a panel of coded weights, sixteen rows at a time: the product with a few tokens, and decoding.
 
-`panels` says what a panel looks like. Tokens are rounded to 16 bits, relative to the largest number of each group, so
-that the sum of a group is one of small integers: exact, and the same on every processor.
+`panels` says what a panel looks like, `token_rounding` what tokens look like. The sum of a group is one of small
+integers: exact, and the same on every processor.
 """
 
 from typing import Any

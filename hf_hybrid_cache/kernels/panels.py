@@ -79,7 +79,8 @@ class PanelLayout:
 class Panels(NamedTuple):
     """One call of `_encode` or `_decode`."""
 
-    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns]
+    numbers: Any  # uint32 (float32 bits) or uint16 (bfloat16 bits) [rows, columns or more]
+    columns: int
     shift: int  # from these bits to those of a float32
     words: Any  # uint32 [panels, groups, 1 + group_words, 16]
     bits: int
@@ -112,9 +113,10 @@ def decode_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: n
         panels: uint8 `[layout.num_bytes]`.
         layout: of them.
         factor: of the weight.
-        out: as `weight` of `encode_panels`.
+        out: as `weight` of `encode_panels`, or with more columns, which are left as they are.
     """
-    assert out.shape == (layout.rows, layout.columns)
+    assert out.shape[0] == layout.rows
+    assert out.shape[1] >= layout.columns
     _decode(*team_of_kernels(), _call(out, layout, factor, panels))
 
 
@@ -131,7 +133,7 @@ def _words(panels: np.ndarray, layout: PanelLayout) -> np.ndarray:
 def _call(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.ndarray) -> Panels:
     is_single = numbers.dtype == np.float32
     bits = numbers.view(np.uint32) if is_single else numbers
-    return Panels(bits, 0 if is_single else 16, _words(panels, layout), layout.bits, factor)
+    return Panels(bits, layout.columns, 0 if is_single else 16, _words(panels, layout), layout.bits, factor)
 
 
 @jit
@@ -154,7 +156,7 @@ def _place(column, bits):
 @jit_part
 def _encode_panel(panel, call):
     """Code up to sixteen rows."""
-    rows, columns = call.numbers.shape
+    rows, columns = call.numbers.shape[0], call.columns
     groups, group = call.words.shape[1], (call.words.shape[2] - 1) * (32 // call.bits)
     levels, shift = np.float32((1 << call.bits) - 1), np.uint32(call.shift)
     scaling = np.float32(1 / call.factor)
@@ -227,20 +229,20 @@ def _half(bits):
 @jit_part
 def _decode_panel(panel, call):
     """Write what up to sixteen rows stand for."""
-    rows, columns = call.numbers.shape
-    item = call.numbers.itemsize
+    rows, columns = call.numbers.shape[0], call.columns
+    item, row_bytes = call.numbers.itemsize, call.numbers.strides[0]
     group = (call.words.shape[2] - 1) * (32 // call.bits)
     factor, is_bfloat16 = np.float32(call.factor), call.shift > 0
     first = panel * LANES
     height = min(LANES, rows - first)
-    out = call.numbers.ctypes.data + first * columns * item
+    out = call.numbers.ctypes.data + first * row_bytes
     tail = np.empty((LANES, CHUNK), call.numbers.dtype)
     for start in range(0, columns, CHUNK):
         index = start // group
         numbers, chunk = call.words[panel, index].ctypes.data, (start - index * group) // CHUNK
         if columns - start >= CHUNK:
             at = out + start * item
-            decode_chunk(call.bits, numbers, chunk, height, at, columns * item, factor, is_bfloat16)
+            decode_chunk(call.bits, numbers, chunk, height, at, row_bytes, factor, is_bfloat16)
         else:
             decode_chunk(call.bits, numbers, chunk, LANES, tail.ctypes.data, CHUNK * item, factor, is_bfloat16)
             for row in range(height):

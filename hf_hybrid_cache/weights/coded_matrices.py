@@ -4,15 +4,16 @@ import math
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from ..kernels import PANEL_ROWS, PanelLayout, PanelProducts, decode_panels, decode_row, encode_panels, factor_of
 from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
 MOST_TOKENS = 64
-# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache.
-_DECODED_BYTES = 2**22
+# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache, and as many as
+# torch needs to be fast.
+_DECODED_BYTES, _DECODED_ROWS = 2**22, 512
+_CACHE_LINE = 64
 # Rows that are coded at a time, if they are of a type that the kernel does not read.
 _CONVERTED_BYTES = 2**26
 
@@ -90,27 +91,32 @@ class CodedMatrices:
         """What a matrix stands for, `[rows, columns]`."""
         layout = self.layout
         is_written = dtype in (torch.float32, torch.bfloat16)
-        scratch = torch.empty(layout.rows * layout.columns, dtype=dtype if is_written else torch.float32)
-        return self._decoded(index, 0, layout.panels, scratch).to(dtype)
+        out = torch.empty(layout.rows, layout.columns, dtype=dtype if is_written else torch.float32)
+        return self._decoded(index, 0, layout.panels, out).to(dtype)
 
     def _multiply_many(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
-        """Of many tokens `[tokens, columns]`: torch multiplies them with a few panels at a time."""
-        layout = self.layout
+        """Of many tokens `[tokens, columns]`: torch multiplies them with some panels at a time."""
+        layout, item = self.layout, tokens.element_size()
         out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
-        step = max(1, _DECODED_BYTES // (PANEL_ROWS * layout.columns * tokens.element_size()))
-        scratch = torch.empty(step * PANEL_ROWS * layout.columns, dtype=tokens.dtype)
-        for first in range(0, layout.panels, step):
-            weight = self._decoded(index, first, first + step, scratch)
-            rows = slice(first * PANEL_ROWS, first * PANEL_ROWS + len(weight))
-            out[:, rows] = functional.linear(tokens, weight, None if bias is None else bias[rows])
+        height = max(_DECODED_ROWS, _DECODED_BYTES // (layout.columns * item)) // PANEL_ROWS * PANEL_ROWS
+        # Lines that are a power of two apart would share a few places of the cache.
+        width = (-(-layout.columns * item // _CACHE_LINE) | 1) * _CACHE_LINE // item
+        scratch = torch.empty(min(height, layout.panels * PANEL_ROWS), width, dtype=tokens.dtype)
+        with torch.no_grad():  # a product that is told where to write has no gradient
+            for first in range(0, layout.rows, height):
+                weight = self._decoded(index, first // PANEL_ROWS, (first + height) // PANEL_ROWS, scratch).t()
+                rows = slice(first, first + weight.shape[1])
+                if bias is None:
+                    torch.mm(tokens, weight, out=out[:, rows])
+                else:
+                    torch.addmm(bias[rows], tokens, weight, out=out[:, rows])
         return out
 
-    def _decoded(self, index: int, first: int, last: int, scratch: torch.Tensor) -> torch.Tensor:
-        """What the rows of some panels stand for, `[rows, columns]`: in `scratch`, float32 or bfloat16."""
+    def _decoded(self, index: int, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
+        """What the rows of some panels stand for, `[rows, columns]`: in a part of `out`, float32 or bfloat16."""
         part, where = self.layout.part(first, last)
-        out = scratch[: part.rows * part.columns].view(part.rows, part.columns)
-        decode_panels(self._data[index, where].numpy(), part, self._factors[index], _as_array(out))
-        return out
+        decode_panels(self._data[index, where].numpy(), part, self._factors[index], _as_array(out[: part.rows]))
+        return out[: part.rows, : part.columns]
 
     def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:
         """Write the panels; returns the weight's factor."""

@@ -78,6 +78,10 @@ def test_decoding_gives_what_the_codes_say(shape, bits):
     assert np.abs(decoded - numbers).max() < 1e-6
     in_bfloat16 = np.full(shape, 0x7FC0, np.uint16)
     decode_panels(panels, layout, FACTOR, in_bfloat16)
+    wider = np.full((shape[0], shape[1] + 3), 7, np.uint16)
+    decode_panels(panels, layout, FACTOR, wider)
+    assert (wider[:, : shape[1]] == in_bfloat16).all()
+    assert (wider[:, shape[1] :] == 7).all()
     as_float = (in_bfloat16.astype(np.uint32) << 16).view(np.float32)
     assert (np.abs(as_float - decoded) <= 2.0**-8 * np.abs(decoded)).all()
     for row in range(layout.rows):

@@ -1,0 +1,76 @@
+"""Tokens as integers: a group of columns at a time, rounded to 16 bits relative to its largest number."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .tiles import load_vectors
+from .vector_ir import FLOAT, INT16, INT32, INT64, INTS, LANES
+
+_LARGEST = 32767.0
+# Smaller numbers are nothing beside anything a model computes, and their reciprocal would overflow.
+_NEGLIGIBLE = 1e-30
+_INFINITE = 0x7F800000
+# Adding it leaves the nearest integer in the last bits.
+_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
+
+
+@intrinsic
+def round_group(
+    typing_context: Any, numbers: Any, is_bfloat16: Any, columns: Any, integers: Any, step: Any, total: Any
+) -> Any:
+    """
+    Write integers, what they are multiples of, and the sum of what they stand for.
+
+    numbers: address of float32 or bfloat16 `[columns]`, a multiple of sixteen; integers: address of int16 `[columns]`;
+    step, total: addresses of a float32. Not a number, if one of the numbers is infinite or not a number.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        numbers, is_bfloat16, columns, integers, step_at, total_at = arguments
+        add, multiply, size_of_item = builder.add, builder.mul, {types.float32: 4, types.uint16: 2}
+        vectors = builder.sdiv(columns, INT64(LANES))
+
+        def loaded(kind: Any, index: ir.Value) -> ir.Value:
+            place = add(numbers, multiply(index, INT64(LANES * size_of_item[kind])))
+            return load_vectors(context, builder, kind, place, 1)[0]
+
+        def run(kind: Any) -> None:
+            def largest_size(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                # By their bits: those of infinity, and of what is not a number, are larger than any other.
+                size = builder.and_(builder.bitcast(loaded(kind, index), INTS), vec.ints(0x7FFFFFFF))
+                return [builder.select(builder.icmp_unsigned(">", size, carried[0]), size, carried[0])]
+
+            (sizes,) = vec.loop(builder, vectors, [vec.ints(0)], largest_size)
+            size = vec.call(builder, "llvm.vector.reduce.umax.v16i32", INT32, sizes)
+            largest, is_finite = builder.bitcast(size, FLOAT), builder.icmp_unsigned("<", size, INT32(_INFINITE))
+            counts = builder.and_(is_finite, builder.fcmp_ordered(">", largest, FLOAT(_NEGLIGIBLE)))
+            factor = builder.select(counts, builder.fdiv(FLOAT(_LARGEST), largest), FLOAT(0.0))
+            factors = vec.splat(builder, factor)
+
+            def rounded(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                shifted = vec.multiply_add(builder, loaded(kind, index), factors, vec.floats(_SHIFT))
+                bits = builder.bitcast(shifted, INTS)
+                place = add(integers, multiply(index, INT64(LANES * 2)))
+                vec.store(builder, builder.trunc(bits, ir.VectorType(INT16, LANES)), place)
+                return [add(carried[0], builder.sub(bits, vec.ints(_SHIFT_BITS)))]
+
+            (sums,) = vec.loop(builder, vectors, [vec.ints(0)], rounded)
+            step = builder.fdiv(largest, FLOAT(_LARGEST))
+            step = builder.select(is_finite, step, FLOAT(float("nan")))
+            # The sum of what is multiplied, not of what it stands for: then errors count by weights, not by codes.
+            total = builder.sitofp(vec.call(builder, "llvm.vector.reduce.add.v16i32", INT32, sums), FLOAT)
+            vec.store(builder, step, step_at)
+            vec.store(builder, builder.fmul(step, total), total_at)
+
+        with builder.if_else(is_bfloat16) as (then, otherwise):
+            with then:
+                run(types.uint16)
+            with otherwise:
+                run(types.float32)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.boolean, *[types.int64] * 4), generate
