@@ -134,6 +134,18 @@ def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, co
     assert error < {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
+def test_many_tokens_are_multiplied_in_float32_where_torch_is_slow_in_bfloat16():
+    program = """
+import torch
+from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
+matrices = CodedMatrices(torch.randn(1, 50, 2000), 4, 64)
+tokens, bias = torch.randn(MOST_TOKENS + 1, 2000).bfloat16(), torch.randn(50).bfloat16()
+single = matrices.multiply(tokens.float(), bias=bias.float()).bfloat16()
+assert torch.equal(matrices.multiply(tokens, bias=bias), single)
+"""
+    run_program(program, ATEN_CPU_CAPABILITY="avx2")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_caches_give_the_tokens_of_dynamic_cache_with_the_same_weights_in_every_mode(mode):
     model = copy.deepcopy(tiny_model("llama"))
