@@ -143,7 +143,7 @@ tokens, bias = torch.randn(MOST_TOKENS + 1, 2000).bfloat16(), torch.randn(50).bf
 single = matrices.multiply(tokens.float(), bias=bias.float()).bfloat16()
 assert torch.equal(matrices.multiply(tokens, bias=bias), single)
 """
-    run_program(program, ATEN_CPU_CAPABILITY="avx2")
+    run_program(program, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 @pytest.mark.parametrize("mode", MODES)
