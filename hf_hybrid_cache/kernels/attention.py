@@ -161,7 +161,7 @@ def attend_block(head, start, keys, values, ahead, plan):
         query = plan.query + (head * plan.rows + row) * plan.query_bytes
         for column in range(0, BLOCK, tile_columns()):
             score_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, values)
-        weights_of_tile(head, row, start, plan)
+        weights_of_tile(head, row, start, plan, 0)
         target = plan.partial + (head * plan.rows + row) * plan.width * 4
         column = 0
         while column + tile_columns() <= plan.width:
@@ -175,25 +175,26 @@ def attend_block(head, start, keys, values, ahead, plan):
 
 
 @jit_part
-def weights_of_tile(head, row, start, plan):
-    """Turn a tile's scores of the block from token `start` on into weights."""
+def weights_of_tile(head, row, start, plan, slot):
+    """Turn a tile's scores of the block from token `start` on into weights, where a slot has them."""
+    scores, corrections = plan.scores + slot * ROWS * BLOCK * 4, plan.corrections + slot * ROWS * 4
     factor = plan.scale
     if plan.visible or plan.bias or start + BLOCK > plan.all_see:
-        _mask_tile(start, row, head, plan)
+        _mask_tile(start, row, head, plan, scores)
         factor = numba.float32(1)
     state = (head * plan.rows + row) * 4
-    softmax_tile(plan.scores, factor, plan.maxima + state, plan.sums + state, plan.corrections)
+    softmax_tile(scores, factor, plan.maxima + state, plan.sums + state, corrections)
 
 
 @jit_part
-def _mask_tile(start, first_row, head, plan):
+def _mask_tile(start, first_row, head, plan, address):
     """
     Scale a tile's scores, add the bias, and minus infinity where a query does not see a token.
 
     Added, as torch adds a mask, so that a score that is not a number stays one.
     """
     sequence = head // plan.num_kv_heads
-    scores = numba.carray(pointer(plan.scores, numba.float32(0)), (ROWS, BLOCK))
+    scores = numba.carray(pointer(address, numba.float32(0)), (ROWS, BLOCK))
     visible = numba.carray(pointer(plan.visible, numba.uint8(0)), plan.visible_shape)
     bias = numba.carray(pointer(plan.bias, numba.float32(0)), plan.bias_shape)
     for tile_row in range(min(ROWS, plan.group * plan.query_length - first_row)):
@@ -294,8 +295,8 @@ def signature(call: type, fields: dict[str, Any]) -> Any:
         "scale": numba.float64,
         "visible": numba.uint8[:, :, :, ::1],
         "bias": real[:, :, :, ::1],
-        "scores": real[:, :, ::1],
-        "corrections": real[:, ::1],
+        "scores": real[:, :, :, ::1],
+        "corrections": real[:, :, ::1],
         "maxima": real[:, :, ::1],
         "sums": real[:, :, ::1],
         "partial": real[:, :, :, ::1],

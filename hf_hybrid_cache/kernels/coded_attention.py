@@ -31,6 +31,9 @@ from .parallel import share_out
 from .rotation import rotate
 from .tiles import ROWS, tile_columns
 
+# Blocks of heads that are attended to side by side: each step of one waits for the step before, not for another block.
+SLOTS = 4
+
 
 class CodedCall(NamedTuple):
     """One call of `attend_coded`: the fields of `Call`, whose blocks in full precision follow each other, and more."""
@@ -70,8 +73,8 @@ class CodedCall(NamedTuple):
     mixing: Any  # float32 [num_kv_heads, value_dim, value_dim], of what is summed up of coded values; empty for none
     coded_segments: int  # segments of coded blocks; those after them are of blocks in full precision
     rotated: Any  # float32 like the query, scratch
-    operands: Any  # float32 [segments, 2, ROWS, longest inner axis], scratch
-    steps: Any  # float32 [segments, 2, ROWS], scratch
+    operands: Any  # float32 [segments, SLOTS, 2, ROWS, longest inner axis], scratch
+    steps: Any  # float32 [segments, SLOTS, 2, ROWS], scratch
 
 
 @jit
@@ -97,16 +100,15 @@ def _attend_segment(segment, call):
     if segment < call.coded_segments:
         items = share(segment, call.coded_segments, call.coded_blocks * heads)
         plan = started_segment(segment, items, call)
-        key_record, value_record = call.key_records.shape[2], call.value_records.shape[2]
         keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
         forms = _forms(segment, call)
         if call.mixing.size:  # read when all segments are done: by then it has come from memory
             part = call.mixing.nbytes // call.coded_segments
             prefetch_numbers(call.mixing.ctypes.data + segment * part, part)
-        for item in items:
-            block = item // heads
-            head, start, at = item - block * heads, (call.first_coded + block) * BLOCK, keys + item * key_record
-            _attend_coded_block(head, start, at, values + item * value_record, at + key_record, plan, *forms)
+        for item in range(items.start, items.stop, SLOTS):
+            _attend_coded_blocks(
+                item, min(SLOTS, items.stop - item), heads, keys, values, call.first_coded, plan, *forms
+            )
     else:
         key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
         keys, values = call.keys.ctypes.data, call.values.ctypes.data
@@ -124,22 +126,25 @@ class Form(NamedTuple):
     """How the records of keys, or of values, are taken apart; plain numbers."""
 
     bits: int
-    limit: int  # of `fold_tile`; 0 for the portable way
+    limit: int  # of `fold_tile`
     inner: int
     lanes: int
     group: int
     groups: int
     scales: int  # where they start in a record
+    record: int  # bytes
 
 
 class Scratch(NamedTuple):
-    """Addresses of what a segment writes and reads again for each tile."""
+    """Addresses of what a segment writes and reads again for each tile: those of the first slot."""
 
     rotated: int  # not written: the query
     folded: int
     operand: int
     steps: int
     constants: int
+    operand_bytes: int  # from a slot to the next
+    step_bytes: int
 
 
 @jit_part
@@ -150,28 +155,32 @@ def _forms(segment, call):
     return (
         Form(
             call.key_bits,
-            _limit(inner, call.key_bits) if call.is_integer else 0,
+            _limit(inner, call.key_bits, 127) if call.is_integer else 0,
             inner,
             BLOCK,
             call.key_group,
             key_groups,
             inner * call.key_bits // 8 * BLOCK,
+            call.key_records.shape[2],
         ),
         Form(
             call.value_bits,
-            _limit(BLOCK, call.value_bits) if call.is_integer else 0,
+            _limit(BLOCK, call.value_bits, 255) if call.is_integer else 0,
             BLOCK,
             width,
             call.value_group,
             value_groups,
             BLOCK * call.value_bits // 8 * width,
+            call.value_records.shape[2],
         ),
         Scratch(
             call.rotated.ctypes.data,
-            call.operands[segment, 0].ctypes.data,
-            call.operands[segment, 1].ctypes.data,
-            call.steps[segment, 0].ctypes.data,
-            call.steps[segment, 1].ctypes.data,
+            call.operands[segment, 0, 0].ctypes.data,
+            call.operands[segment, 0, 1].ctypes.data,
+            call.steps[segment, 0, 0].ctypes.data,
+            call.steps[segment, 0, 1].ctypes.data,
+            call.operands[segment, 0].nbytes,
+            call.steps[segment, 0].nbytes,
         ),
     )
 
@@ -184,70 +193,92 @@ def _merge_segments(head, call):
 
 
 @jit_part
-def _attend_coded_block(head, start, keys, values, ahead, plan, key_form, value_form, scratch):
-    """Attend to one coded block of one head; as `attend_block`."""
-    prefetch_numbers(values + value_form.scales, value_form.groups * value_form.inner * 4)
-    prefetch_numbers(ahead + key_form.scales, key_form.groups * key_form.inner * 4)
+def _attend_coded_blocks(first, count, heads, keys, values, first_coded, plan, key_form, value_form, at):
+    """Attend to the blocks of some heads that follow each other, from number `first` on; as `attend_block`."""
+    keys, values = keys + first * key_form.record, values + first * value_form.record
+    ahead = keys + count * key_form.record
+    for slot in range(count):
+        prefetch_numbers(
+            values + slot * value_form.record + value_form.scales, value_form.groups * value_form.inner * 4
+        )
+        prefetch_numbers(ahead + slot * key_form.record + key_form.scales, key_form.groups * key_form.inner * 4)
     for row in range(0, plan.rows, ROWS):
-        query = scratch.rotated + (head * plan.rows + row) * plan.query_bytes
-        _score(query, keys, values, plan, key_form, scratch)
-        weights_of_tile(head, row, start, plan)
-        target = plan.partial + (head * plan.rows + row) * plan.width * 4
-        _weigh(values, ahead, target, plan, value_form, scratch)
+        for group in range(key_form.groups):
+            for slot in range(count):
+                query = at.rotated + ((first + slot) % heads * plan.rows + row) * plan.query_bytes
+                _fold(slot, query, plan.query_bytes, keys + slot * key_form.record, group, key_form, at)
+            for slot in range(count):
+                record, next_read = keys + slot * key_form.record, values + slot * value_form.record
+                _score(slot, record, group, next_read, plan, key_form, at)
+        for slot in range(count):
+            block = (first + slot) // heads
+            weights_of_tile(first + slot - block * heads, row, (first_coded + block) * BLOCK, plan, slot)
+        for group in range(value_form.groups):
+            for slot in range(count):
+                weights = plan.scores + slot * ROWS * BLOCK * 4
+                _fold(slot, weights, BLOCK * 4, values + slot * value_form.record, group, value_form, at)
+            for slot in range(count):
+                target = plan.partial + ((first + slot) % heads * plan.rows + row) * plan.width * 4
+                record, next_read = values + slot * value_form.record, ahead + slot * key_form.record
+                _weigh(slot, record, group, next_read, target, plan, value_form, at)
 
 
 @jit_part
-def _score(query, keys, ahead, plan, form, at):
-    """Write the scores of a tile."""
-    for group in range(form.groups):
-        scales = keys + form.scales + group * form.inner * 2
-        lows = scales + form.groups * form.inner * 2
-        fold_tile(
-            query, plan.query_bytes, scales, lows, form.inner, form.limit, at.folded, at.operand, at.steps, at.constants
-        )
-        column, end = group * form.group, min((group + 1) * form.group, form.lanes)
-        while column + tile_columns() <= end:
-            score_coded_tile(
-                form.bits, form.limit > 0, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
-                plan.corrections, plan.scores, BLOCK * 4, ahead,
-            )  # fmt: skip
-            column += tile_columns()
-        while column < end:
-            score_narrow_coded_tile(
-                form.bits, form.limit > 0, at.operand, keys, form.inner, form.lanes, column, at.steps, at.constants,
-                plan.corrections, plan.scores, BLOCK * 4, ahead,
-            )  # fmt: skip
-            column += 16
+def _fold(slot, rows, row_bytes, record, group, form, at):
+    """Fold scales and lows of a group into rows: into the slot's operand."""
+    scales = record + form.scales + group * form.inner * 2
+    operands, numbers = slot * at.operand_bytes, slot * at.step_bytes
+    fold_tile(
+        rows, row_bytes, scales, scales + form.groups * form.inner * 2, form.inner, form.bits, form.limit,
+        at.folded + operands, at.operand + operands, at.steps + numbers, at.constants + numbers,
+    )  # fmt: skip
 
 
 @jit_part
-def _weigh(values, ahead, target, plan, form, at):
-    """Correct what was summed up of values and add those of a block, times the tile's weights."""
-    for group in range(form.groups):
-        scales = values + form.scales + group * form.inner * 2
-        lows = scales + form.groups * form.inner * 2
-        fold_tile(
-            plan.scores, BLOCK * 4, scales, lows, form.inner, form.limit, at.folded, at.operand, at.steps, at.constants
-        )
-        column, end = group * form.group, min((group + 1) * form.group, form.lanes)
-        while column + tile_columns() <= end:
-            weigh_coded_tile(
-                form.bits, form.limit > 0, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
-                plan.corrections, target, form.lanes * 4, ahead,
-            )  # fmt: skip
-            column += tile_columns()
-        while column < end:
-            weigh_narrow_coded_tile(
-                form.bits, form.limit > 0, at.operand, values, form.inner, form.lanes, column, at.steps, at.constants,
-                plan.corrections, target, form.lanes * 4, ahead,
-            )  # fmt: skip
-            column += 16
+def _score(slot, record, group, ahead, plan, form, at):
+    """Write the scores of a group's tokens."""
+    operand, steps = at.operand + slot * at.operand_bytes, at.steps + slot * at.step_bytes
+    constants, corrections = at.constants + slot * at.step_bytes, plan.corrections + slot * ROWS * 4
+    scores = plan.scores + slot * ROWS * BLOCK * 4
+    column, end = group * form.group, min((group + 1) * form.group, form.lanes)
+    while column + tile_columns() <= end:
+        score_coded_tile(
+            form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
+            scores, BLOCK * 4, ahead,
+        )  # fmt: skip
+        column += tile_columns()
+    while column < end:
+        score_narrow_coded_tile(
+            form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
+            scores, BLOCK * 4, ahead,
+        )  # fmt: skip
+        column += 16
 
 
 @jit_part
-def _limit(inner, bits):
-    """The largest 16-bit number whose products with codes, added up over the inner axis, stay within 32 bits."""
-    return min(32767, (2**31 - 1) // ((2**bits - 1) * inner))
+def _weigh(slot, record, group, ahead, target, plan, form, at):
+    """Correct what was summed up of a group's channels and add those of a block, times the tile's weights."""
+    operand, steps = at.operand + slot * at.operand_bytes, at.steps + slot * at.step_bytes
+    constants, corrections = at.constants + slot * at.step_bytes, plan.corrections + slot * ROWS * 4
+    column, end = group * form.group, min((group + 1) * form.group, form.lanes)
+    while column + tile_columns() <= end:
+        weigh_coded_tile(
+            form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
+            target, form.lanes * 4, ahead,
+        )  # fmt: skip
+        column += tile_columns()
+    while column < end:
+        weigh_narrow_coded_tile(
+            form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
+            target, form.lanes * 4, ahead,
+        )  # fmt: skip
+        column += 16
+
+
+@jit_part
+def _limit(inner, bits, byte):
+    """The largest integer to round to: of 8 bits, or whose products with codes, added up, stay within 32 bits."""
+    return byte if bits < 8 else min(32767, (2**31 - 1) // ((2**bits - 1) * inner))
 
 
 def compile_coded_attention(element: np.dtype) -> None:
@@ -263,7 +294,7 @@ def compile_coded_attention(element: np.dtype) -> None:
         "query_factors": real[:, ::1],
         "mixing": real[:, :, ::1],
         "rotated": real[:, :, ::1],
-        "operands": real[:, :, :, ::1],
-        "steps": real[:, :, ::1],
+        "operands": real[:, :, :, :, ::1],
+        "steps": real[:, :, :, ::1],
     }
     attend_coded.compile(signature(CodedCall, fields))

@@ -2,11 +2,12 @@
 The products of attention with a coded block, for four query rows.
 
 Scales and lows are folded into the query, or the weights; what is left is a product with small integers. Where the
-processor has dot products of pairs (`pair_dots`), the folded numbers are rounded to 16 bits, relative to the
-largest of their row. The portable way turns codes into floats.
+processor has integer dot products, the folded numbers are rounded, relative to the largest of their row: to 16 bits
+for codes of 8 bits, which are multiplied in pairs (`pair_dots`), and to 8 for fewer, four at a time (`quad_dots`). The
+portable way turns codes into floats.
 
 `coded_blocks` says what a record looks like. The folded numbers of a chunk of sixteen are in the order in which codes
-come out of the words: 0, 8, 1, 9, ...
+come out of the words: 0, 8, 1, 9, ..., or that of `_quad_order`.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +21,31 @@ from numba.extending import intrinsic
 from . import vector_ir as vec
 from .coded_blocks import BITS, CHUNK
 from .pair_dots import PairDot, pair_dot
+from .quad_dots import QuadDot, quad_dot
 from .tiles import ROWS, load_vectors, wide_vectors
-from .vector_ir import FLOAT, FLOATS, INT16, INT32, INT64, INTS, LANES
+from .vector_ir import FLOAT, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES
 
 _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
+# Adding it leaves the nearest integer in the last bits.
+_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
 # Below this a row's numbers are nothing beside anything a model computes, and their reciprocal would overflow.
 _NEGLIGIBLE = 1e-30
+
+
+def _are_quads(width: int) -> bool:
+    """Whether codes of so many bits are multiplied four at a time, with folded numbers of 8 bits."""
+    return width < 8
+
+
+def _quad_order(width: int) -> list[int]:
+    """Of the folded numbers of a chunk: that in which codes come out of the words four at a time, a byte each."""
+    places = [
+        (word, shift, byte) for word in range(CHUNK * width // 32) for shift in range(8 // width) for byte in range(4)
+    ]
+    return [
+        word * (16 // width) + shift + byte % 2 * (8 // width) + byte // 2 * (CHUNK // 2)
+        for word, shift, byte in places
+    ]
 
 
 @intrinsic
@@ -53,6 +73,7 @@ def fold_tile(
     scales: Any,
     lows: Any,
     inner: Any,
+    bits: Any,
     limit: Any,
     scratch: Any,
     operand: Any,
@@ -63,65 +84,89 @@ def fold_tile(
     Fold scales and lows of one group into four rows.
 
     rows: address of float32 rows, `stride` bytes apart, each `[inner]`; scales, lows: addresses of bfloat16 `[inner]`;
-    limit: the largest 16-bit number to round to, or 0 for the portable way; scratch: address of float32
-    `[ROWS, inner]`; operand: address of what is written: float32 `[ROWS, inner]`, or int16 with a limit; steps,
-    constants: addresses of float32 `[ROWS]`: a row is `steps * operand @ codes + constants`.
+    bits: of a code; limit: the largest integer to round to, or 0 for the portable way; scratch: address of float32
+    `[ROWS, inner]`; operand: address of what is written, `[ROWS, inner]`: float32, or with a limit the integers that
+    are multiplied with codes of so many bits; steps, constants: addresses of float32 `[ROWS]`: a row is
+    `steps * operand @ codes + constants`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        rows, stride, scales, lows, inner, limit, scratch, operand, steps, constants = arguments
+        rows, stride, scales, lows, inner, bits, limit, scratch, operand, steps, constants = arguments
         add, multiply = builder.add, builder.mul
-        is_integer = builder.icmp_signed(">", limit, INT64(0))
         chunks = builder.sdiv(inner, INT64(CHUNK))
-        target = builder.select(is_integer, scratch, operand)
-        row_bytes = multiply(inner, INT64(4))
 
-        def place(start: ir.Value, row: int, chunk: ir.Value, size: ir.Value, step: int) -> ir.Value:
-            return add(start, add(multiply(INT64(row), size), multiply(chunk, INT64(step))))
+        def place(start: ir.Value, row: int, chunk: ir.Value, item: int, row_bytes: ir.Value | None = None) -> ir.Value:
+            row_bytes = multiply(inner, INT64(item)) if row_bytes is None else row_bytes
+            return add(start, add(multiply(INT64(row), row_bytes), multiply(chunk, INT64(CHUNK * item))))
 
-        def fold(chunk: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-            offset = multiply(chunk, INT64(CHUNK * 2))
-            scale, low = (
-                load_vectors(context, builder, types.uint16, add(start, offset), 1)[0] for start in (scales, lows)
-            )
-            highest, sums = [], []
-            for row in range(ROWS):
-                number = vec.load(builder, place(rows, row, chunk, stride, CHUNK * 4), FLOATS)
-                folded = builder.fmul(number, scale)
-                ordered = vec.shuffle(builder, folded, folded, _PAIR_ORDER)
-                vec.store(builder, ordered, place(target, row, chunk, row_bytes, CHUNK * 4))
-                highest.append(vec.maximum(builder, vec.absolute(builder, folded), carried[row]))
-                sums.append(vec.multiply_add(builder, number, low, carried[ROWS + row]))
-            return highest + sums
+        def fold(order: list[int], target: ir.Value, middle: float) -> tuple[list[ir.Value], list[ir.Value]]:
+            """Write folded numbers; returns what is largest in each row, and its constant, by lanes."""
 
-        results = vec.loop(builder, chunks, [vec.floats(0.0)] * (2 * ROWS), fold)
-        vec.store_four(builder, vec.fold(builder, results[ROWS:], vec.add), constants)
-        highest = vec.fold(builder, results[:ROWS], vec.maximum)
-        with builder.if_else(is_integer) as (then, otherwise):
-            with then:
-                most = vec.splat(builder, builder.sitofp(limit, FLOAT))
-                step = builder.fdiv(ir.Constant(FLOAT, 1.0), builder.sitofp(limit, FLOAT))
-                nothing = builder.fcmp_ordered("<", highest, vec.floats(_NEGLIGIBLE))
-                factors = builder.select(nothing, vec.floats(0.0), builder.fdiv(most, highest))
-                vec.store_four(builder, builder.fmul(highest, vec.splat(builder, step)), steps)
-                half = builder.sdiv(row_bytes, INT64(2))
+            def fold_chunk(chunk: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                offset = multiply(chunk, INT64(CHUNK * 2))
+                scale, low = (
+                    load_vectors(context, builder, types.uint16, add(start, offset), 1)[0] for start in (scales, lows)
+                )
+                highest, sums = [], []
+                for row in range(ROWS):
+                    number = vec.load(builder, place(rows, row, chunk, 4, stride), FLOATS)
+                    folded = builder.fmul(number, scale)
+                    vec.store(builder, vec.shuffle(builder, folded, folded, order), place(target, row, chunk, 4))
+                    highest.append(vec.maximum(builder, vec.absolute(builder, folded), carried[row]))
+                    total = vec.multiply_add(builder, number, low, carried[ROWS + row])
+                    sums.append(vec.multiply_add(builder, folded, vec.floats(middle), total) if middle else total)
+                return highest + sums
 
-                def round_to_16_bits(chunk: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                    for row in range(ROWS):
-                        number = vec.load(builder, place(scratch, row, chunk, row_bytes, CHUNK * 4), FLOATS)
-                        factor = vec.splat_fourth(builder, factors, row)
-                        # Adding 1.5 * 2^23 leaves the nearest integer in the last bits.
-                        shifted = vec.multiply_add(builder, number, factor, vec.floats(12582912.0))
-                        bits = builder.trunc(builder.bitcast(shifted, INTS), ir.VectorType(INT16, LANES))
-                        vec.store(builder, bits, place(operand, row, chunk, half, CHUNK * 2))
-                    return []
+            results = vec.loop(builder, chunks, [vec.floats(0.0)] * (2 * ROWS), fold_chunk)
+            return results[:ROWS], results[ROWS:]
 
-                vec.loop(builder, chunks, [], round_to_16_bits)
-            with otherwise:
-                vec.store_four(builder, vec.floats(1.0), steps)
+        def fold_to_integers(order: list[int], kind: ir.Type, middle: float) -> None:
+            """
+            Rounded relative to the largest of a row.
+
+            What rounding leaves out is multiplied with the middle code: so all that a row adds up to is kept.
+            """
+            largest, sums = fold(order, scratch, middle)
+            highest = vec.fold(builder, largest, vec.maximum)
+            most = vec.splat(builder, builder.sitofp(limit, FLOAT))
+            nothing = builder.fcmp_ordered("<", highest, vec.floats(_NEGLIGIBLE))
+            factors = builder.select(nothing, vec.floats(0.0), builder.fdiv(most, highest))
+            step = builder.fmul(highest, vec.splat(builder, builder.fdiv(FLOAT(1.0), builder.sitofp(limit, FLOAT))))
+            vec.store_four(builder, step, steps)
+
+            def round_chunk(chunk: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                results = []
+                for row in range(ROWS):
+                    number = vec.load(builder, place(scratch, row, chunk, 4), FLOATS)
+                    factor = vec.splat_fourth(builder, factors, row)
+                    bits = builder.bitcast(vec.multiply_add(builder, number, factor, vec.floats(_SHIFT)), INTS)
+                    integers = builder.trunc(bits, ir.VectorType(kind, LANES))
+                    vec.store(builder, integers, place(operand, row, chunk, kind.width // 8))
+                    if middle:
+                        results.append(add(totals[row], builder.sub(bits, vec.ints(_SHIFT_BITS))))
+                return results
+
+            totals = vec.loop(builder, chunks, [vec.ints(0)] * (ROWS if middle else 0), round_chunk)
+            constant = vec.fold(builder, sums, vec.add)
+            if middle:
+                total = vec.fold(builder, [builder.sitofp(each, FLOATS) for each in totals], vec.add)
+                constant = vec.multiply_add(builder, builder.fmul(step, vec.floats(-middle)), total, constant)
+            vec.store_four(builder, constant, constants)
+
+        is_integer = builder.icmp_signed(">", limit, INT64(0))
+        with builder.if_then(builder.not_(is_integer)):
+            _, sums = fold(_PAIR_ORDER, operand, 0.0)
+            vec.store_four(builder, vec.fold(builder, sums, vec.add), constants)
+            vec.store_four(builder, vec.floats(1.0), steps)
+        for width in BITS:
+            with builder.if_then(builder.and_(is_integer, builder.icmp_signed("==", bits, INT64(width)))):
+                if _are_quads(width):
+                    fold_to_integers(_quad_order(width), INT8, (2**width - 1) / 2)
+                else:
+                    fold_to_integers(_PAIR_ORDER, INT16, 0.0)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(*[types.int64] * 11), generate
 
 
 def _coded_product(is_wide: bool, accumulates: bool) -> Any:
@@ -182,12 +227,15 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
                 count = builder.sdiv(multiply(inner, INT64(width)), INT64(32))
                 finish(dot.total(vec.loop(builder, count, [dot.zero] * (ROWS * vectors), body)))
 
-            dots: list[_Dot] = [_FloatDot(builder)]
-            if pair := pair_dot(context):
-                dots.append(_PairDot(builder, pair))
-            for dot in dots:
-                wanted = is_integer if dot.is_integer else builder.not_(is_integer)
-                for width in BITS:
+            pair, quad = pair_dot(context), quad_dot(context)
+            for width in BITS:
+                dots: list[_Dot] = [_FloatDot(builder)]
+                if quad and _are_quads(width):
+                    dots.append(_QuadDot(builder, quad, weights_are_unsigned=accumulates))
+                elif pair:
+                    dots.append(_PairDot(builder, pair))
+                for dot in dots:
+                    wanted = is_integer if dot.is_integer else builder.not_(is_integer)
                     chosen = builder.and_(wanted, builder.icmp_signed("==", bits, INT64(width)))
                     with builder.if_then(chosen):
                         run(width, dot)
@@ -287,6 +335,33 @@ class _PairDot(_Dot):
 
     def total(self, sums: list[ir.Value]) -> list[ir.Value]:
         return [self._builder.sitofp(each, FLOATS) for each in sums]
+
+
+class _QuadDot(_Dot):
+    """Four products of 8-bit numbers are added up in 32 bits, see `quad_dots`."""
+
+    is_integer, item, zero = True, 1, vec.ints(0)
+
+    def __init__(self, builder: ir.IRBuilder, multiply_add: QuadDot, weights_are_unsigned: bool):
+        super().__init__(builder)
+        self._multiply_add, self._weights_are_unsigned = multiply_add, weights_are_unsigned
+
+    def add(
+        self, width: int, loaded: list[ir.Value], operands: ir.Value, row_bytes: ir.Value, sums: list[ir.Value]
+    ) -> list[ir.Value]:
+        builder, mask = self._builder, (2**width - 1) * 0x1010101
+        for index in range(8 // width):
+            codes = [codes_in(builder, words, index * width, mask) for words in loaded]
+            sums = self._with_operands(operands, row_bytes, 4 * index, INT32, codes, sums, self._dot)
+        return sums
+
+    def total(self, sums: list[ir.Value]) -> list[ir.Value]:
+        return [self._builder.sitofp(each, FLOATS) for each in sums]
+
+    def _dot(self, builder: ir.IRBuilder, codes: ir.Value, numbers: ir.Value, total: ir.Value) -> ir.Value:
+        # Codes are small enough for either.
+        unsigned, signed = (numbers, codes) if self._weights_are_unsigned else (codes, numbers)
+        return self._multiply_add(builder, unsigned, signed, total)
 
 
 def codes_in(builder: ir.IRBuilder, words: ir.Value, shift: int, mask: int, is_last: bool = False) -> ir.Value:

@@ -22,7 +22,8 @@ def set_integer_kernels(enabled: bool | None) -> None:
     """
     Say whether attention over coded blocks takes integer dot products, in the whole process.
 
-    With them the query and the weights are rounded to 16 bits, relative to the largest of their row.
+    With them the query and the weights are rounded, relative to the largest of their row and block: to 16 bits for
+    codes of 8 bits, to 8 bits for others.
 
     Args:
         enabled: `None`, the default, takes them where the processor has them (x86-64 with AVX2); `False` takes

@@ -51,7 +51,7 @@ def _of_avx512_vnni(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value
 
 
 def _of_avx_vnni(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return _in_halves(builder, "llvm.x86.avx512.vpdpwssd.256", INT32, c, a, b)
+    return in_halves(builder, "llvm.x86.avx512.vpdpwssd.256", INT32, c, a, b)
 
 
 def _of_avx512(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -60,7 +60,7 @@ def _of_avx512(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> 
 
 
 def _of_avx2(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return builder.add(c, _in_halves(builder, "llvm.x86.avx2.pmadd.wd", INT16, a, b))
+    return builder.add(c, in_halves(builder, "llvm.x86.avx2.pmadd.wd", INT16, a, b))
 
 
 _OF_PROCESSORS: dict[tuple[str, ...], PairDot] = {
@@ -71,13 +71,14 @@ _OF_PROCESSORS: dict[tuple[str, ...], PairDot] = {
 }
 
 
-def _in_halves(builder: ir.IRBuilder, intrinsic: str, kind: ir.Type, *vectors: ir.Value) -> ir.Value:
-    """An intrinsic of eight lanes of 32 bits, which it takes as numbers of some kind."""
+def in_halves(builder: ir.IRBuilder, intrinsic: str, kind: ir.Type, *vectors: ir.Value, given: ir.Type = INT32) -> Any:
+    """An intrinsic of eight lanes of 32 bits, which takes them as numbers of one kind and gives those of another."""
     half = LANES // 2
-    taken, given = ir.VectorType(kind, half * INT32.width // kind.width), ir.VectorType(INT32, half)
+    taken_type, given_type = (ir.VectorType(each, half * INT32.width // each.width) for each in (kind, given))
     results = []
     for part in (range(half), range(half, LANES)):
-        pieces = (builder.bitcast(vec.shuffle(builder, each, each, part), taken) for each in vectors)
-        results.append(vec.call(builder, intrinsic, given, *pieces))
+        pieces = (builder.bitcast(vec.shuffle(builder, each, each, part), taken_type) for each in vectors)
+        result = vec.call(builder, intrinsic, given_type, *pieces)
+        results.append(builder.bitcast(result, ir.VectorType(INT32, half)))
     low, high = results
     return vec.shuffle(builder, low, high, range(LANES))

@@ -7,7 +7,7 @@ import numpy as np
 
 from .attention import Call, attend
 from .blocks import BLOCK, value_width
-from .coded_attention import CodedCall, attend_coded
+from .coded_attention import SLOTS, CodedCall, attend_coded
 from .coded_blocks import RecordLayout
 from .integer_kernels import uses_integer_kernels
 from .parallel import team_of_kernels
@@ -108,13 +108,13 @@ class Workspace:
 
     def _make_partial(self, segments: int) -> None:
         heads, rows, width = self.out.shape
-        self.scores = np.empty((segments, ROWS, BLOCK), np.float32)
-        self.corrections = np.empty((segments, ROWS), np.float32)
+        self.scores = np.empty((segments, SLOTS, ROWS, BLOCK), np.float32)
+        self.corrections = np.empty((segments, SLOTS, ROWS), np.float32)
         self.maxima = np.empty((segments, heads, rows), np.float32)
         self.sums = np.empty((segments, heads, rows), np.float32)
         self.partial = np.empty((segments, heads, rows, width), np.float32)
-        self.operands = np.empty((segments, 2, ROWS, max(self.query.shape[2], BLOCK)), np.float32)
-        self.steps = np.empty((segments, 2, ROWS), np.float32)
+        self.operands = np.empty((segments, SLOTS, 2, ROWS, max(self.query.shape[2], BLOCK)), np.float32)
+        self.steps = np.empty((segments, SLOTS, 2, ROWS), np.float32)
 
     def attend(
         self,
