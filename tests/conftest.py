@@ -1,6 +1,7 @@
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import hypothesis
 import pytest
 import torch
 
+from hf_hybrid_cache import set_integer_kernels
+
 import slow
 import soak
 
@@ -22,6 +25,14 @@ _STARTED = pytest.StashKey[float]()
 # The same examples every time, or other ones each time; what fails then says how to repeat it.
 hypothesis.settings.register_profile("brief", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("soak", deadline=None, print_blob=True)
+
+
+@pytest.fixture
+def exact_kernels() -> Iterator[None]:
+    """Attention to codes without rounding queries and weights, for tests of what a cache holds; see `tests/kernels`."""
+    set_integer_kernels(False)
+    yield
+    set_integer_kernels(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -206,6 +206,7 @@ FOR_CODED_BLOCKS = 152
 
 
 @pytest.mark.covering(2)
+@pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE
 @pytest.mark.parametrize("cache", QUANTIZED)

@@ -165,9 +165,10 @@ class CacheMachine(RuleBasedStateMachine):
             query.double(), *(part.double() for part in expected), attn_mask=exact, scale=use.scale, enable_gqa=True
         )
         rounding = torch.finfo(self.dtype).eps
-        # Codes: the kernel does not round what they stand for to the type of the states, but queries and weights to 16
-        # bits where there are integer kernels.
-        atol = 2e-3 + 4 * rounding if self.setup.codecs else 1e-5
+        # Codes: the kernel does not round what they stand for to the type of the states. Where it has integer products,
+        # it rounds queries and weights, to 8 bits for codes of 4 and 2.
+        by_kernel = 2e-2 if self.setup.integer_kernels is None else 2e-3
+        atol = by_kernel + 4 * rounding if self.setup.codecs else 1e-5
         if query.shape[2] > MAX_QUERIES:
             # torch rounds weights to the type of the states.
             atol += 4 * rounding

@@ -263,6 +263,7 @@ class Reloaded:
 
 @pytest.mark.soak
 @declines
+@pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.parametrize(
     ("kind", "variant", "mmap"),
     [
