@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from hf_hybrid_cache import HybridCache, set_integer_kernels
 from hf_hybrid_cache.attention.cpu_attention import MAX_QUERIES
 from hf_hybrid_cache.attention.handles import KVHandle
+from hf_hybrid_cache.codecs import MinMaxCodec
 
 from soak import count, search_at_random
 
@@ -167,7 +168,12 @@ class CacheMachine(RuleBasedStateMachine):
         rounding = torch.finfo(self.dtype).eps
         # Codes: the kernel does not round what they stand for to the type of the states. Where it has integer products,
         # it rounds queries and weights, to 8 bits for codes of 4 and 2.
-        by_kernel = 2e-2 if self.setup.integer_kernels is None else 2e-3
+        has_few_bits = any(
+            isinstance(part, MinMaxCodec) and part.bits < 8
+            for codec in self.setup.codecs.values()
+            for part in (codec.keys, codec.values)
+        )
+        by_kernel = 2e-2 if self.setup.integer_kernels is None and has_few_bits else 2e-3
         atol = by_kernel + 4 * rounding if self.setup.codecs else 1e-5
         if query.shape[2] > MAX_QUERIES:
             # torch rounds weights to the type of the states.

@@ -8,11 +8,13 @@ from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
 from .threads import get_num_threads, set_num_threads
+from .vector_ir import CACHE_LINE
 from .workspace import CodedBlocks, Shape, Workspace
 
 __all__ = [
     "BITS",
     "BLOCK",
+    "CACHE_LINE",
     "CHUNK",
     "NOT_FINITE",
     "PANEL_ROWS",

@@ -19,6 +19,7 @@ from .attention import (
 )
 from .blocks import BLOCK
 from .coded_tiles import (
+    MOST_BITS_OF_QUADS,
     fold_tile,
     prefetch_numbers,
     score_coded_tile,
@@ -278,7 +279,7 @@ def _weigh(slot, record, group, ahead, target, plan, form, at):
 @jit_part
 def _limit(inner, bits, byte):
     """The largest integer to round to: of 8 bits, or whose products with codes, added up, stay within 32 bits."""
-    return byte if bits < 8 else min(32767, (2**31 - 1) // ((2**bits - 1) * inner))
+    return byte if bits <= MOST_BITS_OF_QUADS else min(32767, (2**31 - 1) // ((2**bits - 1) * inner))
 
 
 def compile_coded_attention(element: np.dtype) -> None:

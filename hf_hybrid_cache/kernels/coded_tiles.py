@@ -26,15 +26,8 @@ from .tiles import ROWS, load_vectors, wide_vectors
 from .vector_ir import FLOAT, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES
 
 _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
-# Adding it leaves the nearest integer in the last bits.
-_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
-# Below this a row's numbers are nothing beside anything a model computes, and their reciprocal would overflow.
-_NEGLIGIBLE = 1e-30
-
-
-def _are_quads(width: int) -> bool:
-    """Whether codes of so many bits are multiplied four at a time, with folded numbers of 8 bits."""
-    return width < 8
+# Codes of so many bits or fewer are multiplied four at a time, with folded numbers of 8 bits.
+MOST_BITS_OF_QUADS = 4
 
 
 def _quad_order(width: int) -> list[int]:
@@ -129,7 +122,7 @@ def fold_tile(
             largest, sums = fold(order, scratch, middle)
             highest = vec.fold(builder, largest, vec.maximum)
             most = vec.splat(builder, builder.sitofp(limit, FLOAT))
-            nothing = builder.fcmp_ordered("<", highest, vec.floats(_NEGLIGIBLE))
+            nothing = builder.fcmp_ordered("<", highest, vec.floats(vec.NEGLIGIBLE))
             factors = builder.select(nothing, vec.floats(0.0), builder.fdiv(most, highest))
             step = builder.fmul(highest, vec.splat(builder, builder.fdiv(FLOAT(1.0), builder.sitofp(limit, FLOAT))))
             vec.store_four(builder, step, steps)
@@ -139,11 +132,11 @@ def fold_tile(
                 for row in range(ROWS):
                     number = vec.load(builder, place(scratch, row, chunk, 4), FLOATS)
                     factor = vec.splat_fourth(builder, factors, row)
-                    bits = builder.bitcast(vec.multiply_add(builder, number, factor, vec.floats(_SHIFT)), INTS)
-                    integers = builder.trunc(bits, ir.VectorType(kind, LANES))
+                    nearest = vec.nearest_integers(builder, number, factor)
+                    integers = builder.trunc(nearest, ir.VectorType(kind, LANES))
                     vec.store(builder, integers, place(operand, row, chunk, kind.width // 8))
                     if middle:
-                        results.append(add(totals[row], builder.sub(bits, vec.ints(_SHIFT_BITS))))
+                        results.append(add(totals[row], nearest))
                 return results
 
             totals = vec.loop(builder, chunks, [vec.ints(0)] * (ROWS if middle else 0), round_chunk)
@@ -160,7 +153,7 @@ def fold_tile(
             vec.store_four(builder, vec.floats(1.0), steps)
         for width in BITS:
             with builder.if_then(builder.and_(is_integer, builder.icmp_signed("==", bits, INT64(width)))):
-                if _are_quads(width):
+                if width <= MOST_BITS_OF_QUADS:
                     fold_to_integers(_quad_order(width), INT8, (2**width - 1) / 2)
                 else:
                     fold_to_integers(_PAIR_ORDER, INT16, 0.0)
@@ -230,7 +223,7 @@ def _coded_product(is_wide: bool, accumulates: bool) -> Any:
             pair, quad = pair_dot(context), quad_dot(context)
             for width in BITS:
                 dots: list[_Dot] = [_FloatDot(builder)]
-                if quad and _are_quads(width):
+                if quad and width <= MOST_BITS_OF_QUADS:
                     dots.append(_QuadDot(builder, quad, weights_are_unsigned=accumulates))
                 elif pair:
                     dots.append(_PairDot(builder, pair))

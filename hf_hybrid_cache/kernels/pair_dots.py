@@ -20,7 +20,12 @@ PairDot = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
 
 def pair_dot(context: Any) -> PairDot | None:
     """That of the processor for which code is compiled; `None` if it has none."""
-    for features, dot in _OF_PROCESSORS.items():
+    return of_processor(context, _OF_PROCESSORS)
+
+
+def of_processor(context: Any, dots: dict[tuple[str, ...], PairDot]) -> PairDot | None:
+    """The first whose features the processor has."""
+    for features, dot in dots.items():
         if all(has_feature(context, feature) for feature in features):
             return dot
     return None
@@ -54,20 +59,20 @@ def _of_avx_vnni(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -
     return in_halves(builder, "llvm.x86.avx512.vpdpwssd.256", INT32, c, a, b)
 
 
-def _of_avx512(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def of_avx512(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     pairs = (builder.bitcast(each, ir.VectorType(INT16, 2 * LANES)) for each in (a, b))
     return builder.add(c, vec.call(builder, "llvm.x86.avx512.pmaddw.d.512", INTS, *pairs))
 
 
-def _of_avx2(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def of_avx2(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return builder.add(c, in_halves(builder, "llvm.x86.avx2.pmadd.wd", INT16, a, b))
 
 
 _OF_PROCESSORS: dict[tuple[str, ...], PairDot] = {
     ("avx512f", "avx512vnni"): _of_avx512_vnni,
     ("avxvnni",): _of_avx_vnni,
-    ("avx512f", "avx512bw"): _of_avx512,
-    ("avx2",): _of_avx2,
+    ("avx512f", "avx512bw"): of_avx512,
+    ("avx2",): of_avx2,
 }
 
 

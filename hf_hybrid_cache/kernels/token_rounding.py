@@ -11,11 +11,7 @@ from .tiles import load_vectors
 from .vector_ir import FLOAT, INT16, INT32, INT64, INTS, LANES
 
 _LARGEST = 32767.0
-# Smaller numbers are nothing beside anything a model computes, and their reciprocal would overflow.
-_NEGLIGIBLE = 1e-30
 _INFINITE = 0x7F800000
-# Adding it leaves the nearest integer in the last bits.
-_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
 
 
 @intrinsic
@@ -47,16 +43,15 @@ def round_group(
             (sizes,) = vec.loop(builder, vectors, [vec.ints(0)], largest_size)
             size = vec.call(builder, "llvm.vector.reduce.umax.v16i32", INT32, sizes)
             largest, is_finite = builder.bitcast(size, FLOAT), builder.icmp_unsigned("<", size, INT32(_INFINITE))
-            counts = builder.and_(is_finite, builder.fcmp_ordered(">", largest, FLOAT(_NEGLIGIBLE)))
+            counts = builder.and_(is_finite, builder.fcmp_ordered(">", largest, FLOAT(vec.NEGLIGIBLE)))
             factor = builder.select(counts, builder.fdiv(FLOAT(_LARGEST), largest), FLOAT(0.0))
             factors = vec.splat(builder, factor)
 
             def rounded(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-                shifted = vec.multiply_add(builder, loaded(kind, index), factors, vec.floats(_SHIFT))
-                bits = builder.bitcast(shifted, INTS)
+                nearest = vec.nearest_integers(builder, loaded(kind, index), factors)
                 place = add(integers, multiply(index, INT64(LANES * 2)))
-                vec.store(builder, builder.trunc(bits, ir.VectorType(INT16, LANES)), place)
-                return [add(carried[0], builder.sub(bits, vec.ints(_SHIFT_BITS)))]
+                vec.store(builder, builder.trunc(nearest, ir.VectorType(INT16, LANES)), place)
+                return [add(carried[0], nearest)]
 
             (sums,) = vec.loop(builder, vectors, [vec.ints(0)], rounded)
             step = builder.fdiv(largest, FLOAT(_LARGEST))

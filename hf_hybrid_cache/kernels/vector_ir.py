@@ -26,6 +26,9 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 FOUR = ir.VectorType(FLOAT, 4)
 INTS = ir.VectorType(INT32, LANES)
 
+# Smaller floats are nothing beside anything a model computes, and their reciprocal would overflow.
+NEGLIGIBLE = 1e-30
+
 
 def floats(value: float) -> ir.Constant:
     """The constant `value`, sixteen times."""
@@ -119,6 +122,16 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> None:
         builder.call(function, [line, INT32(0), INT32(2), INT32(1)])
 
 
+# Adding it leaves the nearest integer in the last bits of a float.
+_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
+
+
+def nearest_integers(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
+    """Those of numbers * factors, of at most 22 bits."""
+    shifted = multiply_add(builder, numbers, factors, floats(_SHIFT))
+    return builder.sub(builder.bitcast(shifted, INTS), ints(_SHIFT_BITS))
+
+
 # Of 1, x, x^2, ..., x^6.
 EXP2_COEFFICIENTS = (
     1.0,
@@ -136,11 +149,11 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     2 to the power of sixteen floats of at most 0, to 1e-7 relative; 0 below -126, minus infinity included. What is not
     a number stays so.
 
-    Splits off the nearest integer by adding 1.5 * 2^23, whose last mantissa bits then hold it, and takes a polynomial
-    of degree 6 on [-0.5, 0.5]: Chebyshev interpolation of 2^x, computed in float64.
+    Splits off the nearest integer, as the last bits hold it, and takes a polynomial of degree 6 on [-0.5, 0.5]:
+    Chebyshev interpolation of 2^x, computed in float64.
     """
-    shifted = builder.fadd(x, floats(12582912.0))
-    fraction = builder.fsub(x, builder.fsub(shifted, floats(12582912.0)))
+    shifted = builder.fadd(x, floats(_SHIFT))
+    fraction = builder.fsub(x, builder.fsub(shifted, floats(_SHIFT)))
     power = floats(EXP2_COEFFICIENTS[-1])
     for coefficient in EXP2_COEFFICIENTS[-2::-1]:
         power = multiply_add(builder, power, fraction, floats(coefficient))

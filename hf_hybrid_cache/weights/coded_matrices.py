@@ -6,7 +6,16 @@ from functools import cache
 import numpy as np
 import torch
 
-from ..kernels import PANEL_ROWS, PanelLayout, PanelProducts, decode_panels, decode_row, encode_panels, factor_of
+from ..kernels import (
+    CACHE_LINE,
+    PANEL_ROWS,
+    PanelLayout,
+    PanelProducts,
+    decode_panels,
+    decode_row,
+    encode_panels,
+    factor_of,
+)
 from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
@@ -14,7 +23,6 @@ MOST_TOKENS = 64
 # Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache, and as many as
 # torch needs to be fast.
 _DECODED_BYTES, _DECODED_ROWS = 2**22, 512
-_CACHE_LINE = 64
 # Rows that are coded at a time, if they are of a type that the kernel does not read.
 _CONVERTED_BYTES = 2**26
 
@@ -102,7 +110,7 @@ class CodedMatrices:
         out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
         height = max(_DECODED_ROWS, _DECODED_BYTES // (layout.columns * item)) // PANEL_ROWS * PANEL_ROWS
         # Lines that are a power of two apart would share a few places of the cache.
-        width = (-(-layout.columns * item // _CACHE_LINE) | 1) * _CACHE_LINE // item
+        width = (-(-layout.columns * item // CACHE_LINE) | 1) * CACHE_LINE // item
         scratch = torch.empty(min(height, layout.panels * PANEL_ROWS), width, dtype=tokens.dtype)
         with torch.no_grad():  # a product that is told where to write has no gradient
             for first in range(0, layout.rows, height):
