@@ -8,7 +8,15 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
-from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, HybridCache, OffloadedHybridCache, Placement
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HostMemoryError,
+    HybridCache,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+)
+from hf_hybrid_cache.storage import CodedStore
 
 from caches import CACHES
 from tiny_models import gemma3, llama, mistral_sliding, random_prompt, tiny_model
@@ -43,6 +51,22 @@ def test_memory_of_blocks_is_that_of_whole_blocks():
 def test_memory_of_an_empty_cache_is_nothing(cache: HybridCache):
     report = cache.memory()
     assert (report.device_bytes, report.host_bytes, report.num_tokens, report.bytes_per_token) == (0, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache])
+def test_host_memory_is_never_moved_up_to_the_context_of_the_model_and_a_token_more(make: type[HybridCache]):
+    config = llama()
+    config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings = 1, 1, 131_072
+    cache = make(config, cpu_decode=True)
+    places = []
+    for num_tokens in (300, 130_772, 1):
+        states = torch.ones(1, 1, num_tokens, 16)
+        cache.update(states, states, 0)
+        store = cache.layers[0].store
+        full = store.records if isinstance(store, CodedStore) else store
+        places.append([buffer.stored_rows(1).data_ptr() for buffer in full.buffers()])
+    assert cache.get_seq_length() == 131_073
+    assert places[0] == places[1] == places[2]
 
 
 def test_memory_counts_the_staging_slots_of_an_offloaded_cache():

@@ -12,7 +12,7 @@ import hf_hybrid_cache
 PACKAGE = Path(hf_hybrid_cache.__file__).parent
 REPOSITORY = PACKAGE.parent
 
-# InitialCapacity -> the rooms of the package, and the heavy libraries, that it may import.
+# Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
     "kernels": {"kernels", "numba"},
     "storage": {"storage", "torch"},

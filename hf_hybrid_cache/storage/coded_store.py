@@ -338,7 +338,7 @@ class CodedStore(KVStore):
         return added
 
     def _lend(self, num_tokens: int) -> Pair:
-        """InitialCapacity for all states, in memory that other layers will use after this one."""
+        """Room for all states, in memory that other layers will use after this one."""
         keys, values = (
             self._scratch.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
             for (batch, heads, head_dim), dtype in self._forms

@@ -23,7 +23,8 @@ class InitialCapacity:
     @classmethod
     def expecting(cls, max_length: int | None, context: int | None) -> "InitialCapacity":
         """For a cache of `max_length` tokens, if that is known, of a model with a context of so many, if that is."""
-        return cls(max_length or 0, max(cls.host_tokens, max_length or 0, context or 0))
+        # A chunk more, because host memory is asked for a chunk ahead.
+        return cls(max_length or 0, grown_capacity(max(cls.host_tokens, max_length or 0, context or 0)))
 
     def of_records(self) -> "InitialCapacity":
         """For records of blocks instead of tokens."""

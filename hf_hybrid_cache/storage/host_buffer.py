@@ -68,8 +68,13 @@ class HostBuffer(TokenBuffer):
                 break
         else:
             data = self._allocate(num_tokens)
+        if space is not None:
+            self._prepare(space, keep)
         self._move_to(data, keep)
         self._space = space
+
+    def _prepare(self, space: AddressSpace, num_tokens: int) -> None:
+        """Ready new address space for the first `num_tokens`, which are about to be copied into it."""
 
     def _reserve(self, num_tokens: int) -> AddressSpace | None:
         """Address space for so many tokens; `None` if there is none to be had."""

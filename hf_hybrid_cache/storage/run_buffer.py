@@ -6,6 +6,7 @@ import mmap
 
 import torch
 
+from .address_space import AddressSpace
 from .growth import grown_capacity
 from .host_buffer import HostBuffer
 from .page_lock import PageLock
@@ -101,6 +102,9 @@ class RunBuffer(HostBuffer):
         release_old = self._lock.release
         super()._grow(num_tokens, keep)
         release_old()
+
+    def _prepare(self, space: AddressSpace, num_tokens: int) -> None:
+        space.use_huge_pages(0, self.rows(num_tokens) * self.row_entries * self.bytes_per_token)
 
     def _memory_for(self, num_tokens: int) -> int:
         if self.pinned_for is None:

@@ -47,7 +47,7 @@ class StagedStore(Protocol):
 
 class Slot:
     """
-    InitialCapacity on the device for one layer's keys and values, reused for one layer after another.
+    Room on the device for one layer's keys and values, reused for one layer after another.
 
     Attributes:
         num_tokens: how many tokens of its owner are here, or on their way.
@@ -89,7 +89,7 @@ class Slot:
         self.shape, self.keys, self.values = shape, keys, values
 
     def ensure_capacity(self, shape: KVShape, num_tokens: int, keep: int) -> None:
-        """InitialCapacity for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
+        """Have room for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
         # Memory that is given back is reused by computation at once, so computation waits for copies that use it.
         if shape != self.shape or num_tokens > min(self.keys.capacity, self.values.capacity):
             self._streams.compute_after(self.arrived)

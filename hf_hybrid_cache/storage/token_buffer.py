@@ -1,4 +1,4 @@
-"""InitialCapacity for the keys or the values of one layer, written token after token and read as one tensor."""
+"""Memory for the keys or the values of one layer, written token after token and read as one tensor."""
 
 import copy
 from collections.abc import Iterable

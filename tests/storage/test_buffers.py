@@ -182,6 +182,20 @@ def test_full_huge_pages_are_used_and_no_memory_beyond_what_is_written(step: int
     assert psutil.Process().memory_info().rss - before < 16 * 2**20 + 8 * 2**20
 
 
+@pytest.mark.skipif(not _has_huge_pages(), reason="the system has no transparent huge pages, or has them switched off")
+def test_what_is_moved_to_a_larger_buffer_is_in_huge_pages_again():
+    if _given_huge_kib() < 12 * 1024:
+        pytest.skip("the system has no huge pages to give just now")
+    buffer = BlockBuffer((1, 8, 64), torch.bfloat16, transposed=True, expected_tokens=16_384)
+    buffer.ensure(16_384, keep=0)
+    buffer.write(0, torch.ones(1, 8, 16_384, 64, dtype=torch.bfloat16))
+    place, huge_before = buffer.array().ctypes.data, _huge_kib()
+    buffer.ensure(16_385, keep=16_384)  # the 16 MiB before are given back
+    assert buffer.array().ctypes.data != place
+    assert _huge_kib() > huge_before - 4 * 1024
+    assert (buffer.read(16_384) == 1).all()
+
+
 def test_host_memory_grows_without_moving_or_copying_what_is_stored():
     buffer = host()
     buffer.ensure(1, keep=0)
