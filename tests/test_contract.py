@@ -14,6 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from hf_hybrid_cache import set_integer_kernels
+from hf_hybrid_cache.attention import CpuAttention
+
 from caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, stock
 from tiny_models import FAMILIES, VOCAB_SIZE, random_prompt, tiny_model
 
@@ -230,6 +233,44 @@ def test_quantized_caches_give_what_the_codes_of_their_blocks_give(
             torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
         else:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=False)
+
+
+class ComparedAttention(CpuAttention):
+    """Attends with integers, and then to the same codes without rounding; a test reads by how much they differ."""
+
+    differences: list[float]
+
+    def __deepcopy__(self, memo: dict) -> "ComparedAttention":
+        return self
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        set_integer_kernels(True)
+        rounded = super().__call__(*arguments).float()
+        set_integer_kernels(False)
+        exact = super().__call__(*arguments)
+        self.differences.append(float((rounded - exact).abs().max() / exact.abs().max()))
+        return exact
+
+
+# What codes are made of differs where what attention gave before does, so tokens and logits tell little here.
+@pytest.mark.covering(2)
+@pytest.mark.usefixtures("exact_kernels")
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@EVERY_MODE
+@pytest.mark.parametrize("cache", sorted(set(QUANTIZED_OWN_ATTENTION).difference(OF_8_BITS)))
+def test_integer_kernels_give_what_exact_ones_give_for_the_same_few_bits(cache: str, family: str, mode: str):
+    differences: list[float] = []
+
+    def make(config: PreTrainedConfig) -> Cache:
+        made = QUANTIZED[cache][0](config)
+        made._stores.attention = ComparedAttention(made._stores.stats, True)
+        made._stores.attention.differences = differences
+        return made
+
+    MODES[mode](tiny_model(family), make, FOR_CODED_BLOCKS)
+    # Scores of these models are far apart; a sequence, a head or a token in the place of another would be off by 1.
+    assert max(differences, default=0) < 0.1
+    assert differences or family != "llama"
 
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
