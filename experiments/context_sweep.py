@@ -28,7 +28,9 @@ from experiments.sweep.caches import CACHES, DECODE_DEVICES
 from experiments.sweep.cell import Cell
 from experiments.sweep.prefill_time import PrefillTime, ProbeError, probed
 from experiments.sweep.process import measured_apart
+from experiments.sweep.shares import Share, shares
 from experiments.sweep.table import HEADINGS, row
+from hf_hybrid_cache.jobs import EXECUTORS, JobFailedError, Jobs, JobsError, job_parameters
 
 MODEL = "llama-3.2-1b-random"
 CONTEXTS = [2**power for power in range(10, 18)]
@@ -60,12 +62,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="measure again what has a record")
     parser.add_argument("--smoke", action="store_true", help="a small model and short contexts, in a minute")
     parser.add_argument("--out", type=Path, help="folder of the records (default: results/context_sweep/MACHINE)")
+    parser.add_argument("--shard", type=Share.parse, help="measure only a share of the cells, such as 2/4")
+    parser.add_argument("--executor", choices=EXECUTORS, help="run cells as jobs: on this machine, or of Slurm")
+    parser.add_argument("--jobs", type=int, help="with --executor: how many run at once (default: 1)")
+    parser.add_argument(
+        "--job-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="with --executor: of submitit's, such as timeout_min=60 or slurm_partition=gpu; may be repeated",
+    )
     given = parser.parse_args()
     if given.smoke:
         parser.set_defaults(**SMOKE)
         given = parser.parse_args()
     if given.gpu_memory is not None and not torch.cuda.is_available():
         parser.error("--gpu-memory needs a GPU, and no CUDA device is available.")
+    if given.executor is None and (given.jobs is not None or given.job_option):
+        parser.error("--jobs and --job-option are for --executor.")
+    if given.executor is not None and given.shard is not None:
+        parser.error("--executor shares the cells out itself: drop --shard.")
+    if given.jobs is not None and given.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {given.jobs}.")
     for context, new_tokens in itertools.product(given.contexts, given.new_tokens):
         if not 2 <= new_tokens < context:
             parser.error(f"{new_tokens:,} new tokens in a context of {context:,}: at least 2, and room for a prompt.")
@@ -107,6 +125,8 @@ def sweep(options: argparse.Namespace, folder: Path, console: Console) -> dict[C
         probed(options.model, folder, options.force, options.time_limit) if options.prefill == "auto" else None
     )
     wanted = list(cells(options, prefill_time))
+    if options.shard is not None:
+        wanted = options.shard.take(wanted)
     known = {} if options.force else stored.records
     todo = [cell for cell in wanted if not is_settled(known.get(cell), options.time_limit)]
     console.print(f"{len(wanted)} cells, {len(wanted) - len(todo)} measured before; records in {folder}")
@@ -132,21 +152,57 @@ def weight(cell: Cell) -> int:
     return 100 + 100 * cell.context_tokens // _LONG_CONTEXT
 
 
-def main() -> None:
-    options = arguments()
+def measured(options: argparse.Namespace) -> dict[str, int]:
+    """Measure the cells, or a share of them, on this machine; how many ended in which way."""
     folder = options.out or store.FOLDER / records.machine_name()
     console = Console(highlight=False, soft_wrap=True)
     try:
         found = sweep(options, folder, console)
     except KeyboardInterrupt:
         console.print(f"stopped; {len(store.read(folder).records)} records are kept, the same command goes on.")
-        sys.exit(130)
-    except ProbeError as error:
-        console.print(f"error: {error}", markup=False)
-        sys.exit(2)
+        raise
     finally:
         store.write_summary(folder)
-    print(json.dumps(Counter(record["result"]["status"] for record in found.values())))
+    return Counter(record["result"]["status"] for record in found.values())
+
+
+def measured_in_jobs(options: argparse.Namespace) -> dict[str, int]:
+    """
+    The same in jobs, a cell each, on whatever machines they run: their records are in the folders of these.
+
+    Raises:
+        JobsError: jobs cannot be started, or some of them ended without having measured their cells.
+    """
+    if options.out is not None:
+        options.out = options.out.absolute()
+    folder = (options.out or store.FOLDER / records.machine_name()) / "jobs"
+    jobs = Jobs(options.executor, folder, options.jobs or 1, job_parameters(options.job_option))
+    # Without an estimate, which the machines make where they measure.
+    count = len(list(cells(options, None)))
+    print(f"{count} jobs, {jobs.at_once} at once; what they print is in {folder}", flush=True)
+    statuses: Counter[str] = Counter()
+    failures = []
+    for ended, (_, outcome) in enumerate(jobs.run(shares(options, count)), 1):
+        if isinstance(outcome, JobFailedError):
+            failures.append(outcome)
+        else:
+            statuses.update(outcome)
+        print(f"{ended} of {count}", flush=True)
+    if failures:
+        raise JobsError(f"{len(failures)} of {count} jobs failed, the last with: {failures[-1]}")
+    return statuses
+
+
+def main() -> None:
+    options = arguments()
+    try:
+        statuses = measured(options) if options.executor is None else measured_in_jobs(options)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ProbeError, JobsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(statuses))
 
 
 if __name__ == "__main__":

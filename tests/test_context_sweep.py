@@ -183,6 +183,61 @@ def test_an_interrupt_between_cells_leaves_whole_records_and_the_same_command_go
     assert len(store.read(tmp_path).records) == 2
 
 
+def test_shares_of_a_sweep_are_all_of_its_cells_once(
+    sweep_here: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured: list[Cell] = []
+
+    def noted(cell: Cell, *_: object) -> dict[str, Any]:
+        measured.append(cell)
+        return record_of(cell)
+
+    monkeypatch.setattr(context_sweep, "measured_apart", noted)
+    options = [*SMALL, "--contexts", "70", "80", "90", "--prefill", "synthetic"]
+    for share in ("1/4", "2/4", "3/4", "4/4"):
+        assert sweep_here(*options, "--shard", share, "--out", str(tmp_path))[0] == 0
+    assert len(measured) == len(set(measured)) == 6
+    status, printed = sweep_here(*options, "--out", str(tmp_path))
+    assert status == 0
+    assert "6 cells, 6 measured before" in printed
+
+
+# submitit's `debug` leaves the files of what jobs print open.
+@pytest.mark.filterwarnings("ignore:.*DEBUG_:pytest.PytestUnraisableExceptionWarning")
+def test_each_cell_is_a_job(
+    sweep_here: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("submitit", reason="needs submitit")
+    monkeypatch.setattr(context_sweep, "measured_apart", lambda cell, *_: record_of(cell))
+    options = [*SMALL, "--prefill", "synthetic", "--executor", "debug", "--out", str(tmp_path)]
+    status, printed = sweep_here(*options)
+    assert status == 0, printed
+    assert json.loads(printed.splitlines()[-1]) == {"measured": 2}
+    assert "2 jobs, 1 at once" in printed
+    assert len(store.read(tmp_path).records) == 2
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_jobs_that_run_at_the_same_time_leave_a_folder_of_whole_records(tmp_path: Path):
+    pytest.importorskip("submitit", reason="needs submitit")
+    command = [*SWEEP, *SMALL, "--prefill", "real", "--executor", "local", "--jobs", "2", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=RESULTS.parent, timeout=300, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == {"measured": 2}
+    check_records(tmp_path, {"stock", "dynamic"})
+
+
+@pytest.mark.slow
+def test_jobs_that_fail_are_told_with_the_reason(sweep_here: Callable[..., tuple[int, str]], tmp_path: Path):
+    pytest.importorskip("submitit", reason="needs submitit")
+    options = [*SMALL, "--model", "./no-such-folder", "--caches", "stock", "--executor", "local"]
+    status, printed = sweep_here(*options, "--out", str(tmp_path))
+    assert status == 2
+    assert "1 of 1 jobs failed" in printed.splitlines()[-1]
+    assert "no-such-folder" in printed.splitlines()[-1]
+
+
 def check_records(folder: Path, caches: set[str]) -> None:
     """Of `SMALL`, measured."""
     stored = store.read(folder)
@@ -432,6 +487,12 @@ def test_the_committed_records_are_whole_and_the_page_is_what_they_say():
         (["--gpu-memory", "8GiB"], "needs a GPU"),
         (["--gpu-memory", "much"], "much"),
         (["--caches", "best"], "best"),
+        (["--shard", "3/2"], "'3/2' is not a share such as 2/4"),
+        (["--shard", "1/2", "--executor", "local"], "drop --shard"),
+        (["--jobs", "2"], "--jobs and --job-option are for --executor"),
+        (["--executor", "local", "--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--executor", "local", "--job-option", "hours"], "'hours' is not NAME=VALUE"),
+        (["--executor", "slurm"], "--executor slurm"),
         (["--model", "./no-such-folder"], "There is no folder"),
     ],
 )

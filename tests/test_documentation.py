@@ -55,6 +55,7 @@ ONLY_PARSED = {
     "python": "experiments measure for minutes, and pip would install",
     "torchrun": "two processes are slow to start; tests/test_tensor_parallel.py has them",
     "numactl": "needs a machine with more than one socket",
+    "slurm": "needs a cluster",
 }
 
 needs_smollm2 = pytest.mark.skipif(
@@ -130,6 +131,9 @@ class Commands:
             set_num_threads(None)
         program, *arguments = words
         program = Path(program).name
+        if "slurm" in arguments:
+            self._check_slurm(program, arguments)
+            return ""
         if program == "hf-hybrid-cache":
             given = Path(redirected).read_text() if redirected else TYPED.get(arguments[0])
             result = CliRunner().invoke(app, arguments, input=given)
@@ -138,6 +142,13 @@ class Commands:
         assert program in ONLY_PARSED
         getattr(self, f"_check_{program}")(arguments)
         return ""
+
+    def _check_slurm(self, program: str, arguments: list[str]) -> None:
+        if program == "python":
+            self._check_python(arguments)
+        else:
+            told = CliRunner().invoke(app, [arguments[0], "--help"]).stdout
+            assert all(option in told for option in arguments if option.startswith("--"))
 
     def _check_make(self, targets: list[str]) -> None:
         subprocess.run(["make", "--dry-run", *targets], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)
@@ -179,7 +190,13 @@ class Commands:
 
 
 def check_output(example: Example) -> None:
-    """What a page shows under a command of `plan` is what it prints; other output has times, or is a message."""
+    """
+    What a page shows under a command of `plan` is what it prints; other output has times, or is a message.
+
+    Questions are a file, for commands after them.
+    """
+    if example.parsed.startswith('{"document"'):
+        Path("questions.jsonl").write_text(example.parsed)
     if example.parsed.startswith("meta-llama/"):
         assert [line.rstrip() for line in example.namespace["printed"].splitlines()] == example.parsed.splitlines()
 
@@ -194,9 +211,10 @@ def parsed(page: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
 
 @pytest.fixture
 def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """A folder with a report in it, where only models of the chosen hub are found."""
+    """A folder with a report and a question in it, where only models of the chosen hub are found."""
     monkeypatch.chdir(tmp_path)
     Path("report.txt").write_text(REPORT)
+    Path("questions.jsonl").write_text('{"document": "report.txt", "question": "Who signed it?"}')
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr("hf_hybrid_cache.cli.options.bind_to_node", lambda number: None)  # it would bind this process

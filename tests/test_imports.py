@@ -48,12 +48,14 @@ ALLOWED = {
     },
     "weights": {"kernels", "storage", "torch", "transformers", "weights"},
     "decode_phase": {"cache", "decode_phase", "storage", "torch", "transformers", "weights"},
+    "jobs": {"jobs"},
     "lazy_names": set(),
     "models": {"lazy_names", "models", "torch", "transformers", "user_folder"},
     "cli": {
         "attention",
         "cache",
         "cli",
+        "jobs",
         "layers",
         "models",
         "other_processes",
@@ -101,7 +103,9 @@ def test_experiments_use_only_public_names():
     for path in (REPOSITORY / "experiments").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
-                allowed = {f"hf_hybrid_cache{room}" for room in ("", ".models", ".planning", ".planning.calibration")}
+                allowed = {
+                    f"hf_hybrid_cache{room}" for room in ("", ".jobs", ".models", ".planning", ".planning.calibration")
+                }
                 assert node.module in allowed, f"{path.name}: {node.module}"
                 assert not any(alias.name.startswith("_") for alias in node.names), path.name
 

@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
     sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
 
 from .. import __version__
+from .batch_command import batch
 from .chat_command import chat
 from .generate_command import generate
 from .plan_command import plan
@@ -43,4 +44,5 @@ def common(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(batch)
 app.command()(plan)

@@ -53,6 +53,7 @@ def dtype_of(option: str | None) -> "torch.dtype | None":
 @contextmanager
 def exit_codes(notes: Console) -> Iterator[None]:
     """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
+    from ..jobs import JobsError
     from ..models import ModelLoadError
     from ..planning import CostError, PlanError
     from ..saving import CacheFileError
@@ -63,7 +64,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (UsageError, PromptError, ModelLoadError, CostError, PlanError, CacheFileError) as error:
+    except (UsageError, PromptError, ModelLoadError, CostError, PlanError, CacheFileError, JobsError) as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):

@@ -1,0 +1,57 @@
+"""Shares of a sweep: every n-th cell, for one of several machines, or for a job."""
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Share(NamedTuple):
+    """
+    One of several shares of the same cells.
+
+    Attributes:
+        number: counted from 1.
+        of: how many shares there are.
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """
+        What is written as `2/4`.
+
+        Raises:
+            argparse.ArgumentTypeError: it is not.
+        """
+        number, _, of = text.partition("/")
+        if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 2/4: the second of four")
+        return cls(int(number), int(of))
+
+    def take(self, items: list[Any]) -> list[Any]:
+        return items[self.number - 1 :: self.of]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepJob:
+    """A share of a sweep as a job; what has a record is not measured again, so a job that was ended goes on."""
+
+    options: argparse.Namespace
+    share: Share
+
+    def __call__(self) -> dict[str, int]:
+        """How many cells ended in which way."""
+        from experiments.context_sweep import measured  # the program itself, which is not a module where it runs
+
+        options = copy.copy(self.options)
+        options.shard = self.share
+        return measured(options)
+
+
+def shares(options: argparse.Namespace, count: int) -> list[Callable[[], dict[str, int]]]:
+    """As many jobs as there are cells, each for a share."""
+    return [SweepJob(options, Share(number, count)) for number in range(1, count + 1)]

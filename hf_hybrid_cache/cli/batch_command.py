@@ -1,0 +1,59 @@
+"""`hf-hybrid-cache batch`: its options."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .choices import CACHES, NAMED_MODELS
+from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, Weights, run_on_node
+
+
+def batch(
+    questions: Annotated[
+        Path,
+        typer.Argument(
+            help='Lines such as {"document": "report.txt", "question": "Who wrote it?", "id": 7}; the id may be left '
+            "out, and a document's name is relative to this file's folder."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="A line of JSON for each answer, as they come.")],
+    keep_caches: Annotated[
+        Path | None, typer.Option(help="Keep documents, computed, in this folder, for the next run.")
+    ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(help="Share documents out to jobs: local, on this machine, or slurm. Default: no jobs."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="How many jobs. Default: 1.")] = None,
+    job_option: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE of submitit's, such as timeout_min=60 or slurm_partition=gpu; may be repeated."),
+    ] = None,
+    model: Model = NAMED_MODELS[0],
+    cache: Annotated[str | None, typer.Option(help=f"One of {', '.join(CACHES[1:])}. Default: dynamic.")] = None,
+    bits: Bits = None,
+    weights: Weights = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Read only so many tokens of each document. Default: all; too many are an error."),
+    ] = None,
+    prefill_chunk_size: PrefillChunkSize = 512,
+    dtype: DType = None,
+    device: Device = None,
+    cpu_node: CpuNode = None,
+) -> None:
+    """
+    Answer many questions about many documents.
+
+    A document is computed once for all of its questions. What is answered already is not asked again, so the same
+    command goes on after an interruption. A document that cannot be read is an answer with an error; the exit code is 1
+    then, 0 if all questions are answered.
+    """
+    options = dict(locals())
+    run_on_node(options.pop("cpu_node"))
+    options["job_option"] = options["job_option"] or ()
+    from .batch import answer_all
+
+    answer_all(**options)

@@ -1,0 +1,325 @@
+"""`hf-hybrid-cache batch`: every question is answered once, whatever happens in between."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_hybrid_cache.cli.app import app
+
+from tiny_models import VOCAB_SIZE, tiny_model
+
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="ends processes by signals")
+NEW_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and a tokenizer for texts such as "w1 w2"."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(folder)
+    return folder
+
+
+class Batch:
+    """Documents, questions about them, and the command that answers these."""
+
+    def __init__(self, folder: Path, model: Path):
+        self.folder, self.model = folder, model
+        self.questions, self.out = folder / "questions.jsonl", folder / "answers.jsonl"
+
+    def document(self, name: str, num_words: int, first: int = 1) -> str:
+        words = (f"w{(first * 31 + 7 * index) % VOCAB_SIZE}" for index in range(num_words))
+        (self.folder / name).write_text(" ".join(words))
+        return name
+
+    def ask(self, *questions: dict[str, Any]) -> None:
+        self.questions.write_text("".join(json.dumps(question) + "\n" for question in questions))
+
+    def command(self, *options: str | Path) -> list[str]:
+        given = ["--model", self.model, "--device", "cpu", "--max-new-tokens", NEW_TOKENS, *options]
+        return ["batch", str(self.questions), "--out", str(self.out), *map(str, given)]
+
+    def run(self, *options: str | Path) -> Any:
+        return CliRunner().invoke(app, self.command(*options))
+
+    def start(self, *options: str | Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "hf_hybrid_cache.cli", *self.command(*options)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.read_text().splitlines()]
+
+    def texts(self) -> dict[Any, str]:
+        return {answer["id"]: answer["answer"] for answer in self.answers()}
+
+
+@pytest.fixture
+def batch(tmp_path: Path, model: Path) -> Batch:
+    return Batch(tmp_path, model)
+
+
+def two_documents(batch: Batch) -> None:
+    long, short = batch.document("long.txt", 300), batch.document("short.txt", 20, first=5)
+    batch.ask(
+        {"document": long, "question": "w3 w1 w4"},
+        {"document": short, "question": "w2 w7", "id": "b"},
+        {"document": long, "question": "w9", "id": 7},
+        {"document": long, "question": "w1 w5 w9 w2"},
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--bits", "8"], ["--cache", "offloaded"]])
+def test_answers_are_those_of_a_question_asked_alone(batch: Batch, options: list[str], tmp_path: Path):
+    two_documents(batch)
+    result = batch.run(*options)
+    assert result.exit_code == 0, result.stderr
+    assert "4 of 4 questions are answered" in result.stderr
+    answers = batch.answers()
+    assert {answer["id"] for answer in answers} == {1, "b", 7, 4}
+    for answer in answers:
+        saved, document = tmp_path / "saved", tmp_path / answer["document"]
+        common = ["generate", "--model", str(batch.model), "--device", "cpu", "--max-new-tokens", str(NEW_TOKENS)]
+        kept = CliRunner().invoke(app, [*common, "--document", str(document), "--save-cache", str(saved), *options])
+        alone = CliRunner().invoke(app, [*common, "--load-cache", str(saved), "--question", answer["question"]])
+        assert kept.exit_code == alone.exit_code == 0, kept.stderr + alone.stderr
+        assert answer["answer"] == alone.stdout.strip()
+        assert answer["answer_tokens"] == NEW_TOKENS
+        assert answer["prompt_tokens"] > answer["read_tokens"] == answer["document_tokens"]
+        assert answer["seconds"] > 0 < answer["document_seconds"]
+
+
+def test_what_is_answered_is_not_asked_again_and_what_failed_is(batch: Batch):
+    two_documents(batch)
+    batch.ask(
+        {"document": "long.txt", "question": "w3"},
+        {"document": "none.txt", "question": "w3"},
+        {"document": "short.txt", "question": "w4"},
+    )
+    first = batch.run()
+    assert first.exit_code == 1
+    assert "2: none.txt: Cannot read" in first.stderr
+    assert [answer["id"] for answer in batch.answers() if "error" in answer] == [2]
+    before = {answer["id"]: answer for answer in batch.answers()}
+    batch.document("none.txt", 30)
+    second = batch.run()
+    assert second.exit_code == 0
+    after = {answer["id"]: answer for answer in batch.answers()}
+    assert set(after) == {1, 2, 3}
+    assert "answer" in after[2]
+    assert (after[1], after[3]) == (before[1], before[3])
+    written = batch.out.read_bytes()
+    assert batch.run().exit_code == 0
+    assert batch.out.read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "Cannot read"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"w1\0w2", "is a binary file"),
+        (b"  ", "is empty"),
+        (b"w1 " * 600, "The document has 600 tokens, of which"),
+    ],
+    ids=["missing", "not text", "binary", "empty", "too long"],
+)
+def test_a_document_that_fails_is_a_line_with_its_error_and_does_not_stop_the_rest(
+    batch: Batch, content: bytes | None, message: str
+):
+    if content is not None:
+        (batch.folder / "bad.txt").write_bytes(content)
+    good = batch.document("good.txt", 50)
+    batch.ask(
+        {"document": "bad.txt", "question": "w1"},
+        {"document": good, "question": "w1"},
+        {"document": "bad.txt", "question": "w2"},
+    )
+    result = batch.run()
+    assert result.exit_code == 1
+    answers = {answer["id"]: answer for answer in batch.answers()}
+    assert message in answers[1]["error"]
+    assert answers[1]["error"] == answers[3]["error"]
+    assert "answer" in answers[2]
+
+
+def test_a_question_that_does_not_fit_fails_alone(batch: Batch):
+    document = batch.document("long.txt", 100)
+    batch.ask({"document": document, "question": "w1"}, {"document": document, "question": "w1 " * 600})
+    assert batch.run("--context", "100").exit_code == 1
+    by_id = {answer["id"]: answer for answer in batch.answers()}
+    assert "nothing of the document is left" in by_id[1]["error"] or "answer" in by_id[1]
+    assert "fit" in by_id[2]["error"]
+
+
+def test_with_a_context_only_the_start_of_a_document_is_read(batch: Batch):
+    batch.ask({"document": batch.document("long.txt", 600), "question": "w1"})
+    assert batch.run("--context", "100").exit_code == 0
+    (answer,) = batch.answers()
+    assert (answer["document_tokens"], answer["read_tokens"]) == (600, 100)
+
+
+@pytest.mark.parametrize("options", [[], ["--bits", "4"]])
+def test_a_kept_document_gives_the_same_answers_and_is_not_computed_again(batch: Batch, options: list[str]):
+    two_documents(batch)
+    kept = batch.folder / "kept"
+    assert batch.run("--keep-caches", kept, *options).exit_code == 0
+    first = batch.texts()
+    files = sorted(kept.iterdir())
+    assert [path.name.rpartition("-")[0] for path in files] == ["long", "short"]
+    times = [path.stat().st_mtime_ns for path in files]
+    batch.out.unlink()
+    assert batch.run("--keep-caches", kept, *options).exit_code == 0
+    assert batch.texts() == first
+    assert [path.stat().st_mtime_ns for path in files] == times
+    files[0].write_bytes(files[0].read_bytes()[:1000])
+    batch.out.unlink()
+    again = batch.run("--keep-caches", kept, *options)
+    assert again.exit_code == 0
+    assert "is computed anew" in again.stderr
+    assert batch.texts() == first
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "has no questions"),
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: not an object"),
+        ('{"document": "a"}', "line 1: 'question' must be text, got None"),
+        ('{"document": "a", "question": " "}', "line 1: 'question' must be text"),
+        ('{"document": "a", "question": "b", "id": 1.5}', "'id' must be text or an integer"),
+        ('{"document": "a", "question": "b", "topic": 1}', "does not know 'topic'"),
+        ('{"document": "a", "question": "b", "id": 2}\n{"document": "a", "question": "b"}', "have the id 2"),
+    ],
+)
+def test_questions_that_cannot_be_used_are_refused_before_anything_is_loaded(batch: Batch, lines: str, message: str):
+    batch.questions.write_text(lines)
+    result = batch.run()
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not batch.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
+        (["--cache", "stock"], "--cache 'stock' is not one of"),
+        (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
+        (["--jobs", "2"], "--jobs and --job-option are for jobs"),
+        (["--executor", "cloud"], "--executor 'cloud' is not one of local, slurm, debug"),
+        (["--executor", "local", "--job-option", "minutes"], "'minutes' is not NAME=VALUE"),
+        (["--executor", "local", "--job-option", "minutes=3"], "minutes"),
+        (["--executor", "slurm"], "--executor slurm"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_in_one_line(batch: Batch, options: list[str], message: str):
+    two_documents(batch)
+    result = batch.run(*options)
+    assert result.exit_code == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_answers_of_other_options_or_questions_are_not_mixed_in(batch: Batch):
+    two_documents(batch)
+    assert batch.run().exit_code == 0
+    written = batch.out.read_bytes()
+    other = batch.run("--bits", "4")
+    assert other.exit_code == 2
+    assert "were given with cache=dynamic, not quantized" in other.stderr
+    batch.ask({"document": "long.txt", "question": "w1"})
+    changed = batch.run()
+    assert changed.exit_code == 2
+    assert "is not asked any more" in changed.stderr
+    batch.out.write_bytes(b"other things\n" + written)
+    assert "line 1: not an answer" in batch.run().stderr
+
+
+def test_a_line_that_was_cut_off_is_asked_again(batch: Batch):
+    two_documents(batch)
+    assert batch.run().exit_code == 0
+    texts, content = batch.texts(), batch.out.read_bytes()
+    batch.out.write_bytes(content[:-20])
+    assert batch.run().exit_code == 0
+    assert batch.texts() == texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_jobs_give_the_same_answers(batch: Batch, jobs: str):
+    pytest.importorskip("submitit", reason="needs submitit")
+    two_documents(batch)
+    assert batch.run().exit_code == 0
+    alone = batch.texts()
+    batch.out.unlink()
+    result = batch.run("--executor", "local", "--jobs", jobs)
+    assert result.exit_code == 0, result.stderr
+    assert batch.texts() == alone
+    assert [path.name for path in batch.folder.iterdir() if "parts" in path.name] == []
+
+
+@pytest.mark.slow
+def test_questions_of_a_job_that_failed_say_why_and_are_asked_again(batch: Batch):
+    pytest.importorskip("submitit", reason="needs submitit")
+    two_documents(batch)
+    model, batch.model = batch.model, batch.folder / "nowhere"
+    failed = batch.run("--executor", "local")
+    assert failed.exit_code == 1
+    assert all("the job ended before: " in answer["error"] for answer in batch.answers())
+    assert all("nowhere" in answer["error"] for answer in batch.answers())
+    assert "what it printed is in" in failed.stderr
+    batch.model = model
+    assert batch.run().exit_code == 0
+    assert len(batch.texts()) == 4
+
+
+@pytest.mark.slow
+@needs_signals
+@pytest.mark.parametrize("options", [[], ["--executor", "local", "--jobs", "2"]], ids=["no jobs", "two jobs"])
+def test_two_hundred_documents_are_finished_after_the_command_was_killed_in_the_middle(
+    batch: Batch, options: list[str]
+):
+    if options:
+        pytest.importorskip("submitit", reason="needs submitit")
+    batch.ask(*({"document": batch.document(f"{index}.txt", 40, index), "question": "w1 w2"} for index in range(200)))
+    parts = batch.folder / "answers.jsonl.parts"
+
+    def given() -> int:
+        files = [batch.out, *parts.glob("*.jsonl")]
+        return sum(path.read_bytes().count(b"\n") for path in files if path.exists())
+
+    process = batch.start(*options)
+    while given() < 30:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    # As Ctrl-C with jobs, because nobody would end them; without, nothing may be said any more.
+    process.send_signal(signal.SIGINT if options else signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGKILL)
+    assert "the same command goes on" in said or not options
+    time.sleep(1)
+    between = given()
+    assert 30 <= between < 200
+    before = batch.texts() if batch.out.exists() else {}
+    result = batch.run()
+    assert result.exit_code == 0, result.stderr
+    assert len(batch.answers()) == 200
+    texts = batch.texts()
+    assert set(texts) == set(range(1, 201))
+    assert {key: texts[key] for key in before} == before
