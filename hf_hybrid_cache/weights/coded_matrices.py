@@ -20,9 +20,10 @@ from ..storage import huge_page_memory
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
 MOST_TOKENS = 64
-# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache, and as many as
-# torch needs to be fast.
-_DECODED_BYTES, _DECODED_ROWS = 2**22, 512
+# Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache, and as many as torch
+# needs to be fast. With many tokens it gains more from larger products than the cache does.
+_DECODED_BYTES, _DECODED_BYTES_OF_MANY, _DECODED_ROWS = 2**22, 2**24, 512
+_MANY_TOKENS = 256
 # Rows that are coded at a time, if they are of a type that the kernel does not read.
 _CONVERTED_BYTES = 2**26
 
@@ -108,7 +109,8 @@ class CodedMatrices:
         """Of many tokens `[tokens, columns]`: torch multiplies them with some panels at a time."""
         layout, item = self.layout, tokens.element_size()
         out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
-        height = max(_DECODED_ROWS, _DECODED_BYTES // (layout.columns * item)) // PANEL_ROWS * PANEL_ROWS
+        decoded_bytes = _DECODED_BYTES if len(tokens) < _MANY_TOKENS else _DECODED_BYTES_OF_MANY
+        height = max(_DECODED_ROWS, decoded_bytes // (layout.columns * item)) // PANEL_ROWS * PANEL_ROWS
         # Lines that are a power of two apart would share a few places of the cache.
         width = (-(-layout.columns * item // CACHE_LINE) | 1) * CACHE_LINE // item
         scratch = torch.empty(min(height, layout.panels * PANEL_ROWS), width, dtype=tokens.dtype)
