@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from hf_hybrid_cache.cli import timed_run
 from hf_hybrid_cache.cli.app import app
 
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -157,13 +159,50 @@ def test_a_document_that_fails_is_a_line_with_its_error_and_does_not_stop_the_re
     assert "answer" in answers[2]
 
 
-def test_a_question_that_does_not_fit_fails_alone(batch: Batch):
-    document = batch.document("long.txt", 100)
-    batch.ask({"document": document, "question": "w1"}, {"document": document, "question": "w1 " * 600})
-    assert batch.run("--context", "100").exit_code == 1
+@pytest.mark.parametrize("options", [[], ["--context", "1000"]])
+def test_a_question_that_does_not_fit_fails_alone(batch: Batch, options: list[str]):
+    document = batch.document("long.txt", 600 if options else 100)
+    batch.ask(
+        {"document": document, "question": "w1"},
+        {"document": document, "question": "w1 " * 600},
+        {"document": document, "question": "w1 w2 w3 " * 20},
+    )
+    assert batch.run(*options).exit_code == 1
     by_id = {answer["id"]: answer for answer in batch.answers()}
-    assert "nothing of the document is left" in by_id[1]["error"] or "answer" in by_id[1]
-    assert "fit" in by_id[2]["error"]
+    assert "Ask a shorter question" in by_id[2]["error"]
+    assert "answer" in by_id[1]
+    assert "answer" in by_id[3]
+
+
+@pytest.mark.parametrize("options", [[], ["--bits", "8"]])
+def test_a_question_for_which_memory_ends_fails_alone(
+    batch: Batch, options: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    two_documents(batch)
+    assert batch.run(*options).exit_code == 0
+    texts = batch.texts()
+    batch.out.unlink()
+    begun = []
+
+    class Recorder(timed_run._Recorder):
+        """Memory ends with the second token of the second answer."""
+
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 2:
+                begun.append(self)
+                if len(begun) == 2:
+                    raise MemoryError("no room")
+
+    monkeypatch.setattr(timed_run, "_Recorder", Recorder)
+    assert batch.run(*options).exit_code == 1
+    answers = {answer["id"]: answer for answer in batch.answers()}
+    failed = [key for key, answer in answers.items() if "error" in answer]
+    assert len(failed) == 1
+    assert answers[failed[0]]["error"] == "no room"
+    assert {key: answer["answer"] for key, answer in answers.items() if key not in failed} == {
+        key: text for key, text in texts.items() if key not in failed
+    }
 
 
 def test_with_a_context_only_the_start_of_a_document_is_read(batch: Batch):

@@ -89,8 +89,6 @@ class DocumentQuestions:
                 yield self._answer(question, prefix, cache, read, is_last=number == len(questions))
             except (UsageError, PromptError, MemoryError, RuntimeError) as error:
                 yield _failed(question, error)
-                if cache.get_seq_length() < prefix.shape[1]:
-                    cache.reset()  # the next question computes the document anew
 
     def _prefix(self, questions: Sequence[Question]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The tokens before a question, `[1, tokens]`, and what is said of them."""
@@ -101,9 +99,9 @@ class DocumentQuestions:
                 f"--max-new-tokens {self.options.max_new_tokens:,} leaves no room in a context of {longest:,} tokens."
             )
         text = read_text(self.folder / questions[0].document)
-        longest_question = max((question.question for question in questions), key=len)
         context = self.options.context
-        prompt = document_prompt(self.tokenizer, text, longest_question, context or room, room, apart=True)
+        asked = self._longest_question(questions, room)
+        prompt = document_prompt(self.tokenizer, text, asked, context or room, room, apart=True)
         if prompt.kept_tokens < prompt.document_tokens and context is None:
             raise UsageError(
                 f"The document has {prompt.document_tokens:,} tokens, of which {prompt.kept_tokens:,} fit into a "
@@ -112,6 +110,15 @@ class DocumentQuestions:
             )
         read = {"document_tokens": prompt.document_tokens, "read_tokens": prompt.kept_tokens}
         return prompt.input_ids[:, : prompt.prefix_tokens], read
+
+    def _longest_question(self, questions: Sequence[Question], room: int) -> str:
+        """Of those that leave half of the room to the document; a longer one is to fail alone."""
+        lengths = {
+            question.question: len(self.tokenizer(question.question, verbose=False)["input_ids"])
+            for question in questions
+        }
+        fitting = [text for text, length in lengths.items() if length <= room // 2]
+        return max(fitting, key=lengths.__getitem__) if fitting else min(lengths, key=lengths.__getitem__)
 
     def _filled(self, document: Path, prefix: torch.Tensor) -> HybridCache:
         """A cache that holds the tokens before a question."""
@@ -128,7 +135,7 @@ class DocumentQuestions:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 cache.save(path, prefix)
-            except OSError as error:
+            except (OSError, CacheFileError) as error:
                 note(self.notes, f"{path} is not kept: {error}")
         return cache
 
@@ -136,7 +143,7 @@ class DocumentQuestions:
         """Where this document is kept, as this model and this cache compute it."""
         if self.kept_caches is None:
             return None
-        of_answers = ("max_new_tokens", "context", "prefill_chunk_size")
+        of_answers = ("max_new_tokens", "context")
         computed = {name: value for name, value in asdict(self.options).items() if name not in of_answers}
         digest = hashlib.sha256(json.dumps([computed, str(self.model.dtype)]).encode())
         digest.update(prefix.numpy().tobytes())
@@ -157,9 +164,12 @@ class DocumentQuestions:
             run = timed_generate(
                 self.model, prompt.input_ids, used, self.options.max_new_tokens, self.options.prefill_chunk_size
             )
-        finally:
-            if is_shared and cache.get_seq_length() > prefix.shape[1]:
-                cache.crop(prefix.shape[1] - cache.get_seq_length())
+        except BaseException:
+            if used is cache:
+                cache.reset()  # the next question computes the document anew
+            raise
+        if is_shared:
+            cache.crop(prefix.shape[1] - cache.get_seq_length())
         return {
             **asdict(question),
             "answer": str(self.tokenizer.decode(run.tokens, skip_special_tokens=True)).strip(),
