@@ -13,11 +13,22 @@ import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments import busy_machine, llama_cpp, needles, peers, quality_caches, reading, records, report
+from experiments import (
+    busy_machine,
+    collective_cost,
+    llama_cpp,
+    needles,
+    peers,
+    quality_caches,
+    reading,
+    records,
+    report,
+)
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
+from hf_hybrid_cache import models as package_models
 
 from tiny_models import random_prompt, tiny_model
 
@@ -56,6 +67,11 @@ each_experiment = pytest.mark.parametrize(
                 *["--steps", "1", "--rounds", "1"],
             ],
             {"stock", "ours", "4 bits"},
+        ),
+        (
+            "collective_cost",
+            ["--processes", "2", "--repeats", "3"],
+            {f"meta-llama/Llama-3.{name}, batch {batch}, 2" for name in ("2-1B", "1-8B") for batch in (1, 8)},
         ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
@@ -384,3 +400,23 @@ OUR_WIDTHS = ("ours-8", "ours-4", "ours-4-2", "ours-2")
 
 def rows_of(cell: dict) -> list[dict]:
     return [row for name, row in cell["caches"].items() if name != "full"]
+
+
+def test_a_token_is_worked_out_from_the_weights_and_the_keys_and_values_that_there_are():
+    name, context = "meta-llama/Llama-3.1-8B", 1000
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(package_models.load_config(name))
+    numbers = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
+    speed = collective_cost.MACHINES["a socket"].read_bytes_per_second
+    alone, shared = (
+        collective_cost.predicted(name, context, processes, collective_cost.NETWORKS["10 Gbit/s"], bits=8)
+        for processes in (1, 4)
+    )
+    assert alone["weights"] == shared["weights"] == pytest.approx(numbers / speed)
+    assert alone["keys and values"] == pytest.approx(2 * 32 * 8 * 128 * context / speed)
+    assert shared["keys and values"] == pytest.approx(alone["keys and values"] / 4)
+    # In each of 32 layers three messages of 32 heads of 128 numbers, a maximum and a sum; a byte takes 0.8 ns.
+    assert shared["merging"] == pytest.approx(32 * (30e-6 + 3 * 4 * 32 * 130 * 0.8e-9))
+    assert alone["merging"] == 0
+    rates = [row["tokens_per_second"] for row in collective_cost.predictions()]
+    assert rates[0] < rates[1] < rates[2] > rates[3] < rates[4]

@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..storage import CodedStore, HostStore
+from .merging import MergedAttention
 
 # Of one piece: long enough for torch, and short enough for the caches of a processor to hold what is taken out.
 PIECE_TOKENS = 4096
@@ -18,7 +19,7 @@ def attend_in_pieces(
     Attend to all tokens of `store`, whose states are never all outside of their blocks at once.
 
     Query heads that share a KV head are seen as more queries of one head, instead of repeating keys and values for
-    them. What pieces give is merged by their log-sums (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
+    them. What pieces give is merged, see `merging`.
 
     Args:
         query: `[batch, query_heads, query_length, head_dim]`, on the CPU.
@@ -37,7 +38,7 @@ def attend_in_pieces(
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     batch, heads, length, head_dim = query.shape
     rows = query.reshape(batch, heads // group, group * length, head_dim)
-    merged = _Merged()
+    merged = MergedAttention()
     first_of_chunk = store.num_tokens - length
     for start, (keys, values) in store.pieces(PIECE_TOKENS, first_of_chunk):
         seen = None if mask is None else mask[..., start : start + keys.shape[2]]
@@ -52,27 +53,6 @@ def attend_in_pieces(
         merged.add(out, log_sums.masked_fill(~seen.any(dim=-1), -torch.inf))
     assert merged.out is not None
     return merged.out.to(query.dtype).view(batch, heads, length, head_dim)
-
-
-class _Merged:
-    """
-    What attention to all pieces so far gives.
-
-    Attributes:
-        out: `[batch, num_kv_heads, rows, head_dim]`; `None` before the first piece.
-    """
-
-    def __init__(self) -> None:
-        self.out: torch.Tensor | None = None
-
-    def add(self, out: torch.Tensor, log_sums: torch.Tensor) -> None:
-        """Attend to another piece, too: its result, and the log of the sum of its exponentials for each row."""
-        if self.out is None:
-            self.out, self._log_sums = out, log_sums
-            return
-        share = torch.sigmoid(log_sums - self._log_sums).masked_fill_(log_sums.isneginf(), 0)
-        self.out = self.out.float().lerp_(out.float(), share.unsqueeze(-1))
-        self._log_sums = torch.logaddexp(self._log_sums, log_sums)
 
 
 def _of_rows(mask: torch.Tensor, shape: torch.Size, group: int) -> torch.Tensor:

@@ -1,0 +1,217 @@
+"""
+What it costs to merge attention of several processes, measured on this machine and worked out for others.
+
+Where processes share out a sequence's tokens, each attends to its own, and what they give is merged by log-sum-exp: for
+each query head as many numbers as a head is wide, their maximum and their sum, once a layer. Measured with gloo: every
+process gets all of it at once (`gather`), or each merges some of the heads and then gathers what the others merged
+(`scatter`: two rounds, but bytes that do not grow with the processes).
+
+Worked out, and never measured: a token of a model on several machines, from the numbers in `MACHINES` and `NETWORKS`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import textwrap
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from experiments import records
+from hf_hybrid_cache.models import load_config
+
+SHAPES = {"meta-llama/Llama-3.2-1B": (1, 8), "meta-llama/Llama-3.1-8B": (1, 8)}
+PROCESSES = (2, 4)
+_WARM_UP = 20
+
+
+@dataclass(frozen=True)
+class Merged:
+    """
+    What one layer merges for one token.
+
+    Attributes:
+        batch: sequences.
+        query_heads: of each.
+        head_dim: width of a head; a maximum and a sum come with it.
+    """
+
+    batch: int
+    query_heads: int
+    head_dim: int
+
+    @property
+    def heads(self) -> int:
+        return self.batch * self.query_heads
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.heads * (self.head_dim + 2)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between two processes: bytes a second, and seconds until a message of no bytes is there."""
+
+    bytes_per_second: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast one process reads its memory, in bytes a second."""
+
+    read_bytes_per_second: float
+
+
+# Three quarters of eight channels of DDR4-3200.
+MACHINES: dict[str, Any] = {"a socket": Machine(150e9)}
+# TCP over Ethernet; between sockets of one machine a message is a copy in memory.
+NETWORKS = {
+    "one machine": Network(10e9, 5e-6),
+    "100 Gbit/s": Network(12.5e9, 15e-6),
+    "10 Gbit/s": Network(1.25e9, 30e-6),
+}
+
+
+def collective_seconds(way: str, merged: Merged, processes: int, network: Network) -> float:
+    """Of one layer, if each process sends and receives one message at a time over its own link."""
+    others = processes - 1
+    if way == "gather":
+        return network.latency + others * merged.num_bytes / network.bytes_per_second
+    # Each sends every other its heads, and gets theirs merged: without the maxima and sums.
+    out = 4 * merged.heads * merged.head_dim
+    return 2 * network.latency + others / processes * (merged.num_bytes + out) / network.bytes_per_second
+
+
+def predicted(name: str, context: int, processes: int, network: Network, bits: float = 4.5) -> dict[str, float]:
+    """Seconds of a token: weights, in every process; its share of keys and values; and merging, the faster way."""
+    config = load_config(name).get_text_config(decoder=True)
+    heads, kv_heads, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
+    head_dim = config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    weights = layers * (2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * inner) + hidden * config.vocab_size
+    speed = MACHINES["a socket"].read_bytes_per_second
+    merged = Merged(1, heads, head_dim)
+    seconds = {
+        "weights": weights * bits / 8 / speed,
+        "keys and values": 2 * layers * kv_heads * head_dim * context * bits / 8 / processes / speed,
+        "merging": layers * min(collective_seconds(way, merged, processes, network) for way in ("gather", "scatter"))
+        if processes > 1
+        else 0.0,
+    }
+    return {**seconds, "tokens_per_second": 1 / sum(seconds.values())}
+
+
+def predictions(name: str = "meta-llama/Llama-3.1-8B") -> list[dict[str, Any]]:
+    """For sockets of one machine, and for machines, with one and eight million tokens."""
+    places = [(1, "one machine"), (2, "one machine")]
+    places += [(count, network) for count in (8, 64) for network in ("100 Gbit/s", "10 Gbit/s")]
+    return [
+        {"context": context, "processes": count, "network": network}
+        | predicted(name, context, count, NETWORKS[network])
+        for context in (2**20, 2**23)
+        for count, network in places
+    ]
+
+
+def _gather(part: torch.Tensor, whole: torch.Tensor) -> None:
+    distributed.all_gather(list(whole), part)
+
+
+def _scatter(part: torch.Tensor, whole: torch.Tensor) -> None:
+    processes = len(whole)
+    mine = torch.empty(processes, part.numel() // processes)
+    distributed.all_to_all_single(mine, part.view(processes, -1))
+    distributed.all_gather(list(whole[0].view(processes, -1)), mine[0])
+
+
+WAYS = {"gather": _gather, "scatter": _scatter}
+
+
+def _process(rank: int, processes: int, store: str, sizes: list[int], repeats: int, results: Queue) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    samples: dict[tuple[str, int], list[float]] = {}
+    for number in range(_WARM_UP + repeats):
+        for size in sizes:  # all take turns
+            part, whole = torch.ones(size), torch.empty(processes, size)
+            for name, way in WAYS.items():
+                distributed.barrier()
+                start = time.perf_counter()
+                way(part, whole)
+                if number >= _WARM_UP:
+                    samples.setdefault((name, size), []).append(time.perf_counter() - start)
+    if rank == 0:
+        results.put(samples)
+    distributed.destroy_process_group()
+
+
+def measured(processes: int, sizes: list[int], repeats: int) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each way and size, float32 numbers, as the first process has them."""
+    context = get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = (processes, str(Path(folder) / "store"), sizes, repeats, results)
+        started = [context.Process(target=_process, args=(rank, *given)) for rank in range(processes)]
+        for each in started:
+            each.start()
+        samples: dict[tuple[str, int], list[float]] = results.get(timeout=300)
+        for each in started:
+            each.join()
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/collective_cost)")
+    parser.add_argument("--processes", type=int, nargs="+", default=list(PROCESSES))
+    parser.add_argument("--repeats", type=int, default=500)
+    options = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    merged = {}
+    for name, batches in SHAPES.items():
+        config = load_config(name).get_text_config(decoder=True)
+        for batch in batches:
+            merged[f"{name}, batch {batch}"] = Merged(batch, config.num_attention_heads, config.head_dim)
+    cells = []
+    print(f"{'a layer merges':44}{'bytes':>10}{'processes':>11}{'gather':>12}{'scatter':>12}")
+    for processes in options.processes:
+        samples = measured(processes, [each.num_bytes // 4 for each in merged.values()], options.repeats)
+        for name, each in merged.items():
+            found = {way: samples[way, each.num_bytes // 4] for way in WAYS}
+            medians = {way: statistics.median(values) for way, values in found.items()}
+            print(
+                f"{name:44}{each.num_bytes:>10,}{processes:>11}"
+                + "".join(f"{medians[way] * 1e6:>9.0f} us" for way in WAYS)
+            )
+            cell = {"merged": name, **asdict(each), "num_bytes": each.num_bytes, "processes": processes}
+            cells.append({**cell, "median_seconds": medians, "samples_seconds": found})
+    print("worked out for Llama-3.1-8B, weights and KV in 4.5 bits a number:")
+    worked_out = predictions()
+    for row in worked_out:
+        seconds = ", ".join(f"{part} {row[part] * 1e3:.1f} ms" for part in ("weights", "keys and values", "merging"))
+        print(
+            f"{row['context']:>10,} tokens, {row['processes']:>2} x a socket, {row['network']:12} "
+            f"{row['tokens_per_second']:6.2f} tokens/s ({seconds})"
+        )
+    given = {name: asdict(each) for name, each in (MACHINES | NETWORKS).items()}
+    path = records.save(
+        "collective_cost", {"cells": cells, "worked_out": worked_out, "worked_out_from": given}, options.out
+    )
+    print(f"record: {path}")
+    print(json.dumps({f"{c['merged']}, {c['processes']}": round(c["median_seconds"]["gather"] * 1e6) for c in cells}))
+
+
+if __name__ == "__main__":
+    main()
