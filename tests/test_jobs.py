@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,7 +136,11 @@ def test_a_job_whose_machine_is_taken_away_is_run_again(tmp_path: Path):
     assert list(Jobs("local", tmp_path / "jobs").run([Preempted(tmp_path)])) == [(0, "went on")]
 
 
-def test_jobs_end_when_the_iteration_is_given_up(tmp_path: Path):
+@needs_signals
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+def test_jobs_end_when_the_iteration_is_given_up(handler: Any, tmp_path: Path, request: pytest.FixtureRequest):
+    before = signal.signal(signal.SIGINT, handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     running = Jobs("local", tmp_path / "jobs", at_once=2).run([Noted(tmp_path, 0), Sleeping(tmp_path)])
     assert next(running) == (0, 0)
     while not (tmp_path / "process").exists():

@@ -6,6 +6,8 @@ A call that is run as a job must find what it has done before, because a schedul
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,12 +111,19 @@ class Jobs:
         missing = {name: share for name in _THREADS if self.at_once > 1 and name not in os.environ}
         self.folder.mkdir(parents=True, exist_ok=True)
         stderr = os.dup(_STDERR)
+        # In the background of a shell the signal by which jobs are ended is ignored, and processes inherit that.
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        can_be_set = threading.current_thread() is threading.main_thread()
         try:
+            if is_ignored and can_be_set:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.update(missing)
             with (self.folder / "submitit.log").open("ab") as log:
                 os.dup2(log.fileno(), _STDERR)  # it has no other way to say where to
             yield
         finally:
+            if is_ignored and can_be_set:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             os.dup2(stderr, _STDERR)
             os.close(stderr)
             for name in missing:
