@@ -24,7 +24,7 @@ from kernels.programs import wait_for_compilation
 
 from experiments import context_sweep
 from experiments.records import RESULTS
-from experiments.sweep import drawing, figures, measure, store
+from experiments.sweep import drawing, figures, measure, running, store
 from experiments.sweep.caches import CACHES
 from experiments.sweep.cell import Cell
 from experiments.sweep.memory import PeakMemory, out_of_memory
@@ -145,7 +145,7 @@ def test_measured_cells_are_not_measured_again_and_damaged_records_are(
         measured.append(cell)
         return record_of(cell)
 
-    monkeypatch.setattr(context_sweep, "measured_apart", made_up)
+    monkeypatch.setattr(running, "measured_apart", made_up)
     options = [*SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
     assert sweep_here(*options)[0] == 0
     assert [cell.cache for cell in measured] == ["stock", "dynamic"]
@@ -172,7 +172,7 @@ def test_an_interrupt_between_cells_leaves_whole_records_and_the_same_command_go
             raise KeyboardInterrupt
         return make(cell)
 
-    monkeypatch.setattr(context_sweep, "measured_apart", interrupted)
+    monkeypatch.setattr(running, "measured_apart", interrupted)
     options = [*SMALL, "--prefill", "synthetic", "--out", str(tmp_path)]
     status, printed = sweep_here(*options)
     assert status == 130
@@ -192,7 +192,7 @@ def test_shares_of_a_sweep_are_all_of_its_cells_once(
         measured.append(cell)
         return record_of(cell)
 
-    monkeypatch.setattr(context_sweep, "measured_apart", noted)
+    monkeypatch.setattr(running, "measured_apart", noted)
     options = [*SMALL, "--contexts", "70", "80", "90", "--prefill", "synthetic"]
     for share in ("1/4", "2/4", "3/4", "4/4"):
         assert sweep_here(*options, "--shard", share, "--out", str(tmp_path))[0] == 0
@@ -208,7 +208,7 @@ def test_each_cell_is_a_job(
     sweep_here: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("submitit", reason="needs submitit")
-    monkeypatch.setattr(context_sweep, "measured_apart", lambda cell, *_: record_of(cell))
+    monkeypatch.setattr(running, "measured_apart", lambda cell, *_: record_of(cell))
     options = [*SMALL, "--prefill", "synthetic", "--executor", "debug", "--out", str(tmp_path)]
     status, printed = sweep_here(*options)
     assert status == 0, printed

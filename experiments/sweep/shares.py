@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from experiments.sweep.running import measured
+
 
 class Share(NamedTuple):
     """
@@ -45,8 +47,6 @@ class SweepJob:
 
     def __call__(self) -> dict[str, int]:
         """How many cells ended in which way."""
-        from experiments.context_sweep import measured  # the program itself, which is not a module where it runs
-
         options = copy.copy(self.options)
         options.shard = self.share
         return measured(options)
