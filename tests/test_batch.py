@@ -61,7 +61,15 @@ class Batch:
     def start(self, *options: str | Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "hf_hybrid_cache.cli", *self.command(*options)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            # Where tests run in the background of a shell, interrupts would be ignored by inheritance.
+            preexec_fn=None if sys.platform == "win32" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     def answers(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.read_text().splitlines()]
