@@ -6,7 +6,7 @@ each query head as many numbers as a head is wide, their maximum and their sum, 
 process gets all of it at once (`gather`), or each merges some of the heads and then gathers what the others merged
 (`scatter`: two rounds, but bytes that do not grow with the processes).
 
-Worked out, and never measured: a token of a model on several machines, from the numbers in `MACHINES` and `NETWORKS`.
+Worked out, and never measured: a token of a model on several machines, from `READ_BYTES_PER_SECOND` and `NETWORKS`.
 """
 
 import argparse
@@ -65,15 +65,8 @@ class Network:
     latency: float
 
 
-@dataclass(frozen=True)
-class Machine:
-    """How fast one process reads its memory, in bytes a second."""
-
-    read_bytes_per_second: float
-
-
-# Three quarters of eight channels of DDR4-3200.
-MACHINES: dict[str, Any] = {"a socket": Machine(150e9)}
+# Of one socket, by one process: three quarters of eight channels of DDR4-3200.
+READ_BYTES_PER_SECOND = 150e9
 # TCP over Ethernet; between sockets of one machine a message is a copy in memory.
 NETWORKS = {
     "one machine": Network(10e9, 5e-6),
@@ -99,7 +92,7 @@ def predicted(name: str, context: int, processes: int, network: Network, bits: f
     head_dim = config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     weights = layers * (2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * inner) + hidden * config.vocab_size
-    speed = MACHINES["a socket"].read_bytes_per_second
+    speed = READ_BYTES_PER_SECOND
     merged = Merged(1, heads, head_dim)
     seconds = {
         "weights": weights * bits / 8 / speed,
@@ -205,7 +198,8 @@ def main() -> None:
             f"{row['context']:>10,} tokens, {row['processes']:>2} x a socket, {row['network']:12} "
             f"{row['tokens_per_second']:6.2f} tokens/s ({seconds})"
         )
-    given = {name: asdict(each) for name, each in (MACHINES | NETWORKS).items()}
+    socket = {"read_bytes_per_second": READ_BYTES_PER_SECOND}
+    given = {"a socket": socket, **{name: asdict(network) for name, network in NETWORKS.items()}}
     path = records.save(
         "collective_cost", {"cells": cells, "worked_out": worked_out, "worked_out_from": given}, options.out
     )

@@ -407,7 +407,7 @@ def test_a_token_is_worked_out_from_the_weights_and_the_keys_and_values_that_the
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(package_models.load_config(name))
     numbers = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
-    speed = collective_cost.MACHINES["a socket"].read_bytes_per_second
+    speed = collective_cost.READ_BYTES_PER_SECOND
     alone, shared = (
         collective_cost.predicted(name, context, processes, collective_cost.NETWORKS["10 Gbit/s"], bits=8)
         for processes in (1, 4)

@@ -1,9 +1,8 @@
 """Shares of a sweep: every n-th cell, for one of several machines, or for a job."""
 
 import argparse
-import copy
-import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from experiments.sweep.running import measured
@@ -38,20 +37,7 @@ class Share(NamedTuple):
         return items[self.number - 1 :: self.of]
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepJob:
-    """A share of a sweep as a job; what has a record is not measured again, so a job that was ended goes on."""
-
-    options: argparse.Namespace
-    share: Share
-
-    def __call__(self) -> dict[str, int]:
-        """How many cells ended in which way."""
-        options = copy.copy(self.options)
-        options.shard = self.share
-        return measured(options)
-
-
 def shares(options: argparse.Namespace, count: int) -> list[Callable[[], dict[str, int]]]:
-    """As many jobs as there are cells, each for a share."""
-    return [SweepJob(options, Share(number, count)) for number in range(1, count + 1)]
+    """So many jobs, each for a share; what has a record is not measured again, so a job that was ended goes on."""
+    each = (Share(number, count) for number in range(1, count + 1))
+    return [partial(measured, argparse.Namespace(**{**vars(options), "shard": share})) for share in each]

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..jobs import EXECUTORS, JobFailedError, Jobs, job_parameters
-from .choices import CACHES
 from .coded_weights import code_weights
-from .console import UsageError, check_bits, check_choice, check_weights, dtype_of, exit_codes, note
+from .console import UsageError, cache_of_ours, check_choice, check_weights, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
 from .document_questions import BatchOptions, DocumentQuestions
 from .questions import Answer, AnswerFile, Question, key_of, read_questions
@@ -41,13 +40,9 @@ def answer_all(
     """Do what `batch` says with these options."""
     notes = Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
-        name = cache or ("dynamic" if bits is None else "quantized")
-        check_choice("--cache", name, CACHES[1:])
-        check_bits(bits)
+        name = cache_of_ours(cache, bits)
         check_weights(weights)
         dtype_of(dtype)
-        if bits is not None and name != "quantized":
-            raise UsageError(f"--bits is for --cache quantized, and the cache is {name}: drop one of them.")
         if executor is None and (jobs is not None or job_option):
             raise UsageError("--jobs and --job-option are for jobs: drop them, or pass --executor local or slurm.")
         if executor is not None:
@@ -67,7 +62,7 @@ def answer_all(
                 if left and executor is None:
                     for answer in work.answers(left, notes):
                         sheet.add(answer)
-                        progress.advance(answer)
+                        progress.show(progress.done + 1)
                 elif left and executor is not None:
                     started = Jobs(executor, sheet.parts / "logs", jobs or 1, parameters)
                     _run_jobs(work, left, started, sheet, progress, notes)
@@ -118,8 +113,9 @@ class _Part:
 
     def __call__(self) -> None:
         file = AnswerFile(self.path)
-        file.replace(file.read())  # after a job that was ended, without a line that was cut off
-        answered = {key_of(answer) for answer in file.read()}
+        before = file.read()
+        file.replace(before)  # after a job that was ended, without a line that was cut off
+        answered = {key_of(answer) for answer in before}
         left = [question for question in self.questions if question.key not in answered]
         for answer in self.work.answers(left, Console(stderr=True, soft_wrap=True)) if left else ():
             file.add(answer)
@@ -237,9 +233,6 @@ class _Progress:
     notes: Console
     total: int
     done: int = 0
-
-    def advance(self, answer: Answer) -> None:
-        self.show(self.done + 1)
 
     def show(self, done: int) -> None:
         before, self.done = self.done, done

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from .choices import BITS, DTYPES, WEIGHT_BITS
+from .choices import BITS, CACHES, DTYPES, WEIGHT_BITS
 from .interrupts import as_exceptions
 
 if TYPE_CHECKING:
@@ -32,6 +32,16 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
 def check_bits(bits: int | None) -> None:
     if bits not in (None, *BITS):
         raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
+
+
+def cache_of_ours(cache: str | None, bits: int | None) -> str:
+    """The cache that `--cache` and `--bits` name together, not transformers' own; dynamic without either."""
+    name = cache or ("dynamic" if bits is None else "quantized")
+    check_choice("--cache", name, CACHES[1:])
+    check_bits(bits)
+    if bits is not None and name != "quantized":
+        raise UsageError(f"--bits is for --cache quantized, and the cache is {name}: drop one of them.")
+    return name
 
 
 def check_weights(bits: int | None) -> None:

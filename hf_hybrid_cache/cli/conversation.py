@@ -11,9 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import HybridCache
 from ..layers import IncompleteCacheError
 from ..saving import CacheFileError
-from .choices import CACHES
 from .coded_weights import code_weights, weights_said
-from .console import UsageError, check_bits, check_choice, check_weights, dtype_of, exit_codes, note
+from .console import UsageError, cache_of_ours, check_weights, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
 from .prompts import (
     PromptError,
@@ -56,8 +55,8 @@ def talk(
     """Do what `chat` says with these options."""
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
-        name = cache or ("dynamic" if bits is None else "quantized")
-        _check(document, load_cache, name, cache, bits, context)
+        name = cache_of_ours(cache, bits)
+        _check(document, load_cache, cache, bits, context)
         check_weights(weights)
         precision = dtype_of(dtype)
         text = read_text(document) if document else None
@@ -273,13 +272,9 @@ class Conversation:
 
 
 def _check(
-    document: Path | None, load_cache: Path | None, name: str, cache: str | None, bits: int | None, context: int | None
+    document: Path | None, load_cache: Path | None, cache: str | None, bits: int | None, context: int | None
 ) -> None:
     """Refuse what would be ignored."""
-    check_choice("--cache", name, CACHES[1:])
-    check_bits(bits)
-    if bits is not None and name != "quantized":
-        raise UsageError(f"--bits is for --cache quantized, and the cache is {name}: drop one of them.")
     if document is not None and str(document) == "-":
         raise UsageError("Questions come from standard input: give the document as a file.")
     for option, value in (("--document", document), ("--cache", cache), ("--bits", bits), ("--context", context)):
