@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
 from hf_hybrid_cache.attention import chunk_attention
-from hf_hybrid_cache.attention.chunk_attention import attend_in_pieces
+from hf_hybrid_cache.attention.chunk_attention import attend_to_chunk
 from hf_hybrid_cache.storage import CodedStore, HostStore
 
 from soak import count, search_at_random
@@ -60,7 +60,7 @@ def check(store: HostStore | CodedStore, case: Case, dtype: torch.dtype, scale: 
         else:
             mask = mask.masked_fill(~seen, -torch.inf)
     query = torch.from_numpy(case.query).to(dtype)
-    out = attend_in_pieces(query, store, case.group, mask, scale)
+    out = attend_to_chunk(query, store, case.group, mask, scale)
     assert out.dtype == dtype
     expected, _ = attention(case, scale, **masks)
     np.testing.assert_allclose(out.double(), expected, rtol=0, atol=BOUNDS[dtype] * np.abs(case.values).max())
@@ -110,7 +110,7 @@ def test_what_is_not_finite_does_not_become_plausible_even_where_it_is_hidden():
         mask[..., hidden] = False
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             plain = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        ours = attend_in_pieces(query, store, 2, mask, None)
+        ours = attend_to_chunk(query, store, 2, mask, None)
         assert torch.equal(ours.isfinite(), plain.isfinite())
         assert not ours.isfinite().all()
 

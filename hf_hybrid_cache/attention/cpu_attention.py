@@ -5,19 +5,22 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
-from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, kernel_element
-from .chunk_attention import attend_in_pieces
+from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
+from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
+from .merging import merged_at_once
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
 MAX_QUERIES = 64
 _MAX_WORKSPACES = 8
 Arrays = tuple[np.ndarray | None, np.ndarray | None]
+Made = TypeVar("Made")
 
 
 def compile_kernels(dtype: torch.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
@@ -43,22 +46,25 @@ class CpuAttention:
     Args:
         stats: counted into.
         is_asked_for: whether the user wants it, or gets it where it is of use.
+        share: of what is attended to, where several processes keep one each.
 
     Attributes:
         is_declined: something other than this reads the states, so that they are better kept as tensors.
     """
 
-    def __init__(self, stats: CacheStats, is_asked_for: bool):
+    def __init__(self, stats: CacheStats, is_asked_for: bool, share: Share = Share.ALL):
         self._stats = stats
+        self._share = share
         self._is_asked_for = is_asked_for
         self.is_declined = False
         # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
         self._workspaces: OrderedDict[Shape, _TorchWorkspace] = OrderedDict()
-        self._mask = _HostMask()
+        self._mask = _LastMask(_mask_arrays)
+        self._own_mask = _LastMask(self._own_part_of)
         self._has_warned = False
 
     def __deepcopy__(self, memo: dict) -> "CpuAttention":
-        twin = CpuAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
+        twin = CpuAttention(copy.deepcopy(self._stats, memo), self._is_asked_for, self._share)
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
         return twin
 
@@ -96,18 +102,32 @@ class CpuAttention:
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
-        batch, query_heads, query_length, head_dim = query.shape
-        if isinstance(store, CodedStore) and store.wants_queries:
+        if store.wants_queries:
             store.observe(query)
-        if query_length > MAX_QUERIES:
+        if isinstance(store, SharedStore):
+            if not store.share.is_all:
+                return self._attend_together(query, store, group, mask, scale)
+            store = store.local
+        if query.shape[2] > MAX_QUERIES:
             assert isinstance(store, HostStore | CodedStore)
             store.wait_for_copies()
-            return attend_in_pieces(query, store, group, mask, scale)
+            return attend_to_chunk(query, store, group, mask, scale)
+        workspace = self._run_kernel(query, store, group, self._mask.of(mask), scale)
+        if query.is_cpu:
+            return workspace.out.to(query.dtype, copy=True).flatten(1, 2)
+        result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
+        result.copy_(workspace.out)
+        return result.flatten(1, 2).to(query.device, non_blocking=query.is_cuda)
+
+    def _run_kernel(
+        self, query: torch.Tensor, store: KVStore, group: int, mask: Arrays, scale: float | None
+    ) -> "_TorchWorkspace":
+        """Attend in the kernel; the result is in the workspace."""
+        batch, query_heads, query_length, head_dim = query.shape
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
-        is_on_host = query.is_cpu
-        on_host = query if is_on_host else query.to("cpu", non_blocking=query.is_cuda)
-        visible, bias = self._mask.arrays(mask)
+        on_host = query if query.is_cpu else query.to("cpu", non_blocking=query.is_cuda)
+        visible, bias = mask
         if query.is_cuda:
             torch.cuda.current_stream(query.device).synchronize()
         store.wait_for_copies()
@@ -125,11 +145,43 @@ class CpuAttention:
             coded=coded,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
-        if is_on_host:
-            return workspace.out.to(query.dtype, copy=True).flatten(1, 2)
-        result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
-        result.copy_(workspace.out)
-        return result.flatten(1, 2).to(query.device, non_blocking=query.is_cuda)
+        return workspace
+
+    def _attend_together(
+        self, query: torch.Tensor, store: SharedStore, group: int, mask: torch.Tensor | None, scale: float | None
+    ) -> torch.Tensor:
+        """Attend to the own share, and merge what all processes have found; all of them do this at once."""
+        on_host = query.cpu()
+        own_mask = self._own_mask.of(mask)
+        out, log_sums = self._attend_to_share(on_host, store, group, own_mask, scale)
+        told = out.flatten(), log_sums.flatten(), store.mark()
+        heard = store.peers.exchange(torch.cat(told))
+        outs, sums, marks = heard.split([len(each) for each in told], dim=1)
+        store.require_same(marks)
+        # In the order of ranks, so that all have the same result to the last bit.
+        merged = merged_at_once(outs.unflatten(1, out.shape), sums.unflatten(1, log_sums.shape))
+        return merged.to(query.device, query.dtype)
+
+    def _attend_to_share(
+        self, query: torch.Tensor, store: SharedStore, group: int, mask: torch.Tensor | None, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the own share gives, float32 `[batch, query_heads, query_length, value_dim]`, and logs of the sums."""
+        local, length = store.local, query.shape[2]
+        if not local.num_tokens:
+            return torch.zeros(*query.shape[:3], store.shape.value_dim), torch.full(query.shape[:3], -torch.inf)
+        if length > MAX_QUERIES and has_log_sums(store, mask):
+            cut = store.share.tokens(store.num_tokens - length)
+            out, log_sums = attend_in_pieces(query, local, group, mask, scale, cut)
+            return out.float(), log_sums
+        outs, sums = [], []
+        for start in range(0, length, MAX_QUERIES):
+            few = slice(start, start + MAX_QUERIES)
+            seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, few]
+            arrays = self._mask.of(seen) if length <= MAX_QUERIES else _mask_arrays(seen)
+            workspace = self._run_kernel(query[:, :, few], local, group, arrays, scale)
+            outs.append(workspace.out.flatten(1, 2).clone())
+            sums.append(workspace.log_sums.flatten(1, 2).clone())
+        return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
     def decline(self) -> None:
         """Note that something needs the states themselves; say, once, how to be fast if this was asked for."""
@@ -143,6 +195,10 @@ class CpuAttention:
                 "where they are, or pass cpu_decode=False to the cache.",
                 stacklevel=2,
             )
+
+    def _own_part_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The columns of a mask that are those of the own share, on the host."""
+        return None if mask is None else mask.cpu().index_select(-1, self._share.positions(0, mask.shape[-1]))
 
     def _workspace(self, shape: Shape) -> "_TorchWorkspace":
         if shape not in self._workspaces:
@@ -163,7 +219,7 @@ def _coded_blocks(store: CodedStore) -> CodedBlocks | None:
     return CodedBlocks(
         records.keys.array(),
         records.values.array(),
-        store.codec.sink_tokens // GRANULE,
+        store.sink_tokens // GRANULE,
         records.num_tokens,
         keys.layout(store.shape.key_dim),
         values.layout(store.shape.value_dim),
@@ -179,6 +235,7 @@ class _TorchWorkspace:
     Attributes:
         query: `[batch, num_kv_heads, group, query_length, head_dim]`, to be written.
         out: `[batch, num_kv_heads, group, query_length, value_dim]`, to be read.
+        log_sums: `[batch, num_kv_heads, group, query_length]`, to be read.
     """
 
     def __init__(self, shape: Shape):
@@ -191,28 +248,41 @@ class _TorchWorkspace:
         with torch.inference_mode(False):
             self.query = seen(self.kernel.query, shape.key_dim)
             self.out = seen(self.kernel.out, shape.value_dim)
+            self.log_sums = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
 
 
-class _HostMask:
-    """The last mask as the kernel takes it: the layers of a model get the same one after each other."""
+class _LastMask(Generic[Made]):
+    """
+    What was made of the last mask: the layers of a model get the same one after each other.
 
-    def __init__(self) -> None:
-        # The mask, what tells it from others, and its arrays: one attribute, so that all are of one mask at any time.
-        self._last: tuple[torch.Tensor | None, object, Arrays] = (None, None, (None, None))
+    Args:
+        make: makes it.
+    """
 
-    def arrays(self, mask: torch.Tensor | None) -> Arrays:
-        """`mask` as (visible, bias), of which at least one is `None`."""
+    def __init__(self, make: Callable[[torch.Tensor | None], Made]):
+        self._make = make
+        # The mask, what tells it from others, and what was made of it: one attribute, so that all are of one mask.
+        self._last: tuple[torch.Tensor | None, object, Made] = (None, None, make(None))
+
+    def of(self, mask: torch.Tensor | None) -> Made:
+        """What `make` makes of `mask`."""
         if mask is None:
-            return None, None
+            return self._make(None)
         # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device)
         version = None if mask.is_inference() else mask._version
-        last_mask, last_key, arrays = self._last
+        last_mask, last_key, made = self._last
         if last_mask is None or (key, version) != last_key or version is None:
-            host = mask.detach().to("cpu")
-            if host.dtype == torch.bool:
-                arrays = host.contiguous().view(torch.uint8).numpy(), None
-            else:
-                arrays = None, host.to(torch.float32).contiguous().numpy()
-            self._last = mask, (key, version), arrays
-        return arrays
+            made = self._make(mask)
+            self._last = mask, (key, version), made
+        return made
+
+
+def _mask_arrays(mask: torch.Tensor | None) -> Arrays:
+    """`mask` as the kernel takes it, (visible, bias), of which at least one is `None`."""
+    if mask is None:
+        return None, None
+    host = mask.detach().to("cpu")
+    if host.dtype == torch.bool:
+        return host.contiguous().view(torch.uint8).numpy(), None
+    return None, host.to(torch.float32).contiguous().numpy()

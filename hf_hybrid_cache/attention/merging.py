@@ -8,16 +8,36 @@ https://arxiv.org/abs/2205.14135).
 import torch
 
 
+def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """
+    What attention to all parts gives, of parts that are all there.
+
+    Args:
+        outs: float32 `[parts, batch, heads, rows, head_dim]`, see `MergedAttention.add`.
+        log_sums: float32 `[parts, batch, heads, rows]`.
+
+    Returns:
+        float32 `[batch, heads, rows, head_dim]`; zeros where no part has a token that is seen.
+    """
+    highest = log_sums.amax(dim=0)
+    weights = torch.exp(log_sums - highest.masked_fill(highest.isneginf(), 0))
+    # One of the weights is 1, unless nothing is seen.
+    weights /= weights.sum(dim=0).clamp_min(1)
+    return torch.einsum("p...d,p...->...d", outs, weights)
+
+
 class MergedAttention:
     """
     What attention to all parts so far gives.
 
     Attributes:
         out: `[batch, heads, rows, head_dim]`; `None` before the first part.
+        log_sums: `[batch, heads, rows]`, natural log of the sum of the exponentials of all scores; likewise.
     """
 
     def __init__(self) -> None:
         self.out: torch.Tensor | None = None
+        self.log_sums: torch.Tensor | None = None
 
     def add(self, out: torch.Tensor, log_sums: torch.Tensor) -> None:
         """
@@ -28,9 +48,9 @@ class MergedAttention:
             log_sums: `[batch, heads, rows]`, natural log of the sum of the exponentials of that part's scores; minus
                 infinity where none of its tokens is seen.
         """
-        if self.out is None:
-            self.out, self._log_sums = out, log_sums
+        if self.out is None or self.log_sums is None:
+            self.out, self.log_sums = out, log_sums
             return
-        share = torch.sigmoid(log_sums - self._log_sums).masked_fill_(log_sums.isneginf(), 0)
+        share = torch.sigmoid(log_sums - self.log_sums).masked_fill_(log_sums.isneginf(), 0)
         self.out = self.out.float().lerp_(out.float(), share.unsqueeze(-1))
-        self._log_sums = torch.logaddexp(self._log_sums, log_sums)
+        self.log_sums = torch.logaddexp(self.log_sums, log_sums)

@@ -1,6 +1,7 @@
 """The caches for common cases. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
@@ -8,6 +9,9 @@ from ..codecs import Rotate, minmax
 from ..layers import OnOom, Placement
 from ..storage import KVCodec
 from .hybrid_cache import HybridCache, require_config
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class DynamicHybridCache(HybridCache):
@@ -19,6 +23,7 @@ class DynamicHybridCache(HybridCache):
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True`, `False`, `None` (if the model is on the CPU) or the indices of some layers.
+        group: processes that keep a share each, see `HybridCache`.
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
@@ -30,8 +35,9 @@ class DynamicHybridCache(HybridCache):
         config: PreTrainedConfig,
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
+        group: "ProcessGroup | None" = None,
     ):
-        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length)
+        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, group=group)
 
 
 class OffloadedHybridCache(HybridCache):
@@ -96,6 +102,7 @@ class QuantizedHybridCache(HybridCache):
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.
         prefetch_layers: with `offload`, layers that are on their way while one is attended to.
+        group: processes that keep a share each, see `HybridCache`.
 
     Raises:
         ValueError: an argument is none of these.
@@ -117,6 +124,7 @@ class QuantizedHybridCache(HybridCache):
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         prefetch_layers: int = 1,
+        group: "ProcessGroup | None" = None,
     ):
         codec: KVCodec | dict[int, KVCodec]
         if isinstance(bits, list):
@@ -125,7 +133,7 @@ class QuantizedHybridCache(HybridCache):
             codec = {index: minmax(each, group_size, sink_tokens, rotate, auto_bits) for index, each in bits.items()}
         else:
             codec = minmax(bits, group_size, sink_tokens, rotate, auto_bits)
-        super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec)
+        super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec, group)
 
 
 def _bits_of_layers(config: PreTrainedConfig, bits: list[Bits | None]) -> dict[int, Bits]:

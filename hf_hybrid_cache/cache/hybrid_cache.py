@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -26,10 +26,10 @@ from ..layers import (
     tensors_of,
 )
 from ..planning import advice, choose, parse_bytes
+from ..processes import Peers
 from ..saving import CacheFile, CacheFileError, save_layers, traits_of
 from ..storage import (
     CacheStats,
-    CodedStore,
     HostMemoryError,
     InitialCapacity,
     KVCodec,
@@ -39,6 +39,9 @@ from ..storage import (
 )
 from .forward_passes import ForwardPasses
 from .slow_steps import SlowSteps
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -95,11 +98,14 @@ class HybridCache(DynamicCache):
             tokens still fit.
         codec: how layers are coded: one for all, or by index in the model; layers that are not named stay in full
             precision. `None` codes none.
+        group: of processes that run the model in step (`torch.distributed`): each keeps a share of the blocks in its
+            host memory and attends to it there, and what they find is merged once a layer.
 
     Raises:
-        TypeError: `config` is not a transformers config.
+        TypeError: `config` is not a transformers config, or `group` not a process group.
         ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, memory is
-            to be page-locked without CUDA, or `cpu_decode` or `codec` names a layer that is not one of full attention.
+            to be page-locked without CUDA, `cpu_decode` or `codec` names a layer that is not one of full attention,
+            or with `group` layers are to be elsewhere than in host memory.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class HybridCache(DynamicCache):
         placement: Placement | None = None,
         max_length: int | None = None,
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
+        group: "ProcessGroup | None" = None,
     ):
         require_config(config)
         _require_instance("placement", placement, Placement, "Placement(offload=True)")
@@ -116,6 +123,9 @@ class HybridCache(DynamicCache):
         if max_length is not None:
             require_count("max_length", max_length)
         placement = placement or Placement()
+        peers = None if group is None else Peers(group)
+        if peers is not None:
+            placement = _shared_placement(placement)
         if placement.pin_memory and not torch.cuda.is_available():
             raise ValueError(
                 "pin_memory=True needs CUDA, which is not available here. Use pin_memory=None to decide by device."
@@ -134,7 +144,7 @@ class HybridCache(DynamicCache):
         context = getattr(text_config, "max_position_embeddings", None) or 0
         capacity = InitialCapacity.expecting(max_length, context)
         self._model_traits = traits_of(config)
-        self._stores = LayerStores(placement, capacity, len(ours), codecs, text_config)
+        self._stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers)
         self._passes = ForwardPasses(layers)
         self._steps = SlowSteps()
         self._first, self._last = (ours[0], ours[-1]) if ours else (-1, -1)
@@ -327,7 +337,7 @@ class HybridCache(DynamicCache):
 
     def __repr__(self) -> str:
         stores = [layer.store for layer in self.layers if isinstance(layer, HybridLayer)]
-        if any(isinstance(store, CodedStore) and store.held_bytes for store in stores):
+        if any(store is not None and store.held_bytes for store in stores):
             # To ask for the memory would be to have them coded.
             return f"{type(self).__name__}({', '.join(self._forms())}; {self._num_tokens:,} tokens, some to be coded)"
         held = self.memory()
@@ -359,6 +369,8 @@ class HybridCache(DynamicCache):
             yield f"{number} layer{'' if number == 1 else 's'} {kind}"
         if others := len(self.layers) - sum(numbers.values()):
             yield f"{others} of transformers' own"
+        if (peers := self._stores.peers) is not None:
+            yield f"share {peers.rank + 1} of {peers.size}"
         if self._stores.placement.offload:
             yield "offloaded"
         if any(isinstance(layer, HybridLayer) and layer.is_attended_on_cpu for layer in self.layers):
@@ -607,6 +619,10 @@ class HybridCache(DynamicCache):
             shape: of the states of layers that hold none yet; `None` for that of another layer.
             **changes: of the shapes, that made it too much.
         """
+        if (peers := self._stores.peers) is not None:
+            return HostMemoryError(
+                f"{error} These are of one of {peers.size} shares: more processes, or fewer bits, make it smaller."
+            )
         stores, layers = self._stores, [layer for layer in self.layers if isinstance(layer, HybridLayer)]
         shape = shape or next(self._shapes())
         shapes = {
@@ -639,6 +655,16 @@ def require_config(config: object) -> None:
     if not isinstance(config, PreTrainedConfig):
         given = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
         raise TypeError(f"config must be a transformers config such as model.config, got {given}.")
+
+
+def _shared_placement(placement: Placement) -> Placement:
+    """The placement of a share: in host memory, where it is attended to."""
+    if placement.offload or placement.cpu_decode not in (None, True):
+        raise ValueError(
+            "With group= all layers are kept in host memory and attended to there: leave out offload, and cpu_decode "
+            "unless it is True."
+        )
+    return replace(placement, cpu_decode=True)
 
 
 def _require_instance(argument: str, value: object, kind: type, example: str) -> None:

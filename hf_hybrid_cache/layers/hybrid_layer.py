@@ -107,7 +107,7 @@ class HybridLayer(CacheLayerMixin):
         if self.is_attended_on_cpu and self._stores.attention.is_declined:
             self._move(self.store.shape)
         store = self.store
-        watched = store if isinstance(store, CodedStore) and store.wants_queries else None
+        watched = store if store.wants_queries else None
         if watched is not None:
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS

@@ -8,12 +8,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..attention import CpuAttention
+from ..processes import Peers
 from ..storage import (
     GRANULE,
     Allowance,
     BufferedStore,
     CacheStats,
     CodecChoice,
+    CodedShare,
     CodedStore,
     ExpectedLength,
     HostBudget,
@@ -24,6 +26,8 @@ from ..storage import (
     KVStore,
     ResidentStore,
     Scratch,
+    Share,
+    SharedStore,
     Staging,
     StreamedStore,
     full_tokens,
@@ -45,6 +49,7 @@ class LayerStores:
         num_layers: how many layers will ask for a store.
         codecs: how layers are coded, by index in the model; the others stay in full precision.
         config: of the model, or of its text part, which names the implementation of attention that is in use.
+        peers: processes that keep a share each; `None` where there is one process.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
@@ -62,23 +67,26 @@ class LayerStores:
         num_layers: int,
         codecs: Mapping[int, KVCodec] | None = None,
         config: PreTrainedConfig | None = None,
+        peers: Peers | None = None,
     ):
         self.placement = placement
         self.config = config
+        self.peers = peers
+        self._share = Share.ALL if peers is None else Share(peers.rank, peers.size)
         self.capacity = capacity
         allowance = Allowance(len(codecs or {}))
         self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
-        expected_length = ExpectedLength(capacity.device_tokens)
+        expected_length = ExpectedLength(self._share.tokens(capacity.device_tokens))
         self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
         self.ends_budget = HostBudget(len(self._choices))
         self.record_budget = HostBudget(len(self._choices), GRANULE, expected_length)
         self.stats = CacheStats()
-        self.attention = CpuAttention(self.stats, is_asked_for=placement.cpu_decode is not None)
+        self.attention = CpuAttention(self.stats, placement.cpu_decode is not None, self._share)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
         self.needs_states = False
-        self._holding: list[CodedStore] = []
+        self._holding: list[KVStore] = []
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
 
@@ -144,7 +152,8 @@ class LayerStores:
         choice = self._choices.get(layer_idx)
         on_cpu = self.attends_on_cpu(layer_idx, shape)
         if choice is None:
-            return self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
+            store = self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
+            return store if self.peers is None else self._shared(store, ordinal)
         codec = choice.codec
         codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
         codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
@@ -156,13 +165,16 @@ class LayerStores:
             else ResidentStore(shape, capacity, budget)
         )
         records = RecordStores(self, ordinal, on_cpu)
-        return CodedStore(shape, choice, full, records, self.scratches.setdefault(shape.device, Scratch(shape.device)))
+        scratch = self.scratches.setdefault(shape.device, Scratch(shape.device))
+        if self.peers is None:
+            return CodedStore(shape, choice, full, records, scratch)
+        return self._shared(CodedShare(shape, choice, full, records, scratch, self._share), ordinal)
 
     def make_records(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
         """A store for records of this shape."""
         return self._buffered(ordinal, shape, on_cpu, self.capacity.of_records(), self.record_budget, records=True)
 
-    def note_holding(self, store: CodedStore) -> None:
+    def note_holding(self, store: KVStore) -> None:
         """
         Note that a layer may hold states until it sees queries, and let those that have held longest go.
 
@@ -173,6 +185,11 @@ class LayerStores:
             self._holding.pop(0).take_held()
         self._holding.append(store)
 
+    def _shared(self, local: KVStore, ordinal: int) -> SharedStore:
+        assert self.peers is not None
+        assert isinstance(local, HostStore | CodedShare)
+        return SharedStore(local.shape, local, self._share, self.peers, is_compared=ordinal == 0)
+
     def _buffered(
         self,
         ordinal: int,
@@ -182,7 +199,7 @@ class LayerStores:
         budget: HostBudget,
         records: bool = False,
     ) -> BufferedStore:
-        if on_cpu and shape.device.type == "cpu":
+        if on_cpu and (shape.device.type == "cpu" or self.peers is not None):
             return HostStore(shape, capacity, budget, records)
         if not on_cpu and not self.placement.offload:
             return ResidentStore(shape, capacity, budget, records)

@@ -4,6 +4,7 @@ from .address_space import huge_page_memory
 from .block_buffer import kernel_element
 from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
+from .coded_share import CodedShare
 from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
 from .growth import GRANULE, InitialCapacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
@@ -12,6 +13,8 @@ from .kv_store import KVShape, KVStore
 from .memory_limits import address_space_is_limited
 from .resident_store import ResidentStore
 from .scratch import Scratch
+from .share import Share
+from .shared_store import SharedStore
 from .staging import Staging
 from .stats import CacheStats
 from .streamed_store import StreamedStore
@@ -24,6 +27,7 @@ __all__ = [
     "CacheStats",
     "Codec",
     "CodecChoice",
+    "CodedShare",
     "CodedStore",
     "ExpectedLength",
     "HostBudget",
@@ -35,6 +39,8 @@ __all__ = [
     "KVStore",
     "ResidentStore",
     "Scratch",
+    "Share",
+    "SharedStore",
     "Staging",
     "StreamedStore",
     "Streams",

@@ -102,17 +102,19 @@ class CodedStore(KVStore):
         return super().is_intact and parts and whole
 
     @property
+    def sink_tokens(self) -> int:
+        """First tokens of this store that stay in full precision, whole blocks of 64."""
+        return self.codec.sink_tokens
+
+    @property
     def held_bytes(self) -> int:
-        """Of states that are held as they came."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._held)
 
     @property
     def wants_queries(self) -> bool:
-        """Whether the codec is still to be chosen, by queries too."""
         return not self._choice.is_made
 
     def observe(self, query: torch.Tensor) -> None:
-        """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
         batch, heads, _, key_dim = query.shape if query.dim() == 4 else (0, 0, 0, 0)
         fits = (batch, key_dim) == (self.shape.batch, self.shape.key_dim) and heads % self.shape.num_kv_heads == 0
         if self.wants_queries and fits and query.shape[2]:
@@ -120,18 +122,9 @@ class CodedStore(KVStore):
         self.take_held()
 
     def take_held(self) -> None:
-        """
-        Store the states that were held, if there are any, after the codec was chosen.
-
-        Raises:
-            ValueError: there are no codes for some of them; they are not stored then.
-            HostMemoryError: likewise, the host has no room for them.
-        """
         if not self._held:
             return
-        keys, values = (
-            parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*self._held, strict=True)
-        )
+        keys, values = self._held_states()
         version = self.version
         with self._changing():
             self.num_tokens -= self._held_tokens
@@ -174,7 +167,7 @@ class CodedStore(KVStore):
 
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
         """All states, as the codes have them, about `size` tokens at a time, with the first token of each piece."""
-        first = min(self.num_tokens, self.codec.sink_tokens)
+        first = min(self.num_tokens, self.sink_tokens)
         last = first + self.records.num_tokens * GRANULE
         if first:
             yield 0, self.full.read_range(0, first)
@@ -205,7 +198,7 @@ class CodedStore(KVStore):
 
     def truncate(self, num_tokens: int) -> None:
         self.take_held()
-        first, blocks = min(num_tokens, self.codec.sink_tokens), self.records.num_tokens
+        first, blocks = min(num_tokens, self.sink_tokens), self.records.num_tokens
         kept = min(blocks, (num_tokens - first) // GRANULE)
         if kept == blocks:
             self.full.truncate(num_tokens - kept * GRANULE)
@@ -249,6 +242,12 @@ class CodedStore(KVStore):
     def _held_tokens(self) -> int:
         return sum(keys.shape[2] for keys, _ in self._held)
 
+    def _held_states(self) -> Pair:
+        keys, values = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*self._held, strict=True)
+        )
+        return keys, values
+
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep new states as they came, after what may refuse them has not."""
         tokens = keys.shape[2]
@@ -266,16 +265,26 @@ class CodedStore(KVStore):
             if not torch.isfinite(states.sum()) and not torch.isfinite(states).all():
                 raise self._not_finite(num_blocks, "infinite, or not a number")
 
-    def _choose(self, sequences: "Sequence[_Sequence]", num_tokens: int) -> None:
-        """Choose the codec by the states from the first coded block on, of which there are `num_tokens`."""
-        blocks = num_tokens // GRANULE
+    def _choose(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Choose the codec by the states from the first coded block on, with new ones."""
+        self._require_finite(keys, values, self._blocks_to_code(keys.shape[2]))
+        sequences = self._sequences(keys, values)
+        blocks = len(sequences[0]) // GRANULE
         picked = sorted({index * blocks // _SAMPLED_BLOCKS for index in range(_SAMPLED_BLOCKS)})
-        keys, values = (
+        sampled = [
             torch.cat([sequence[index * GRANULE : (index + 1) * GRANULE] for index in picked], dim=2)
             for sequence in sequences
-        )
-        self._choice.make(keys, values)
+        ]
+        self._choice.make(*sampled)
         self._fit_records()
+
+    def _sequences(self, keys: torch.Tensor, values: torch.Tensor) -> "tuple[_Sequence, _Sequence]":
+        """What is in full precision after the first tokens, and new states after it."""
+        first, held = self.sink_tokens, self.full.num_tokens
+        olds = self.full.read_range(min(first, held), held)
+        pairs = zip(olds, (keys, values), strict=True)
+        of_keys, of_values = (_Sequence(old.to(new.device), new[:, :, max(0, first - held) :]) for old, new in pairs)
+        return of_keys, of_values
 
     def _fit_records(self) -> None:
         """Let the store for records, which is empty, be one for those that the codec makes."""
@@ -286,7 +295,7 @@ class CodedStore(KVStore):
 
     def _not_finite(self, num_blocks: int, reason: str) -> ValueError:
         count = num_blocks * GRANULE
-        end = self.codec.sink_tokens + self.records.num_tokens * GRANULE + count
+        end = self.sink_tokens + self.records.num_tokens * GRANULE + count
         return ValueError(
             f"Some of the keys or values of the {count:,} tokens before token {end:,} are {reason}: no codes "
             "stand for such. Nothing was stored. Find out why the model computes them, or use a cache of full "
@@ -295,7 +304,7 @@ class CodedStore(KVStore):
 
     def _coded(self, keys: torch.Tensor, values: torch.Tensor) -> "_Change":
         """What new states change, coded on their device. Nothing has changed yet, and there is room."""
-        first, held = self.codec.sink_tokens, self.full.num_tokens
+        first, held = self.sink_tokens, self.full.num_tokens
         count = self._blocks_to_code(keys.shape[2]) * GRANULE
         self.full.wait_for_copies()
         self.full.reserve(full_tokens(self.codec))
@@ -304,14 +313,12 @@ class CodedStore(KVStore):
             shapes = self.records.shape.keys, self.records.shape.values
             nothing = [keys.new_empty((*heads, 0, size), dtype=torch.uint8) for *heads, size in shapes]
             return _Change((nothing[0], nothing[1]), held, (keys, values), keys.shape[2])
+        if not self._choice.is_made:
+            self._choose(keys, values)
         # After the first tokens come those that are kept in full precision so far, and then the new ones.
         kept, missing = min(first, held), max(0, first - held)
         records, full = [], []
-        olds, news = self.full.read_range(kept, held), (keys, values)
-        sequences = [_Sequence(old.to(new.device), new[:, :, missing:]) for old, new in zip(olds, news, strict=True)]
-        if not self._choice.is_made:
-            self._require_finite(keys, values, count // GRANULE)
-            self._choose(sequences, held - kept + keys.shape[2] - missing)
+        sequences, news = self._sequences(keys, values), (keys, values)
         for codec, sequence, new in zip(self._codecs, sequences, news, strict=True):
             starts = range(0, count, _CODED_AT_ONCE)
             try:
@@ -347,7 +354,7 @@ class CodedStore(KVStore):
 
     def _put_together(self, records: Pair, states: Pair) -> Pair:
         """All states, written into those that were lent."""
-        first = min(self.num_tokens, self.codec.sink_tokens)
+        first = min(self.num_tokens, self.sink_tokens)
         last = first + self.records.num_tokens * GRANULE
         for codec, full, coded, target in zip(self._codecs, self.full.read(), records, states, strict=True):
             target[:, :, :first] = full[:, :, :first]
@@ -398,9 +405,12 @@ class _Sequence:
     def __init__(self, before: torch.Tensor, after: torch.Tensor):
         self._before, self._after = before, after
 
+    def __len__(self) -> int:
+        return self._before.shape[2] + self._after.shape[2]
+
     def __getitem__(self, tokens: slice) -> torch.Tensor:
         border = self._before.shape[2]
-        start, end, _ = tokens.indices(border + self._after.shape[2])
+        start, end, _ = tokens.indices(len(self))
         if start >= border:
             return self._after[:, :, start - border : end - border]
         first = self._before[:, :, start : min(end, border)]

@@ -90,6 +90,28 @@ class KVStore(ABC):
         """Whether what is stored is whole; not after something has ended a change half-way."""
         return not self._is_changing
 
+    @property
+    def wants_queries(self) -> bool:
+        """Whether a codec is still to be chosen, by queries too."""
+        return False
+
+    @property
+    def held_bytes(self) -> int:
+        """Of states that are held as they came, until queries were seen."""
+        return 0
+
+    def observe(self, query: torch.Tensor) -> None:  # noqa: B027
+        """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
+
+    def take_held(self) -> None:  # noqa: B027
+        """
+        Store the states that were held, if there are any, after the codec was chosen.
+
+        Raises:
+            ValueError: there are no codes for some of them; they are not stored then.
+            HostMemoryError: likewise, the host has no room for them.
+        """
+
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """

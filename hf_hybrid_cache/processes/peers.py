@@ -1,0 +1,89 @@
+"""The processes of a group, which tell each other tensors."""
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .errors import LostProcessError, OutOfStepError
+from .roll_call import absent_ranks
+
+
+class Peers:
+    """
+    The processes of a group, each with the same model, in step with each other.
+
+    Args:
+        group: of `torch.distributed`, of which this process is a member.
+
+    Raises:
+        TypeError: `group` is something else.
+        ValueError: this process is not in it.
+
+    Attributes:
+        rank: of this process in the group.
+        size: how many there are.
+    """
+
+    def __init__(self, group: "distributed.ProcessGroup"):
+        if not distributed.is_available():
+            raise ValueError("group= needs torch.distributed, and this torch was built without it.")
+        if isinstance(group, int) and group == distributed.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("This process is not in the group. Pass the group that it is in.")
+        if not isinstance(group, distributed.ProcessGroup):
+            raise TypeError(
+                "group must be a process group of torch.distributed, such as torch.distributed.group.WORLD after "
+                f"init_process_group('gloo'), got {group!r}."
+            )
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+        # NCCL alone knows no messages in host memory.
+        self._device = torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
+
+    def __deepcopy__(self, memo: dict) -> "Peers":
+        """Itself: the processes are the same ones."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A group of processes cannot be pickled.")
+
+    def exchange(self, message: torch.Tensor) -> torch.Tensor:
+        """
+        Tell the others `message` and hear theirs. All must call it, with messages of the same shape.
+
+        Every process sends to every other one, and none passes messages on: that takes one latency, and whoever waits
+        for a process that has ended notices at once.
+
+        Returns:
+            `[size, *message.shape]` in the order of ranks, on the host.
+
+        Raises:
+            LostProcessError: one of the others has ended, or did not answer within the group's timeout.
+            OutOfStepError: one of the others sent something of another size.
+        """
+        sent = message.to(self._device).expand(self.size, *message.shape).contiguous()
+        received = torch.empty_like(sent)
+        try:
+            distributed.all_to_all_single(received, sent, group=self._group)
+            return received.cpu()  # errors of NCCL may come only now
+        except RuntimeError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        if "preamble" in str(error):  # gloo: longer than what was expected
+            return OutOfStepError(
+                f"Rank {self.rank_of_all(self.rank)} got a message of another length than its own: the processes do "
+                "not compute the same. Call the model in all of them with the same inputs and options."
+            )
+        absent = absent_ranks(self._group.get_group_store(), self.rank, self.size)
+        names = ", ".join(str(self.rank_of_all(rank)) for rank in absent) or "unknown"
+        who = f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
+        return LostProcessError(
+            f"Of {self.size} processes that share a cache, {who} ended or stopped answering, and the others cannot go "
+            "on without what it kept. Start all of them again; a file that was saved before is whole. (Rank "
+            f"{self.rank_of_all(self.rank)}: {str(error).splitlines()[0]})"
+        )
+
+    def rank_of_all(self, rank: int) -> int:
+        """The rank among all processes, as `torchrun` counts them, of one of this group."""
+        return distributed.get_global_rank(self._group, rank)

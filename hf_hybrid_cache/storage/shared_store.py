@@ -1,0 +1,248 @@
+"""Keys and values of one layer of which several processes keep a share each."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..processes import OutOfStepError, Peers
+from .coded_share import CodedShare
+from .growth import GRANULE
+from .host_store import HostStore
+from .kv_store import KVShape, KVStore, Pair
+from .share import Share
+from .token_buffer import TokenBuffer
+
+# Of what a process tells the others at once.
+_MESSAGE_BYTES = 16 * 2**20
+# By how much sums over new keys may differ, of the sum of their magnitudes: processors round differently.
+_SAME = 0.01
+
+
+class Part(NamedTuple):
+    """
+    Rows of 64 tokens, or records, that a share is made of.
+
+    Attributes:
+        store: holds own rows.
+        entries: tokens, or records, of the whole sequence.
+        runs: numbers of the blocks of the whole sequence, in the order of rows.
+    """
+
+    store: HostStore
+    entries: int
+    runs: tuple[range, ...]
+
+
+class SharedStore(KVStore):
+    """
+    A sequence whose blocks are shared out to the processes of a group; `num_tokens` are those of all of it.
+
+    All of them store the same new tokens in the same order, and each keeps its own (see `Share`). To read all states,
+    or rows, is for all processes to do at once.
+
+    Args:
+        shape: of the states.
+        local: for the own share, empty.
+        share: of this process.
+        peers: the processes of the group.
+        is_compared: whether to compare with others what new keys are like; enough for one layer of a model.
+    """
+
+    def __init__(
+        self, shape: KVShape, local: HostStore | CodedShare, share: Share, peers: Peers, is_compared: bool = False
+    ):
+        super().__init__(shape)
+        self.local = local
+        self.peers = peers
+        self._own = share
+        self._is_compared = is_compared
+        self._likeness = (0.0, 0.0)
+
+    def __deepcopy__(self, memo: dict) -> "SharedStore":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.local = copy.deepcopy(self.local, memo)
+        return twin
+
+    @property
+    def share(self) -> Share:
+        """What this process keeps: everything while a codec is still to be chosen."""
+        return self.local.share if isinstance(self.local, CodedShare) else self._own
+
+    @property
+    def is_intact(self) -> bool:
+        whole = self.local.num_tokens == self.share.tokens(self.num_tokens)
+        return super().is_intact and self.local.is_intact and whole
+
+    @property
+    def wants_queries(self) -> bool:
+        return self.local.wants_queries
+
+    @property
+    def held_bytes(self) -> int:
+        return self.local.held_bytes
+
+    def observe(self, query: torch.Tensor) -> None:
+        self.local.observe(query)
+
+    def take_held(self) -> None:
+        self.local.take_held()
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store new states; returns all, which others are asked for unless the new ones are all there are."""
+        only_these = self.num_tokens == 0
+        self.extend(keys, values)
+        return (keys, values) if only_these else self.read()
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        end = self.num_tokens + keys.shape[2]
+        if isinstance(self.local, CodedShare):
+            self.local.extend_to(end, keys, values)
+        else:
+            self.local.extend(*(self.share.part(states, self.num_tokens) for states in (keys, values)))
+        if self._is_compared:
+            total, magnitude = self._likeness
+            numbers = keys[:, :, -1:].float()
+            self._likeness = total + float(numbers.sum()), magnitude + float(numbers.abs().sum())
+        self._set_length(end)
+
+    def read(self) -> Pair:
+        local = self.local.read()
+        if self.share.is_all:
+            return local
+        keys, values = (self._read_together(states).to(self.shape.device) for states in local)
+        return keys, values
+
+    def take_from(self, other: KVStore) -> None:
+        assert isinstance(other, SharedStore)
+        self.local.take_from(other.local)
+        self._likeness = other._likeness
+        self._set_length(other.num_tokens)
+
+    def buffers(self) -> Iterable[TokenBuffer]:
+        return self.local.buffers()
+
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        return self.local.planned_bytes([self._own.tokens(length) for length in lengths])
+
+    def truncate(self, num_tokens: int) -> None:
+        if isinstance(self.local, CodedShare):
+            self.local.truncate_to(num_tokens)
+        else:
+            self.local.truncate(self.share.tokens(num_tokens))
+        self._set_length(num_tokens)
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        with self._changing():
+            self.local.select_batch(indices)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
+
+    def wait_for_copies(self) -> None:
+        self.local.wait_for_copies()
+
+    def close(self) -> None:
+        super().close()
+        self.local.close()
+
+    def mark(self) -> torch.Tensor:
+        """What tells the others how far this process has come: float32 `[3]`, for `require_same`."""
+        count = torch.tensor([self.num_tokens], dtype=torch.int32).view(torch.float32)
+        return torch.cat([count, torch.tensor(self._likeness)])
+
+    def require_same(self, marks: torch.Tensor) -> None:
+        """
+        Check that all processes have come as far.
+
+        Args:
+            marks: float32 `[size, 3]`, of all.
+
+        Raises:
+            OutOfStepError: another one has more or fewer tokens, or others.
+        """
+        counts = marks[:, 0].contiguous().view(torch.int32).tolist()
+        own = self.peers.rank
+        totals, magnitudes = marks[:, 1].tolist(), marks[:, 2].tolist()
+        self._likeness = (0.0, 0.0)
+        for rank, count in enumerate(counts):
+            here, there = (f"rank {self.peers.rank_of_all(each)}" for each in (own, rank))
+            if count != self.num_tokens:
+                raise OutOfStepError(
+                    f"A cache has {count:,} tokens at {there} and {self.num_tokens:,} at {here}: call the model in all "
+                    "processes with the same inputs and options."
+                )
+            if abs(totals[rank] - totals[own]) > _SAME * magnitudes[own]:
+                raise OutOfStepError(
+                    f"The processes compute different tokens, {there} others than {here}. Call generate in all of them "
+                    "with the same inputs and options; to sample, call transformers.set_seed with the same number "
+                    "before."
+                )
+
+    def parts(self) -> dict[str, Part]:
+        """Own rows, by the names that they have in a file."""
+        self.take_held()
+        blocks = -(-self.num_tokens // GRANULE)
+        if not isinstance(self.local, CodedShare):
+            return {"states": Part(self.local, self.num_tokens, (range(blocks),))}
+        full, records, coded = self.local.full, self.local.records, self.local.sequence_blocks
+        assert isinstance(full, HostStore)
+        assert isinstance(records, HostStore)
+        first = min(self.local.codec.sink_tokens // GRANULE, blocks)
+        return {
+            "full": Part(full, self.num_tokens - coded * GRANULE, (range(first), range(first + coded, blocks))),
+            "records": Part(records, coded, (range(first, first + coded),)),
+        }
+
+    def rows_together(self, part: Part, role: int) -> Iterator[torch.Tensor]:
+        """
+        The rows of all processes as one would have them, some at a time; all processes do this at once.
+
+        Args:
+            part: one of `parts`.
+            role: 0 for keys, 1 for values.
+        """
+        part.store.wait_for_copies()
+        part.store.clear_rest()
+        own = part.store.rows()[role]
+        at_once = _blocks_at_once(own.shape[1:].numel() * own.itemsize, self.share.size)
+        done = 0
+        for run in part.runs:
+            rows = min(at_once, -(-len(run) // self.share.size))
+            for start in range(run.start, run.stop, max(1, rows * self.share.size)):
+                blocks = torch.arange(start, min(start + rows * self.share.size, run.stop))
+                count = self.share.blocks(int(blocks[-1]) + 1) - self.share.blocks(start)
+                if self.share.is_all:
+                    yield own[done : done + count]
+                else:
+                    message = own.new_zeros((rows, *own.shape[1:]))
+                    message[:count] = own[done : done + count]
+                    received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
+                    firsts = torch.tensor([Share(rank, self.share.size).blocks(start) for rank in range(len(received))])
+                    ranks = blocks % self.share.size
+                    yield received[ranks, blocks // self.share.size - firsts[ranks]]
+                done += count
+
+    def _read_together(self, own: torch.Tensor) -> torch.Tensor:
+        """States `[batch, heads, tokens, head_dim]` of the whole sequence; `own` are those of this process."""
+        batch, heads, _, head_dim = own.shape
+        size = self.share.size
+        states = own.new_empty(batch, heads, self.num_tokens, head_dim)
+        rows = -(-self.num_tokens // (GRANULE * size))
+        step = min(rows, _blocks_at_once(batch * heads * GRANULE * head_dim * own.itemsize, size)) * GRANULE
+        for start in range(0, rows * GRANULE, step):
+            piece = own[:, :, start : start + step]
+            message = own.new_zeros(batch, heads, step, head_dim)
+            message[:, :, : piece.shape[2]] = piece
+            received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
+            # [size, batch, heads, blocks, 64, head_dim], where blocks of all take turns
+            in_order = received.unflatten(3, (-1, GRANULE)).permute(1, 2, 3, 0, 4, 5).flatten(2, 4)
+            target = states[:, :, start * size : start * size + in_order.shape[2]]
+            target.copy_(in_order[:, :, : target.shape[2]])
+        return states
+
+
+def _blocks_at_once(block_bytes: int, size: int) -> int:
+    """Of each process, in a message that it sends to all others."""
+    return max(1, _MESSAGE_BYTES // max(1, block_bytes) // size)
