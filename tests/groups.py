@@ -74,9 +74,7 @@ class Group:
 def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: timedelta) -> None:
     os.environ["HF_HYBRID_CACHE_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
-    )
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         function, arguments = pipe.recv()
         try:

@@ -247,7 +247,8 @@ class HybridCache(DynamicCache):
         Keep what is stored in a file, a safetensors file with a checksum for each layer.
 
         It is written beside `path` and takes its place when it is complete; what was there stays until then. States
-        that are on a device pass through host memory layer by layer.
+        that are on a device pass through host memory layer by layer. Where processes keep a share each all of them
+        call it, and the first one writes what one process would have written.
 
         Args:
             path: of the file, in a folder that exists.
@@ -258,6 +259,7 @@ class HybridCache(DynamicCache):
             CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
             ValueError: `token_ids` are not as many as there are tokens.
             IncompleteCacheError: something ended a change of the cache half-way.
+            LostProcessError: another process ended, or did not call it.
 
         Example:
             >>> cache = QuantizedHybridCache(model.config, bits=4)
@@ -286,6 +288,7 @@ class HybridCache(DynamicCache):
         token_ids: torch.Tensor | None = None,
         verify: bool = True,
         dtype: torch.dtype | None = None,
+        group: "ProcessGroup | None" = None,
     ) -> "HybridCache":
         """
         The cache that `save` wrote; `generate` then computes only what comes after the tokens in it.
@@ -304,6 +307,8 @@ class HybridCache(DynamicCache):
             verify: compare layers with their checksums, for which all of the file is read. `False` saves that time.
             dtype: of the model's keys and values; `None` for `config.dtype`, as far as that is known. What is stored is
                 converted to it where nothing is lost, or where it is asked for here.
+            group: processes that keep a share each, as many as there are now: all load the same file, and with
+                `verify=False` each reads only its share.
 
         Raises:
             CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
@@ -321,8 +326,10 @@ class HybridCache(DynamicCache):
             if token_ids is not None:
                 file.require_prefix(token_ids)
             saved, codecs = file.description, file.codecs()
+            # Shares are in host memory, wherever the saved cache was.
+            saved_placement = saved.placement if group is None else Placement()
             try:
-                cache = HybridCache(config, placement or saved.placement, saved.max_length, codecs)
+                cache = HybridCache(config, placement or saved_placement, saved.max_length, codecs, group)
             except ValueError as error:
                 raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
             known = config.get_text_config(decoder=True).dtype
@@ -342,8 +349,8 @@ class HybridCache(DynamicCache):
             return f"{type(self).__name__}({', '.join(self._forms())}; {self._num_tokens:,} tokens, some to be coded)"
         held = self.memory()
         places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
-        sizes = ", ".join(f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
-        content = f"{held.num_tokens:,} tokens, {sizes}" if held.num_tokens else "empty"
+        sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
+        content = ", ".join([f"{held.num_tokens:,} tokens", *sizes]) if held.num_tokens else "empty"
         return f"{type(self).__name__}({', '.join(self._forms())}; {content})"
 
     def __str__(self) -> str:

@@ -3,21 +3,22 @@
 import os
 import stat
 import zlib
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import CodedStore, HostStore, KVCodec
+from ..storage import CodedStore, HostStore, KVCodec, SharedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, READABLE, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
-from .sections import ROLES, TOKEN_IDS, Tensors, codec_name, forms_of, layer_name, part_names, parts_of
+from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, layer_name, part_names, parts_of
 from .writing import bytes_of, checksum_of_header, pieces
 
 # For hundreds of KV heads of 512.
@@ -218,6 +219,9 @@ class CacheFile:
     ) -> None:
         assert saved.states is not None
         store = layer.start(saved.states.shape_on(devices))
+        if isinstance(store, SharedStore):
+            self._fill_share(index, store, saved.states.entries, mmap, verify)
+            return
         if mmap and not layer.is_attended_on_cpu:
             raise ValueError(
                 f"mmap=True is for layers that are attended to on the CPU, and layer {index} is not. Pass "
@@ -245,6 +249,19 @@ class CacheFile:
                 target.take_from(hosts[part])
         if isinstance(store, CodedStore):
             store.follow_parts()
+
+    def _fill_share(self, index: int, store: SharedStore, entries: Mapping[str, int], mmap: bool, verify: bool) -> None:
+        if mmap:
+            raise ValueError("mmap=True lets the cache be a whole file, and group= keeps a share. Pass mmap=False")
+        store.expect(entries)
+        name = layer_name(index)
+        rows: dict[str, OwnRows] = {}
+        for part, of_part in store.parts().items():
+            names = part_names(name, part)
+            self._placed(names, forms_of(of_part.store, of_part.entries))
+            own = store.own_rows(of_part)
+            rows |= {each: OwnRows(states, own) for each, states in zip(names, of_part.store.rows(), strict=True)}
+        self._read_section(name, rows, verify=verify)
 
     def _read_header(self) -> None:
         start = self._read(0, min(LENGTH_BYTES, self._num_bytes))
@@ -297,18 +314,31 @@ class CacheFile:
         return [by_name[name] for name in names]
 
     def _read_section(
-        self, section: str, tensors: Tensors, mapped: set[str] | frozenset[str] = frozenset(), verify: bool = True
+        self,
+        section: str,
+        tensors: "Mapping[str, torch.Tensor | OwnRows]",
+        mapped: set[str] | frozenset[str] = frozenset(),
+        verify: bool = True,
     ) -> None:
         """Read the tensors of a section, except for those that are mapped, and compare them with its checksum."""
         checksum = 0
         for placed in self._header.section(section):
+            target = tensors.get(placed.name)
+            self._file.seek(self._data_start + placed.start)
+            if isinstance(target, OwnRows):
+                for row in target.in_order():
+                    if row.is_own or verify:
+                        self._read_into(row.data)
+                        checksum = zlib.crc32(row.data, checksum) if verify else 0
+                    else:
+                        self._file.seek(len(row.data), os.SEEK_CUR)
+                continue
             if placed.is_padding:
                 data = memoryview(bytearray(placed.form.num_bytes))
-            elif placed.name in tensors:
-                data = bytes_of(tensors[placed.name])
+            elif target is not None:
+                data = bytes_of(target)
             else:
                 raise ValueError(f"nothing is known of the tensor {placed.name!r}")
-            self._file.seek(self._data_start + placed.start)
             for piece in pieces(data):
                 if placed.name not in mapped:
                     self._read_into(piece)
@@ -343,6 +373,34 @@ def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
     """
     with CacheFile(path) as file:
         return file.token_ids()
+
+
+class Row(NamedTuple):
+    """Bytes of a tensor of a file, and whether they are kept."""
+
+    data: memoryview
+    is_own: bool
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """
+    Rows that are kept of a tensor of a file.
+
+    Attributes:
+        kept: in memory, in the order of the file.
+        is_own: of all rows of the file, whether it is kept.
+    """
+
+    kept: torch.Tensor
+    is_own: Sequence[bool]
+
+    def in_order(self) -> Iterator[Row]:
+        """All rows of the file, to be read into; those that are not kept share memory."""
+        kept = iter(self.kept)
+        others = memoryview(bytearray(self.kept.shape[1:].numel() * self.kept.itemsize))
+        for is_own in self.is_own:
+            yield Row(bytes_of(next(kept)) if is_own else others, is_own)
 
 
 class _Devices:

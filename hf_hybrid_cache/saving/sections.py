@@ -8,13 +8,14 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer
-from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore
+from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore, SharedStore
 from .container import TensorForm
 from .description import LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
 
 TOKEN_IDS = "token_ids"
 ROLES = ("keys", "values")
+CODEC_SECTIONS = "codecs."
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -27,12 +28,13 @@ class Section:
     Attributes:
         name: of the section.
         forms: of the tensors, by name.
-        pieces: makes the tensors, in host memory and in the order of `forms`, some at a time.
+        pieces: makes the tensors, in host memory and in the order of `forms`: for each the pieces, along the first
+            axis, that it is put together of.
     """
 
     name: str
     forms: Mapping[str, TensorForm]
-    pieces: Callable[[], Iterable[Tensors]]
+    pieces: Callable[[], Iterable[Iterable[torch.Tensor]]]
 
 
 def layer_name(index: int) -> str:
@@ -41,14 +43,14 @@ def layer_name(index: int) -> str:
 
 def codec_name(index: int) -> str:
     """Of the section of what the codec of a layer was chosen to be."""
-    return f"codecs.{index}"
+    return f"{CODEC_SECTIONS}{index}"
 
 
 def codec_section(index: int, codec: KVCodec) -> Section:
     """What a layer's codec balances channels by, if anything."""
     tensors = {f"{codec_name(index)}/{role}": weights for role, weights in weights_of(codec).items()}
     forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
-    return Section(codec_name(index), forms, lambda: [tensors])
+    return Section(codec_name(index), forms, lambda: ([tensor] for tensor in tensors.values()))
 
 
 def part_names(section: str, part: str) -> tuple[str, str]:
@@ -85,7 +87,10 @@ def described_layer(layer: Any) -> LayerDescription:
         return LayerDescription(name, attributes=attributes_of(layer))
     if layer.store is None:
         return LayerDescription(name)
-    entries = {part: store.num_tokens for part, store in parts_of(layer.store).items()}
+    if isinstance(layer.store, SharedStore):
+        entries = {name: part.entries for name, part in layer.store.parts().items()}
+    else:
+        entries = {name: store.num_tokens for name, store in parts_of(layer.store).items()}
     return LayerDescription(name, States.of(layer.store.shape, entries))
 
 
@@ -95,27 +100,39 @@ def section_of(index: int, layer: Any) -> Section:
     if not isinstance(layer, HybridLayer):
         tensors = {f"{section}/{name}": tensor for name, tensor in tensors_by_name(layer).items()}
         forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
-        return Section(section, forms, lambda: ({name: tensor.cpu()} for name, tensor in tensors.items()))
+        return Section(section, forms, lambda: ([tensor.cpu()] for tensor in tensors.values()))
+    if isinstance(layer.store, SharedStore):
+        return _section_of_shares(section, layer.store)
     parts = {} if layer.store is None else parts_of(layer.store)
     forms = {}
     for part, store in parts.items():
         form = store if isinstance(store, HostStore) else HostStore.like(store)
         forms |= dict(zip(part_names(section, part), forms_of(form, store.num_tokens), strict=True))
-    return Section(section, forms, lambda: _rows_of(section, parts))
+    return Section(section, forms, lambda: _rows_of(parts))
 
 
 def token_section(token_ids: torch.Tensor) -> Section:
     """The section of the token ids that a cache holds the states of, `[batch, tokens]`."""
     tensors = {TOKEN_IDS: token_ids.to("cpu", torch.int32)}
-    return Section(TOKEN_IDS, {TOKEN_IDS: TensorForm.of(tensors[TOKEN_IDS])}, lambda: [tensors])
+    return Section(TOKEN_IDS, {TOKEN_IDS: TensorForm.of(tensors[TOKEN_IDS])}, lambda: [tensors.values()])
 
 
-def _rows_of(section: str, parts: Mapping[str, BufferedStore]) -> Iterator[Tensors]:
-    for part, store in parts.items():
+def _section_of_shares(section: str, store: SharedStore) -> Section:
+    """The section of a layer whose blocks are with several processes, which make the pieces together."""
+    parts = store.parts()
+    forms: dict[str, TensorForm] = {}
+    for name, part in parts.items():
+        forms |= dict(zip(part_names(section, name), forms_of(part.store, part.entries), strict=True))
+    both = [(part, role) for part in parts.values() for role, _ in enumerate(ROLES)]
+    return Section(section, forms, lambda: (store.rows_together(part, role) for part, role in both))
+
+
+def _rows_of(parts: Mapping[str, BufferedStore]) -> Iterator[Iterable[torch.Tensor]]:
+    for store in parts.values():
         store.wait_for_copies()
         rows = store
         if not isinstance(rows, HostStore):
             rows = HostStore.like(store)
             rows.take_from(store)
         rows.clear_rest()
-        yield dict(zip(part_names(section, part), rows.rows(), strict=True))
+        yield from ([states] for states in rows.rows())

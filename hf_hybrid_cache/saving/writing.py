@@ -7,6 +7,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,10 +16,12 @@ import transformers
 
 from .._version import __version__
 from ..layers import LayerStores
+from ..processes import Peers
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
 from .description import FORMAT, VERSION, CacheDescription
 from .errors import CacheFileError
 from .sections import Section, codec_section, described_layer, section_of, token_section
+from .turns import Turns
 
 PIECE_BYTES = 4 * 2**20
 _NO_CHECKSUM = f"{0:08x}"
@@ -64,7 +67,37 @@ def save_layers(
         raise CacheFileError(path, f"was not written: {error}") from error
     if token_ids is not None:
         sections.insert(0, token_section(token_ids))
-    write(Path(path), metadata, [section for section in sections if section.forms])
+    sections = [section for section in sections if section.forms]
+    if stores.peers is None:
+        write(Path(path), metadata, sections)
+    else:
+        write_together(stores.peers, Path(path), metadata, sections)
+
+
+def write_together(peers: Peers, path: Path, metadata: dict[str, str], sections: Sequence[Section]) -> None:
+    """
+    Write what all processes of a group hold: the first one writes, and the others make the pieces with it.
+
+    Raises:
+        CacheFileError: it cannot be written, in all processes; what was there is there still.
+        OutOfStepError: the processes hold different caches.
+    """
+    turns = Turns(peers, path)
+    turns.require_same(sections)
+    in_turns = [replace(section, pieces=turns.before_each(section.pieces)) for section in sections]
+    if peers.rank == 0:
+        try:
+            write(path, metadata, in_turns)
+        except BaseException:
+            if not turns.is_taking_one:
+                turns.take(is_good=False)
+            raise
+    else:
+        for section in in_turns:
+            for tensor in section.pieces():
+                for _ in tensor:
+                    pass
+    turns.take()
 
 
 def write(path: Path, metadata: dict[str, str], sections: Sequence[Section]) -> None:
@@ -112,12 +145,17 @@ def _write_section(file: BinaryIO, section: Section) -> str:
     against forgery, and two to three times as fast as SHA-256 and BLAKE2.
     """
     checksum = 0
-    for tensors in section.pieces():
-        for tensor in tensors.values():
-            data = bytes_of(tensor)
-            for piece in (*pieces(data), memoryview(bytes(-len(data) % ALIGNMENT))):
+    for tensor in section.pieces():
+        num_bytes = 0
+        for part in tensor:
+            data = bytes_of(part)
+            num_bytes += len(data)
+            for piece in pieces(data):
                 checksum = zlib.crc32(piece, checksum)
                 file.write(piece)
+        filling = bytes(-num_bytes % ALIGNMENT)
+        checksum = zlib.crc32(filling, checksum)
+        file.write(filling)
     return f"{checksum:08x}"
 
 

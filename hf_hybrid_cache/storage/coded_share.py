@@ -8,6 +8,7 @@ from .buffered_store import BufferedStore
 from .codec import CodecChoice
 from .coded_store import CodedStore, coded_blocks
 from .growth import GRANULE
+from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .scratch import Scratch
 from .share import Share
@@ -91,8 +92,13 @@ class CodedShare(CodedStore):
         self.sequence_blocks = other.sequence_blocks
         super().take_from(other)
 
-    def follow_parts_of(self, sequence_tokens: int, sequence_blocks: int) -> None:
-        """Hold what `full` and `records` hold of such a sequence, after they were filled one by one."""
+    def expect(self, sequence_tokens: int, sequence_blocks: int) -> None:
+        """Make rows for the own ones of a sequence of so many tokens, of which so many blocks are coded."""
+        assert isinstance(self.full, HostStore)
+        assert isinstance(self.records, HostStore)
+        coded = self._own_coded(sequence_blocks)
+        self.full.make_rows(self.share.tokens(sequence_tokens) - coded * GRANULE)
+        self.records.make_rows(coded)
         self.sequence_tokens, self.sequence_blocks = sequence_tokens, sequence_blocks
         self.follow_parts()
 

@@ -1,7 +1,7 @@
 """Keys and values of one layer of which several processes keep a share each."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -194,6 +194,32 @@ class SharedStore(KVStore):
             "full": Part(full, self.num_tokens - coded * GRANULE, (range(first), range(first + coded, blocks))),
             "records": Part(records, coded, (range(first, first + coded),)),
         }
+
+    def own_rows(self, part: Part) -> list[bool]:
+        """Of the rows that one process would have, whether this one keeps it."""
+        return [block % self.share.size == self.share.rank for run in part.runs for block in run]
+
+    def expect(self, entries: Mapping[str, int]) -> None:
+        """
+        Make rows, in this empty store, for the own ones of so many entries in all parts, with any content.
+
+        Raises:
+            ValueError: the parts are others, or no sequence has so many.
+            HostMemoryError: the host has no capacity for them; nothing has changed then.
+        """
+        local = self.local
+        if entries.keys() != self.parts().keys():
+            raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.parts())}")
+        if isinstance(local, CodedShare):
+            coded, full = entries["records"], entries["full"]
+            num_tokens = full + coded * GRANULE
+            if coded and full < local.codec.sink_tokens:
+                raise ValueError(f"there are {coded:,} coded blocks after {full:,} tokens")
+            local.expect(num_tokens, coded)
+        else:
+            num_tokens = entries["states"]
+            local.make_rows(self.share.tokens(num_tokens))
+        self._set_length(num_tokens)
 
     def rows_together(self, part: Part, role: int) -> Iterator[torch.Tensor]:
         """

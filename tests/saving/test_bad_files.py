@@ -313,7 +313,7 @@ def test_whatever_ends_the_writing_leaves_the_older_file(error: type[BaseExcepti
     path.write_bytes(b"older")
 
     def pieces():
-        yield {"layers.0/a": torch.ones(5000)}
+        yield [torch.ones(5000)]
         raise error
 
     section = Section("layers.0", {f"layers.0/{name}": TensorForm(torch.float32, (5000,)) for name in "ab"}, pieces)
