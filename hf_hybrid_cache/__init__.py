@@ -7,11 +7,19 @@ from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .attention import StaleHandleError
-    from .cache import DynamicHybridCache, HybridCache, MemoryReport, OffloadedHybridCache, QuantizedHybridCache
+    from .cache import (
+        DynamicHybridCache,
+        HybridCache,
+        MemoryReport,
+        OffloadedHybridCache,
+        QuantizedHybridCache,
+        SameLogits,
+    )
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU, decode_on_cpu
     from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
     from .layers import DeviceMemoryError, IncompleteCacheError, Placement
+    from .processes import LostProcessError, OutOfStepError
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, HostMemoryError, KVCodec
     from .weights import WeightsReport, quantize_weights, weights_in_bits
@@ -26,10 +34,13 @@ __all__ = [
     "HybridCache",
     "IncompleteCacheError",
     "KVCodec",
+    "LostProcessError",
     "MemoryReport",
     "OffloadedHybridCache",
+    "OutOfStepError",
     "Placement",
     "QuantizedHybridCache",
+    "SameLogits",
     "StaleHandleError",
     "WeightsReport",
     "__version__",
@@ -49,11 +60,19 @@ __getattr__ = lazy_names(
     __name__,
     {
         "attention": ("StaleHandleError",),
-        "cache": ("DynamicHybridCache", "HybridCache", "MemoryReport", "OffloadedHybridCache", "QuantizedHybridCache"),
+        "cache": (
+            "DynamicHybridCache",
+            "HybridCache",
+            "MemoryReport",
+            "OffloadedHybridCache",
+            "QuantizedHybridCache",
+            "SameLogits",
+        ),
         "codecs": ("minmax", "quanto"),
         "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
         "kernels": ("get_num_threads", "set_integer_kernels", "set_num_threads", "uses_integer_kernels"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement"),
+        "processes": ("LostProcessError", "OutOfStepError"),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "HostMemoryError", "KVCodec"),
         "weights": ("WeightsReport", "quantize_weights", "weights_in_bits"),

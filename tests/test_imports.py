@@ -15,10 +15,11 @@ REPOSITORY = PACKAGE.parent
 # Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
     "kernels": {"kernels", "numba"},
-    "storage": {"storage", "torch"},
+    "processes": {"processes", "torch"},
+    "storage": {"processes", "storage", "torch"},
     "codecs": {"codecs", "kernels", "storage", "torch"},
     "attention": {"attention", "codecs", "kernels", "storage", "torch"},
-    "layers": {"attention", "layers", "storage", "torch", "transformers"},
+    "layers": {"attention", "layers", "processes", "storage", "torch", "transformers"},
     "other_processes": set(),
     "user_folder": set(),
     "planning": {
@@ -33,7 +34,7 @@ ALLOWED = {
         "user_folder",
         "weights",
     },
-    "saving": {"_version", "codecs", "layers", "saving", "storage", "torch", "transformers"},
+    "saving": {"_version", "codecs", "layers", "processes", "saving", "storage", "torch", "transformers"},
     "cache": {
         "attention",
         "cache",
@@ -41,6 +42,7 @@ ALLOWED = {
         "layers",
         "other_processes",
         "planning",
+        "processes",
         "saving",
         "storage",
         "torch",
@@ -60,6 +62,7 @@ ALLOWED = {
         "models",
         "other_processes",
         "planning",
+        "processes",
         "saving",
         "torch",
         "transformers",

@@ -78,7 +78,7 @@ def attend_in_pieces(
         merged.add(out, log_sums.masked_fill(~seen.any(dim=-1), -torch.inf))
     assert merged.out is not None
     assert merged.log_sums is not None
-    return merged.out.view(batch, heads, length, head_dim), merged.log_sums.view(batch, heads, length)
+    return merged.out.reshape(batch, heads, length, -1), merged.log_sums.reshape(batch, heads, length)
 
 
 def _of_rows(mask: torch.Tensor, shape: torch.Size, group: int) -> torch.Tensor:

@@ -2,5 +2,13 @@
 
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 from .hybrid_cache import HybridCache, MemoryReport
+from .same_logits import SameLogits
 
-__all__ = ["DynamicHybridCache", "HybridCache", "MemoryReport", "OffloadedHybridCache", "QuantizedHybridCache"]
+__all__ = [
+    "DynamicHybridCache",
+    "HybridCache",
+    "MemoryReport",
+    "OffloadedHybridCache",
+    "QuantizedHybridCache",
+    "SameLogits",
+]

@@ -395,6 +395,11 @@ class HybridCache(DynamicCache):
         return self._stores.codecs
 
     @property
+    def group(self) -> "ProcessGroup | None":
+        """Of processes that keep a share each; `None` where there is one process."""
+        return None if self._stores.peers is None else self._stores.peers.group
+
+    @property
     def stats(self) -> CacheStats:
         """What was copied between host and device since the cache was built or reset."""
         return self._stores.stats

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,6 +18,7 @@ from .coded_weights import code_weights
 from .comparison import FEW_WEIGHT_BITS, WITH_WEIGHTS, conclusion, mebibytes, one_line, summary, table
 from .console import UsageError, check_bits, check_choice, check_weights, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
+from .group import consoles, joined
 from .prompts import (
     Prompt,
     context_length,
@@ -28,10 +30,11 @@ from .prompts import (
     what_was_left_out,
     where_it_says_so,
 )
+from .ranks import num_processes
 from .saved_document import document_ids
 from .shown_run import shown_run
 from .terminal import TokenStream, is_encodable, read_text, write
-from .timed_run import CACHES, CacheOptions, Run, new_cache, warm_up
+from .timed_run import CACHES, SHAREABLE, CacheOptions, Run, new_cache, warm_up
 
 
 def answer(
@@ -55,16 +58,18 @@ def answer(
     device: str | None,
 ) -> None:
     """Do what `generate` says with these options."""
-    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    out, notes = consoles()
     with exit_codes(notes):
         _check_files(save_cache, load_cache, cache, compare, prompt_file)
         if cache is not None:
             check_choice("--cache", cache, CACHES)
         check_bits(bits)
         check_weights(weights)
-        name = cache or ("offloaded" if bits is None else "quantized")
+        name = cache or _default_cache(bits)
+        if num_processes() > 1:
+            _check_shareable(name, compare, document)
         of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
-        given = {field: value for field, value in of_caches.items() if value is not None}
+        given: dict[str, Any] = {field: value for field, value in of_caches.items() if value is not None}
         _check_cache_options(given, name, cache, compare, load_cache)
         precision = dtype_of(dtype)
         if prompt_file and (document or question is not None):
@@ -113,9 +118,13 @@ def answer(
             if text is not None and prompt.kept_tokens < prompt.document_tokens:
                 write(out, what_was_left_out(prompt, longest, context))
 
+        group = joined()
+        if group is not None:
+            note(notes, f"{group.size()} processes keep a share of the cache each")
         if name != "stock" or compare:
             compile_kernels(language_model, name == "quantized" or compare, notes)
-        task = _Task(language_model, prompt, CacheOptions(**given), max_new_tokens, prefill_chunk_size, notes)
+        cache_options = replace(CacheOptions(group=group), **given)
+        task = _Task(language_model, prompt, cache_options, max_new_tokens, prefill_chunk_size, notes)
         stream = TokenStream(out, tokenizer)
         if not compare:
             filled = None
@@ -184,7 +193,9 @@ class _Task:
     def load(self, path: Path) -> HybridCache:
         """The cache that `save` wrote, if it is of what is before the question."""
         start = time.perf_counter()
-        cache = HybridCache.load(path, self.model.config, device=self.model.device, token_ids=self._prefix)
+        cache = HybridCache.load(
+            path, self.model.config, device=self.model.device, token_ids=self._prefix, group=self.options.group
+        )
         seconds = time.perf_counter() - start
         left = self.prompt.input_ids.shape[1] - cache.get_seq_length()
         note(self.notes, f"document: read from {path} in {seconds:.2f} s; {left:,} tokens of the prompt are left")
@@ -216,6 +227,22 @@ class _Task:
         return shown_run(
             self.notes, title, self.model, input_ids, cache, max_new_tokens, self.prefill_chunk_size, on_token
         )
+
+
+def _default_cache(bits: int | None) -> str:
+    if bits is not None:
+        return "quantized"
+    return "offloaded" if num_processes() == 1 else "dynamic"
+
+
+def _check_shareable(name: str, compare: bool, document: Path | None) -> None:
+    """Refuse what several processes cannot do together."""
+    if compare:
+        raise UsageError("--compare is for one process: start it without torchrun.")
+    if name not in SHAREABLE:
+        raise UsageError(f"--cache {name} is for one process: with torchrun use one of {', '.join(SHAREABLE)}.")
+    if str(document) == "-":
+        raise UsageError("Standard input is read by one process: with torchrun give the name of a file to --document.")
 
 
 def _check_files(

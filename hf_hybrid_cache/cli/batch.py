@@ -13,7 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..jobs import EXECUTORS, JobFailedError, Jobs, job_parameters
 from .coded_weights import code_weights
-from .console import UsageError, cache_of_ours, check_choice, check_weights, dtype_of, exit_codes, note
+from .console import (
+    UsageError,
+    cache_of_ours,
+    check_choice,
+    check_weights,
+    dtype_of,
+    exit_codes,
+    note,
+    require_one_process,
+)
 from .device import compile_kernels, loaded
 from .document_questions import BatchOptions, DocumentQuestions
 from .questions import Answer, AnswerFile, Question, key_of, read_questions
@@ -40,6 +49,7 @@ def answer_all(
     """Do what `batch` says with these options."""
     notes = Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
+        require_one_process("batch")
         name = cache_of_ours(cache, bits)
         check_weights(weights)
         dtype_of(dtype)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from .choices import BITS, CACHES, DTYPES, WEIGHT_BITS
 from .interrupts import as_exceptions
+from .ranks import num_processes, rank
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,12 @@ def check_weights(bits: int | None) -> None:
         raise UsageError(f"--weights must be 8 or 4, got {bits}. Leave it out for the weights as they are.")
 
 
+def require_one_process(command: str) -> None:
+    """Refuse several processes, which would all do the same."""
+    if num_processes() > 1:
+        raise UsageError(f"{command} runs in one process: start it without torchrun. generate shares its cache out.")
+
+
 def dtype_of(option: str | None) -> "torch.dtype | None":
     """The type that `--dtype` names, if it does."""
     import torch
@@ -66,6 +73,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
     from ..jobs import JobsError
     from ..models import ModelLoadError
     from ..planning import CostError, PlanError
+    from ..processes import LostProcessError, OutOfStepError
     from ..saving import CacheFileError
     from .prompts import PromptError
 
@@ -74,6 +82,8 @@ def exit_codes(notes: Console) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except (LostProcessError, OutOfStepError) as error:
+        message = str(error)
     except (UsageError, PromptError, ModelLoadError, CostError, PlanError, CacheFileError, JobsError) as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:
@@ -82,5 +92,8 @@ def exit_codes(notes: Console) -> Iterator[None]:
         message = next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
     else:
         return
-    notes.print(f"error: {message}", markup=False, highlight=False, emoji=False)
+    # Of several processes each says what it could not do.
+    who = f"rank {rank()}: " if num_processes() > 1 else ""
+    said_on = Console(stderr=True, soft_wrap=True) if notes.quiet else notes
+    said_on.print(f"{who}error: {message}", markup=False, highlight=False, emoji=False)
     raise typer.Exit(2)

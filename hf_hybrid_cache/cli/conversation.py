@@ -12,7 +12,7 @@ from ..cache import HybridCache
 from ..layers import IncompleteCacheError
 from ..saving import CacheFileError
 from .coded_weights import code_weights, weights_said
-from .console import UsageError, cache_of_ours, check_weights, dtype_of, exit_codes, note
+from .console import UsageError, cache_of_ours, check_weights, dtype_of, exit_codes, note, require_one_process
 from .device import compile_kernels, loaded
 from .prompts import (
     PromptError,
@@ -55,6 +55,7 @@ def talk(
     """Do what `chat` says with these options."""
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):
+        require_one_process("chat")
         name = cache_of_ours(cache, bits)
         _check(document, load_cache, cache, bits, context)
         check_weights(weights)

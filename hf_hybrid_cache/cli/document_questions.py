@@ -128,8 +128,8 @@ class DocumentQuestions:
                 return HybridCache.load(path, self.model.config, device=self.model.device, token_ids=prefix)
             except CacheFileError as error:
                 note(self.notes, f"{path} is computed anew: {error}")
-        given = {} if self.options.bits is None else {"bits": self.options.bits}
-        cache = cast(HybridCache, new_cache(self.options.cache, self.model.config, CacheOptions(**given)))
+        options = CacheOptions() if self.options.bits is None else CacheOptions(bits=self.options.bits)
+        cache = cast(HybridCache, new_cache(self.options.cache, self.model.config, options))
         timed_generate(self.model, prefix, cache, 1, self.options.prefill_chunk_size)
         if path is not None:
             try:

@@ -6,6 +6,7 @@ import typer
 
 from .choices import DTYPES, NAMED_MODELS
 from .nodes import NodeError, bind_to_node
+from .ranks import local_rank, share_processors
 
 Model = Annotated[str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")]
 Bits = Annotated[
@@ -22,15 +23,22 @@ CpuNode = Annotated[
     typer.Option(
         "--cpu-node",
         min=0,
-        help="Run on the processors of this NUMA node, mostly a socket, and take memory there first, as numactl does.",
+        help="Run on the processors of this NUMA node, mostly a socket, and take memory there first, as numactl does. "
+        "With torchrun: the first process, the others on the nodes after it.",
     ),
 ]
 
 
 def run_on_node(number: int | None) -> None:
-    """Do what `--cpu-node` says, before torch is imported: it counts processors then."""
+    """
+    Do what `--cpu-node` says, before torch is imported: it counts processors then.
+
+    Of processes that `torchrun` has started on a machine, the first one takes that node and the others those after it.
+    """
+    share_processors()
     if number is None:
         return
+    number += local_rank()
     try:
         warning = bind_to_node(number)
     except NodeError as error:

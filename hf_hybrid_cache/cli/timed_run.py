@@ -3,16 +3,19 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
 from ..layers import tensors_of
 from .console import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 WARM_UP_TOKENS = 64
 
@@ -24,14 +27,18 @@ class CacheOptions:
     prefetch_layers: int = 1
     resident_layers: int = 0
     bits: int = 4
+    group: "ProcessGroup | None" = None
 
 
 CACHES: dict[str, Callable[[PreTrainedConfig, CacheOptions], Cache]] = {
     "stock": lambda config, options: DynamicCache(config=config),
-    "dynamic": lambda config, options: DynamicHybridCache(config),
+    "dynamic": lambda config, options: DynamicHybridCache(config, group=options.group),
     "offloaded": lambda config, options: OffloadedHybridCache(config, options.prefetch_layers, options.resident_layers),
-    "quantized": lambda config, options: QuantizedHybridCache(config, options.bits),
+    "quantized": lambda config, options: QuantizedHybridCache(config, options.bits, group=options.group),
 }
+
+# By several processes.
+SHAREABLE = ("dynamic", "quantized")
 
 
 def new_cache(name: str, config: PreTrainedConfig, options: CacheOptions) -> Cache:
@@ -105,6 +112,7 @@ def timed_generate(
     """
     input_ids = input_ids.to(model.device)
     recorder = _Recorder(on_token)
+    group = cache.group if isinstance(cache, HybridCache) else None
 
     def count(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if on_prefill and not recorder.tokens:
@@ -127,6 +135,7 @@ def timed_generate(
             or None,  # of a model's own settings transformers would warn that greedy ignores them
             top_k=None,
             top_p=None,
+            logits_processor=None if group is None else LogitsProcessorList([SameLogits(group)]),
         )
         _synchronize(model)
         end = time.perf_counter()

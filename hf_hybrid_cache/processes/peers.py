@@ -21,6 +21,7 @@ class Peers:
         ValueError: this process is not in it.
 
     Attributes:
+        group: as given.
         rank: of this process in the group.
         size: how many there are.
     """
@@ -35,7 +36,7 @@ class Peers:
                 "group must be a process group of torch.distributed, such as torch.distributed.group.WORLD after "
                 f"init_process_group('gloo'), got {group!r}."
             )
-        self._group = group
+        self.group = group
         self.rank, self.size = group.rank(), group.size()
         # NCCL alone knows no messages in host memory.
         self._device = torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
@@ -64,8 +65,22 @@ class Peers:
         sent = message.to(self._device).expand(self.size, *message.shape).contiguous()
         received = torch.empty_like(sent)
         try:
-            distributed.all_to_all_single(received, sent, group=self._group)
+            distributed.all_to_all_single(received, sent, group=self.group)
             return received.cpu()  # errors of NCCL may come only now
+        except RuntimeError as error:
+            raise self._explained(error) from error
+
+    def of_the_first(self, message: torch.Tensor) -> torch.Tensor:
+        """
+        What the first process calls this with, in all of them, which call it with a tensor of the same shape.
+
+        Raises:
+            LostProcessError: as for `exchange`.
+        """
+        heard = message.to(self._device, copy=True)
+        try:
+            distributed.broadcast(heard, group_src=0, group=self.group)
+            return heard.to(message.device)
         except RuntimeError as error:
             raise self._explained(error) from error
 
@@ -75,7 +90,7 @@ class Peers:
                 f"Rank {self.rank_of_all(self.rank)} got a message of another length than its own: the processes do "
                 "not compute the same. Call the model in all of them with the same inputs and options."
             )
-        absent = absent_ranks(self._group.get_group_store(), self.rank, self.size)
+        absent = absent_ranks(self.group.get_group_store(), self.rank, self.size)
         names = ", ".join(str(self.rank_of_all(rank)) for rank in absent) or "unknown"
         who = f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
         return LostProcessError(
@@ -86,4 +101,4 @@ class Peers:
 
     def rank_of_all(self, rank: int) -> int:
         """The rank among all processes, as `torchrun` counts them, of one of this group."""
-        return distributed.get_global_rank(self._group, rank)
+        return distributed.get_global_rank(self.group, rank)

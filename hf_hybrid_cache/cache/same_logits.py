@@ -1,0 +1,36 @@
+"""The same logits in all processes of a group, whose processors round differently."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import LogitsProcessor
+
+from ..processes import Peers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SameLogits(LogitsProcessor):
+    """
+    Takes the logits of the first process, in all of a group.
+
+    Machines of different kinds, or different numbers of threads, differ in the last bits, and some day these decide
+    which token is the likeliest. To sample, call `transformers.set_seed` in all of them besides.
+
+    Args:
+        group: of processes that share a cache.
+
+    Raises:
+        LostProcessError: another process ended, or did not call it.
+
+    Example:
+        >>> cache = DynamicHybridCache(model.config, group=group)
+        >>> model.generate(**inputs, past_key_values=cache, logits_processor=[SameLogits(group)])
+    """
+
+    def __init__(self, group: "ProcessGroup"):
+        self._peers = Peers(group)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return self._peers.of_the_first(scores)  # type: ignore[return-value]

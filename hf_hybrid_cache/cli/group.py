@@ -1,0 +1,26 @@
+"""The group of processes that share the cache of a command."""
+
+from datetime import timedelta
+
+from rich.console import Console
+from torch import distributed
+
+from . import ranks
+
+# For the slowest to load the model; and later, for one to keep the others waiting.
+_TO_BEGIN, _TO_ANSWER = timedelta(minutes=30), timedelta(minutes=2)
+
+
+def joined() -> "distributed.ProcessGroup | None":
+    """The group of all processes that `torchrun` has started, once all are here; `None` without it."""
+    if ranks.num_processes() == 1:
+        return None
+    distributed.init_process_group("gloo", timeout=_TO_BEGIN)
+    distributed.barrier()
+    return distributed.new_group(timeout=_TO_ANSWER, backend="gloo")
+
+
+def consoles() -> tuple[Console, Console]:
+    """For answers and for remarks: only the first process writes."""
+    is_quiet = ranks.rank() > 0
+    return Console(soft_wrap=True, quiet=is_quiet), Console(stderr=True, soft_wrap=True, quiet=is_quiet)
