@@ -123,7 +123,7 @@ def answer(
             note(notes, f"{group.size()} processes keep a share of the cache each")
         if name != "stock" or compare:
             compile_kernels(language_model, name == "quantized" or compare, notes)
-        cache_options = replace(CacheOptions(group=group), **given)
+        cache_options = CacheOptions(**given, group=group)
         task = _Task(language_model, prompt, cache_options, max_new_tokens, prefill_chunk_size, notes)
         stream = TokenStream(out, tokenizer)
         if not compare:
