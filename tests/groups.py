@@ -1,13 +1,13 @@
 """Processes that share caches, started once and given functions to run together."""
 
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,15 +26,17 @@ class Group:
     Args:
         size: how many.
         timeout: of the group.
+        has_host: whether the first process keeps what all of them meet by, which is in a file otherwise.
     """
 
-    def __init__(self, size: int, timeout: timedelta = TIMEOUT):
+    def __init__(self, size: int, timeout: timedelta = TIMEOUT, has_host: bool = False):
         context = get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
+        meeting = f"tcp://127.0.0.1:{free_port()}" if has_host else f"file://{self._folder.name}/store"
         self.pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, size, str(Path(self._folder.name) / "store"), timeout)
+            arguments = (theirs, rank, size, meeting, timeout)
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.pipes.append(ours)
         for process in self.processes:
@@ -71,10 +73,17 @@ class Group:
         return [self.answer(rank) for rank in range(len(self.pipes))]
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: timedelta) -> None:
+def free_port() -> int:
+    """On which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _serve(pipe: Connection, rank: int, size: int, meeting: str, timeout: timedelta) -> None:
     os.environ["HF_HYBRID_CACHE_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timeout)
     while True:
         function, arguments = pipe.recv()
         try:

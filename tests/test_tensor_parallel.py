@@ -1,16 +1,19 @@
-"""Tensor parallelism: two processes share each layer, and each has a cache of the heads that it computes."""
+"""Tensor parallelism: processes share each layer, each with a cache of its heads; others share the tokens of these."""
 
+import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from groups import free_port
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.distributed import DistributedConfig
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 
@@ -19,7 +22,8 @@ from tiny_models import COMMON, random_prompt, tiny_model
 # The processes run once.
 pytestmark = pytest.mark.xdist_group("tensor_parallel")
 
-PROCESSES = 2
+# Processes that share heads, and that share tokens.
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 SECONDS_TO_END = 120
 CACHES = {
     "stock": lambda config: DynamicCache(config=config),
@@ -27,6 +31,11 @@ CACHES = {
     "offloaded": lambda config: OffloadedHybridCache(config, cpu_decode=False),
     "cpu_decode": lambda config: DynamicHybridCache(config, cpu_decode=True),
     "quantized-8": lambda config: QuantizedHybridCache(config, bits=8),
+}
+# By several processes, which keep a share each of the tokens.
+SHARED = {
+    "shared": DynamicHybridCache,
+    "shared-quantized-8": functools.partial(QuantizedHybridCache, bits=8),
 }
 MODES = {"greedy": {}, "beams": {"num_beams": 2}, "chunks": {"prefill_chunk_size": 64}}
 
@@ -39,13 +48,19 @@ def generate(model: PreTrainedModel, cache: Cache, mode: str) -> list[list[int]]
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **options).tolist()
 
 
-def run_everything(folder: Path) -> None:
+def run_everything(folder: Path, sharing_heads: int, sharing_tokens: int) -> None:
     """In each of the processes: generate with every cache, and write what came out."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    mesh = init_device_mesh("cpu", (sharing_tokens, sharing_heads), mesh_dim_names=("tokens", "heads"))
+    plan = {"tp_plan": "auto", "tp_size": sharing_heads, "dp_replicate_size": sharing_tokens}
+    config = {"distributed_config": DistributedConfig(**plan)} if sharing_heads > 1 else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, **config).eval()
+    group = mesh["tokens"].get_group()
+    caches = CACHES if sharing_tokens == 1 else {}
+    caches |= {name: functools.partial(make, group=group) for name, make in SHARED.items()}
     tokens, heads = {}, {}
-    for name, make in CACHES.items():
+    for name, make in caches.items():
         for mode in MODES:
             cache = make(model.config)
             tokens[f"{name}, {mode}"] = generate(model, cache, mode)
@@ -55,43 +70,44 @@ def run_everything(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Of each process."""
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict]]:
+    """How many processes share heads, and the results of each process."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo, which this torch was built without")
+    sharing_heads, sharing_tokens = request.param
     folder = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = [f"--nproc-per-node={PROCESSES}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    processes = sharing_heads * sharing_tokens
+    options = [f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, __file__, str(folder)],
+        [sys.executable, "-m", "torch.distributed.run", *options, __file__, folder, *map(str, request.param)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=SECONDS_TO_END,
     )
     assert ended.returncode == 0, ended.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    return sharing_heads, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CACHES)
-def test_tokens_are_those_of_the_stock_cache_and_of_one_process(results: list[dict], name: str, mode: str):
+def test_tokens_are_those_of_one_process(results: tuple[int, list[dict]]):
     model = tiny_model("llama")
-    alone = generate(model, CACHES[name](model.config), mode)
-    for result in results:
-        assert result["tokens"][f"{name}, {mode}"] == alone
-        # Of a random model, the codes of 8 bits change some tokens.
-        assert "quantized" in name or result["tokens"][f"stock, {mode}"] == alone
+    for name, make in (CACHES | SHARED).items():
+        for mode in MODES:
+            alone = generate(model, make(model.config), mode)
+            # Of a random model, the codes of 8 bits change some tokens.
+            assert "quantized" in name or generate(model, DynamicCache(config=model.config), mode) == alone
+            for result in results[1]:
+                assert result["tokens"].get(f"{name}, {mode}", alone) == alone
 
 
-def test_each_process_stores_its_own_heads(results: list[dict]):
-    for result in results:
-        assert set(result["heads"].values()) == {COMMON["num_key_value_heads"] // PROCESSES}
+def test_each_process_stores_its_own_heads(results: tuple[int, list[dict]]):
+    sharing_heads, of_processes = results
+    for result in of_processes:
+        assert result["heads"].keys() >= SHARED.keys()
+        assert set(result["heads"].values()) == {COMMON["num_key_value_heads"] // sharing_heads}
 
 
 if __name__ == "__main__":
-    run_everything(Path(sys.argv[1]))
+    run_everything(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

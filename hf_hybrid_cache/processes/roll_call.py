@@ -10,6 +10,8 @@ from torch import distributed
 SECONDS_TO_SIGN = 30.0
 # For the others to read, before the process that holds the store may end.
 _SECONDS_TO_READ = 2.0
+# For the store itself.
+_SECONDS_TO_ANSWER = 5.0
 _PAUSE = 0.02
 
 
@@ -26,28 +28,48 @@ def absent_ranks(store: "distributed.Store", rank: int, size: int, seconds: floa
     Returns:
         Their ranks; the first one, which keeps the store unless `torchrun` does, if the store does not answer either.
     """
-    found: list[list[int]] = []
+    call = _RollCall(store, rank, size, seconds)
     # Of a store whose process was stopped no answer comes, not even an error.
-    asking = threading.Thread(target=lambda: found.append(_asked(store, rank, size, seconds)), daemon=True)
+    asking = threading.Thread(target=call.ask, daemon=True)
     asking.start()
-    asking.join(seconds + 2 * _SECONDS_TO_READ)
-    return found[0] if found else [0]
+    if call.has_answered.wait(_SECONDS_TO_ANSWER):
+        asking.join(seconds + 2 * _SECONDS_TO_READ)
+    return call.absent
 
 
-def _asked(store: "distributed.Store", rank: int, size: int, seconds: float) -> list[int]:
-    others = [each for each in range(size) if each != rank]
-    try:
-        store.set(f"signed {rank}", "yes")
-        absent = _until(lambda: [each for each in others if not store.check([f"signed {each}"])], 1, seconds)
-    except RuntimeError:  # its process has ended
-        return [0]
-    try:
-        store.set(f"read {rank}", "yes")
-        signed = [each for each in others if each not in absent]
-        _until(lambda: [each for each in signed if not store.check([f"read {each}"])], 0, _SECONDS_TO_READ)
-    except RuntimeError:
-        pass
-    return absent
+class _RollCall:
+    """
+    One call, as one process makes it.
+
+    Attributes:
+        absent: who has not signed; the first one until the store has answered.
+        has_answered: set once the store has.
+    """
+
+    def __init__(self, store: "distributed.Store", rank: int, size: int, seconds: float):
+        self._store, self._rank, self._seconds = store, rank, seconds
+        self._others = [each for each in range(size) if each != rank]
+        self.absent = [0]
+        self.has_answered = threading.Event()
+
+    def ask(self) -> None:
+        """Sign, and wait for the others to."""
+        try:
+            self._write("signed")
+            unsigned = self._missing("signed", self._others)
+            self.has_answered.set()
+            self.absent = _until(lambda: self._missing("signed", self._others), 1, self._seconds) if unsigned else []
+            self._write("read")
+            signed = [each for each in self._others if each not in self.absent]
+            _until(lambda: self._missing("read", signed), 0, _SECONDS_TO_READ)
+        except RuntimeError:  # the process that keeps it has ended
+            self.has_answered.set()
+
+    def _write(self, word: str) -> None:
+        self._store.set(f"{word} {self._rank}", "yes")
+
+    def _missing(self, word: str, ranks: list[int]) -> list[int]:
+        return [each for each in ranks if not self._store.check([f"{word} {each}"])]
 
 
 def _until(missing: Callable[[], list[int]], number: int, seconds: float) -> list[int]:

@@ -175,9 +175,8 @@ class SharedStore(KVStore):
                 )
             if abs(totals[rank] - totals[own]) > _SAME * magnitudes[own]:
                 raise OutOfStepError(
-                    f"The processes compute different tokens, {there} others than {here}. Call generate in all of them "
-                    "with the same inputs and options; to sample, call transformers.set_seed with the same number "
-                    "before."
+                    f"{there.capitalize()} and {here} compute different tokens: call generate in all processes with "
+                    "the same inputs and options; to sample, call transformers.set_seed in all with the same number."
                 )
 
     def parts(self) -> dict[str, Part]:
@@ -255,7 +254,7 @@ class SharedStore(KVStore):
         batch, heads, _, head_dim = own.shape
         size = self.share.size
         states = own.new_empty(batch, heads, self.num_tokens, head_dim)
-        rows = -(-self.num_tokens // (GRANULE * size))
+        rows = max(1, -(-self.num_tokens // (GRANULE * size)))
         step = min(rows, _blocks_at_once(batch * heads * GRANULE * head_dim * own.itemsize, size)) * GRANULE
         for start in range(0, rows * GRANULE, step):
             piece = own[:, :, start : start + step]
