@@ -2,9 +2,10 @@
 What it costs to merge attention of several processes, measured on this machine and worked out for others.
 
 Where processes share out a sequence's tokens, each attends to its own, and what they give is merged by log-sum-exp: for
-each query head as many numbers as a head is wide, their maximum and their sum, once a layer. Measured with gloo: every
-process gets all of it at once (`gather`), or each merges some of the heads and then gathers what the others merged
-(`scatter`: two rounds, but bytes that do not grow with the processes).
+each query head as many numbers as a head is wide, and the log of their sum, once a layer. Measured with gloo: every
+process tells every other one all of it (`exchange`, one round), or each merges some of the heads and tells the others
+what it has merged (`parts`: two rounds, but bytes that do not grow with the processes); a cache takes the former for
+few bytes, the latter for many. `gather` is torch's all_gather, which passes messages on around a ring.
 
 Worked out, and never measured: a token of a model on several machines, from `READ_BYTES_PER_SECOND` and `NETWORKS`.
 """
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -41,7 +43,7 @@ class Merged:
     Attributes:
         batch: sequences.
         query_heads: of each.
-        head_dim: width of a head; a maximum and a sum come with it.
+        head_dim: width of a head; the log of a sum comes with it.
     """
 
     batch: int
@@ -54,7 +56,7 @@ class Merged:
 
     @property
     def num_bytes(self) -> int:
-        return 4 * self.heads * (self.head_dim + 2)
+        return 4 * self.heads * (self.head_dim + 1)
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ NETWORKS = {
 def collective_seconds(way: str, merged: Merged, processes: int, network: Network) -> float:
     """Of one layer, if each process sends and receives one message at a time over its own link."""
     others = processes - 1
-    if way == "gather":
+    if way == "exchange":
         return network.latency + others * merged.num_bytes / network.bytes_per_second
-    # Each sends every other its heads, and gets theirs merged: without the maxima and sums.
+    if way == "gather":
+        return others * (network.latency + merged.num_bytes / network.bytes_per_second)
+    # Each sends every other its heads, and gets theirs merged: without the logs of sums.
     out = 4 * merged.heads * merged.head_dim
     return 2 * network.latency + others / processes * (merged.num_bytes + out) / network.bytes_per_second
 
@@ -97,7 +101,7 @@ def predicted(name: str, context: int, processes: int, network: Network, bits: f
     seconds = {
         "weights": weights * bits / 8 / speed,
         "keys and values": 2 * layers * kv_heads * head_dim * context * bits / 8 / processes / speed,
-        "merging": layers * min(collective_seconds(way, merged, processes, network) for way in ("gather", "scatter"))
+        "merging": layers * min(collective_seconds(way, merged, processes, network) for way in ("exchange", "parts"))
         if processes > 1
         else 0.0,
     }
@@ -116,18 +120,39 @@ def predictions(name: str = "meta-llama/Llama-3.1-8B") -> list[dict[str, Any]]:
     ]
 
 
+def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lines of Markdown: a token of each of `predictions`, in milliseconds."""
+    lines = [
+        "| context | processes | network | tokens/s | weights | keys and values | merging |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        parts = (f"{1e3 * row[part]:.1f} ms" for part in ("weights", "keys and values", "merging"))
+        millions, thousands = divmod(row["context"] // 1024, 1024)
+        context = f"{millions}M" if millions else f"{thousands}K"
+        where = "one socket" if row["processes"] == 1 else row["network"]
+        speed = (
+            f"{row['tokens_per_second']:.2g}" if row["tokens_per_second"] < 10 else f"{row['tokens_per_second']:.0f}"
+        )
+        lines.append(f"| {context} | {row['processes']} | {where} | {speed} | {' | '.join(parts)} |")
+    return lines
+
+
+def _exchange(part: torch.Tensor, whole: torch.Tensor) -> None:
+    distributed.all_to_all_single(whole, part.expand(whole.shape).contiguous())
+
+
+def _parts(part: torch.Tensor, whole: torch.Tensor) -> None:
+    mine = torch.empty(len(whole), len(part) // len(whole))
+    distributed.all_to_all_single(mine, part.view(mine.shape))
+    _exchange(mine[0], torch.empty_like(mine))
+
+
 def _gather(part: torch.Tensor, whole: torch.Tensor) -> None:
     distributed.all_gather(list(whole), part)
 
 
-def _scatter(part: torch.Tensor, whole: torch.Tensor) -> None:
-    processes = len(whole)
-    mine = torch.empty(processes, part.numel() // processes)
-    distributed.all_to_all_single(mine, part.view(processes, -1))
-    distributed.all_gather(list(whole[0].view(processes, -1)), mine[0])
-
-
-WAYS = {"gather": _gather, "scatter": _scatter}
+WAYS = {"exchange": _exchange, "parts": _parts, "gather": _gather}
 
 
 def _process(rank: int, processes: int, store: str, sizes: list[int], repeats: int, results: Queue) -> None:
@@ -178,7 +203,7 @@ def main() -> None:
         for batch in batches:
             merged[f"{name}, batch {batch}"] = Merged(batch, config.num_attention_heads, config.head_dim)
     cells = []
-    print(f"{'a layer merges':44}{'bytes':>10}{'processes':>11}{'gather':>12}{'scatter':>12}")
+    print(f"{'a layer merges':44}{'bytes':>10}{'processes':>11}{''.join(f'{way:>12}' for way in WAYS)}")
     for processes in options.processes:
         samples = measured(processes, [each.num_bytes // 4 for each in merged.values()], options.repeats)
         for name, each in merged.items():
@@ -192,19 +217,18 @@ def main() -> None:
             cells.append({**cell, "median_seconds": medians, "samples_seconds": found})
     print("worked out for Llama-3.1-8B, weights and KV in 4.5 bits a number:")
     worked_out = predictions()
-    for row in worked_out:
-        seconds = ", ".join(f"{part} {row[part] * 1e3:.1f} ms" for part in ("weights", "keys and values", "merging"))
-        print(
-            f"{row['context']:>10,} tokens, {row['processes']:>2} x a socket, {row['network']:12} "
-            f"{row['tokens_per_second']:6.2f} tokens/s ({seconds})"
-        )
+    print("\n".join(table(worked_out)))
+    print("from these on, twice as many processes make a token less than a tenth faster:")
+    print("\n".join(table(limits())))
     socket = {"read_bytes_per_second": READ_BYTES_PER_SECOND}
     given = {"a socket": socket, **{name: asdict(network) for name, network in NETWORKS.items()}}
     path = records.save(
-        "collective_cost", {"cells": cells, "worked_out": worked_out, "worked_out_from": given}, options.out
+        "collective_cost",
+        {"cells": cells, "worked_out": worked_out, "limits": limits(), "worked_out_from": given},
+        options.out,
     )
     print(f"record: {path}")
-    print(json.dumps({f"{c['merged']}, {c['processes']}": round(c["median_seconds"]["gather"] * 1e6) for c in cells}))
+    print(json.dumps({f"{c['merged']}, {c['processes']}": round(c["median_seconds"]["exchange"] * 1e6) for c in cells}))
 
 
 if __name__ == "__main__":

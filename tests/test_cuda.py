@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from coded_reference import coded_reference
+from groups import Group
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -459,3 +460,34 @@ def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
     for layer in range(8):
         expected = torch.cat([states(4096, seed=start + layer) for start in range(0, 32_768, 4096)], dim=2)
         assert torch.equal(cache.layers[layer].keys, expected)
+
+
+def generate_together(bits: int | None) -> list[list[int]]:
+    """In a process of a group: a model on the GPU, whose keys and values are shared out."""
+    model = copy.deepcopy(tiny_model("llama")).to("cuda")
+    group = torch.distributed.group.WORLD
+    cache = (
+        DynamicHybridCache(model.config, group=group)
+        if bits is None
+        else QuantizedHybridCache(model.config, bits, group=group)
+    )
+    ids = random_prompt(1, 300).to("cuda")
+    tokens = model.generate(
+        ids, past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=100
+    ).tolist()
+    assert cache.memory().device_bytes == 0 or bits is not None
+    assert cache.layers[0].keys.device.type == "cuda"
+    return tokens
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_processes_share_the_cache_of_a_model_on_the_gpu(bits: int | None):
+    with Group(2) as group:
+        together = group.call(generate_together, bits)
+    assert together[0] == together[1]
+    model = copy.deepcopy(tiny_model("llama")).to("cuda")
+    alone = model.generate(
+        random_prompt(1, 300).to("cuda"), past_key_values=stock(model.config), max_new_tokens=20, do_sample=False
+    )
+    # Of a random model, the codes of 8 bits change some tokens.
+    assert bits is not None or together[0] == alone.tolist()

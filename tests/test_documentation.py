@@ -53,7 +53,8 @@ TYPED = {"chat": "Who signed it?\n/stats\n/save conversation.kv\n"}
 ONLY_PARSED = {
     "make": "targets install, measure or test for minutes",
     "python": "experiments measure for minutes, and pip would install",
-    "torchrun": "two processes are slow to start; tests/test_tensor_parallel.py has them",
+    "torchrun": "two processes are slow to start; tests/test_shared_cache.py and tests/test_tensor_parallel.py have them",
+    "srun": "needs a cluster",
     "numactl": "needs a machine with more than one socket",
     "slurm": "needs a cluster",
 }
@@ -179,11 +180,26 @@ class Commands:
     def _check_torchrun(self, arguments: list[str]) -> None:
         program = Path(sys.executable).with_name("torchrun")
         assert program.is_file()
-        assert arguments == ["--nproc-per-node", "2", "tensor_parallel.py"]
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(arguments)
+        if given.no_python:
+            self._check_told([given.training_script, *given.training_script_args])
+        else:
+            assert given.training_script in ("shared_cache.py", "tensor_parallel.py")
+
+    def _check_srun(self, arguments: list[str]) -> None:
+        start = arguments.index("torchrun")
+        assert arguments[:start] == ["--nodes", "8", "--ntasks-per-node", "1"]
+        self._check_torchrun(arguments[start + 1 :])
 
     def _check_numactl(self, arguments: list[str]) -> None:
         assert arguments[:2] == ["--cpunodebind=0", "--membind=0"]
-        program, command, *options = arguments[2:]
+        self._check_told(arguments[2:])
+
+    def _check_told(self, words: list[str]) -> None:
+        """A command that the package has, with options that it knows."""
+        program, command, *options = words
         assert program == "hf-hybrid-cache"
         told = CliRunner().invoke(app, [command, "--help"]).stdout
         assert all(option in told for option in options if option.startswith("--"))

@@ -73,6 +73,16 @@ each_experiment = pytest.mark.parametrize(
             ["--processes", "2", "--repeats", "3"],
             {f"meta-llama/Llama-3.{name}, batch {batch}, 2" for name in ("2-1B", "1-8B") for batch in (1, 8)},
         ),
+        (
+            "lost_process",
+            ["--processes", "2", "--killed", "1", "--stopped", "1", "--timeout", "1"],
+            {"killed", "stopped"},
+        ),
+        (
+            "shared_attention",
+            [*["--contexts", "300", "--bits", "16", "4", "--layers", "1"], *["--rounds", "1", "--tokens", "1"]],
+            {"16 bits, 300 tokens", "4 bits, 300 tokens"},
+        ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (
@@ -415,8 +425,27 @@ def test_a_token_is_worked_out_from_the_weights_and_the_keys_and_values_that_the
     assert alone["weights"] == shared["weights"] == pytest.approx(numbers / speed)
     assert alone["keys and values"] == pytest.approx(2 * 32 * 8 * 128 * context / speed)
     assert shared["keys and values"] == pytest.approx(alone["keys and values"] / 4)
-    # In each of 32 layers three messages of 32 heads of 128 numbers, a maximum and a sum; a byte takes 0.8 ns.
-    assert shared["merging"] == pytest.approx(32 * (30e-6 + 3 * 4 * 32 * 130 * 0.8e-9))
+    # In each of 32 layers three messages of 32 heads of 128 numbers and the log of a sum; a byte takes 0.8 ns.
+    assert shared["merging"] == pytest.approx(32 * (30e-6 + 3 * 4 * 32 * 129 * 0.8e-9))
     assert alone["merging"] == 0
     rates = [row["tokens_per_second"] for row in collective_cost.predictions()]
     assert rates[0] < rates[1] < rates[2] > rates[3] < rates[4]
+
+
+def test_the_page_on_processes_states_what_is_worked_out_for_them():
+    lines = (report.RESULTS.parent / "docs" / "many-processes.md").read_text().splitlines()
+    for rows in (collective_cost.predictions(), collective_cost.limits()):
+        table = collective_cost.table(rows)
+        start = next(i for i in range(len(lines)) if lines[i : i + len(table)] == table)
+        assert lines[start + len(table)] == ""
+
+
+def test_processes_are_added_until_twice_as_many_gain_little():
+    for row in collective_cost.limits():
+        network, processes = collective_cost.NETWORKS[row["network"]], row["processes"]
+        half, here, twice = (
+            collective_cost.predicted("meta-llama/Llama-3.1-8B", row["context"], count, network)["tokens_per_second"]
+            for count in (processes // 2, processes, 2 * processes)
+        )
+        assert twice < here / 0.9
+        assert here > half / 0.9

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_hybrid_cache.attention.merging import MergedAttention
+from hf_hybrid_cache.attention.merging import MergedAttention, merged_at_once
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [63, 64], [10, 10, 40], [0, 70]])
@@ -21,12 +21,16 @@ def test_parts_in_any_order_give_what_float64_gives_for_all(cuts: list[int], spr
     parts = [range(*pair) for pair in itertools.pairwise(bounds)]
     for order in (parts, parts[::-1]):
         merged = MergedAttention()
+        found = []
         for part in order:
             of_part = scores[..., part.start : part.stop]
             weights = of_part.softmax(-1).nan_to_num(0)  # where a part has no token that is seen
             out = weights @ values[:, :, part.start : part.stop]
-            merged.add(out.float(), of_part.logsumexp(-1).float())
+            found.append((out.float(), of_part.logsumexp(-1).float()))
+            merged.add(*found[-1])
         torch.testing.assert_close(merged.out.double(), expected, rtol=1e-5, atol=1e-5)
+        at_once = merged_at_once(*(torch.stack(each) for each in zip(*found, strict=True)))
+        torch.testing.assert_close(at_once.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_where_no_part_has_a_token_that_is_seen_nothing_comes_out():
@@ -34,3 +38,16 @@ def test_where_no_part_has_a_token_that_is_seen_nothing_comes_out():
     for _ in range(3):
         merged.add(torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), -torch.inf))
     assert torch.equal(merged.out, torch.zeros(1, 1, 2, 4))
+    at_once = merged_at_once(torch.zeros(3, 1, 1, 2, 4), torch.full((3, 1, 1, 2), -torch.inf))
+    assert torch.equal(at_once, torch.zeros(1, 1, 2, 4))
+
+
+def test_what_is_not_a_number_stays_so():
+    outs, log_sums = torch.zeros(2, 1, 1, 2, 4), torch.zeros(2, 1, 1, 2)
+    outs[1, 0, 0, 1], log_sums[1, 0, 0, 1] = torch.nan, torch.nan
+    merged = MergedAttention()
+    for out, sums in zip(outs, log_sums, strict=True):
+        merged.add(out, sums)
+    for result in (merged.out, merged_at_once(outs, log_sums)):
+        assert torch.equal(result[0, 0, 0], torch.zeros(4))
+        assert result[0, 0, 1].isnan().all()

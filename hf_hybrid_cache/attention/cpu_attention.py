@@ -14,7 +14,7 @@ from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
-from .merging import merged_at_once
+from .shared_attention import merged_together
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
 MAX_QUERIES = 64
@@ -154,13 +154,7 @@ class CpuAttention:
         on_host = query.cpu()
         own_mask = self._own_mask.of(mask)
         out, log_sums = self._attend_to_share(on_host, store, group, own_mask, scale)
-        told = out.flatten(), log_sums.flatten(), store.mark()
-        heard = store.peers.exchange(torch.cat(told))
-        outs, sums, marks = heard.split([len(each) for each in told], dim=1)
-        store.require_same(marks)
-        # In the order of ranks, so that all have the same result to the last bit.
-        merged = merged_at_once(outs.unflatten(1, out.shape), sums.unflatten(1, log_sums.shape))
-        return merged.to(query.device, query.dtype)
+        return merged_together(store, out, log_sums).to(query.device, query.dtype)
 
     def _attend_to_share(
         self, query: torch.Tensor, store: SharedStore, group: int, mask: torch.Tensor | None, scale: float | None

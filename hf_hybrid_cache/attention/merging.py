@@ -13,17 +13,17 @@ def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
     What attention to all parts gives, of parts that are all there.
 
     Args:
-        outs: float32 `[parts, batch, heads, rows, head_dim]`, see `MergedAttention.add`.
-        log_sums: float32 `[parts, batch, heads, rows]`.
+        outs: float32 `[parts, ..., head_dim]`, see `MergedAttention.add`.
+        log_sums: float32 `[parts, ...]`.
 
     Returns:
-        float32 `[batch, heads, rows, head_dim]`; zeros where no part has a token that is seen.
+        float32 `[..., head_dim]`; zeros where no part has a token that is seen.
     """
     highest = log_sums.amax(dim=0)
     weights = torch.exp(log_sums - highest.masked_fill(highest.isneginf(), 0))
     # One of the weights is 1, unless nothing is seen.
     weights /= weights.sum(dim=0).clamp_min(1)
-    return torch.einsum("p...d,p...->...d", outs, weights)
+    return (outs * weights.unsqueeze(-1)).sum(dim=0)
 
 
 class MergedAttention:

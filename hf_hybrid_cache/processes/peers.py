@@ -62,7 +62,16 @@ class Peers:
             LostProcessError: one of the others has ended, or did not answer within the group's timeout.
             OutOfStepError: one of the others sent something of another size.
         """
-        sent = message.to(self._device).expand(self.size, *message.shape).contiguous()
+        return self.trade(message.expand(self.size, *message.shape))
+
+    def trade(self, messages: torch.Tensor) -> torch.Tensor:
+        """
+        The same with a message for each of the others, `[size, ...]`, in the order of ranks.
+
+        Returns:
+            What each has for this one, as for `exchange`.
+        """
+        sent = messages.to(self._device).contiguous()
         received = torch.empty_like(sent)
         try:
             distributed.all_to_all_single(received, sent, group=self.group)

@@ -14,7 +14,7 @@ from .memory_limits import address_space_is_limited
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .share import Share
-from .shared_store import SharedStore
+from .shared_store import MARK_SIZE, SharedStore
 from .staging import Staging
 from .stats import CacheStats
 from .streamed_store import StreamedStore
@@ -22,6 +22,7 @@ from .streams import Streams, streams_for
 
 __all__ = [
     "GRANULE",
+    "MARK_SIZE",
     "Allowance",
     "BufferedStore",
     "CacheStats",

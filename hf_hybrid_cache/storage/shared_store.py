@@ -18,6 +18,8 @@ from .token_buffer import TokenBuffer
 _MESSAGE_BYTES = 16 * 2**20
 # By how much sums over new keys may differ, of the sum of their magnitudes: processors round differently.
 _SAME = 0.01
+# Numbers that tell how far a process has come.
+MARK_SIZE = 3
 
 
 class Part(NamedTuple):
@@ -148,7 +150,7 @@ class SharedStore(KVStore):
         self.local.close()
 
     def mark(self) -> torch.Tensor:
-        """What tells the others how far this process has come: float32 `[3]`, for `require_same`."""
+        """What tells the others how far this process has come: float32 `[MARK_SIZE]`, for `require_same`."""
         count = torch.tensor([self.num_tokens], dtype=torch.int32).view(torch.float32)
         return torch.cat([count, torch.tensor(self._likeness)])
 
@@ -157,7 +159,7 @@ class SharedStore(KVStore):
         Check that all processes have come as far.
 
         Args:
-            marks: float32 `[size, 3]`, of all.
+            marks: float32 `[size, MARK_SIZE]`, of all.
 
         Raises:
             OutOfStepError: another one has more or fewer tokens, or others.
