@@ -131,11 +131,24 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         millions, thousands = divmod(row["context"] // 1024, 1024)
         context = f"{millions}M" if millions else f"{thousands}K"
         where = "one socket" if row["processes"] == 1 else row["network"]
-        speed = (
-            f"{row['tokens_per_second']:.2g}" if row["tokens_per_second"] < 10 else f"{row['tokens_per_second']:.0f}"
-        )
-        lines.append(f"| {context} | {row['processes']} | {where} | {speed} | {' | '.join(parts)} |")
+        speed = row["tokens_per_second"]
+        shown = f"{speed:.2g}" if speed < 10 else f"{speed:.0f}"
+        lines.append(f"| {context} | {row['processes']} | {where} | {shown} | {' | '.join(parts)} |")
     return lines
+
+
+def limits(name: str = "meta-llama/Llama-3.1-8B") -> list[dict[str, Any]]:
+    """For contexts and networks: from how many processes on twice as many make a token less than a tenth faster."""
+    rows = []
+    for context in (2**17, 2**20, 2**23):
+        for network in ("100 Gbit/s", "10 Gbit/s"):
+            processes = 1
+            here, twice = (predicted(name, context, count, NETWORKS[network]) for count in (1, 2))
+            while twice["tokens_per_second"] > here["tokens_per_second"] / 0.9:
+                processes *= 2
+                here, twice = twice, predicted(name, context, 2 * processes, NETWORKS[network])
+            rows.append({"context": context, "network": network, "processes": processes, **here})
+    return rows
 
 
 def _exchange(part: torch.Tensor, whole: torch.Tensor) -> None:
@@ -222,11 +235,8 @@ def main() -> None:
     print("\n".join(table(limits())))
     socket = {"read_bytes_per_second": READ_BYTES_PER_SECOND}
     given = {"a socket": socket, **{name: asdict(network) for name, network in NETWORKS.items()}}
-    path = records.save(
-        "collective_cost",
-        {"cells": cells, "worked_out": worked_out, "limits": limits(), "worked_out_from": given},
-        options.out,
-    )
+    record = {"cells": cells, "worked_out": worked_out, "limits": limits(), "worked_out_from": given}
+    path = records.save("collective_cost", record, options.out)
     print(f"record: {path}")
     print(json.dumps({f"{c['merged']}, {c['processes']}": round(c["median_seconds"]["exchange"] * 1e6) for c in cells}))
 

@@ -53,7 +53,7 @@ TYPED = {"chat": "Who signed it?\n/stats\n/save conversation.kv\n"}
 ONLY_PARSED = {
     "make": "targets install, measure or test for minutes",
     "python": "experiments measure for minutes, and pip would install",
-    "torchrun": "two processes are slow to start; tests/test_shared_cache.py and tests/test_tensor_parallel.py have them",
+    "torchrun": "processes are slow to start; tests/test_shared_cache.py and tests/test_tensor_parallel.py have them",
     "srun": "needs a cluster",
     "numactl": "needs a machine with more than one socket",
     "slurm": "needs a cluster",
