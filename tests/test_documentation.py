@@ -127,15 +127,18 @@ class Commands:
     def _run(self, line: str) -> str:
         line, _, redirected = line.partition(" < ")
         words = shlex.split(line)
+        settings = []
         while "=" in words[0]:
-            self._monkeypatch.setenv(*words.pop(0).split("=", 1))
-            set_num_threads(None)
+            settings.append(words.pop(0).split("=", 1))
         program, *arguments = words
         program = Path(program).name
         if "slurm" in arguments:
             self._check_slurm(program, arguments)
             return ""
         if program == "hf-hybrid-cache":
+            for setting in settings:
+                self._monkeypatch.setenv(*setting)
+                set_num_threads(None)
             given = Path(redirected).read_text() if redirected else TYPED.get(arguments[0])
             result = CliRunner().invoke(app, arguments, input=given)
             assert result.exit_code == 0, f"{line}\n{result.stdout}\n{result.stderr}\n{result.exception!r}"

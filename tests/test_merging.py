@@ -27,7 +27,7 @@ def test_parts_in_any_order_give_what_float64_gives_for_all(cuts: list[int], spr
             weights = of_part.softmax(-1).nan_to_num(0)  # where a part has no token that is seen
             out = weights @ values[:, :, part.start : part.stop]
             found.append((out.float(), of_part.logsumexp(-1).float()))
-            merged.add(*found[-1])
+            merged.add(*(each.clone() for each in found[-1]))  # it adds up in place
         torch.testing.assert_close(merged.out.double(), expected, rtol=1e-5, atol=1e-5)
         at_once = merged_at_once(*(torch.stack(each) for each in zip(*found, strict=True)))
         torch.testing.assert_close(at_once.double(), expected, rtol=1e-5, atol=1e-5)
