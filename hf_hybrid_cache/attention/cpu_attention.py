@@ -14,7 +14,7 @@ from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
-from .shared_attention import merged_together
+from .shared_attention import SharedRows
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
 MAX_QUERIES = 64
@@ -151,31 +151,38 @@ class CpuAttention:
         self, query: torch.Tensor, store: SharedStore, group: int, mask: torch.Tensor | None, scale: float | None
     ) -> torch.Tensor:
         """Attend to the own share, and merge what all processes have found; all of them do this at once."""
-        on_host = query.cpu()
-        own_mask = self._own_mask.of(mask)
-        out, log_sums = self._attend_to_share(on_host, store, group, own_mask, scale)
-        return merged_together(store, out, log_sums).to(query.device, query.dtype)
+        found = SharedRows(query.shape[:3], store.shape.value_dim)
+        self._attend_to_share(query.cpu(), store, group, self._own_mask.of(mask), scale, found)
+        return found.merged(store).to(query.device, query.dtype)
 
     def _attend_to_share(
-        self, query: torch.Tensor, store: SharedStore, group: int, mask: torch.Tensor | None, scale: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the own share gives, float32 `[batch, query_heads, query_length, value_dim]`, and logs of the sums."""
+        self,
+        query: torch.Tensor,
+        store: SharedStore,
+        group: int,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        found: SharedRows,
+    ) -> None:
+        """Write what the own share gives."""
         local, length = store.local, query.shape[2]
         if not local.num_tokens:
-            return torch.zeros(*query.shape[:3], store.shape.value_dim), torch.full(query.shape[:3], -torch.inf)
+            found.out.zero_()
+            found.log_sums.fill_(-torch.inf)
+            return
         if length > MAX_QUERIES and has_log_sums(store, mask):
             cut = store.share.tokens(store.num_tokens - length)
             out, log_sums = attend_in_pieces(query, local, group, mask, scale, cut)
-            return out.float(), log_sums
-        outs, sums = [], []
+            found.out.copy_(out)
+            found.log_sums.copy_(log_sums)
+            return
         for start in range(0, length, MAX_QUERIES):
             few = slice(start, start + MAX_QUERIES)
             seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, few]
             arrays = self._mask.of(seen) if length <= MAX_QUERIES else _mask_arrays(seen)
             workspace = self._run_kernel(query[:, :, few], local, group, arrays, scale)
-            outs.append(workspace.out.flatten(1, 2).clone())
-            sums.append(workspace.log_sums.flatten(1, 2).clone())
-        return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+            found.out[:, :, few].copy_(workspace.out.flatten(1, 2))
+            found.log_sums[:, :, few].copy_(workspace.log_sums.flatten(1, 2))
 
     def decline(self) -> None:
         """Note that something needs the states themselves; say, once, how to be fast if this was asked for."""

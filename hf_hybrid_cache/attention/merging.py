@@ -7,6 +7,8 @@ https://arxiv.org/abs/2205.14135).
 
 import torch
 
+_LOWEST = torch.finfo(torch.float32).min
+
 
 def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
     """
@@ -19,10 +21,8 @@ def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 `[..., head_dim]`; zeros where no part has a token that is seen.
     """
-    highest = log_sums.amax(dim=0)
-    weights = torch.exp(log_sums - highest.masked_fill(highest.isneginf(), 0))
-    # One of the weights is 1, unless nothing is seen.
-    weights /= weights.sum(dim=0).clamp_min(1)
+    # Where no part has a token that is seen the weights are any, of zeros.
+    weights = log_sums.clamp_min(_LOWEST).softmax(dim=0)
     return (outs * weights.unsqueeze(-1)).sum(dim=0)
 
 

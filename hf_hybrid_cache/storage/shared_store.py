@@ -19,7 +19,8 @@ _MESSAGE_BYTES = 16 * 2**20
 # By how much sums over new keys may differ, of the sum of their magnitudes: processors round differently.
 _SAME = 0.01
 # Numbers that tell how far a process has come.
-MARK_SIZE = 3
+MARK_SIZE = 4
+_HALF_OF_COUNT = 2**20
 
 
 class Part(NamedTuple):
@@ -149,33 +150,32 @@ class SharedStore(KVStore):
         super().close()
         self.local.close()
 
-    def mark(self) -> torch.Tensor:
-        """What tells the others how far this process has come: float32 `[MARK_SIZE]`, for `require_same`."""
-        count = torch.tensor([self.num_tokens], dtype=torch.int32).view(torch.float32)
-        return torch.cat([count, torch.tensor(self._likeness)])
+    def mark(self) -> list[float]:
+        """What tells the others how far this process has come: `MARK_SIZE` numbers that float32 has."""
+        return [*divmod(self.num_tokens, _HALF_OF_COUNT), *self._likeness]
 
-    def require_same(self, marks: torch.Tensor) -> None:
+    def require_same(self, marks: Sequence[Sequence[float]]) -> None:
         """
         Check that all processes have come as far.
 
         Args:
-            marks: float32 `[size, MARK_SIZE]`, of all.
+            marks: of all, in the order of ranks.
 
         Raises:
             OutOfStepError: another one has more or fewer tokens, or others.
         """
-        counts = marks[:, 0].contiguous().view(torch.int32).tolist()
-        own = self.peers.rank
-        totals, magnitudes = marks[:, 1].tolist(), marks[:, 2].tolist()
-        self._likeness = (0.0, 0.0)
-        for rank, count in enumerate(counts):
-            here, there = (f"rank {self.peers.rank_of_all(each)}" for each in (own, rank))
-            if count != self.num_tokens:
+        own, self._likeness = marks[self.peers.rank], (0.0, 0.0)
+        for rank, mark in enumerate(marks):
+            if mark == own:
+                continue
+            here, there = (f"rank {self.peers.rank_of_all(each)}" for each in (self.peers.rank, rank))
+            if mark[:2] != own[:2]:
+                count = int(mark[0]) * _HALF_OF_COUNT + int(mark[1])
                 raise OutOfStepError(
                     f"A cache has {count:,} tokens at {there} and {self.num_tokens:,} at {here}: call the model in all "
                     "processes with the same inputs and options."
                 )
-            if abs(totals[rank] - totals[own]) > _SAME * magnitudes[own]:
+            if abs(mark[2] - own[2]) > _SAME * own[3]:
                 raise OutOfStepError(
                     f"{there.capitalize()} and {here} compute different tokens: call generate in all processes with "
                     "the same inputs and options; to sample, call transformers.set_seed in all with the same number."
