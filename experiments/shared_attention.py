@@ -1,8 +1,8 @@
 """
 A token whose keys and values are shared out to several processes, against one process with as many threads.
 
-Each process of the group has one thread, keeps its share of the blocks and attends to it; gloo merges what they find,
-once a layer. The other process has as many threads as there are processes, and keeps everything. Where all share one
+Each process of the group has one thread and one processor, keeps its share of the blocks and attends to it; what they
+find is merged once a layer, by messages of gloo. The other process has as many threads as there are processes, and keeps everything. Where all share one
 socket, as here, there is no bandwidth to gain: what is measured is what sharing costs. `attention` is that of all
 layers of Llama-3.2-1B's shape, stored and attended to as a model does; `step` is the whole model with random weights
 in bfloat16, which every process reads for itself. Keys and values are random. They take turns; who waits, sleeps.
@@ -94,6 +94,9 @@ def _process(
     set_num_threads(threads)
     group = None
     if processes > 1:
+        # As a process on a socket of its own is; gloo's thread runs there, too.
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
         distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
         group = distributed.group.WORLD
     cache: HybridCache

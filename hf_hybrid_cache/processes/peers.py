@@ -1,5 +1,7 @@
 """The processes of a group, which tell each other tensors."""
 
+import os
+import time
 from typing import Any
 
 import torch
@@ -7,6 +9,8 @@ from torch import distributed
 
 from .errors import LostProcessError, OutOfStepError
 from .roll_call import absent_ranks
+
+_SECONDS_AWAKE = 0.01
 
 
 class Peers:
@@ -74,7 +78,7 @@ class Peers:
         sent = messages.to(self._device).contiguous()
         received = torch.empty_like(sent)
         try:
-            distributed.all_to_all_single(received, sent, group=self.group)
+            _wait(distributed.all_to_all_single(received, sent, group=self.group, async_op=True))
             return received.cpu()  # errors of NCCL may come only now
         except RuntimeError as error:
             raise self._explained(error) from error
@@ -111,3 +115,11 @@ class Peers:
     def rank_of_all(self, rank: int) -> int:
         """The rank among all processes, as `torchrun` counts them, of one of this group."""
         return distributed.get_global_rank(self.group, rank)
+
+
+def _wait(work: "distributed.Work") -> None:
+    """Wait awake for a while, as threads of OpenMP do: to be woken takes longer than most messages."""
+    end = time.perf_counter() + _SECONDS_AWAKE
+    while not work.is_completed() and time.perf_counter() < end:
+        os.sched_yield()  # gloo's own thread may need this processor
+    work.wait()
