@@ -2,10 +2,11 @@
 A token whose keys and values are shared out to several processes, against one process with as many threads.
 
 Each process of the group has one thread and one processor, keeps its share of the blocks and attends to it; what they
-find is merged once a layer, by messages of gloo. The other process has as many threads as there are processes, and keeps everything. Where all share one
-socket, as here, there is no bandwidth to gain: what is measured is what sharing costs. `attention` is that of all
-layers of Llama-3.2-1B's shape, stored and attended to as a model does; `step` is the whole model with random weights
-in bfloat16, which every process reads for itself. Keys and values are random. They take turns; who waits, sleeps.
+find is merged once a layer, by messages of gloo. The other process has as many threads as there are processes, and
+keeps everything. Where all share one socket there is no bandwidth to gain: what is measured is what sharing costs.
+`attention` is that of all layers of Llama-3.2-1B's shape, stored and attended to as a model does; `step` is the whole
+model with random weights in bfloat16, which every process reads for itself. Keys and values are random. They take
+turns; who waits, sleeps. All of it is repeated with new processes, and ratios are the medians of theirs.
 """
 
 import argparse
@@ -137,36 +138,49 @@ def _attention(cache: HybridCache, config: LlamaConfig) -> Callable[[], None]:
 
 
 def measure(
-    config: LlamaConfig, processes: int, bits: int | None, context: int, rounds: int, tokens: int
+    config: LlamaConfig, processes: int, bits: int | None, context: int, starts: int, rounds: int, tokens: int
 ) -> dict[str, Any]:
     """A cell: both in turns, in an order that alternates; a first round is not counted."""
-    with ExitStack() as stack:
-        given = config, bits, context
-        sides = {
-            name: stack.enter_context(closing(Together(count, threads, *given)))
-            for name, count, threads in (("one", 1, processes), ("shared", processes, 1))
-        }
-        samples: dict[str, dict[str, list[float]]] = {what: {name: [] for name in sides} for what in (ATTENTION, STEP)}
-        for turn in range(rounds + 1):
+    samples: dict[str, dict[str, list[list[float]]]] = {what: {"one": [], "shared": []} for what in (ATTENTION, STEP)}
+    for _ in range(starts):
+        with ExitStack() as stack:
+            given = config, bits, context
+            sides = {
+                name: stack.enter_context(closing(Together(count, threads, *given)))
+                for name, count, threads in (("one", 1, processes), ("shared", processes, 1))
+            }
             for what, of_sides in samples.items():
-                for name in list(sides)[:: 1 if turn % 2 else -1]:
-                    seconds = sides[name].seconds(what, tokens)
-                    if turn:
-                        of_sides[name] += seconds
-        medians = {
+                for of_side in of_sides.values():
+                    of_side.append([])
+            for turn in range(rounds + 1):
+                for what, of_sides in samples.items():
+                    for name in list(sides)[:: 1 if turn % 2 else -1]:
+                        seconds = sides[name].seconds(what, tokens)
+                        if turn:
+                            of_sides[name][-1] += seconds
+    medians = {
+        what: {name: [statistics.median(of_start) for of_start in of_starts] for name, of_starts in of_sides.items()}
+        for what, of_sides in samples.items()
+    }
+    ratios = {
+        what: [shared / one for one, shared in zip(of_sides["one"], of_sides["shared"], strict=True)]
+        for what, of_sides in medians.items()
+    }
+    held = {name: side.host_bytes for name, side in sides.items()}
+    return {
+        "processes": processes,
+        "bits": bits,
+        "context_tokens": context,
+        "median_seconds": {
             what: {name: statistics.median(seconds) for name, seconds in of_sides.items()}
-            for what, of_sides in samples.items()
-        }
-        return {
-            "processes": processes,
-            "bits": bits,
-            "context_tokens": context,
-            "median_seconds": medians,
-            "times_one": {what: of_sides["shared"] / of_sides["one"] for what, of_sides in medians.items()},
-            "host_bytes": {name: side.host_bytes for name, side in sides.items()},
-            "share_of_bytes": max(sides["shared"].host_bytes) / sides["one"].host_bytes[0],
-            "samples_seconds": samples,
-        }
+            for what, of_sides in medians.items()
+        },
+        "times_one": {what: statistics.median(of_starts) for what, of_starts in ratios.items()},
+        "times_one_of_starts": ratios,
+        "host_bytes": held,
+        "share_of_bytes": max(held["shared"]) / held["one"][0],
+        "samples_seconds": samples,
+    }
 
 
 def row(cell: dict[str, Any]) -> str:
@@ -188,7 +202,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 131_072])
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], help="16 is bfloat16")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--starts", type=int, default=3, help="new processes: one is faster than the next all its life")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4, help="timed in each turn")
     options = parser.parse_args(given)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -201,13 +216,14 @@ def main(given: Sequence[str] | None = None) -> None:
         for context in options.contexts:
             for bits in options.bits:
                 width = None if bits == 16 else bits
-                cells.append(measure(config, processes, width, context, options.rounds, options.tokens))
+                cells.append(measure(config, processes, width, context, options.starts, options.rounds, options.tokens))
                 print(row(cells[-1]), flush=True)
     record = {
         "layers": options.layers,
         "vocabulary": VOCABULARY,
         "dtype": str(DTYPE),
         "prefill": "synthetic",
+        "starts": options.starts,
         "rounds": options.rounds,
         "tokens": options.tokens,
         "cells": cells,

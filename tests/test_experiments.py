@@ -80,7 +80,10 @@ each_experiment = pytest.mark.parametrize(
         ),
         (
             "shared_attention",
-            [*["--contexts", "300", "--bits", "16", "4", "--layers", "1"], *["--rounds", "1", "--tokens", "1"]],
+            [
+                *["--contexts", "300", "--bits", "16", "4", "--layers", "1"],
+                *["--starts", "1", "--rounds", "1", "--tokens", "1"],
+            ],
             {"16 bits, 300 tokens", "4 bits, 300 tokens"},
         ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
