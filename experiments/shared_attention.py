@@ -149,9 +149,8 @@ def measure(
                 name: stack.enter_context(closing(Together(count, threads, *given)))
                 for name, count, threads in (("one", 1, processes), ("shared", processes, 1))
             }
-            for what, of_sides in samples.items():
-                for of_side in of_sides.values():
-                    of_side.append([])
+            for of_side in (of_side for of_sides in samples.values() for of_side in of_sides.values()):
+                of_side.append([])
             for turn in range(rounds + 1):
                 for what, of_sides in samples.items():
                     for name in list(sides)[:: 1 if turn % 2 else -1]:
