@@ -71,7 +71,7 @@ def _process(pipe: Connection, rank: int, processes: int, store: str, timeout: f
 def trial(what: str, processes: int, timeout: float, moment: random.Random) -> dict[str, Any]:
     """Lose one process; what the others say, and after how many seconds each."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["experiments.lost_process"])
     lost = moment.randrange(processes)
     with TemporaryDirectory() as folder:
         pipes, started = [], []

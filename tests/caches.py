@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from balanced import balanced
 from coded_reference import coded_reference
+from torch import distributed
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -54,6 +55,19 @@ def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
     return OffloadedHybridCache(config, cpu_decode=full_attention_layers(config)[-1:])
 
 
+def shared_with_nobody(config: PreTrainedConfig) -> HybridCache:
+    return DynamicHybridCache(config, group=group_of_one())
+
+
+def group_of_one() -> "distributed.ProcessGroup | None":
+    """Of this process alone; `None`, for no group, where this torch has none."""
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        return None
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    return distributed.group.WORLD
+
+
 # Attention is torch's own: results are those of `DynamicCache` to the last bit.
 SAME_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "dynamic": dynamic,
@@ -65,6 +79,7 @@ OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "default": DynamicHybridCache,
     "cpu_decode": cpu_decode,
     "cpu_decode_partly": cpu_decode_partly,
+    "shared_with_nobody": shared_with_nobody,
 }
 CACHES = SAME_ATTENTION | OWN_ATTENTION
 
@@ -134,6 +149,10 @@ QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Ca
     "quantized_balanced": (
         lambda config: HybridCache(config, codec=balanced_codecs(config, 8)),
         lambda config: coded_reference(config, balanced_codecs(config, 8)),
+    ),
+    "quantized_shared_with_nobody": (
+        lambda config: QuantizedHybridCache(config, bits=8, sink_tokens=0, rotate=True, group=group_of_one()),
+        lambda config: coded_reference(config, minmax(8, sink_tokens=0, rotate=True)),
     ),
     "quantized_last_layers": (
         quantized_last_layers,

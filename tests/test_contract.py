@@ -207,7 +207,7 @@ def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str,
 # With so many tokens more than usual, blocks are coded in the prefill, and others while tokens are decoded.
 FOR_CODED_BLOCKS = 152
 # For codes of fewer bits kernels with integer products round queries and weights to 8 bits.
-OF_8_BITS = ("quantized_8", "quantized_balanced")
+OF_8_BITS = ("quantized_8", "quantized_balanced", "quantized_shared_with_nobody")
 
 
 @pytest.mark.covering(2)
