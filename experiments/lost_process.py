@@ -71,7 +71,7 @@ def _process(pipe: Connection, rank: int, processes: int, store: str, timeout: f
 def trial(what: str, processes: int, timeout: float, moment: random.Random) -> dict[str, Any]:
     """Lose one process; what the others say, and after how many seconds each."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["experiments.lost_process"])
+    context.set_forkserver_preload(["hf_hybrid_cache.cache", "experiments.decoding", "experiments.records"])
     lost = moment.randrange(processes)
     with TemporaryDirectory() as folder:
         pipes, started = [], []

@@ -8,9 +8,10 @@ import torch
 from torch import distributed
 
 from .errors import LostProcessError, OutOfStepError
-from .roll_call import absent_ranks
+from .roll_call import Alarm, absent_ranks
 
 _SECONDS_AWAKE = 0.01
+_PAUSE = 0.001
 
 
 class Peers:
@@ -42,6 +43,7 @@ class Peers:
             )
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        self._abandoned: Any = None
         # NCCL alone knows no messages in host memory.
         self._device = torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
 
@@ -78,7 +80,7 @@ class Peers:
         sent = messages.to(self._device).contiguous()
         received = torch.empty_like(sent)
         try:
-            _wait(distributed.all_to_all_single(received, sent, group=self.group, async_op=True))
+            self._wait(distributed.all_to_all_single(received, sent, group=self.group, async_op=True))
             return received.cpu()  # errors of NCCL may come only now
         except RuntimeError as error:
             raise self._explained(error) from error
@@ -96,6 +98,19 @@ class Peers:
             return heard.to(message.device)
         except RuntimeError as error:
             raise self._explained(error) from error
+
+    def _wait(self, work: "distributed.Work") -> None:
+        """Wait awake for a while, as threads of OpenMP do: to be woken takes longer than most messages."""
+        end = time.perf_counter() + _SECONDS_AWAKE
+        while not work.is_completed() and time.perf_counter() < end:
+            os.sched_yield()  # gloo's own thread may need this processor
+        if not work.is_completed():
+            with Alarm(self.group.get_group_store()) as alarm:
+                while not work.is_completed():
+                    if alarm.is_raised.wait(_PAUSE):
+                        self._abandoned = work  # with its memory, which may be written to still
+                        raise RuntimeError("Another process has said that one is missing.")
+        work.wait()
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         if "preamble" in str(error):  # gloo: longer than what was expected
@@ -115,11 +130,3 @@ class Peers:
     def rank_of_all(self, rank: int) -> int:
         """The rank among all processes, as `torchrun` counts them, of one of this group."""
         return distributed.get_global_rank(self.group, rank)
-
-
-def _wait(work: "distributed.Work") -> None:
-    """Wait awake for a while, as threads of OpenMP do: to be woken takes longer than most messages."""
-    end = time.perf_counter() + _SECONDS_AWAKE
-    while not work.is_completed() and time.perf_counter() < end:
-        os.sched_yield()  # gloo's own thread may need this processor
-    work.wait()

@@ -1,8 +1,10 @@
 """Who is missing after a collective has failed: those that are left sign, and who has not signed is named."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Self
 
 from torch import distributed
 
@@ -13,6 +15,8 @@ _SECONDS_TO_READ = 2.0
 # For the store itself.
 _SECONDS_TO_ANSWER = 5.0
 _PAUSE = 0.02
+_CALLED = "called"
+_SECONDS_BETWEEN_QUESTIONS = 0.5
 
 
 def absent_ranks(store: "distributed.Store", rank: int, size: int, seconds: float = SECONDS_TO_SIGN) -> list[int]:
@@ -37,6 +41,37 @@ def absent_ranks(store: "distributed.Store", rank: int, size: int, seconds: floa
     return call.absent
 
 
+class Alarm:
+    """
+    Notices, while this process waits for others, that one of them has called the roll. A context manager.
+
+    gloo waits for one process after the other, and does not see that another one has ended meanwhile. The store is
+    asked by a thread, because one whose process was stopped never answers.
+
+    Attributes:
+        is_raised: set when it has.
+    """
+
+    def __init__(self, store: "distributed.Store"):
+        self._store = store
+        self._is_over = threading.Event()
+        self.is_raised = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended, which gloo will notice
+            while not self._is_over.wait(_SECONDS_BETWEEN_QUESTIONS):
+                if self._store.check([_CALLED]):
+                    self.is_raised.set()
+                    return
+
+
 class _RollCall:
     """
     One call, as one process makes it.
@@ -55,6 +90,7 @@ class _RollCall:
     def ask(self) -> None:
         """Sign, and wait for the others to."""
         try:
+            self._store.set(_CALLED, "yes")
             self._write("signed")
             unsigned = self._missing("signed", self._others)
             self.has_answered.set()
