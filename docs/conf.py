@@ -59,7 +59,7 @@ maximum_signature_line_length = 88
 # The forms of blocks and the shapes of states are not public: a user passes them on, and looks into none.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|collections|pathlib|os|typing)\..*"),
-    (r"py:class", r"PreTrained\w+"),  # where transformers is imported for types only
+    (r"py:class", r"PreTrained\w+|ProcessGroup"),  # imported for types only
     (
         r"py:class",
         r"hf_hybrid_cache\.(storage\.codec\.Codec|storage\.kv_store\.KVShape|planning\.model_cost\.OtherLayer)",

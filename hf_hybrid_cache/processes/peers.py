@@ -12,6 +12,8 @@ from .roll_call import Alarm, absent_ranks
 
 _SECONDS_AWAKE = 0.01
 _PAUSE = 0.001
+# Not on every system.
+_let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Peers:
@@ -103,7 +105,7 @@ class Peers:
         """Wait awake for a while, as threads of OpenMP do: to be woken takes longer than most messages."""
         end = time.perf_counter() + _SECONDS_AWAKE
         while not work.is_completed() and time.perf_counter() < end:
-            os.sched_yield()  # gloo's own thread may need this processor
+            _let_others_run()  # gloo's own thread may need this processor
         if not work.is_completed():
             with Alarm(self.group.get_group_store()) as alarm:
                 while not work.is_completed():
@@ -119,8 +121,8 @@ class Peers:
                 "not compute the same. Call the model in all of them with the same inputs and options."
             )
         absent = absent_ranks(self.group.get_group_store(), self.rank, self.size)
-        names = ", ".join(str(self.rank_of_all(rank)) for rank in absent) or "unknown"
-        who = f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
+        names = ", ".join(str(self.rank_of_all(rank)) for rank in absent)
+        who = f"ranks {names} have" if len(absent) > 1 else f"rank {names} has" if absent else "one has"
         return LostProcessError(
             f"Of {self.size} processes that share a cache, {who} ended or stopped answering, and the others cannot go "
             "on without what it kept. Start all of them again; a file that was saved before is whole. (Rank "

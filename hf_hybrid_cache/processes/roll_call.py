@@ -15,7 +15,9 @@ _SECONDS_TO_READ = 2.0
 # For the store itself.
 _SECONDS_TO_ANSWER = 5.0
 _PAUSE = 0.02
-_CALLED = "called"
+# Among what else is in the store.
+_PREFIX = "hf_hybrid_cache"
+_CALLED = f"{_PREFIX} called"
 _SECONDS_BETWEEN_QUESTIONS = 0.5
 
 
@@ -77,14 +79,14 @@ class _RollCall:
     One call, as one process makes it.
 
     Attributes:
-        absent: who has not signed; the first one until the store has answered.
+        absent: who has not signed; the first one, unless it is this one, until the store has answered.
         has_answered: set once the store has.
     """
 
     def __init__(self, store: "distributed.Store", rank: int, size: int, seconds: float):
         self._store, self._rank, self._seconds = store, rank, seconds
         self._others = [each for each in range(size) if each != rank]
-        self.absent = [0]
+        self.absent = [0] if rank else []
         self.has_answered = threading.Event()
 
     def ask(self) -> None:
@@ -102,10 +104,10 @@ class _RollCall:
             self.has_answered.set()
 
     def _write(self, word: str) -> None:
-        self._store.set(f"{word} {self._rank}", "yes")
+        self._store.set(f"{_PREFIX} {word} {self._rank}", "yes")
 
     def _missing(self, word: str, ranks: list[int]) -> list[int]:
-        return [each for each in ranks if not self._store.check([f"{word} {each}"])]
+        return [each for each in ranks if not self._store.check([f"{_PREFIX} {word} {each}"])]
 
 
 def _until(missing: Callable[[], list[int]], number: int, seconds: float) -> list[int]:
