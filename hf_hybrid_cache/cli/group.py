@@ -7,8 +7,8 @@ from torch import distributed
 
 from . import ranks
 
-# For the slowest to load the model; and later, for one to keep the others waiting.
-_TO_BEGIN, _TO_ANSWER = timedelta(minutes=30), timedelta(minutes=2)
+# For the slowest to load the model; and later, for one to keep the others waiting, as it does while a file is written.
+_TO_BEGIN, _TO_ANSWER = timedelta(minutes=30), timedelta(minutes=10)
 
 
 def joined() -> "distributed.ProcessGroup | None":
