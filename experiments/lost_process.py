@@ -146,7 +146,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 f"{what}: the others named it {named} times of {len(of_these)}, after {statistics.median(taken):.2f} s "
                 f"(at most {max(taken):.2f})"
             )
-    record = {"timeout_seconds": options.timeout, "answers": answers, "trials": trials}
+    record = {"timeout_seconds": options.timeout, "answers": answers, "cells": trials}
     print(f"record: {records.save('lost_process', record, options.out)}")
     print(json.dumps(answers))
 
