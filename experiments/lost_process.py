@@ -14,7 +14,6 @@ import signal
 import statistics
 import textwrap
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -110,7 +109,7 @@ def trial(what: str, processes: int, timeout: float, moment: random.Random) -> d
     }
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,7 +118,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--killed", type=int, default=50, help="trials (default: %(default)s)")
     parser.add_argument("--stopped", type=int, default=10, help="likewise")
     parser.add_argument("--timeout", type=float, default=5.0, help="of the group, in seconds")
-    options = parser.parse_args(given)
+    options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     moment = random.Random(0)
     trials = []

@@ -15,7 +15,7 @@ import os
 import socket
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -192,7 +192,7 @@ def row(cell: dict[str, Any]) -> str:
     return f"{cell['context_tokens']:>9,}{bits:>6}{cell['processes']:>11}{times}{cell['share_of_bytes']:>9.3f}"
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -204,7 +204,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--starts", type=int, default=3, help="new processes: one is faster than the next all its life")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4, help="timed in each turn")
-    options = parser.parse_args(given)
+    options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = llama_1b_config(options.layers)
     config.vocab_size = VOCABULARY

@@ -82,9 +82,17 @@ def exit_codes(notes: Console) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (LostProcessError, OutOfStepError) as error:
-        message = str(error)
-    except (UsageError, PromptError, ModelLoadError, CostError, PlanError, CacheFileError, JobsError) as error:
+    except (
+        UsageError,
+        PromptError,
+        ModelLoadError,
+        CostError,
+        PlanError,
+        CacheFileError,
+        JobsError,
+        LostProcessError,
+        OutOfStepError,
+    ) as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):

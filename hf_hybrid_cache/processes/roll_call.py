@@ -9,7 +9,7 @@ from typing import Self
 from torch import distributed
 
 # For one that is still computing and has not noticed yet; if all but one have signed there is no need to wait.
-SECONDS_TO_SIGN = 30.0
+_SECONDS_TO_SIGN = 30.0
 # For the others to read, before the process that holds the store may end.
 _SECONDS_TO_READ = 2.0
 # For the store itself.
@@ -21,25 +21,24 @@ _CALLED = f"{_PREFIX} called"
 _SECONDS_BETWEEN_QUESTIONS = 0.5
 
 
-def absent_ranks(store: "distributed.Store", rank: int, size: int, seconds: float = SECONDS_TO_SIGN) -> list[int]:
+def absent_ranks(store: "distributed.Store", rank: int, size: int) -> list[int]:
     """
-    Ranks that have not signed in the group's store, within `seconds` or until there is only one.
+    Ranks that have not signed in the group's store, within half a minute or until there is only one.
 
     Args:
         store: that all processes of the group have.
         rank: of this process, which signs.
         size: of the group.
-        seconds: to wait where more than one has not signed.
 
     Returns:
         Their ranks; the first one, which keeps the store unless `torchrun` does, if the store does not answer either.
     """
-    call = _RollCall(store, rank, size, seconds)
+    call = _RollCall(store, rank, size)
     # Of a store whose process was stopped no answer comes, not even an error.
     asking = threading.Thread(target=call.ask, daemon=True)
     asking.start()
     if call.has_answered.wait(_SECONDS_TO_ANSWER):
-        asking.join(seconds + 2 * _SECONDS_TO_READ)
+        asking.join(_SECONDS_TO_SIGN + 2 * _SECONDS_TO_READ)
     return call.absent
 
 
@@ -83,8 +82,8 @@ class _RollCall:
         has_answered: set once the store has.
     """
 
-    def __init__(self, store: "distributed.Store", rank: int, size: int, seconds: float):
-        self._store, self._rank, self._seconds = store, rank, seconds
+    def __init__(self, store: "distributed.Store", rank: int, size: int):
+        self._store, self._rank = store, rank
         self._others = [each for each in range(size) if each != rank]
         self.absent = [0] if rank else []
         self.has_answered = threading.Event()
@@ -94,9 +93,9 @@ class _RollCall:
         try:
             self._store.set(_CALLED, "yes")
             self._write("signed")
-            unsigned = self._missing("signed", self._others)
+            self._missing("signed", self._others)  # an answer, whichever
             self.has_answered.set()
-            self.absent = _until(lambda: self._missing("signed", self._others), 1, self._seconds) if unsigned else []
+            self.absent = _until(lambda: self._missing("signed", self._others), 1, _SECONDS_TO_SIGN)
             self._write("read")
             signed = [each for each in self._others if each not in self.absent]
             _until(lambda: self._missing("read", signed), 0, _SECONDS_TO_READ)

@@ -1,7 +1,7 @@
 """Which tokens of a sequence are kept by which of several processes. Plain ints."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,10 @@ class Share:
         """Whether everything is kept."""
         return self.size == 1
 
+    def owns(self, blocks: Any) -> Any:
+        """Whether a block, or each of a tensor of blocks, is kept; by number."""
+        return blocks % self.size == self.rank
+
     def blocks(self, num_blocks: int) -> int:
         """Own blocks among the first `num_blocks`."""
         return max(0, (num_blocks - self.rank + self.size - 1) // self.size)
@@ -38,12 +42,12 @@ class Share:
     def tokens(self, num_tokens: int) -> int:
         """Own tokens among the first `num_tokens`."""
         block, rest = divmod(num_tokens, GRANULE)
-        return self.blocks(block) * GRANULE + (rest if block % self.size == self.rank else 0)
+        return self.blocks(block) * GRANULE + (rest if self.owns(block) else 0)
 
     def positions(self, start: int, end: int) -> torch.Tensor:
         """Own tokens from `start` to `end`, int64."""
         tokens = torch.arange(start, end)
-        return tokens[tokens // GRANULE % self.size == self.rank]
+        return tokens[self.owns(tokens // GRANULE)]
 
     def part(self, states: torch.Tensor, start: int) -> torch.Tensor:
         """Own tokens of states `[batch, heads, tokens, head_dim]` whose first one is token `start` of the sequence."""
@@ -51,7 +55,7 @@ class Share:
         if self.is_all:
             return states
         if start // GRANULE == (start + count - 1) // GRANULE:  # a decode step: few operations
-            return states if start // GRANULE % self.size == self.rank else states[:, :, :0]
+            return states if self.owns(start // GRANULE) else states[:, :, :0]
         return states.index_select(2, (self.positions(start, start + count) - start).to(states.device))
 
 

@@ -198,7 +198,7 @@ class SharedStore(KVStore):
 
     def own_rows(self, part: Part) -> list[bool]:
         """Of the rows that one process would have, whether this one keeps it."""
-        return [block % self.share.size == self.share.rank for run in part.runs for block in run]
+        return [self.share.owns(block) for run in part.runs for block in run]
 
     def expect(self, entries: Mapping[str, int]) -> None:
         """
