@@ -1,5 +1,7 @@
 """How many threads the kernels use."""
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -68,4 +70,18 @@ def _cores_of_one_socket(processors: Path = Path("/sys/devices/system/cpu")) -> 
 
 def _processors() -> set[int]:
     """Those that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    if not hasattr(os, "sched_getaffinity"):
+        return set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0) | _places_of_openmp()
+
+
+def _places_of_openmp() -> set[int]:
+    """Where OpenMP runs its threads if it binds each to a place (OMP_PROC_BIND); this one has one place only then."""
+    found: set[int] = set()
+    with contextlib.suppress(AttributeError, OSError):  # not loaded
+        library = ctypes.CDLL(None)
+        for place in range(library.omp_get_num_places()):
+            processors = (ctypes.c_int * library.omp_get_place_num_procs(place))()
+            library.omp_get_place_proc_ids(place, processors)
+            found.update(processors)
+    return found

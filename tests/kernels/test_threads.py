@@ -45,6 +45,11 @@ def test_threads_of_a_core_count_once_and_sockets_are_not_added(tmp_path: Path):
     assert _cores_of_one_socket(tmp_path / "nothing") == len(allowed)
 
 
+def test_threads_that_openmp_binds_to_processors_are_as_many():
+    program = "import torch; from hf_hybrid_cache import get_num_threads; assert get_num_threads() == {}"
+    run_program(program.format(_cores_of_one_socket()), OMP_PROC_BIND="true")
+
+
 def test_a_number_that_is_set_is_used_and_taken_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "1")
     assert get_num_threads() == 1
