@@ -6,7 +6,7 @@ from ._version import __version__
 from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .attention import StaleHandleError
+    from .attention import Selection, StaleHandleError
     from .cache import (
         DynamicHybridCache,
         HybridCache,
@@ -41,6 +41,7 @@ __all__ = [
     "Placement",
     "QuantizedHybridCache",
     "SameLogits",
+    "Selection",
     "StaleHandleError",
     "WeightsReport",
     "__version__",
@@ -59,7 +60,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "attention": ("StaleHandleError",),
+        "attention": ("Selection", "StaleHandleError"),
         "cache": (
             "DynamicHybridCache",
             "HybridCache",

@@ -16,6 +16,7 @@ from hf_hybrid_cache import (
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
+    Selection,
     minmax,
 )
 
@@ -138,6 +139,11 @@ QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], C
 }
 # Attention is the kernel's, over the codes.
 QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
+    "quantized_selected": (
+        # Pages are chosen as for any share, and what is left out does not show.
+        lambda config: QuantizedHybridCache(config, rotate=True, selection=Selection(mass=1 - 1e-7)),
+        lambda config: coded_reference(config, minmax(4, rotate=True)),
+    ),
     "quantized_8": (
         lambda config: QuantizedHybridCache(config, bits=8, rotate=True),
         lambda config: coded_reference(config, minmax(8, rotate=True)),

@@ -4,5 +4,15 @@ from .cpu_attention import CpuAttention, compile_kernels
 from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
 from .observed_keys import observed
+from .selection import LayerSelection, Selection
 
-__all__ = ["CpuAttention", "StaleHandleError", "compile_kernels", "handles_of", "observed", "outside_of_graphs"]
+__all__ = [
+    "CpuAttention",
+    "LayerSelection",
+    "Selection",
+    "StaleHandleError",
+    "compile_kernels",
+    "handles_of",
+    "observed",
+    "outside_of_graphs",
+]

@@ -14,6 +14,7 @@ from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
+from .selection import LayerSelection
 from .shared_attention import SharedRows
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
@@ -81,15 +82,21 @@ class CpuAttention:
             and (values.balance is None or values.balance.is_matrix)
         )
 
-    def prepare(self, element: np.dtype, is_coded: bool) -> None:
-        """Have the kernel for blocks of `element`, and coded ones, compiled by the time it is needed."""
-        compile_in_background(element, is_coded)
+    def prepare(self, element: np.dtype, is_coded: bool, is_selected: bool) -> None:
+        """Have the kernel for blocks of `element`, coded ones and chosen pages, compiled by the time it is needed."""
+        compile_in_background(element, is_coded, is_selected)
 
     def __call__(
-        self, query: torch.Tensor, store: KVStore, group: int, mask: torch.Tensor | None, scale: float | None
+        self,
+        query: torch.Tensor,
+        store: KVStore,
+        group: int,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        selection: LayerSelection | None = None,
     ) -> torch.Tensor:
         """
-        Attend to all tokens of `store`.
+        Attend to the tokens of `store`.
 
         Args:
             query: `[batch, query_heads, query_length, head_dim]`, on any device.
@@ -98,6 +105,7 @@ class CpuAttention:
             mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length,
                 tokens]`, where any of the first three may be 1.
             scale: of the scores; `None` for `head_dim ** -0.5`.
+            selection: what may be left out, of few queries; `None` for nothing.
 
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
@@ -112,7 +120,7 @@ class CpuAttention:
             assert isinstance(store, HostStore | CodedStore)
             store.wait_for_copies()
             return attend_to_chunk(query, store, group, mask, scale)
-        workspace = self._run_kernel(query, store, group, self._mask.of(mask), scale)
+        workspace = self._run_kernel(query, store, group, self._mask.of(mask), scale, selection)
         if query.is_cpu:
             return workspace.out.to(query.dtype, copy=True).flatten(1, 2)
         result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
@@ -120,7 +128,13 @@ class CpuAttention:
         return result.flatten(1, 2).to(query.device, non_blocking=query.is_cuda)
 
     def _run_kernel(
-        self, query: torch.Tensor, store: KVStore, group: int, mask: Arrays, scale: float | None
+        self,
+        query: torch.Tensor,
+        store: KVStore,
+        group: int,
+        mask: Arrays,
+        scale: float | None,
+        selection: LayerSelection | None = None,
     ) -> "_TorchWorkspace":
         """Attend in the kernel; the result is in the workspace."""
         batch, query_heads, query_length, head_dim = query.shape
@@ -134,6 +148,7 @@ class CpuAttention:
         workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
         full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
         assert isinstance(full, HostStore)
+        mass = 1.0 if selection is None else selection.mass_for(group * query_length)
         start = time.perf_counter()
         workspace.kernel.attend(
             full.keys.array(),
@@ -143,8 +158,13 @@ class CpuAttention:
             visible=visible,
             bias=bias,
             coded=coded,
+            mass=mass,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
+        if selection is not None:
+            heads = batch * num_kv_heads
+            tokens_read = full.num_tokens * heads + (0 if coded is None else workspace.kernel.tokens_read)
+            selection.note(tokens_read, store.num_tokens * heads, has_chosen=mass < 1)
         return workspace
 
     def _attend_together(

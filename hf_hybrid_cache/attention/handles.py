@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ..storage import KVStore
 from .cpu_attention import CpuAttention
 from .graph_breaks import outside_of_graphs
+from .selection import LayerSelection
 
 
 class StaleHandleError(RuntimeError):
@@ -30,10 +31,12 @@ class LayerView:
     Args:
         store: of the layer.
         attention: runs the kernel.
+        selection: what it may leave out; `None` for nothing.
     """
 
-    def __init__(self, store: KVStore, attention: CpuAttention):
+    def __init__(self, store: KVStore, attention: CpuAttention, selection: LayerSelection | None = None):
         self.attention = attention
+        self.selection = selection
         self._store = store
         self._version = store.version
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -130,9 +133,11 @@ class KVHandle(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def handles_of(store: KVStore, attention: CpuAttention) -> tuple[KVHandle, KVHandle]:
+def handles_of(
+    store: KVStore, attention: CpuAttention, selection: LayerSelection | None = None
+) -> tuple[KVHandle, KVHandle]:
     """Handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
-    layer, shape = LayerView(store, attention), store.shape
+    layer, shape = LayerView(store, attention, selection), store.shape
     common = (shape.batch, shape.num_kv_heads, store.num_tokens)
     return (
         KVHandle.make(layer, 0, torch.Size((*common, shape.key_dim))),
@@ -170,7 +175,7 @@ def _attend(
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     group = sizes[1] // store.shape.num_kv_heads
-    return key.layer.attention(query, store, group, attn_mask, scale)
+    return key.layer.attention(query, store, group, attn_mask, scale, key.layer.selection)
 
 
 def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:

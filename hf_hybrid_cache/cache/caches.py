@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
+from ..attention import Selection
 from ..codecs import Rotate, minmax
 from ..layers import OnOom, Placement
 from ..storage import KVCodec
@@ -103,6 +104,7 @@ class QuantizedHybridCache(HybridCache):
             `None` (if the model is on the CPU) or the indices of some layers.
         prefetch_layers: with `offload`, layers that are on their way while one is attended to.
         group: processes that keep a share each, see `HybridCache`.
+        selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
 
     Raises:
         ValueError: an argument is none of these.
@@ -125,6 +127,7 @@ class QuantizedHybridCache(HybridCache):
         cpu_decode: bool | Collection[int] | None = None,
         prefetch_layers: int = 1,
         group: "ProcessGroup | None" = None,
+        selection: Selection | None = None,
     ):
         codec: KVCodec | dict[int, KVCodec]
         if isinstance(bits, list):
@@ -133,7 +136,8 @@ class QuantizedHybridCache(HybridCache):
             codec = {index: minmax(each, group_size, sink_tokens, rotate, auto_bits) for index, each in bits.items()}
         else:
             codec = minmax(bits, group_size, sink_tokens, rotate, auto_bits)
-        super().__init__(config, Placement(offload, prefetch_layers, cpu_decode=cpu_decode), max_length, codec, group)
+        placement = Placement(offload, prefetch_layers, cpu_decode=cpu_decode)
+        super().__init__(config, placement, max_length, codec, group, selection)
 
 
 def _bits_of_layers(config: PreTrainedConfig, bits: list[Bits | None]) -> dict[int, Bits]:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from ..attention import outside_of_graphs
+from ..attention import Selection, outside_of_graphs
 from ..layers import (
     HybridLayer,
     IncompleteCacheError,
@@ -100,12 +100,15 @@ class HybridCache(DynamicCache):
             precision. `None` codes none.
         group: of processes that run the model in step (`torch.distributed`): each keeps a share of the blocks in its
             host memory and attends to it there, and what they find is merged once a layer.
+        selection: what attention on the CPU may leave out of layers that are coded, see `Selection`; `None` for
+            nothing.
 
     Raises:
         TypeError: `config` is not a transformers config, or `group` not a process group.
         ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, memory is
-            to be page-locked without CUDA, `cpu_decode` or `codec` names a layer that is not one of full attention,
-            or with `group` layers are to be elsewhere than in host memory.
+            to be page-locked without CUDA, `cpu_decode`, `codec` or `selection` names a layer that is not one of full
+            attention, with `group` layers are to be elsewhere than in host memory, or there is a `selection` and no
+            layer is coded and attended to on the CPU by one process.
     """
 
     def __init__(
@@ -115,9 +118,11 @@ class HybridCache(DynamicCache):
         max_length: int | None = None,
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
         group: "ProcessGroup | None" = None,
+        selection: Selection | None = None,
     ):
         require_config(config)
         _require_instance("placement", placement, Placement, "Placement(offload=True)")
+        _require_instance("selection", selection, Selection, "Selection(mass=0.99)")
         for each in codec.values() if isinstance(codec, Mapping) else [codec]:
             _require_instance("codec", each, KVCodec, "minmax(4)")
         if max_length is not None:
@@ -126,6 +131,8 @@ class HybridCache(DynamicCache):
         peers = None if group is None else Peers(group)
         if peers is not None:
             placement = _shared_placement(placement)
+        if selection is not None:
+            placement = _placement_for_selection(placement, peers)
         if placement.pin_memory and not torch.cuda.is_available():
             raise ValueError(
                 "pin_memory=True needs CUDA, which is not available here. Use pin_memory=None to decide by device."
@@ -135,7 +142,13 @@ class HybridCache(DynamicCache):
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
         codecs = {index: each for index, each in given.items() if each is not None}
-        for argument, indices in (("cpu_decode", placement.cpu_layers), ("codec", codecs)):
+        if selection is not None and ours and not codecs:
+            raise ValueError(
+                "selection= chooses by the codes of keys, and no layer is coded: use QuantizedHybridCache, or codec="
+            )
+        dense_layers = () if selection is None else selection.dense_layers
+        named = {"cpu_decode": placement.cpu_layers, "codec": codecs, "selection": dense_layers}
+        for argument, indices in named.items():
             if unknown := sorted(set(indices).difference(ours)):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
         text_config = config.get_text_config(decoder=True)
@@ -144,7 +157,7 @@ class HybridCache(DynamicCache):
         context = getattr(text_config, "max_position_embeddings", None) or 0
         capacity = InitialCapacity.expecting(max_length, context)
         self._model_traits = traits_of(config)
-        self._stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers)
+        self._stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers, selection)
         self._passes = ForwardPasses(layers)
         self._steps = SlowSteps()
         self._first, self._last = (ours[0], ours[-1]) if ours else (-1, -1)
@@ -289,6 +302,7 @@ class HybridCache(DynamicCache):
         verify: bool = True,
         dtype: torch.dtype | None = None,
         group: "ProcessGroup | None" = None,
+        selection: Selection | None = None,
     ) -> "HybridCache":
         """
         The cache that `save` wrote; `generate` then computes only what comes after the tokens in it.
@@ -309,6 +323,7 @@ class HybridCache(DynamicCache):
                 converted to it where nothing is lost, or where it is asked for here.
             group: processes that keep a share each, as many as there are now: all load the same file, and with
                 `verify=False` each reads only its share.
+            selection: what attention may leave out, see `HybridCache`; it is not kept in files.
 
         Raises:
             CacheFileError: it is not the whole and unaltered file of a cache for such a model, or of other tokens than
@@ -329,7 +344,7 @@ class HybridCache(DynamicCache):
             # Shares are in host memory, wherever the saved cache was.
             saved_placement = saved.placement if group is None else Placement()
             try:
-                cache = HybridCache(config, placement or saved_placement, saved.max_length, codecs, group)
+                cache = HybridCache(config, placement or saved_placement, saved.max_length, codecs, group, selection)
             except ValueError as error:
                 raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
             known = config.get_text_config(decoder=True).dtype
@@ -398,6 +413,11 @@ class HybridCache(DynamicCache):
     def group(self) -> "ProcessGroup | None":
         """Of processes that keep a share each; `None` where there is one process."""
         return None if self._stores.peers is None else self._stores.peers.group
+
+    @property
+    def selection(self) -> Selection | None:
+        """What attention on the CPU may leave out of layers that are coded; `stats.share_read` tells what it does."""
+        return self._stores.selection
 
     @property
     def stats(self) -> CacheStats:
@@ -677,6 +697,15 @@ def _shared_placement(placement: Placement) -> Placement:
             "unless it is True."
         )
     return replace(placement, cpu_decode=True)
+
+
+def _placement_for_selection(placement: Placement, peers: Peers | None) -> Placement:
+    """The placement of layers of which attention reads a part: attended to on the CPU."""
+    if peers is not None:
+        raise ValueError("selection= and group= cannot be used together: each process reads all of its share.")
+    if placement.cpu_decode is False:
+        raise ValueError("selection= is for attention on the CPU: leave out cpu_decode=False.")
+    return placement if placement.cpu_decode else replace(placement, cpu_decode=True)
 
 
 def _require_instance(argument: str, value: object, kind: type, example: str) -> None:

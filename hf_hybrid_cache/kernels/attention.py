@@ -177,13 +177,19 @@ def attend_block(head, start, keys, values, ahead, plan):
 @jit_part
 def weights_of_tile(head, row, start, plan, slot):
     """Turn a tile's scores of the block from token `start` on into weights, where a slot has them."""
-    scores, corrections = plan.scores + slot * ROWS * BLOCK * 4, plan.corrections + slot * ROWS * 4
-    factor = plan.scale
-    if plan.visible or plan.bias or start + BLOCK > plan.all_see:
-        _mask_tile(start, row, head, plan, scores)
-        factor = numba.float32(1)
-    state = (head * plan.rows + row) * 4
+    factor = mask_scores(head, row, start, plan, slot)
+    state, corrections = (head * plan.rows + row) * 4, plan.corrections + slot * ROWS * 4
+    scores = plan.scores + slot * ROWS * BLOCK * 4
     softmax_tile(scores, factor, plan.maxima + state, plan.sums + state, corrections)
+
+
+@jit_part
+def mask_scores(head, row, start, plan, slot):
+    """Mask a tile's scores where there is a mask, which scales them; returns by what they are still to be scaled."""
+    if plan.visible or plan.bias or start + BLOCK > plan.all_see:
+        _mask_tile(start, row, head, plan, plan.scores + slot * ROWS * BLOCK * 4)
+        return numba.float32(1)
+    return plan.scale
 
 
 @jit_part
@@ -283,11 +289,16 @@ def _highest(head, row, maxima):
 def compile_attention(element: np.dtype) -> None:
     """Compile attention over blocks of `element`, or load it from Numba's cache on disk."""
     blocks = numba.from_dtype(element)[:, :, :, ::1]
-    attend.compile(signature(Call, {"keys": blocks, "values": blocks}))
+    attend.compile(signature(call_type(Call, {"keys": blocks, "values": blocks})))
 
 
-def signature(call: type, fields: dict[str, Any]) -> Any:
-    """Of a kernel that takes a `call` whose other fields are those of a `Call`, and integers."""
+def signature(call: Any) -> Any:
+    """Of a kernel that takes a call of this type."""
+    return numba.void(numba.int64, numba.int64, numba.int64, call)
+
+
+def call_type(call: type, fields: dict[str, Any]) -> Any:
+    """Of a `call` whose other fields are those of a `Call`, and integers."""
     number, real = numba.int64, numba.float32
     kinds = {
         "query": real[:, :, ::1],
@@ -303,5 +314,4 @@ def signature(call: type, fields: dict[str, Any]) -> Any:
         "out": real[:, :, ::1],
         "lse": real[:, ::1],
     } | fields
-    typed = numba.types.NamedTuple([kinds.get(field, number) for field in call._fields], call)
-    return numba.void(number, number, number, typed)
+    return numba.types.NamedTuple([kinds.get(field, number) for field in call._fields], call)

@@ -11,6 +11,7 @@ import numpy as np
 
 from .attention import (
     attend_block,
+    call_type,
     merge_segments,
     share,
     signature,
@@ -82,7 +83,15 @@ class CodedCall(NamedTuple):
 def attend_coded(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `share_out` says."""
     segments, heads = call.maxima.shape[:2]
-    for head in range(heads):
+    rotate_queries(call)
+    share_out(parallel, team, threads, segments, _attend_segment, call)
+    share_out(parallel, team, threads, heads, merge_coded_segments, call)
+
+
+@jit_part
+def rotate_queries(call):
+    """Write the queries for coded keys."""
+    for head in range(call.maxima.shape[1]):
         for row in range(call.query.shape[1]):
             for d in range(call.query.shape[2]):  # an assignment of arrays takes seconds to compile
                 call.rotated[head, row, d] = call.query[head, row, d]
@@ -90,37 +99,46 @@ def attend_coded(parallel, team, threads, call):
                 for d in range(call.key_dim):
                     call.rotated[head, row, d] *= call.query_factors[head % call.num_kv_heads, d]
             rotate(call.rotated[head, row], call.key_dim, call.key_rotation)
-    share_out(parallel, team, threads, segments, _attend_segment, call)
-    share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
 @jit_part
 def _attend_segment(segment, call):
     """Attend to some blocks, all coded or all in full precision, as they lie: all heads of a block before the next."""
+    if segment >= call.coded_segments:
+        attend_full_segment(segment, call)
+        return
     heads = call.maxima.shape[1]
-    if segment < call.coded_segments:
-        items = share(segment, call.coded_segments, call.coded_blocks * heads)
-        plan = started_segment(segment, items, call)
-        keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
-        forms = _forms(segment, call)
-        if call.mixing.size:  # read when all segments are done: by then it has come from memory
-            part = call.mixing.nbytes // call.coded_segments
-            prefetch_numbers(call.mixing.ctypes.data + segment * part, part)
-        for item in range(items.start, items.stop, SLOTS):
-            _attend_coded_blocks(
-                item, min(SLOTS, items.stop - item), heads, keys, values, call.first_coded, plan, *forms
-            )
-    else:
-        key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
-        keys, values = call.keys.ctypes.data, call.values.ctypes.data
-        blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.coded_blocks
-        items = share(segment - call.coded_segments, call.maxima.shape[0] - call.coded_segments, blocks * heads)
-        plan = started_segment(segment, items, call)
-        for item in items:
-            block = item // heads
-            head, at = item - block * heads, keys + item * key_block
-            start = (block if block < call.first_coded else block + call.coded_blocks) * BLOCK
-            attend_block(head, start, at, values + item * value_block, at + key_block, plan)
+    items = share(segment, call.coded_segments, call.coded_blocks * heads)
+    plan = started_segment(segment, items, call)
+    keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
+    forms = forms_of(segment, call)
+    prefetch_mixing(segment, call)
+    for item in range(items.start, items.stop, SLOTS):
+        _attend_coded_blocks(item, min(SLOTS, items.stop - item), heads, keys, values, call.first_coded, plan, *forms)
+
+
+@jit_part
+def prefetch_mixing(segment, call):
+    """Ask for a segment's part of a matrix that is read when all segments are done: by then it has come from memory."""
+    if call.mixing.size:
+        part = call.mixing.nbytes // call.coded_segments
+        prefetch_numbers(call.mixing.ctypes.data + segment * part, part)
+
+
+@jit_part
+def attend_full_segment(segment, call):
+    """Attend to some blocks in full precision."""
+    heads = call.maxima.shape[1]
+    key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
+    keys, values = call.keys.ctypes.data, call.values.ctypes.data
+    blocks = (call.num_tokens + BLOCK - 1) // BLOCK - call.coded_blocks
+    items = share(segment - call.coded_segments, call.maxima.shape[0] - call.coded_segments, blocks * heads)
+    plan = started_segment(segment, items, call)
+    for item in items:
+        block = item // heads
+        head, at = item - block * heads, keys + item * key_block
+        start = (block if block < call.first_coded else block + call.coded_blocks) * BLOCK
+        attend_block(head, start, at, values + item * value_block, at + key_block, plan)
 
 
 class Form(NamedTuple):
@@ -149,7 +167,8 @@ class Scratch(NamedTuple):
 
 
 @jit_part
-def _forms(segment, call):
+def forms_of(segment, call):
+    """How keys and values are taken apart, and where a segment writes meanwhile."""
     inner, width = call.query.shape[2], call.partial.shape[3]
     key_groups = (BLOCK + call.key_group - 1) // call.key_group
     value_groups = (width + call.value_group - 1) // call.value_group
@@ -187,7 +206,8 @@ def _forms(segment, call):
 
 
 @jit_part
-def _merge_segments(head, call):
+def merge_coded_segments(head, call):
+    """Write the result of a head."""
     kv_head = head % call.num_kv_heads if call.mixing.size else 0
     mixing = call.mixing[kv_head]
     merge_segments(head, call, call.coded_segments, call.value_dim, call.value_rotation, mixing)
@@ -207,41 +227,44 @@ def _attend_coded_blocks(first, count, heads, keys, values, first_coded, plan, k
         for group in range(key_form.groups):
             for slot in range(count):
                 query = at.rotated + ((first + slot) % heads * plan.rows + row) * plan.query_bytes
-                _fold(slot, query, plan.query_bytes, keys + slot * key_form.record, group, key_form, at)
+                fold_group(
+                    slot, query, plan.query_bytes, keys + slot * key_form.record, group, 0, key_form.inner, key_form, at
+                )
             for slot in range(count):
                 record, next_read = keys + slot * key_form.record, values + slot * value_form.record
-                _score(slot, record, group, next_read, plan, key_form, at)
+                score_tokens(slot, record, group, 0, BLOCK, next_read, plan, key_form, at)
         for slot in range(count):
             block = (first + slot) // heads
             weights_of_tile(first + slot - block * heads, row, (first_coded + block) * BLOCK, plan, slot)
         for group in range(value_form.groups):
             for slot in range(count):
                 weights = plan.scores + slot * ROWS * BLOCK * 4
-                _fold(slot, weights, BLOCK * 4, values + slot * value_form.record, group, value_form, at)
+                record = values + slot * value_form.record
+                fold_group(slot, weights, BLOCK * 4, record, group, 0, BLOCK, value_form, at)
             for slot in range(count):
                 target = plan.partial + ((first + slot) % heads * plan.rows + row) * plan.width * 4
                 record, next_read = values + slot * value_form.record, ahead + slot * key_form.record
-                _weigh(slot, record, group, next_read, target, plan, value_form, at)
+                weigh_tokens(slot, record, group, 0, BLOCK, next_read, target, plan, value_form, at)
 
 
 @jit_part
-def _fold(slot, rows, row_bytes, record, group, form, at):
-    """Fold scales and lows of a group into rows: into the slot's operand."""
-    scales = record + form.scales + group * form.inner * 2
+def fold_group(slot, rows, row_bytes, record, group, first, end, form, at):
+    """Fold scales and lows of a group, those of the inner axis from `first` to `end`, into rows: into the operand."""
+    scales = record + form.scales + (group * form.inner + first) * 2
     operands, numbers = slot * at.operand_bytes, slot * at.step_bytes
     fold_tile(
-        rows, row_bytes, scales, scales + form.groups * form.inner * 2, form.inner, form.bits, form.limit,
+        rows + first * 4, row_bytes, scales, scales + form.groups * form.inner * 2, end - first, form.bits, form.limit,
         at.folded + operands, at.operand + operands, at.steps + numbers, at.constants + numbers,
     )  # fmt: skip
 
 
 @jit_part
-def _score(slot, record, group, ahead, plan, form, at):
-    """Write the scores of a group's tokens."""
+def score_tokens(slot, record, group, first, end, ahead, plan, form, at):
+    """Write the scores of those of a group's tokens that are from `first` to `end`, multiples of 16."""
     operand, steps = at.operand + slot * at.operand_bytes, at.steps + slot * at.step_bytes
     constants, corrections = at.constants + slot * at.step_bytes, plan.corrections + slot * ROWS * 4
     scores = plan.scores + slot * ROWS * BLOCK * 4
-    column, end = group * form.group, min((group + 1) * form.group, form.lanes)
+    column, end = max(first, group * form.group), min(end, (group + 1) * form.group)
     while column + tile_columns() <= end:
         score_coded_tile(
             form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
@@ -257,20 +280,21 @@ def _score(slot, record, group, ahead, plan, form, at):
 
 
 @jit_part
-def _weigh(slot, record, group, ahead, target, plan, form, at):
-    """Correct what was summed up of a group's channels and add those of a block, times the tile's weights."""
+def weigh_tokens(slot, record, group, first, end, ahead, target, plan, form, at):
+    """Correct what was summed up of a group's channels, and add those of tokens `first` to `end`, which are folded."""
     operand, steps = at.operand + slot * at.operand_bytes, at.steps + slot * at.step_bytes
     constants, corrections = at.constants + slot * at.step_bytes, plan.corrections + slot * ROWS * 4
-    column, end = group * form.group, min((group + 1) * form.group, form.lanes)
-    while column + tile_columns() <= end:
+    words, length = record + first * form.bits // 8 * form.lanes, end - first
+    column, last = group * form.group, min((group + 1) * form.group, form.lanes)
+    while column + tile_columns() <= last:
         weigh_coded_tile(
-            form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
+            form.bits, form.limit > 0, operand, words, length, form.lanes, column, steps, constants, corrections,
             target, form.lanes * 4, ahead,
         )  # fmt: skip
         column += tile_columns()
-    while column < end:
+    while column < last:
         weigh_narrow_coded_tile(
-            form.bits, form.limit > 0, operand, record, form.inner, form.lanes, column, steps, constants, corrections,
+            form.bits, form.limit > 0, operand, words, length, form.lanes, column, steps, constants, corrections,
             target, form.lanes * 4, ahead,
         )  # fmt: skip
         column += 16
@@ -284,6 +308,11 @@ def _limit(inner, bits, byte):
 
 def compile_coded_attention(element: np.dtype) -> None:
     """Compile attention over coded blocks beside blocks of `element`, or load it from Numba's cache on disk."""
+    attend_coded.compile(signature(coded_call_type(element)))
+
+
+def coded_call_type(element: np.dtype) -> Any:
+    """Of a `CodedCall` with blocks of `element`."""
     blocks, records = numba.from_dtype(element)[:, :, :, ::1], numba.uint8[:, :, ::1]
     real = numba.float32
     fields = {
@@ -298,4 +327,4 @@ def compile_coded_attention(element: np.dtype) -> None:
         "operands": real[:, :, :, :, ::1],
         "steps": real[:, :, :, ::1],
     }
-    attend_coded.compile(signature(CodedCall, fields))
+    return call_type(CodedCall, fields)

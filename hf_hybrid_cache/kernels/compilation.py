@@ -16,21 +16,23 @@ from numba.core.compiler_lock import global_compiler_lock
 from .attention import compile_attention
 from .coded_attention import attend_coded, compile_coded_attention
 from .coding import compile_coding
+from .selected_attention import compile_selected_attention
 
 # From Numba's cache on disk it takes less.
 _SECONDS_TO_LOAD = 2.0
 
-_threads: dict[tuple[np.dtype, bool], threading.Thread] = {}
+_threads: dict[tuple[np.dtype, bool, bool], threading.Thread] = {}
 
 
-def compile_in_background(element: np.dtype, is_coded: bool = False) -> None:
+def compile_in_background(element: np.dtype, is_coded: bool = False, is_selected: bool = False) -> None:
     """
-    Start compiling attention over blocks of `element`, and over coded ones beside them, once in a process.
+    Start compiling attention over blocks of `element`, over coded ones beside them and over chosen pages, once in a
+    process.
 
     From Numba's cache on disk it takes a quarter of a second, without it some seconds. A call that comes before the end
     waits, and so does a fork of the process.
     """
-    key = element, is_coded
+    key = element, is_coded, is_selected
     if key in _threads:
         return
     _let_forks_wait()
@@ -41,12 +43,14 @@ def compile_in_background(element: np.dtype, is_coded: bool = False) -> None:
             thread.start()
 
 
-def _compile(element: np.dtype, is_coded: bool) -> None:
+def _compile(element: np.dtype, is_coded: bool, is_selected: bool = False) -> None:
     if is_coded:
         compile_coding(element)
     compile_attention(element)
     if is_coded:
         compile_coded_attention(element)
+    if is_selected:
+        compile_selected_attention(element)
 
 
 def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:

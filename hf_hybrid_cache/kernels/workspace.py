@@ -10,7 +10,10 @@ from .blocks import BLOCK, value_width
 from .coded_attention import SLOTS, CodedCall, attend_coded
 from .coded_blocks import RecordLayout
 from .integer_kernels import uses_integer_kernels
+from .page_tiles import PAGE
+from .page_workspace import PageWorkspace
 from .parallel import team_of_kernels
+from .selected_attention import attend_selected
 from .tiles import ROWS
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
@@ -89,13 +92,16 @@ class Workspace:
         query: float32 `[heads, padded rows, padded key_dim]`, after rotary embedding. What fills it up stays zero.
         out: float32 `[heads, padded rows, padded value_dim]`: softmax(scale * query @ keys.T + mask) @ values; zeros
             where everything is masked.
-        lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score); minus infinity likewise.
+        lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score), of what was read; minus infinity
+            likewise.
+        tokens_read: of coded blocks, by the last call that had some; counted for each KV head.
     """
 
     shape: Shape
     query: np.ndarray = field(init=False)
     out: np.ndarray = field(init=False)
     lse: np.ndarray = field(init=False)
+    tokens_read: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -104,6 +110,7 @@ class Workspace:
         self.rotated = np.empty_like(self.query)
         self.out = np.empty((shape.heads, rows, value_width(shape.value_dim)), np.float32)
         self.lse = np.empty((shape.heads, rows), np.float32)
+        self._pages: PageWorkspace | None = None
         self._make_partial(0)
 
     def _make_partial(self, segments: int) -> None:
@@ -126,6 +133,7 @@ class Workspace:
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
         coded: CodedBlocks | None = None,
+        mass: float = 1.0,
     ) -> None:
         """
         Attend `query` to the first `num_tokens`; the result is in `out` and `lse`.
@@ -141,6 +149,8 @@ class Workspace:
                 three sizes may be 1, for all.
             bias: float32, likewise, added to the scaled scores.
             coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
+            mass: read of the coded blocks only the fewest pages of 16 tokens that, together with all that is not coded,
+                carry this share of the attention of a KV head's queries, on average over them. 1 reads all.
         """
         shape = self.shape
         coded_segments = 0 if coded is None else self._segments(coded.num_blocks)
@@ -170,8 +180,15 @@ class Workspace:
         )
         if coded is None:
             attend(*team_of_kernels(), call)
+            return
+        coded_call = self._coded_call(call, coded, coded_segments)
+        if mass < 1 and scale > 0:
+            self._pages = self._pages or PageWorkspace(shape.heads, self.query.shape[1])
+            attend_selected(*team_of_kernels(), self._pages.call(coded_call, mass))
+            self.tokens_read = self._pages.pages_read * PAGE
         else:
-            attend_coded(*team_of_kernels(), self._coded_call(call, coded, coded_segments))
+            attend_coded(*team_of_kernels(), coded_call)
+            self.tokens_read = coded.num_blocks * shape.heads * BLOCK
 
     def _segments(self, blocks: int) -> int:
         """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""

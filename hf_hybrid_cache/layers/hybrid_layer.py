@@ -39,6 +39,7 @@ class HybridLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self._ordinal = ordinal
         self._stores = stores
+        self._selection = stores.selection_of(layer_idx)
         self.is_attended_on_cpu = False
         self.store: KVStore | None = None
 
@@ -114,7 +115,7 @@ class HybridLayer(CacheLayerMixin):
         as_handles = self.is_attended_on_cpu and not needs_states
         if as_handles and store.num_tokens > 0 and (are_few or not _is_streamed(store)):
             store.extend(key_states, value_states)
-            return handles_of(store, self._stores.attention)
+            return handles_of(store, self._stores.attention, self._selection)
         try:
             keys, values = store.append(key_states, value_states)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
@@ -218,7 +219,8 @@ class HybridLayer(CacheLayerMixin):
         on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
         if on_cpu:
             assert shape.element is not None
-            self._stores.attention.prepare(shape.element, self._stores.is_coded(self.layer_idx))
+            is_coded, is_selected = self._stores.is_coded(self.layer_idx), self._selection is not None
+            self._stores.attention.prepare(shape.element, is_coded, is_selected)
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import CpuAttention
+from ..attention import CpuAttention, LayerSelection, Selection
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -50,6 +50,7 @@ class LayerStores:
         codecs: how layers are coded, by index in the model; the others stay in full precision.
         config: of the model, or of its text part, which names the implementation of attention that is in use.
         peers: processes that keep a share each; `None` where there is one process.
+        selection: what attention may leave out; `None` for nothing.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
@@ -68,10 +69,12 @@ class LayerStores:
         codecs: Mapping[int, KVCodec] | None = None,
         config: PreTrainedConfig | None = None,
         peers: Peers | None = None,
+        selection: Selection | None = None,
     ):
         self.placement = placement
         self.config = config
         self.peers = peers
+        self.selection = selection
         self._share = Share.ALL if peers is None else Share(peers.rank, peers.size)
         self.capacity = capacity
         allowance = Allowance(len(codecs or {}))
@@ -118,6 +121,13 @@ class LayerStores:
                 f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
             )
         return shape.element is not None and has_kernel
+
+    def selection_of(self, layer_idx: int) -> LayerSelection | None:
+        """What attention of a layer may leave out; `None` for nothing."""
+        if self.selection is None or not self.is_coded(layer_idx):
+            return None
+        mass = 1.0 if layer_idx in self.selection.dense_layers else self.selection.mass
+        return LayerSelection(layer_idx, mass, self.stats)
 
     def is_coded(self, layer_idx: int) -> bool:
         """Whether a layer is coded."""

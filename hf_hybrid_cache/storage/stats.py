@@ -1,6 +1,6 @@
 """Counters of what moved between host and device, and of what was attended to on the host."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -15,6 +15,9 @@ class CacheStats:
         waits: layers whose past had to be fetched when it was already needed.
         evictions: device copies given up for another layer. Nothing is copied then: the host holds the truth.
         kernel_seconds: spent in attention on the CPU.
+        tokens_held: by index of the layer, what attention with a selection could have read: tokens of all its calls,
+            counted for each KV head.
+        tokens_read: what it has read of these.
     """
 
     bytes_to_device: int = 0
@@ -23,7 +26,20 @@ class CacheStats:
     waits: int = 0
     evictions: int = 0
     kernel_seconds: float = 0.0
+    tokens_held: dict[int, int] = field(default_factory=dict)
+    tokens_read: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def share_read(self) -> dict[int, float]:
+        """Of the tokens, that attention with a selection has read, by index of the layer."""
+        return {index: self.tokens_read[index] / held for index, held in self.tokens_held.items()}
+
+    def note_read(self, layer_idx: int, read: int, held: int) -> None:
+        """Count one call of attention with a selection."""
+        self.tokens_read[layer_idx] = self.tokens_read.get(layer_idx, 0) + read
+        self.tokens_held[layer_idx] = self.tokens_held.get(layer_idx, 0) + held
 
     def clear(self) -> None:
-        for field in fields(self):
-            setattr(self, field.name, field.default)
+        unused = CacheStats()
+        for each in fields(self):
+            setattr(self, each.name, getattr(unused, each.name))

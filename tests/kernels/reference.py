@@ -61,7 +61,15 @@ def attention(
     case: Case, scale: float, causal: bool = False, visible: np.ndarray | None = None, bias: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """`[batch, query_heads, query_length, value_dim]` and its log-sum-exp; zeros and -inf where nothing is seen."""
-    keys, values = (np.repeat(states, case.group, axis=1) for states in (case.keys, case.values))
+    weights, lse = attention_weights(case, scale, causal, visible, bias)
+    return np.einsum("bhqt,bhtd->bhqd", weights, np.repeat(case.values, case.group, axis=1)), lse
+
+
+def attention_weights(
+    case: Case, scale: float, causal: bool = False, visible: np.ndarray | None = None, bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token, `[batch, query_heads, query_length, tokens]`, and the log-sum-exp."""
+    keys = np.repeat(case.keys, case.group, axis=1)
     scores = np.einsum("bhqd,bhtd->bhqt", case.query, keys) * scale
     if bias is not None:
         scores = scores + bias.astype(np.float64)
@@ -75,9 +83,8 @@ def attention(
     base = np.where(np.isneginf(highest), 0.0, highest)
     weights = np.exp(scores - base)
     total = weights.sum(axis=-1, keepdims=True)
-    out = np.einsum("bhqt,bhtd->bhqd", weights, values) / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
-        return out, (base + np.log(total))[..., 0]
+        return weights / np.where(total == 0, 1, total), (base + np.log(total))[..., 0]
 
 
 def to_bfloat16(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
