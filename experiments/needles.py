@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from experiments.decoding import prefill
 from experiments.passkey import PREFILL_CHUNK
-from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, filled
+from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, Caches, filled
 
 OWNERS = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry", "Irene", "Jacob")
 NEEDLE = "\n\nThe pass key of {owner} is {key}. Remember it. {key} is the pass key of {owner}.\n\n"
@@ -31,6 +31,8 @@ def retrieve(
     text: torch.Tensor,
     context: int,
     names: list[str],
+    caches: Caches = CACHES,
+    step_tokens: int = STEP_TOKENS,
 ) -> dict[str, Any]:
     """
     Which facts each cache finds.
@@ -41,7 +43,9 @@ def retrieve(
         start: [1, tokens], what every prompt begins with; may be empty.
         text: [1, tokens], at least `context`.
         context: tokens, questions and answers included.
-        names: keys of `CACHES`, the reference first.
+        names: keys of `caches`, the reference first.
+        caches: how each is made.
+        step_tokens: of questions and answers, at once.
     """
 
     def ids(form: str, owner: str, key: str) -> torch.Tensor:
@@ -64,8 +68,8 @@ def retrieve(
     prefill(model, prefilled, prompt, PREFILL_CHUNK)
     found = {}
     for name in names:
-        cache = filled(CACHES[name](model.config), prefilled)
-        steps = [model(piece, past_key_values=cache).logits[0].argmax(-1) for piece in follows.split(STEP_TOKENS, 1)]
+        cache = filled(caches[name](model.config), prefilled)
+        steps = [model(piece, past_key_values=cache).logits[0].argmax(-1) for piece in follows.split(step_tokens, 1)]
         likely, place, right = torch.cat(steps), 0, []
         for (question, answer), (owner, _) in zip(exam, asked, strict=True):
             place += question.shape[1]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.decoding import prefill
-from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, filled
+from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, Caches, filled
 
 NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 # To be completed: SmolLM2-135M-Instruct finds the key more often so than if its chat template asks for it.
@@ -74,7 +74,12 @@ def make_prompts(
 
 
 def retrieve(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], names: list[str]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+    names: list[str],
+    caches: Caches = CACHES,
+    step_tokens: int = STEP_TOKENS,
 ) -> list[dict[str, Any]]:
     """
     What each cache answers to each prompt, up to its first wrong token.
@@ -85,14 +90,17 @@ def retrieve(
         model: of any decoder architecture with full attention.
         tokenizer: of the model.
         prompts: from `make_prompts`.
-        names: keys of `CACHES`, the reference first.
+        names: keys of `caches`, the reference first.
+        caches: how each is made.
+        step_tokens: of question and answer, at once.
     """
     outcomes = []
     for prompt, prefilled in _prefilled(model, prompts):
         expected = prompt.answer[0].tolist()
         answers: dict[str, list[int]] = {}
         for name in names:
-            answers[name] = likely_answer(model, filled(CACHES[name](model.config), prefilled), prompt)
+            cache = filled(caches[name](model.config), prefilled)
+            answers[name] = likely_answer(model, cache, prompt, step_tokens)
             if answers[REFERENCE] != expected:
                 break
         outcomes.append(
@@ -108,10 +116,10 @@ def retrieve(
 
 
 @torch.inference_mode()
-def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt) -> list[int]:
+def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt, step_tokens: int = STEP_TOKENS) -> list[int]:
     """What greedy decoding answers, up to its first wrong token: one pass tells, as it does in speculative decoding."""
     tokens = torch.cat([prompt.question, prompt.answer[:, :-1]], dim=1)
-    steps = [model(piece, past_key_values=cache).logits[0].argmax(-1) for piece in tokens.split(STEP_TOKENS, dim=1)]
+    steps = [model(piece, past_key_values=cache).logits[0].argmax(-1) for piece in tokens.split(step_tokens, dim=1)]
     expected = prompt.answer[0]
     likely = torch.cat(steps)[-len(expected) :]
     wrong = (likely != expected).nonzero()
