@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, QuantizedHybridCache, Selection, minmax
-from hf_hybrid_cache.attention import selection as module
+from hf_hybrid_cache.attention import cpu_attention, selection
 
 from caches import group_of_one
 from tiny_models import llama, random_prompt, tiny_model
@@ -66,8 +66,8 @@ def test_little_is_read_where_few_tokens_matter_and_the_result_is_nearly_the_sam
 def test_all_is_read_to_the_last_bit_with_a_mass_of_one_and_in_dense_layers():
     config = llama()
     everything = attend(filled(few_bits(config), config), config, 20)
-    for selection in (Selection(mass=1), Selection(mass=0.5, dense_layers=[0])):
-        cache = filled(few_bits(config, selection=selection), config)
+    for each in (Selection(mass=1), Selection(mass=0.5, dense_layers=[0])):
+        cache = filled(few_bits(config, selection=each), config)
         assert torch.equal(attend(cache, config, 20), everything)
         assert cache.stats.share_read == {0: 1.0}
 
@@ -75,21 +75,21 @@ def test_all_is_read_to_the_last_bit_with_a_mass_of_one_and_in_dense_layers():
 def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.MonkeyPatch):
     config = llama()
     cache = filled(few_bits(config, selection=Selection(mass=0.99)), config)
-    monkeypatch.setattr(module, "_WORTH_CHOOSING", 0.0)
-    attend(cache, config)
-    chosen = cache.stats.tokens_read[0]
-    for step in range(1, 2 * module._STEPS_BETWEEN + 1):
+    monkeypatch.setattr(cpu_attention, "MOST_READ", 0.0)
+    everything = attend(filled(few_bits(config), config), config)
+    assert torch.equal(attend(cache, config), everything)
+    monkeypatch.undo()
+    for step in range(1, 2 * selection._STEPS_BETWEEN):
         before, held = cache.stats.tokens_read[0], cache.stats.tokens_held[0]
         attend(cache, config)
         has_read_all = cache.stats.tokens_read[0] - before == cache.stats.tokens_held[0] - held
-        assert has_read_all == (step % module._STEPS_BETWEEN != 0)
-    assert chosen < cache.stats.tokens_held[0] / (2 * module._STEPS_BETWEEN + 1)
+        assert has_read_all == (step < selection._STEPS_BETWEEN)
 
 
 def test_many_queries_at_once_read_all():
     config = llama()
     cache = filled(few_bits(config, selection=Selection(mass=0.5)), config)
-    new = torch.randn(1, config.num_key_value_heads, module._MOST_ROWS + 1, config.head_dim)
+    new = torch.randn(1, config.num_key_value_heads, selection._MOST_ROWS + 1, config.head_dim)
     keys, values = cache.update(new, new, 0)
     query = torch.randn(1, config.num_attention_heads, new.shape[2], config.head_dim)
     scaled_dot_product_attention(query, keys, values, enable_gqa=True)

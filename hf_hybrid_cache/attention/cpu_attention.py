@@ -14,7 +14,7 @@ from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
-from .selection import LayerSelection
+from .selection import MOST_READ, LayerSelection
 from .shared_attention import SharedRows
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
@@ -159,12 +159,13 @@ class CpuAttention:
             bias=bias,
             coded=coded,
             mass=mass,
+            most=MOST_READ,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         if selection is not None:
             heads = batch * num_kv_heads
             tokens_read = full.num_tokens * heads + (0 if coded is None else workspace.kernel.tokens_read)
-            selection.note(tokens_read, store.num_tokens * heads, has_chosen=mass < 1)
+            selection.note(tokens_read, store.num_tokens * heads, has_rated=mass < 1)
         return workspace
 
     def _attend_together(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from ..storage import CacheStats
 
-# Rating pages takes half the time of reading all. Where more than this share has to be read it does not pay, and all
-# is read; every so many steps it is looked whether that has changed.
-_WORTH_CHOOSING = 0.25
+# Rating pages takes half the time of reading all. Where more than this share of what is coded has to be read, choosing
+# does not pay, and all is read; every so many steps it is looked whether that has changed.
+MOST_READ = 0.25
 _STEPS_BETWEEN = 16
 # Query rows of a KV head: with more of them nearly all pages matter to one of them.
 _MOST_ROWS = 64
@@ -66,10 +66,10 @@ class LayerSelection:
         """The share of the attention that a call with so many query rows for each KV head is to read."""
         return 1.0 if self._dense_steps_left or rows > _MOST_ROWS else self._mass
 
-    def note(self, tokens_read: int, tokens: int, has_chosen: bool) -> None:
-        """Note what a call has read, of how many tokens, counted for each KV head."""
-        if has_chosen:
-            self._dense_steps_left = _STEPS_BETWEEN - 1 if tokens_read > _WORTH_CHOOSING * tokens else 0
+    def note(self, tokens_read: int, tokens: int, has_rated: bool) -> None:
+        """Note what a call has read, of how many tokens, counted for each KV head; whether it has rated them."""
+        if has_rated:
+            self._dense_steps_left = _STEPS_BETWEEN - 1 if tokens_read == tokens else 0
         else:
             self._dense_steps_left = max(0, self._dense_steps_left - 1)
         self._stats.note_read(self._layer_idx, tokens_read, tokens)

@@ -84,7 +84,7 @@ def attend_coded(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `share_out` says."""
     segments, heads = call.maxima.shape[:2]
     rotate_queries(call)
-    share_out(parallel, team, threads, segments, _attend_segment, call)
+    share_out(parallel, team, threads, segments, attend_segment, call)
     share_out(parallel, team, threads, heads, merge_coded_segments, call)
 
 
@@ -102,7 +102,7 @@ def rotate_queries(call):
 
 
 @jit_part
-def _attend_segment(segment, call):
+def attend_segment(segment, call):
     """Attend to some blocks, all coded or all in full precision, as they lie: all heads of a block before the next."""
     if segment >= call.coded_segments:
         attend_full_segment(segment, call)

@@ -33,13 +33,14 @@ class PageWorkspace:
         self._chosen = np.empty((blocks, heads), np.uint8)
         self._runs = np.empty((blocks, heads), np.int64)
 
-    def call(self, coded: CodedCall, mass: float) -> SelectedCall:
-        """One that reads the pages that carry `mass` of the attention."""
+    def call(self, coded: CodedCall, mass: float, most: float) -> SelectedCall:
+        """One that reads the pages that carry `mass` of the attention, or all if more than the share `most` do."""
         if coded.coded_blocks > len(self._page_bases):
             self._make_pages(-(-coded.coded_blocks // _GROWN_BLOCKS) * _GROWN_BLOCKS)
         return SelectedCall(
             coded,
             mass,
+            int(most * coded.coded_blocks * len(self._pages_read) * PAGES),
             self._page_bases,
             self._page_sums,
             self._row_bases,

@@ -2,8 +2,8 @@
 Attention of a few queries that reads, of coded blocks, all keys and only those values that carry the weight.
 
 In four steps: what each page of sixteen tokens is worth, by the codes of all keys; for each KV head the fewest pages
-that carry the wanted share; attention to those; and the results merged, as in `coded_attention`. Blocks in full
-precision are all attended to.
+that carry the wanted share; attention to those, or to all where those are too many; and the results merged, as in
+`coded_attention`. Blocks in full precision are all attended to.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from .coded_attention import (
     SLOTS,
     CodedCall,
     attend_full_segment,
+    attend_segment,
     coded_call_type,
     fold_group,
     forms_of,
@@ -44,6 +45,7 @@ class SelectedCall(NamedTuple):
 
     coded: CodedCall
     mass: float  # the share that is wanted, on average over the rows of a KV head
+    most_pages: int  # of all heads; where more are needed, all are read
     page_bases: Any  # float32 [coded blocks or more, heads, rows], see `page_tile`; scratch as all but `pages_read`
     page_sums: Any  # float32 [coded blocks or more, heads, rows, PAGES]
     row_bases: Any  # float32 [heads, rows]
@@ -62,7 +64,15 @@ def attend_selected(parallel, team, threads, call):
     rotate_queries(call.coded)
     share_out(parallel, team, threads, segments, _rate_segment, call)
     share_out(parallel, team, threads, heads, _choose_pages, call)
-    share_out(parallel, team, threads, call.coded.coded_segments, _attend_to_chosen, call)
+    pages = 0
+    for head in range(heads):
+        pages += call.pages_read[head]
+    if pages <= call.most_pages:
+        share_out(parallel, team, threads, call.coded.coded_segments, _attend_to_chosen, call)
+    else:
+        for head in range(heads):
+            call.pages_read[head] = call.coded.coded_blocks * PAGES
+        share_out(parallel, team, threads, call.coded.coded_segments, _attend_to_all, call)
     share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
@@ -207,6 +217,11 @@ def _attend_to_chosen(segment, call):
     keys, values = coded.key_records.ctypes.data, coded.value_records.ctypes.data
     for index in range(items.start, end, SLOTS):
         _attend_to_runs(runs[index:end], heads, keys, values, coded.first_coded, plan, *forms)
+
+
+@jit_part
+def _attend_to_all(segment, call):
+    attend_segment(segment, call.coded)
 
 
 @jit_part

@@ -134,6 +134,7 @@ class Workspace:
         bias: np.ndarray | None = None,
         coded: CodedBlocks | None = None,
         mass: float = 1.0,
+        most: float = 1.0,
     ) -> None:
         """
         Attend `query` to the first `num_tokens`; the result is in `out` and `lse`.
@@ -151,6 +152,7 @@ class Workspace:
             coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
             mass: read of the coded blocks only the fewest pages of 16 tokens that, together with all that is not coded,
                 carry this share of the attention of a KV head's queries, on average over them. 1 reads all.
+            most: the share of coded tokens up to which this is done; where more have to be read, all are.
         """
         shape = self.shape
         coded_segments = 0 if coded is None else self._segments(coded.num_blocks)
@@ -184,7 +186,7 @@ class Workspace:
         coded_call = self._coded_call(call, coded, coded_segments)
         if mass < 1 and scale > 0:
             self._pages = self._pages or PageWorkspace(shape.heads, self.query.shape[1])
-            attend_selected(*team_of_kernels(), self._pages.call(coded_call, mass))
+            attend_selected(*team_of_kernels(), self._pages.call(coded_call, mass, most))
             self.tokens_read = self._pages.pages_read * PAGE
         else:
             attend_coded(*team_of_kernels(), coded_call)

@@ -153,6 +153,20 @@ def test_where_every_page_is_needed_bits_are_those_of_reading_all(is_integer: bo
     np.testing.assert_array_equal(out, run(made, is_integer)[0])
 
 
+@EVERY_WAY
+def test_where_more_than_the_most_would_be_read_all_is(is_integer: bool):
+    made = concentrated(make(1, 70, 90, num_kv_heads=3, group=4), 3)
+    case, (keys, values), coded = made
+    expected, _ = run(made, is_integer)
+    share = run_selected(made, 0.9)[1][:, _coded_tokens(made)].mean()
+    workspace = Workspace(Shape(1, 3, 4, 1, 64, 64))
+    workspace.query[:, :4, :64] = case.query.reshape(3, 4, 64)
+    for most, is_all in ((share + 0.01, False), (share - 0.01, True)):
+        workspace.attend(keys, values, case.tokens, 0.125, coded=coded, mass=0.9, most=most)
+        assert (workspace.tokens_read == 3 * 70 * BLOCK) == is_all
+        assert np.array_equal(workspace.out[:, :4].reshape(expected.shape), expected) == is_all
+
+
 def test_nothing_coded_is_read_where_the_rest_carries_the_share():
     made = make(1, 30, 70, num_kv_heads=2, group=4)
     case = made[0]

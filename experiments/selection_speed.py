@@ -1,0 +1,121 @@
+"""
+One decode step of attention on the CPU that reads only what matters, against reading all: milliseconds.
+
+One layer of Llama-3.2-1B (8 KV heads with 4 queries each, head_dim 64). Keys are random, but for pages of 16 tokens,
+spread at random, that lie in the direction of the queries so far that they carry the attention: few pages or many, by
+construction. The last way has none, so all tokens matter. All ways take turns. Data is cold and code is warm: before
+each sample large buffers are read, and then the same call runs over a few other tokens.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+
+from experiments import records
+from experiments.bandwidth import MemoryReader, read_bandwidth
+from experiments.options import experiment_parser
+from experiments.synthetic import decode_states, llama_1b_config, random_states
+from experiments.timing import in_turns, medians
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection
+
+PAGE = 16
+# By which scores of the pages that matter are higher than those of all others.
+HIGHER = 14.0
+WARM_UP_TOKENS = 1024
+
+
+class Layer:
+    """One layer with `share` of its pages in the direction of the queries, and the ways to attend to it."""
+
+    def __init__(self, num_tokens: int, bits: int, share: float, mass: float):
+        torch.manual_seed(0)
+        config = llama_1b_config(num_layers=1)
+        keys, values = (random_states(config, num_tokens, torch.bfloat16) for _ in range(2))
+        query = self._turn_towards_queries(config, keys, share)
+        everything = QuantizedHybridCache(config, bits=bits, cpu_decode=True)
+        self.selected = QuantizedHybridCache(config, bits=bits, selection=Selection(mass))
+        caches = {
+            "bf16": DynamicHybridCache(config, cpu_decode=True),
+            f"{bits} bits": everything,
+            f"{share:.0%} matter" if share else "all matter": self.selected,
+        }
+        self.ways = {name: self._way(config, cache, keys, values, query) for name, cache in caches.items()}
+
+    @staticmethod
+    def _turn_towards_queries(config: LlamaConfig, keys: torch.Tensor, share: float) -> torch.Tensor:
+        """Change the keys of some pages; returns queries."""
+        _, heads, tokens, head_dim = keys.shape
+        direction = torch.nn.functional.normalize(torch.randn(heads, 1, head_dim), dim=-1)
+        pages = torch.rand(heads, tokens // PAGE + 1).repeat_interleave(PAGE, dim=1)[None, :, :tokens, None] < share
+        keys += (pages * HIGHER * direction).to(keys.dtype)
+        queries = direction.repeat_interleave(config.num_attention_heads // heads, dim=0)
+        noise = 0.2 * torch.randn(config.num_attention_heads, 1, head_dim)
+        return ((queries * head_dim**0.5 if share else 0) + noise)[None].to(keys.dtype)
+
+    @staticmethod
+    def _way(
+        config: LlamaConfig, cache: HybridCache, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor
+    ) -> Callable[[], Any]:
+        _, our_keys, our_values = decode_states(config, keys, values, cache)
+        way = partial(scaled_dot_product_attention, query, our_keys, our_values, enable_gqa=True)
+        way()
+        return way
+
+
+def measure(
+    num_tokens: int, bits: int, shares: list[float], mass: float, repeats: int, reader: MemoryReader
+) -> dict[str, Any]:
+    """Raw samples in seconds, by way; and which share of the tokens was read."""
+    rows: dict[str, Any] = {}
+    for share in shares:
+        layer, other = (Layer(tokens, bits, share, mass) for tokens in (num_tokens, WARM_UP_TOKENS))
+        layer.selected.stats.clear()
+
+        def make_data_cold_and_code_warm(name: str, other: Layer = other) -> None:
+            reader.read()
+            other.ways[name]()
+
+        samples = in_turns(layer.ways, repeats, make_data_cold_and_code_warm)
+        seconds = medians(samples)
+        name = next(reversed(layer.ways))
+        rows[name] = {
+            "read": layer.selected.stats.share_read[0],
+            "median_seconds": seconds,
+            "ratio": {way: seconds[way] / seconds[name] for way in layer.ways if way != name},
+            "samples_seconds": samples,
+        }
+    return {"tokens": num_tokens, "rows": rows}
+
+
+def main() -> None:
+    parser = experiment_parser("selection_speed", __doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 131_072])
+    parser.add_argument("--bits", type=int, choices=[8, 4, 2], default=4)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 0.1, 0.0], help="of pages that matter")
+    parser.add_argument("--mass", type=float, default=0.99)
+    parser.add_argument("--repeats", type=int, default=32)
+    arguments = parser.parse_args()
+    reader = MemoryReader(arguments.buffer_mib)
+    read_bandwidth(reader)
+    cells, answer = [], {}
+    print(f"{'tokens':>8}  {'pages':>12} {'read':>6} {'time':>10}  faster than reading all")
+    for num_tokens in arguments.tokens:
+        cell = measure(num_tokens, arguments.bits, arguments.shares, arguments.mass, arguments.repeats, reader)
+        cells.append(cell)
+        for name, row in cell["rows"].items():
+            others = ", ".join(f"{other} {ratio:.2f}x" for other, ratio in row["ratio"].items())
+            milliseconds = row["median_seconds"][name] * 1e3
+            print(f"{num_tokens:>8,}  {name:>12} {row['read']:>6.1%} {milliseconds:>7.3f} ms  {others}", flush=True)
+            answer[f"{name}, {num_tokens}"] = {other: round(ratio, 2) for other, ratio in row["ratio"].items()}
+    record = {"bits": arguments.bits, "mass": arguments.mass, "higher": HIGHER, "cells": cells}
+    print(f"record: {records.save('selection_speed', record, arguments.out)}")
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
