@@ -40,11 +40,11 @@ def name_of(mass: float | None) -> str:
     return "all" if mass is None else f"mass {mass}"
 
 
-def caches_for(bits: int, masses: list[float]) -> Caches:
+def caches_for(bits: int, masses: list[float], most: float) -> Caches:
     """By name: full precision, all that is stored, and what carries a share of the attention."""
     makers: dict[str, Callable[..., Cache]] = {REFERENCE: lambda config: DynamicCache(config=config)}
     for mass in (None, *masses):
-        selection = None if mass is None else Selection(mass)
+        selection = None if mass is None else Selection(mass, most)
         makers[name_of(mass)] = partial(QuantizedHybridCache, bits=bits, selection=selection)
     return makers
 
@@ -97,7 +97,7 @@ def show(title: str, rows: dict[str, dict[str, Any]], columns: dict[str, str]) -
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: torch.Tensor, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    caches, cells = caches_for(arguments.bits, arguments.masses), []
+    caches, cells = caches_for(arguments.bits, arguments.masses, arguments.most), []
     for window in arguments.windows:
         for place in range(arguments.texts):
             first = place * (text.shape[1] - window - 1) // max(1, arguments.texts)
@@ -167,6 +167,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--bits", type=int, choices=[8, 4, 2], default=4)
     parser.add_argument("--masses", type=float, nargs="+", default=[0.9, 0.95, 0.98, 0.99])
+    parser.add_argument("--most", type=float, default=0.25, help="share of the tokens from which on all are read")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--text", choices=TEXTS, default=next(iter(TEXTS)))
     parser.add_argument("--windows", type=int, nargs="+", default=[2048, 4096, 8191])
@@ -192,9 +193,37 @@ def main() -> None:
         sys.exit(f"{arguments.model} has layers of type {', '.join(sorted(others))}; all must be of full attention.")
     text = english_ids(tokenizer, None, arguments.text)
     cells = measure(model, tokenizer, text, arguments)
-    record = {"model": Path(arguments.model).name, "bits": arguments.bits, "text": arguments.text, "cells": cells}
+    record = {
+        "model": Path(arguments.model).name,
+        "bits": arguments.bits,
+        "most": arguments.most,
+        "text": arguments.text,
+        "cells": cells,
+    }
     print(f"\nrecord: {records.save('selection', record, arguments.out)}")
     print(json.dumps(summary(cells)))
+
+
+def table(cells: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: what each mass costs in the longest window and context, and what is read."""
+    kinds = {measure: [cell for cell in cells if cell["measure"] == measure] for measure in MEASURES}
+    windows = [f"{cell['window_tokens']:,}" for cell in kinds["missed"]]
+    lines = [
+        "| mass | KL, nats | same top token | queries below 0.95, worst layer | needles | pass keys "
+        f"| pages that carry it, of {', '.join(windows)} tokens | read |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    divergence, missed = kinds["divergence"][-1]["caches"], kinds["missed"][-1]["caches"]
+    for name, row in divergence.items():
+        pages = [f"{cell['caches'][name]['pages']:.0%}" for cell in kinds["missed"] if name in cell["caches"]]
+        found = [
+            f"{sum(cell['found'][name] for cell in some)} of {sum(cell['counted'] for cell in some)}"
+            for some in (kinds["needles"], kinds["passkey"])
+        ]
+        left = f"{missed[name]['worst_layer']:.1%}" if name in missed else "none"
+        values = (f"{row['kl_nats']:.4f}", f"{row['same_top_token']:.0%}", left, *found, ", ".join(pages) or "all")
+        lines.append(f"| {name.removeprefix('mass ')} | {' | '.join(values)} | {row['read']:.0%} |")
+    return lines
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,13 +32,13 @@ WARM_UP_TOKENS = 1024
 class Layer:
     """One layer with `share` of its pages in the direction of the queries, and the ways to attend to it."""
 
-    def __init__(self, num_tokens: int, bits: int, share: float, mass: float):
+    def __init__(self, num_tokens: int, bits: int, share: float, selection: Selection):
         torch.manual_seed(0)
         config = llama_1b_config(num_layers=1)
         keys, values = (random_states(config, num_tokens, torch.bfloat16) for _ in range(2))
         query = self._turn_towards_queries(config, keys, share)
         everything = QuantizedHybridCache(config, bits=bits, cpu_decode=True)
-        self.selected = QuantizedHybridCache(config, bits=bits, selection=Selection(mass))
+        self.selected = QuantizedHybridCache(config, bits=bits, selection=selection)
         caches = {
             "bf16": DynamicHybridCache(config, cpu_decode=True),
             f"{bits} bits": everything,
@@ -68,12 +68,12 @@ class Layer:
 
 
 def measure(
-    num_tokens: int, bits: int, shares: list[float], mass: float, repeats: int, reader: MemoryReader
+    num_tokens: int, bits: int, shares: list[float], selection: Selection, repeats: int, reader: MemoryReader
 ) -> dict[str, Any]:
     """Raw samples in seconds, by way; and which share of the tokens was read."""
     rows: dict[str, Any] = {}
     for share in shares:
-        layer, other = (Layer(tokens, bits, share, mass) for tokens in (num_tokens, WARM_UP_TOKENS))
+        layer, other = (Layer(tokens, bits, share, selection) for tokens in (num_tokens, WARM_UP_TOKENS))
         layer.selected.stats.clear()
 
         def make_data_cold_and_code_warm(name: str, other: Layer = other) -> None:
@@ -98,21 +98,23 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=[8, 4, 2], default=4)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 0.1, 0.0], help="of pages that matter")
     parser.add_argument("--mass", type=float, default=0.99)
+    parser.add_argument("--most", type=float, default=0.25, help="share of the tokens from which on all are read")
     parser.add_argument("--repeats", type=int, default=32)
     arguments = parser.parse_args()
+    selection = Selection(arguments.mass, arguments.most)
     reader = MemoryReader(arguments.buffer_mib)
     read_bandwidth(reader)
     cells, answer = [], {}
     print(f"{'tokens':>8}  {'pages':>12} {'read':>6} {'time':>10}  faster than reading all")
     for num_tokens in arguments.tokens:
-        cell = measure(num_tokens, arguments.bits, arguments.shares, arguments.mass, arguments.repeats, reader)
+        cell = measure(num_tokens, arguments.bits, arguments.shares, selection, arguments.repeats, reader)
         cells.append(cell)
         for name, row in cell["rows"].items():
             others = ", ".join(f"{other} {ratio:.2f}x" for other, ratio in row["ratio"].items())
             milliseconds = row["median_seconds"][name] * 1e3
             print(f"{num_tokens:>8,}  {name:>12} {row['read']:>6.1%} {milliseconds:>7.3f} ms  {others}", flush=True)
             answer[f"{name}, {num_tokens}"] = {other: round(ratio, 2) for other, ratio in row["ratio"].items()}
-    record = {"bits": arguments.bits, "mass": arguments.mass, "higher": HIGHER, "cells": cells}
+    record = {"bits": arguments.bits, "mass": arguments.mass, "most": arguments.most, "higher": HIGHER, "cells": cells}
     print(f"record: {records.save('selection_speed', record, arguments.out)}")
     print(json.dumps(answer))
 

@@ -141,7 +141,7 @@ QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], C
 QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
     "quantized_selected": (
         # Pages are chosen as for any share, and what is left out does not show.
-        lambda config: QuantizedHybridCache(config, rotate=True, selection=Selection(mass=1 - 1e-7)),
+        lambda config: QuantizedHybridCache(config, rotate=True, selection=Selection(mass=1 - 1e-7, most=1)),
         lambda config: coded_reference(config, minmax(4, rotate=True)),
     ),
     "quantized_8": (

@@ -26,6 +26,7 @@ from experiments import (
     reading,
     records,
     report,
+    selection,
 )
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 from hf_hybrid_cache import models as package_models
@@ -122,6 +123,12 @@ each_experiment = pytest.mark.parametrize(
             marks=needs_smollm2,
         ),
         ("biased_keys", ["--smoke", "--biases", "0"], {"highest_output_error"}),
+        pytest.param("selection", ["--smoke"], {"full", "all", "mass 0.9"}, marks=needs_smollm2),
+        (
+            "selection_speed",
+            ["--tokens", "2000", "--shares", "0.05", "0", "--repeats", "2", *SMALL_BUFFER],
+            {"5% matter, 2000", "all matter, 2000"},
+        ),
         pytest.param("quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
             "peers",
@@ -150,7 +157,7 @@ each_experiment = pytest.mark.parametrize(
     ],
 )
 # The others start processes, set the number of threads, or take long.
-IN_THIS_PROCESS = ("layout_cost", "kernel_bandwidth", "quantized_step", "biased_keys")
+IN_THIS_PROCESS = ("layout_cost", "kernel_bandwidth", "quantized_step", "biased_keys", "selection_speed")
 
 
 @pytest.mark.slow
@@ -441,6 +448,16 @@ def test_the_page_on_processes_states_what_is_worked_out_for_them():
         table = collective_cost.table(rows)
         start = next(i for i in range(len(lines)) if lines[i : i + len(table)] == table)
         assert lines[start + len(table)] == ""
+
+
+def test_the_page_on_reading_a_part_states_what_was_measured():
+    folder, lines = (
+        report.RESULTS / "selection",
+        (report.RESULTS.parent / "docs" / "selection.md").read_text().splitlines(),
+    )
+    table = selection.table(json.loads((folder / "amd-epyc-znver5-2-cores.json").read_text())["cells"])
+    start = lines.index(table[0])
+    assert lines[start : start + len(table)] == table
 
 
 def test_processes_are_added_until_twice_as_many_gain_little():

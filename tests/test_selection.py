@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, QuantizedHybridCache, Selection, minmax
-from hf_hybrid_cache.attention import cpu_attention, selection
+from hf_hybrid_cache.attention import selection
 
 from caches import group_of_one
 from tiny_models import llama, random_prompt, tiny_model
@@ -75,7 +75,8 @@ def test_all_is_read_to_the_last_bit_with_a_mass_of_one_and_in_dense_layers():
 def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.MonkeyPatch):
     config = llama()
     cache = filled(few_bits(config, selection=Selection(mass=0.99)), config)
-    monkeypatch.setattr(cpu_attention, "MOST_READ", 0.0)
+    layer = cache.layers[0]._selection
+    monkeypatch.setattr(layer, "most", 1e-9)
     everything = attend(filled(few_bits(config), config), config)
     assert torch.equal(attend(cache, config), everything)
     monkeypatch.undo()
@@ -141,10 +142,13 @@ def test_generate_reads_a_part(options: dict[str, Any]):
     assert all(share <= 1 for share in cache.stats.share_read.values())
 
 
-@pytest.mark.parametrize("mass", [0, -0.1, 1.1, float("nan"), "much", True])
-def test_a_mass_that_is_no_share_is_refused(mass: Any):
-    with pytest.raises(ValueError, match=f"mass must be a number above 0 and at most 1.* got {re.escape(repr(mass))}"):
-        Selection(mass=mass)
+@pytest.mark.parametrize("name", ["mass", "most"])
+@pytest.mark.parametrize("share", [0, -0.1, 1.1, float("nan"), "much", True])
+def test_what_is_no_share_is_refused(name: str, share: Any):
+    with pytest.raises(
+        ValueError, match=f"{name} must be a number above 0 and at most 1.* got {re.escape(repr(share))}"
+    ):
+        Selection(**{name: share})
 
 
 @pytest.mark.parametrize("layers", [3, ["first"], [-1], [True]])

@@ -14,7 +14,7 @@ from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
-from .selection import MOST_READ, LayerSelection
+from .selection import LayerSelection
 from .shared_attention import SharedRows
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
@@ -148,7 +148,7 @@ class CpuAttention:
         workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
         full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
         assert isinstance(full, HostStore)
-        mass = 1.0 if selection is None else selection.mass_for(group * query_length)
+        mass, most = (1.0, 1.0) if selection is None else (selection.mass_for(group * query_length), selection.most)
         start = time.perf_counter()
         workspace.kernel.attend(
             full.keys.array(),
@@ -159,7 +159,7 @@ class CpuAttention:
             bias=bias,
             coded=coded,
             mass=mass,
-            most=MOST_READ,
+            most=most,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         if selection is not None:

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from ..storage import CacheStats
 
-# Rating pages takes half the time of reading all. Where more than this share of what is coded has to be read, choosing
-# does not pay, and all is read; every so many steps it is looked whether that has changed.
-MOST_READ = 0.25
+# Where too much has to be read all is, and every so many steps it is looked whether that has changed.
 _STEPS_BETWEEN = 16
 # Query rows of a KV head: with more of them nearly all pages matter to one of them.
 _MOST_ROWS = 64
@@ -24,6 +22,9 @@ class Selection:
 
     Args:
         mass: the share, more than 0 and at most 1, on average over the query heads that share a KV head; 1 reads all.
+        most: the share of a layer's coded tokens, more than 0 and at most 1, up to which a part is read. Where more
+            would have to be, all is, for some steps: rating takes half the time of reading all. More pays where reading
+            is slow, such as from a file.
         dense_layers: indices of layers that read all.
 
     Raises:
@@ -34,12 +35,13 @@ class Selection:
     """
 
     mass: float = 0.99
+    most: float = 1 / 16
     dense_layers: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        mass = self.mass
-        if not isinstance(mass, int | float) or isinstance(mass, bool) or not 0 < mass <= 1:
-            raise ValueError(f"mass must be a number above 0 and at most 1, a share of the attention, got {mass!r}.")
+        for name, share, whole in (("mass", self.mass, "the attention"), ("most", self.most, "the coded tokens")):
+            if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+                raise ValueError(f"{name} must be a number above 0 and at most 1, a share of {whole}, got {share!r}.")
         layers = self.dense_layers if isinstance(self.dense_layers, Collection) else [None]
         if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in layers):
             raise ValueError(f"dense_layers must be a collection of indices of layers, got {self.dense_layers!r}.")
@@ -53,10 +55,12 @@ class LayerSelection:
     Args:
         layer_idx: index in the model.
         mass: see `Selection`; 1 for a layer that reads all.
+        most: likewise.
         stats: counted into.
     """
 
-    def __init__(self, layer_idx: int, mass: float, stats: CacheStats):
+    def __init__(self, layer_idx: int, mass: float, most: float, stats: CacheStats):
+        self.most = most
         self._layer_idx = layer_idx
         self._mass = mass
         self._stats = stats

@@ -122,6 +122,11 @@ def _rate_blocks(first, count, heads, keys, bases, sums, first_coded, plan, form
 def _choose_pages(head, call):
     """Choose the fewest pages of a head that, with all that is in full precision, carry the wanted share."""
     wanted = _missing_share(head, call)
+    if not np.isfinite(wanted):  # nor are shares: all is read, and says so
+        for block in range(call.coded.coded_blocks):
+            call.chosen[block, head] = 1 + (PAGES - 1)  # from the first page to the last
+        call.pages_read[head] = call.coded.coded_blocks * PAGES
+        return
     _add_up_shares(head, call)
     edge, missing = _edge(head, wanted, call)
     pages = 0
@@ -190,8 +195,6 @@ def _add_up_shares(head, call):
 @jit_part
 def _edge(head, wanted, call):
     """The lowest bin of which pages are needed, and what share of it."""
-    if wanted == np.inf:
-        return -1, 0.0
     edge = BINS
     while wanted > 0 and edge > 0:
         edge -= 1

@@ -127,7 +127,7 @@ class LayerStores:
         if self.selection is None or not self.is_coded(layer_idx):
             return None
         mass = 1.0 if layer_idx in self.selection.dense_layers else self.selection.mass
-        return LayerSelection(layer_idx, mass, self.stats)
+        return LayerSelection(layer_idx, mass, self.selection.most, self.stats)
 
     def is_coded(self, layer_idx: int) -> bool:
         """Whether a layer is coded."""

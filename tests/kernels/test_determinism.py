@@ -9,8 +9,16 @@ import torch
 from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.kernels import BITS, RecordLayout, decode_blocks, encode_blocks, parallel, workspace
-from kernels import test_attention, test_coded_attention
+from hf_hybrid_cache.kernels import (
+    BITS,
+    RecordLayout,
+    decode_blocks,
+    encode_blocks,
+    parallel,
+    set_integer_kernels,
+    workspace,
+)
+from kernels import test_attention, test_coded_attention, test_selected_attention
 from kernels.reference import ELEMENTS, random_masks, stored
 from kernels.test_coded_attention import EVERY_WAY
 
@@ -45,6 +53,17 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
 def test_attention_does_not_depend_on_the_threads(storage: str, tokens: int, same_bits: ForThreads):
     case, bits = test_attention.make(storage, tokens, num_kv_heads=2, group=4)
     same_bits(lambda: test_attention.run(case, bits, 0.125))
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("mass", [0.5, 0.99])
+@pytest.mark.parametrize("coded", [1, 150])
+def test_the_choice_of_pages_does_not_depend_on_the_threads(
+    is_integer: bool, coded: int, mass: float, same_bits: ForThreads
+):
+    set_integer_kernels(None if is_integer else False)
+    made = test_selected_attention.concentrated(test_coded_attention.make(1, coded, 70, num_kv_heads=2, group=4), 3)
+    same_bits(lambda: test_selected_attention.run_selected(made, mass))
 
 
 @SearchAtRandom

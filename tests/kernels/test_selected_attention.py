@@ -176,7 +176,7 @@ def test_nothing_coded_is_read_where_the_rest_carries_the_share():
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_query_that_is_not_a_number_does_not_become_plausible(is_integer: bool, bad: float):
     set_integer_kernels(None if is_integer else False)
     made = make(1, 9, 70)
