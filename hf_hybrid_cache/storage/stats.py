@@ -1,5 +1,6 @@
 """Counters of what moved between host and device, and of what was attended to on the host."""
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 
 
@@ -26,8 +27,8 @@ class CacheStats:
     waits: int = 0
     evictions: int = 0
     kernel_seconds: float = 0.0
-    tokens_held: dict[int, int] = field(default_factory=dict)
-    tokens_read: dict[int, int] = field(default_factory=dict)
+    tokens_held: Counter[int] = field(default_factory=Counter)
+    tokens_read: Counter[int] = field(default_factory=Counter)
 
     @property
     def share_read(self) -> dict[int, float]:
@@ -36,8 +37,8 @@ class CacheStats:
 
     def note_read(self, layer_idx: int, read: int, held: int) -> None:
         """Count one call of attention with a selection."""
-        self.tokens_read[layer_idx] = self.tokens_read.get(layer_idx, 0) + read
-        self.tokens_held[layer_idx] = self.tokens_held.get(layer_idx, 0) + held
+        self.tokens_read[layer_idx] += read
+        self.tokens_held[layer_idx] += held
 
     def clear(self) -> None:
         unused = CacheStats()
