@@ -10,7 +10,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, QuantizedHybridCache, Selection, minmax
+from hf_hybrid_cache import (
+    CacheFileError,
+    DynamicHybridCache,
+    HybridCache,
+    Placement,
+    QuantizedHybridCache,
+    Selection,
+    minmax,
+)
 from hf_hybrid_cache.attention import selection
 
 from caches import group_of_one
@@ -130,6 +138,31 @@ def test_a_cache_from_a_file_can_be_read_in_part(tmp_path: Path, mmap: bool):
     loaded = HybridCache.load(tmp_path / "cache.kv", config, mmap=mmap, selection=Selection(mass=0.9))
     assert torch.equal(attend(loaded, config), expected)
     assert loaded.stats.share_read[0] < 0.4
+
+
+def test_a_file_that_nothing_can_be_chosen_of_is_named(tmp_path: Path):
+    config = llama()
+    filled(DynamicHybridCache(config), config, config.num_hidden_layers).save(tmp_path / "cache.kv")
+    with pytest.raises(CacheFileError, match=r"no layer is coded.*Leave out selection=\."):
+        HybridCache.load(tmp_path / "cache.kv", config, selection=Selection())
+
+
+def test_after_a_reset_a_cache_chooses_as_a_new_one():
+    config = llama()
+    cache = few_bits(config, selection=Selection(mass=0.9))
+    results = []
+    for sharp in (False, True, True):
+        filled(cache, config)
+        if not sharp:  # all matters, so that the next steps would read all
+            keys, values = cache.update(*[torch.zeros(1, config.num_key_value_heads, 1, config.head_dim)] * 2, 0)
+            query = torch.zeros(1, config.num_attention_heads, 1, config.head_dim)
+            scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+            assert cache.stats.share_read == {0: 1.0}
+        else:
+            results.append(attend(cache, config))
+            assert cache.stats.share_read[0] < 0.4
+        cache.reset()
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}])

@@ -66,6 +66,10 @@ class LayerSelection:
         self._stats = stats
         self._dense_steps_left = 0
 
+    def reset(self) -> None:
+        """Forget what the last calls have read."""
+        self._dense_steps_left = 0
+
     def mass_for(self, rows: int) -> float:
         """The share of the attention that a call with so many query rows for each KV head is to read."""
         return 1.0 if self._dense_steps_left or rows > _MOST_ROWS else self._mass

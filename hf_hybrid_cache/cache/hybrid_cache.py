@@ -144,7 +144,7 @@ class HybridCache(DynamicCache):
         codecs = {index: each for index, each in given.items() if each is not None}
         if selection is not None and ours and not codecs:
             raise ValueError(
-                "selection= chooses by the codes of keys, and no layer is coded: use QuantizedHybridCache, or codec="
+                "selection= chooses by the codes of keys, and no layer is coded: use QuantizedHybridCache, or codec=."
             )
         dense_layers = () if selection is None else selection.dense_layers
         named = {"cpu_decode": placement.cpu_layers, "codec": codecs, "selection": dense_layers}
@@ -346,7 +346,8 @@ class HybridCache(DynamicCache):
             try:
                 cache = HybridCache(config, placement or saved_placement, saved.max_length, codecs, group, selection)
             except ValueError as error:
-                raise CacheFileError(path, f"cannot be loaded: {error} Pass placement=Placement(...).") from error
+                advice = "Leave out selection=." if selection is not None else "Pass placement=Placement(...)."
+                raise CacheFileError(path, f"cannot be loaded: {error} {advice}") from error
             known = config.get_text_config(decoder=True).dtype
             converted_to = file.conversion(dtype, known if isinstance(known, torch.dtype) else None, mmap)
             file.fill(cache.layers, device, mmap, verify)

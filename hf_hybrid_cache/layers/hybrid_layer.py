@@ -171,6 +171,8 @@ class HybridLayer(CacheLayerMixin):
         if self.store is not None:
             self.store.close()
             self.store = None
+        if self._selection is not None:
+            self._selection.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""
