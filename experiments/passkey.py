@@ -115,6 +115,19 @@ def retrieve(
     return outcomes[::-1]
 
 
+def cell(context: int, outcomes: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """What a record keeps of what `retrieve` returns: how many keys count, and how many of those each cache finds."""
+    counted = [outcome for outcome in outcomes if outcome["counted"]]
+    return {
+        "measure": "passkey",
+        "context_tokens": context,
+        "asked": len(outcomes),
+        "counted": len(counted),
+        "found": {name: sum(name in outcome["found"] for outcome in counted) for name in names},
+        "prompts": outcomes,
+    }
+
+
 @torch.inference_mode()
 def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt, step_tokens: int = STEP_TOKENS) -> list[int]:
     """What greedy decoding answers, up to its first wrong token: one pass tells, as it does in speculative decoding."""

@@ -191,21 +191,12 @@ def measure_passkey(subject: Subject, contexts: list[int], depths: int) -> list[
     for context in contexts:
         prompts = passkey.make_prompts(subject.tokenizer, subject.start, subject.text, context, depths)
         outcomes = passkey.retrieve(subject.model, subject.tokenizer, prompts, subject.names)
-        counted = [outcome for outcome in outcomes if outcome["counted"]]
-        found = {name: sum(name in outcome["found"] for outcome in counted) for name in subject.names}
-        print(f"\npass keys in {context:,} tokens: full precision finds {len(counted)} of {depths}, and of those")
-        for name, number in found.items():
-            print(f"{name:<20}{number:>3} of {len(counted)}")
-        cells.append(
-            {
-                "measure": "passkey",
-                "context_tokens": context,
-                "asked": depths,
-                "counted": len(counted),
-                "found": found,
-                "prompts": outcomes,
-            }
-        )
+        cell = passkey.cell(context, outcomes, subject.names)
+        counted = cell["counted"]
+        print(f"\npass keys in {context:,} tokens: full precision finds {counted} of {depths}, and of those")
+        for name, number in cell["found"].items():
+            print(f"{name:<20}{number:>3} of {counted}")
+        cells.append(cell)
     return cells
 
 

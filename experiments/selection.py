@@ -26,7 +26,7 @@ from experiments import needles, passkey, records
 from experiments.decoding import prefill
 from experiments.missed_attention import missed_shares
 from experiments.perplexity import Score
-from experiments.quality_caches import REFERENCE, Caches, filled
+from experiments.quality_caches import CACHES, REFERENCE, Caches, filled
 from experiments.texts import TEXTS, english_ids
 from hf_hybrid_cache import HybridCache, QuantizedHybridCache, Selection
 from hf_hybrid_cache.models import load
@@ -42,7 +42,7 @@ def name_of(mass: float | None) -> str:
 
 def caches_for(bits: int, masses: list[float], most: float) -> Caches:
     """By name: full precision, all that is stored, and what carries a share of the attention."""
-    makers: dict[str, Callable[..., Cache]] = {REFERENCE: lambda config: DynamicCache(config=config)}
+    makers: dict[str, Callable[..., Cache]] = {REFERENCE: CACHES[REFERENCE]}
     for mass in (None, *masses):
         selection = None if mass is None else Selection(mass, most)
         makers[name_of(mass)] = partial(QuantizedHybridCache, bits=bits, selection=selection)
@@ -113,12 +113,12 @@ def measure(
             if "missed" in arguments.measures:
                 cache = QuantizedHybridCache(model.config, bits=arguments.bits, cpu_decode=False)
                 missed = missed_shares(model, cache, ids, arguments.scored_tokens, arguments.masses, CHUNK)
+                rows = {name_of(mass): row for mass, row in missed.items()}
                 show(
                     f"queries with less than 0.95 of their attention, window of {window:,} tokens, text {place + 1}",
-                    {name_of(mass): row for mass, row in missed.items()},
+                    rows,
                     {"worst_layer": ".2%", "all_layers": ".2%", "pages": ".1%"},
                 )
-                rows = {name_of(mass): row for mass, row in missed.items()}
                 cells.append({"measure": "missed", "window_tokens": window, "text": place, "caches": rows})
     cells += retrieved(model, tokenizer, text, arguments, caches)
     return cells
@@ -144,19 +144,9 @@ def retrieved(
         if "passkey" in arguments.measures:
             prompts = passkey.make_prompts(tokenizer, start, text, context, arguments.depths)
             outcomes = passkey.retrieve(model, tokenizer, prompts, names, caches, step_tokens=1)
-            counted = [outcome for outcome in outcomes if outcome["counted"]]
-            found = {name: sum(name in outcome["found"] for outcome in counted) for name in names}
-            print(f"\npass keys in {context:,} tokens, of those that full precision finds: {found}", flush=True)
-            cells.append(
-                {
-                    "measure": "passkey",
-                    "context_tokens": context,
-                    "asked": arguments.depths,
-                    "counted": len(counted),
-                    "found": found,
-                    "prompts": outcomes,
-                }
-            )
+            cell = passkey.cell(context, outcomes, names)
+            print(f"\npass keys in {context:,} tokens, of those that full precision finds: {cell['found']}", flush=True)
+            cells.append(cell)
     return cells
 
 

@@ -92,6 +92,19 @@ def measure(
     return {"tokens": num_tokens, "rows": rows}
 
 
+def table(cell: dict[str, Any], bits: int) -> list[str]:
+    """Lines of Markdown: how many times as fast as reading all, at one length."""
+    lines = [
+        f"| pages that matter | read | faster than reading all in bfloat16 | in {bits} bits |",
+        "|---|---|---|---|",
+    ]
+    for name, row in cell["rows"].items():
+        ratio = row["ratio"]
+        share = name.removesuffix(" matter")
+        lines.append(f"| {share} | {row['read']:.1%} | {ratio['bf16']:.1f}x | {ratio[f'{bits} bits']:.2f}x |")
+    return lines
+
+
 def main() -> None:
     parser = experiment_parser("selection_speed", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 131_072])

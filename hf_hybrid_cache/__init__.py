@@ -6,7 +6,7 @@ from ._version import __version__
 from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .attention import Selection, StaleHandleError
+    from .attention import StaleHandleError
     from .cache import (
         DynamicHybridCache,
         HybridCache,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU, decode_on_cpu
     from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
-    from .layers import DeviceMemoryError, IncompleteCacheError, Placement
+    from .layers import DeviceMemoryError, IncompleteCacheError, Placement, Selection
     from .processes import LostProcessError, OutOfStepError
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, HostMemoryError, KVCodec
@@ -60,7 +60,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "attention": ("Selection", "StaleHandleError"),
+        "attention": ("StaleHandleError",),
         "cache": (
             "DynamicHybridCache",
             "HybridCache",
@@ -72,7 +72,7 @@ __getattr__ = lazy_names(
         "codecs": ("minmax", "quanto"),
         "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
         "kernels": ("get_num_threads", "set_integer_kernels", "set_num_threads", "uses_integer_kernels"),
-        "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement"),
+        "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement", "Selection"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "HostMemoryError", "KVCodec"),

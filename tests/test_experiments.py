@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import psutil
@@ -27,6 +28,7 @@ from experiments import (
     records,
     report,
     selection,
+    selection_speed,
 )
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 from hf_hybrid_cache import models as package_models
@@ -451,13 +453,16 @@ def test_the_page_on_processes_states_what_is_worked_out_for_them():
 
 
 def test_the_page_on_reading_a_part_states_what_was_measured():
-    folder, lines = (
-        report.RESULTS / "selection",
-        (report.RESULTS.parent / "docs" / "selection.md").read_text().splitlines(),
-    )
-    table = selection.table(json.loads((folder / "amd-epyc-znver5-2-cores.json").read_text())["cells"])
-    start = lines.index(table[0])
-    assert lines[start : start + len(table)] == table
+    lines = (report.RESULTS.parent / "docs" / "selection.md").read_text().splitlines()
+
+    def record(name: str) -> dict[str, Any]:
+        return json.loads((report.RESULTS / name / "amd-epyc-znver5-2-cores.json").read_text())
+
+    speed = record("selection_speed")
+    tables = selection.table(record("selection")["cells"]), selection_speed.table(speed["cells"][-1], speed["bits"])
+    for table in tables:
+        start = lines.index(table[0])
+        assert lines[start : start + len(table)] == table
 
 
 def test_processes_are_added_until_twice_as_many_gain_little():

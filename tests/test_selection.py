@@ -19,7 +19,7 @@ from hf_hybrid_cache import (
     Selection,
     minmax,
 )
-from hf_hybrid_cache.attention import selection
+from hf_hybrid_cache.attention import layer_selection
 
 from caches import group_of_one
 from tiny_models import llama, random_prompt, tiny_model
@@ -88,17 +88,17 @@ def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.Mon
     everything = attend(filled(few_bits(config), config), config)
     assert torch.equal(attend(cache, config), everything)
     monkeypatch.undo()
-    for step in range(1, 2 * selection._STEPS_BETWEEN):
+    for step in range(1, 2 * layer_selection._STEPS_BETWEEN):
         before, held = cache.stats.tokens_read[0], cache.stats.tokens_held[0]
         attend(cache, config)
         has_read_all = cache.stats.tokens_read[0] - before == cache.stats.tokens_held[0] - held
-        assert has_read_all == (step < selection._STEPS_BETWEEN)
+        assert has_read_all == (step < layer_selection._STEPS_BETWEEN)
 
 
 def test_many_queries_at_once_read_all():
     config = llama()
     cache = filled(few_bits(config, selection=Selection(mass=0.5)), config)
-    new = torch.randn(1, config.num_key_value_heads, selection._MOST_ROWS + 1, config.head_dim)
+    new = torch.randn(1, config.num_key_value_heads, layer_selection._MOST_ROWS + 1, config.head_dim)
     keys, values = cache.update(new, new, 0)
     query = torch.randn(1, config.num_attention_heads, new.shape[2], config.head_dim)
     scaled_dot_product_attention(query, keys, values, enable_gqa=True)

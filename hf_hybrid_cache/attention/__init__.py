@@ -3,13 +3,12 @@
 from .cpu_attention import CpuAttention, compile_kernels
 from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
+from .layer_selection import LayerSelection
 from .observed_keys import observed
-from .selection import LayerSelection, Selection
 
 __all__ = [
     "CpuAttention",
     "LayerSelection",
-    "Selection",
     "StaleHandleError",
     "compile_kernels",
     "handles_of",

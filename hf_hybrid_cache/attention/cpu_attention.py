@@ -14,7 +14,7 @@ from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
-from .selection import LayerSelection
+from .layer_selection import LayerSelection
 from .shared_attention import SharedRows
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.

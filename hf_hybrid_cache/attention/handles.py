@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ..storage import KVStore
 from .cpu_attention import CpuAttention
 from .graph_breaks import outside_of_graphs
-from .selection import LayerSelection
+from .layer_selection import LayerSelection
 
 
 class StaleHandleError(RuntimeError):

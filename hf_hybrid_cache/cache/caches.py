@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
-from ..attention import Selection
 from ..codecs import Rotate, minmax
-from ..layers import OnOom, Placement
+from ..layers import OnOom, Placement, Selection
 from ..storage import KVCodec
 from .hybrid_cache import HybridCache, require_config
 

@@ -15,12 +15,13 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from ..attention import Selection, outside_of_graphs
+from ..attention import outside_of_graphs
 from ..layers import (
     HybridLayer,
     IncompleteCacheError,
     LayerStores,
     Placement,
+    Selection,
     move_tensors_of,
     require_count,
     tensors_of,

@@ -255,7 +255,7 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
     out, lse = call.out[head], call.lse[head]
     merged = np.empty(width, np.float64)
     for row in range(rows):
-        base = _highest(head, row, maxima)
+        base = highest_of(head, row, maxima)
         total = 0.0
         merged[:] = 0
         for segment in range(segments):
@@ -277,7 +277,7 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
 
 
 @jit_part
-def _highest(head, row, maxima):
+def highest_of(head, row, maxima):
     """The highest of the segments' maxima; 0 if no token is seen, as minus infinity less itself is not a number."""
     highest = np.float64(-np.inf)
     for segment in range(maxima.shape[0]):

@@ -108,13 +108,19 @@ def attend_segment(segment, call):
         attend_full_segment(segment, call)
         return
     heads = call.maxima.shape[1]
-    items = share(segment, call.coded_segments, call.coded_blocks * heads)
-    plan = started_segment(segment, items, call)
+    items, plan = started_coded_segment(segment, call)
     keys, values = call.key_records.ctypes.data, call.value_records.ctypes.data
     forms = forms_of(segment, call)
     prefetch_mixing(segment, call)
     for item in range(items.start, items.stop, SLOTS):
         _attend_coded_blocks(item, min(SLOTS, items.stop - item), heads, keys, values, call.first_coded, plan, *forms)
+
+
+@jit_part
+def started_coded_segment(segment, call):
+    """The blocks of heads of a segment of coded blocks, by number, and its plan."""
+    items = share(segment, call.coded_segments, call.coded_blocks * call.maxima.shape[1])
+    return items, started_segment(segment, items, call)
 
 
 @jit_part

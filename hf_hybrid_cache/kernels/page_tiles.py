@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .blocks import BLOCK
-from .tiles import LOG2_E, ROWS, folded
+from .tiles import LOG2_E, ROWS, reduced
 from .vector_ir import FLOAT, FLOATS, INT32, INT64, LANES
 
 # Tokens of a page: those of one vector, and of a chunk of coded values.
@@ -42,7 +42,7 @@ def page_tile(
             ]
             for row in range(ROWS)
         ]
-        highest = vec.fold(builder, [folded(builder, row, vec.maximum) for row in scaled], vec.maximum)
+        highest = vec.fold(builder, [reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
         old = vec.load_four(builder, bases)
         new = vec.maximum(builder, vec.call(builder, "llvm.ceil.v16f32", FLOATS, highest), old)
         vec.store_four(builder, new, bases)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .attention import call_type, mask_scores, share, signature, started_segment, weights_of_tile
+from .attention import call_type, highest_of, mask_scores, signature, weights_of_tile
 from .blocks import BLOCK
 from .coded_attention import (
     SLOTS,
@@ -25,6 +25,7 @@ from .coded_attention import (
     prefetch_mixing,
     rotate_queries,
     score_tokens,
+    started_coded_segment,
     weigh_tokens,
 )
 from .coded_tiles import prefetch_numbers
@@ -84,8 +85,7 @@ def _rate_segment(segment, call):
         attend_full_segment(segment, coded)
         return
     heads = coded.maxima.shape[1]
-    items = share(segment, coded.coded_segments, coded.coded_blocks * heads)
-    plan = started_segment(segment, items, coded)
+    items, plan = started_coded_segment(segment, coded)
     key_form, _, at = forms_of(segment, coded)
     keys, bases, sums = coded.key_records.ctypes.data, call.page_bases.ctypes.data, call.page_sums.ctypes.data
     for item in range(items.start, items.stop, SLOTS):
@@ -152,10 +152,7 @@ def _missing_share(head, call):
     """
     coded, wanted = call.coded, 0.0
     for row in range(coded.group * coded.query_length):
-        highest = -np.inf
-        for segment in range(coded.maxima.shape[0]):
-            highest = max(highest, coded.maxima[segment, head, row])
-        base = 0.0 if highest == -np.inf else np.ceil(highest)
+        base = np.ceil(highest_of(head, row, coded.maxima))
         total = full = 0.0
         for segment in range(coded.maxima.shape[0]):
             if not np.isnan(coded.maxima[segment, head, row]):
@@ -207,8 +204,7 @@ def _attend_to_chosen(segment, call):
     """Attend to the chosen pages of some coded blocks, as they lie."""
     coded = call.coded
     heads = coded.maxima.shape[1]
-    items = share(segment, coded.coded_segments, coded.coded_blocks * heads)
-    plan = started_segment(segment, items, coded)
+    items, plan = started_coded_segment(segment, coded)
     forms = forms_of(segment, coded)
     prefetch_mixing(segment, coded)
     runs, chosen = call.runs.ravel(), call.chosen.ravel()

@@ -139,7 +139,7 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
             for row in range(ROWS)
         ]
         scaled = [[builder.fmul(vec.load(builder, place, FLOATS), factor) for place in row] for row in rows]
-        highest = vec.fold(builder, [folded(builder, row, vec.maximum) for row in scaled], vec.maximum)
+        highest = vec.fold(builder, [reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
         old = vec.load_four(builder, maxima)
         new = vec.maximum(builder, highest, old)
         vec.store_four(builder, new, maxima)
@@ -154,7 +154,7 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
             weights = [vec.exp2(builder, builder.fsub(vector, row_base)) for vector in vectors]
             for place, weight in zip(places, weights, strict=True):
                 vec.store(builder, weight, place)
-            added.append(folded(builder, weights, vec.add))
+            added.append(reduced(builder, weights, vec.add))
         before = builder.fmul(vec.load_four(builder, sums), correction)
         vec.store_four(builder, builder.fadd(before, vec.fold(builder, added, vec.add)), sums)
         return context.get_dummy_value()
@@ -162,7 +162,7 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), generate
 
 
-def folded(builder: ir.IRBuilder, vectors: list[ir.Value], operation: Any) -> ir.Value:
+def reduced(builder: ir.IRBuilder, vectors: list[ir.Value], operation: Any) -> ir.Value:
     """Vectors folded into one, lane by lane."""
     return functools.reduce(functools.partial(operation, builder), vectors)
 

@@ -4,6 +4,7 @@ from .errors import DeviceMemoryError, IncompleteCacheError
 from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .placement import OnOom, Placement, require_count
+from .selection import Selection
 from .stock_layers import move_tensors_of, tensors_of
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "LayerStores",
     "OnOom",
     "Placement",
+    "Selection",
     "move_tensors_of",
     "require_count",
     "tensors_of",

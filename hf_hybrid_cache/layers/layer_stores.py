@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import CpuAttention, LayerSelection, Selection
+from ..attention import CpuAttention, LayerSelection
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -34,6 +34,7 @@ from ..storage import (
     streams_for,
 )
 from .placement import Placement
+from .selection import Selection
 
 # That layers may hold, beside the one in use, until they see queries.
 MOST_HELD_BYTES = 2**29

@@ -48,7 +48,12 @@ class Placement:
         if self.on_oom not in get_args(OnOom):
             raise ValueError(f'on_oom must be "evict" or "raise", got {self.on_oom!r}.')
         if self.cpu_decode is not None and not isinstance(self.cpu_decode, bool):
-            object.__setattr__(self, "cpu_decode", _layer_indices(self.cpu_decode))
+            layers = layer_indices(self.cpu_decode)
+            if layers is None:
+                raise ValueError(
+                    f"cpu_decode must be True, False, None or a collection of layer indices, got {self.cpu_decode!r}."
+                )
+            object.__setattr__(self, "cpu_decode", layers)
         require_count("prefetch_layers", self.prefetch_layers)
         require_count("resident_layers", self.resident_layers)
 
@@ -81,8 +86,9 @@ class Placement:
         return frozenset(i * num_layers // self.resident_layers for i in range(self.resident_layers))
 
 
-def _layer_indices(given: object) -> frozenset[int]:
+def layer_indices(given: object) -> frozenset[int] | None:
+    """A collection of indices of layers; `None` if it is none."""
     indices = given if isinstance(given, Collection) else [None]
     if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices):
-        raise ValueError(f"cpu_decode must be True, False, None or a collection of layer indices, got {given!r}.")
+        return None
     return frozenset(index for index in indices if isinstance(index, int))

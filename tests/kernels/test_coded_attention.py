@@ -78,17 +78,26 @@ Made = tuple[Case, tuple[np.ndarray, np.ndarray], CodedBlocks]
 
 
 def run(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> tuple[np.ndarray, np.ndarray]:
-    case, (keys, values), coded = made
     set_integer_kernels(None if is_integer else False)
     assert uses_integer_kernels() == is_integer
-    batch, heads, length, key_dim = case.query.shape
-    value_dim = case.values.shape[3]
-    shape = Shape(batch, case.keys.shape[1], case.group, length, key_dim, value_dim)
-    workspace = Workspace(shape)
-    workspace.query[:, : shape.rows, :key_dim] = case.query.reshape(shape.heads, shape.rows, key_dim)
-    workspace.attend(keys, values, case.tokens, scale, coded=coded, **masks)
-    out = workspace.out[:, : shape.rows, :value_dim].reshape(batch, heads, length, value_dim)
-    return out, workspace.lse[:, : shape.rows].reshape(batch, heads, length)
+    workspace = Workspace(shape_of(made[0]))
+    out = attend_in(workspace, made, scale=scale, **masks)
+    return out, workspace.lse[:, : workspace.shape.rows].reshape(out.shape[:3])
+
+
+def shape_of(case: Case) -> Shape:
+    batch, _, length, key_dim = case.query.shape
+    return Shape(batch, case.keys.shape[1], case.group, length, key_dim, case.values.shape[3])
+
+
+def attend_in(workspace: Workspace, made: Made, scale: float = 0.125, **options) -> np.ndarray:
+    """The result in the workspace, `[batch, query_heads, query_length, value_dim]`."""
+    case, (keys, values), coded = made
+    shape = workspace.shape
+    workspace.query[:, : shape.rows, : shape.key_dim] = case.query.reshape(shape.heads, shape.rows, shape.key_dim)
+    workspace.attend(keys, values, case.tokens, scale, coded=coded, **options)
+    out = workspace.out[:, : shape.rows, : shape.value_dim]
+    return out.reshape(*case.query.shape[:3], shape.value_dim)
 
 
 def check(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, Shape, Workspace, set_integer_kernels
 from kernels.reference import Case, attention, attention_weights, random_masks
-from kernels.test_coded_attention import BOUNDS, EVERY_WAY, Made, make, run
+from kernels.test_coded_attention import BOUNDS, EVERY_WAY, Made, attend_in, make, run, shape_of
 
 from soak import count, search_at_random
 
@@ -19,12 +19,10 @@ MORE_THAN_THE_FEWEST = 1.2
 
 def run_selected(made: Made, mass: float, scale: float = 0.125, **masks) -> tuple[np.ndarray, np.ndarray]:
     """The result `[batch, query_heads, query_length, value_dim]`, and which tokens were read `[heads, tokens]`."""
-    case, (keys, values), coded = made
-    batch, heads, length, key_dim = case.query.shape
-    shape = Shape(batch, case.keys.shape[1], case.group, length, key_dim, case.values.shape[3])
+    case, _, coded = made
+    shape = shape_of(case)
     workspace = Workspace(shape)
-    workspace.query[:, : shape.rows, :key_dim] = case.query.reshape(shape.heads, shape.rows, key_dim)
-    workspace.attend(keys, values, case.tokens, scale, coded=coded, mass=mass, **masks)
+    out = attend_in(workspace, made, scale, mass=mass, **masks)
     assert workspace._pages is not None
     read = np.ones((shape.heads, case.tokens), bool)
     for block in range(coded.num_blocks):
@@ -35,8 +33,7 @@ def run_selected(made: Made, mass: float, scale: float = 0.125, **masks) -> tupl
             start = (coded.first + block) * BLOCK
             read[head, start : start + BLOCK] = chosen.repeat(PAGE)
     assert workspace.tokens_read == read[:, _coded_tokens(made)].sum()
-    out = workspace.out[:, : shape.rows, : shape.value_dim]
-    return out.reshape(batch, heads, length, -1).copy(), read
+    return out, read
 
 
 def _coded_tokens(made: Made) -> slice:
@@ -156,15 +153,13 @@ def test_where_every_page_is_needed_bits_are_those_of_reading_all(is_integer: bo
 @EVERY_WAY
 def test_where_more_than_the_most_would_be_read_all_is(is_integer: bool):
     made = concentrated(make(1, 70, 90, num_kv_heads=3, group=4), 3)
-    case, (keys, values), coded = made
     expected, _ = run(made, is_integer)
     share = run_selected(made, 0.9)[1][:, _coded_tokens(made)].mean()
-    workspace = Workspace(Shape(1, 3, 4, 1, 64, 64))
-    workspace.query[:, :4, :64] = case.query.reshape(3, 4, 64)
+    workspace = Workspace(shape_of(made[0]))
     for most, is_all in ((share + 0.01, False), (share - 0.01, True)):
-        workspace.attend(keys, values, case.tokens, 0.125, coded=coded, mass=0.9, most=most)
+        out = attend_in(workspace, made, mass=0.9, most=most)
         assert (workspace.tokens_read == 3 * 70 * BLOCK) == is_all
-        assert np.array_equal(workspace.out[:, :4].reshape(expected.shape), expected) == is_all
+        assert np.array_equal(out, expected) == is_all
 
 
 def test_nothing_coded_is_read_where_the_rest_carries_the_share():
@@ -188,10 +183,8 @@ def test_a_query_that_is_not_a_number_does_not_become_plausible(is_integer: bool
 
 def test_a_scale_that_turns_scores_around_reads_all():
     made = make(1, 9, 70)
-    case, (keys, values), coded = made
-    workspace = Workspace(Shape(1, 1, 1, 1, 64, 64))
-    workspace.query[0, :1, :64] = case.query[0, 0]
-    workspace.attend(keys, values, case.tokens, -0.125, coded=coded, mass=0.5)
+    workspace = Workspace(shape_of(made[0]))
+    attend_in(workspace, made, scale=-0.125, mass=0.5)
     assert workspace.tokens_read == 9 * BLOCK
 
 
@@ -199,8 +192,5 @@ def test_a_workspace_is_used_again_for_fewer_and_more_blocks():
     workspace = Workspace(Shape(1, 2, 4, 1, 64, 64))
     for blocks in (3, 200, 70):
         made = concentrated(make(1, blocks, 70, num_kv_heads=2, group=4, seed=blocks), 3)
-        case, (keys, values), coded = made
-        workspace.query[:, :4, :64] = case.query.reshape(2, 4, 64)
-        workspace.attend(keys, values, case.tokens, 0.125, coded=coded, mass=0.9)
         expected, _ = run_selected(made, 0.9)
-        np.testing.assert_array_equal(workspace.out[:, :4].reshape(expected.shape), expected)
+        np.testing.assert_array_equal(attend_in(workspace, made, mass=0.9), expected)

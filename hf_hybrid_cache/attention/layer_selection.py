@@ -1,0 +1,43 @@
+"""Reading only what carries the weight: what one layer may leave out, and what it has read."""
+
+from ..storage import CacheStats
+
+# Where too much has to be read all is, and every so many steps it is looked whether that has changed.
+_STEPS_BETWEEN = 16
+# Query rows of a KV head: with more of them nearly all pages matter to one of them.
+_MOST_ROWS = 64
+
+
+class LayerSelection:
+    """
+    One layer's: how much the next call may leave out, and what the last ones have read.
+
+    Args:
+        layer_idx: index in the model.
+        mass: of a user's `Selection`; 1 for a layer that reads all.
+        most: likewise.
+        stats: counted into.
+    """
+
+    def __init__(self, layer_idx: int, mass: float, most: float, stats: CacheStats):
+        self.most = most
+        self._layer_idx = layer_idx
+        self._mass = mass
+        self._stats = stats
+        self._dense_steps_left = 0
+
+    def reset(self) -> None:
+        """Forget what the last calls have read."""
+        self._dense_steps_left = 0
+
+    def mass_for(self, rows: int) -> float:
+        """The share of the attention that a call with so many query rows for each KV head is to read."""
+        return 1.0 if self._dense_steps_left or rows > _MOST_ROWS else self._mass
+
+    def note(self, tokens_read: int, tokens: int, has_rated: bool) -> None:
+        """Note what a call has read, of how many tokens, counted for each KV head; whether it has rated them."""
+        if has_rated:
+            self._dense_steps_left = _STEPS_BETWEEN - 1 if tokens_read == tokens else 0
+        else:
+            self._dense_steps_left = max(0, self._dense_steps_left - 1)
+        self._stats.note_read(self._layer_idx, tokens_read, tokens)
