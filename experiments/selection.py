@@ -1,12 +1,12 @@
 """
 Reading only what matters: what it costs in quality, and how much is read, with real text.
 
-A cache of few bits with `selection=` against the same cache without. Divergence: the first part of a window is
-prefilled in full precision, then given tokens follow one at a time, as when decoding; the mean KL divergence of the
-next-token distributions, in nats, the share of places with the same most likely token, and the share of the tokens
-that was read. Missed: the rule of the selection by exact scores, in torch, for the queries of those tokens; the share
-of queries that get less than 0.95 of their attention, in the layer where it is largest. Needles: ten facts, all asked
-for; pass keys: one at a time.
+A cache with `selection=` against the same cache without, in full precision (16) and in few bits. Divergence: the first
+part of a window is prefilled in full precision, then given tokens follow one at a time, as when decoding; the mean KL
+divergence of the next-token distributions, in nats, the share of places with the same most likely token, and the share
+of the tokens that was read. Rules: the same choice in torch, for the queries of those tokens, and those of others at
+as many bytes read (`page_rules`); the divergence, and the share of queries that are left with less than 0.95 of their
+attention, in the layer where it is largest. Needles: ten facts, all asked for; pass keys: one at a time.
 """
 
 import argparse
@@ -23,16 +23,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from experiments import needles, passkey, records
+from experiments.chosen_pages import Way, compare
 from experiments.decoding import prefill
-from experiments.missed_attention import missed_shares
+from experiments.page_rules import OURS, RULES
 from experiments.perplexity import Score
 from experiments.quality_caches import CACHES, REFERENCE, Caches, filled
 from experiments.texts import TEXTS, english_ids
-from hf_hybrid_cache import HybridCache, QuantizedHybridCache, Selection
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection
 from hf_hybrid_cache.models import load
 
 CHUNK = 1024
-MEASURES = ("divergence", "missed", "needles", "passkey")
+FULL_BITS = 16  # stand for full precision
+MEASURES = ("divergence", "rules", "needles", "passkey")
 SMOKE = {"windows": [320], "contexts": [600], "scored_tokens": 4, "depths": 1, "masses": [0.9]}
 
 
@@ -45,7 +47,8 @@ def caches_for(bits: int, masses: list[float], most: float) -> Caches:
     makers: dict[str, Callable[..., Cache]] = {REFERENCE: CACHES[REFERENCE]}
     for mass in (None, *masses):
         selection = None if mass is None else Selection(mass, most)
-        makers[name_of(mass)] = partial(QuantizedHybridCache, bits=bits, selection=selection)
+        few_bits = partial(QuantizedHybridCache, bits=bits, selection=selection)
+        makers[name_of(mass)] = few_bits if bits < FULL_BITS else partial(DynamicHybridCache, selection=selection)
     return makers
 
 
@@ -89,39 +92,46 @@ def _read(cache: Cache) -> dict[str, Any]:
 
 
 def show(title: str, rows: dict[str, dict[str, Any]], columns: dict[str, str]) -> None:
-    print(f"\n{title}\n{'':<12}{''.join(f'{column:>14}' for column in columns)}", flush=True)
+    print(f"\n{title}\n{'':<34}{''.join(f'{column:>14}' for column in columns)}", flush=True)
     for name, row in rows.items():
-        print(f"{name:<12}{''.join(f'{row[column]:>14{form}}' for column, form in columns.items())}", flush=True)
+        print(f"{name:<34}{''.join(f'{row[column]:>14{form}}' for column, form in columns.items())}", flush=True)
 
 
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: torch.Tensor, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    caches, cells = caches_for(arguments.bits, arguments.masses, arguments.most), []
+    cells: list[dict[str, Any]] = []
     for window in arguments.windows:
         for place in range(arguments.texts):
             first = place * (text.shape[1] - window - 1) // max(1, arguments.texts)
             ids = text[:, first : first + window + 1]
-            if "divergence" in arguments.measures:
+            where = {"window_tokens": window, "text": place}
+            if "rules" in arguments.measures:
+                cells.append({"measure": "rules", **where, "caches": by_rules(model, ids, arguments)})
+            for bits in arguments.bits if "divergence" in arguments.measures else []:
+                caches = caches_for(bits, arguments.masses, arguments.most)
                 rows = diverge(model, ids, arguments.scored_tokens, caches)
                 show(
-                    f"window of {window:,} tokens, text {place + 1}, {arguments.bits} bits",
+                    f"window of {window:,} tokens, text {place + 1}, {bits} bits",
                     rows,
                     {"perplexity": ".4f", "kl_nats": ".5f", "same_top_token": ".1%", "read": ".1%", "seconds": ".1f"},
                 )
-                cells.append({"measure": "divergence", "window_tokens": window, "text": place, "caches": rows})
-            if "missed" in arguments.measures:
-                cache = QuantizedHybridCache(model.config, bits=arguments.bits, cpu_decode=False)
-                missed = missed_shares(model, cache, ids, arguments.scored_tokens, arguments.masses, CHUNK)
-                rows = {name_of(mass): row for mass, row in missed.items()}
-                show(
-                    f"queries with less than 0.95 of their attention, window of {window:,} tokens, text {place + 1}",
-                    rows,
-                    {"worst_layer": ".2%", "all_layers": ".2%", "pages": ".1%"},
-                )
-                cells.append({"measure": "missed", "window_tokens": window, "text": place, "caches": rows})
-    cells += retrieved(model, tokenizer, text, arguments, caches)
+                cells.append({"measure": "divergence", "bits": bits, **where, "caches": rows})
+    for bits in arguments.bits:
+        found = retrieved(model, tokenizer, text, arguments, caches_for(bits, arguments.masses, arguments.most))
+        cells += [{"bits": bits, **cell} for cell in found]
     return cells
+
+
+def by_rules(model: PreTrainedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Our rule with each mass, and the others with the largest one."""
+    ways = [Way(OURS, mass) for mass in arguments.masses]
+    ways += [Way(rule, max(arguments.masses)) for rule in RULES if rule != OURS]
+    cache = DynamicCache(config=model.config)
+    rows = compare(model, cache, ids, arguments.scored_tokens, ways, CHUNK)
+    columns = {"kl_nats": ".5f", "same_top_token": ".1%", "worst_layer": ".2%", "all_layers": ".2%", "pages": ".1%"}
+    show(f"by rules, in torch, window of {ids.shape[1] - 1:,} tokens", rows, columns)
+    return rows
 
 
 def retrieved(
@@ -155,9 +165,9 @@ def parse_options() -> argparse.Namespace:
         description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--bits", type=int, choices=[8, 4, 2], default=4)
-    parser.add_argument("--masses", type=float, nargs="+", default=[0.9, 0.95, 0.98, 0.99])
-    parser.add_argument("--most", type=float, default=0.25, help="share of the tokens from which on all are read")
+    parser.add_argument("--bits", type=int, nargs="+", choices=[FULL_BITS, 8, 4, 2], default=[FULL_BITS, 4])
+    parser.add_argument("--masses", type=float, nargs="+", default=[0.95, 0.98, 0.99, 0.995])
+    parser.add_argument("--most", type=float, default=1.0, help="share of the tokens from which on all are read")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--text", choices=TEXTS, default=next(iter(TEXTS)))
     parser.add_argument("--windows", type=int, nargs="+", default=[2048, 4096, 8191])

@@ -3,11 +3,13 @@
 from .cpu_attention import CpuAttention, compile_kernels
 from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
+from .key_index import KeyIndex
 from .layer_selection import LayerSelection
 from .observed_keys import observed
 
 __all__ = [
     "CpuAttention",
+    "KeyIndex",
     "LayerSelection",
     "StaleHandleError",
     "compile_kernels",

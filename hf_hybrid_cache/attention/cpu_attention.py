@@ -146,9 +146,11 @@ class CpuAttention:
             torch.cuda.current_stream(query.device).synchronize()
         store.wait_for_copies()
         workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
+        assert isinstance(store, HostStore | CodedStore)
         full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
         assert isinstance(full, HostStore)
         mass, most = (1.0, 1.0) if selection is None else (selection.mass_for(group * query_length), selection.most)
+        indexed = selection.index.of(store) if selection is not None and mass < 1 else None
         start = time.perf_counter()
         workspace.kernel.attend(
             full.keys.array(),
@@ -158,14 +160,16 @@ class CpuAttention:
             visible=visible,
             bias=bias,
             coded=coded,
+            indexed=indexed,
             mass=mass,
             most=most,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         if selection is not None:
-            heads = batch * num_kv_heads
-            tokens_read = full.num_tokens * heads + (0 if coded is None else workspace.kernel.tokens_read)
-            selection.note(tokens_read, store.num_tokens * heads, has_rated=mass < 1)
+            tokens, left_out = store.num_tokens * workspace.kernel.shape.heads, 0
+            if indexed is not None:
+                left_out = indexed.num_blocks * GRANULE * workspace.kernel.shape.heads - workspace.kernel.tokens_read
+            selection.note(tokens - left_out, tokens, has_rated=indexed is not None)
         return workspace
 
     def _attend_together(

@@ -1,6 +1,7 @@
 """Reading only what carries the weight: what one layer may leave out, and what it has read."""
 
 from ..storage import CacheStats
+from .key_index import KeyIndex
 
 # Where too much has to be read all is, and every so many steps it is looked whether that has changed.
 _STEPS_BETWEEN = 16
@@ -16,19 +17,22 @@ class LayerSelection:
         layer_idx: index in the model.
         mass: of a user's `Selection`; 1 for a layer that reads all.
         most: likewise.
+        index: of the layer's keys.
         stats: counted into.
     """
 
-    def __init__(self, layer_idx: int, mass: float, most: float, stats: CacheStats):
+    def __init__(self, layer_idx: int, mass: float, most: float, index: KeyIndex, stats: CacheStats):
         self.most = most
+        self.index = index
         self._layer_idx = layer_idx
         self._mass = mass
         self._stats = stats
         self._dense_steps_left = 0
 
     def reset(self) -> None:
-        """Forget what the last calls have read."""
+        """Forget what the last calls have read, and the index."""
         self._dense_steps_left = 0
+        self.index.clear()
 
     def mass_for(self, rows: int) -> float:
         """The share of the attention that a call with so many query rows for each KV head is to read."""

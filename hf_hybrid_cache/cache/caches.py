@@ -24,6 +24,7 @@ class DynamicHybridCache(HybridCache):
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True`, `False`, `None` (if the model is on the CPU) or the indices of some layers.
         group: processes that keep a share each, see `HybridCache`.
+        selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
@@ -36,8 +37,9 @@ class DynamicHybridCache(HybridCache):
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         group: "ProcessGroup | None" = None,
+        selection: Selection | None = None,
     ):
-        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, group=group)
+        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, group=group, selection=selection)
 
 
 class OffloadedHybridCache(HybridCache):
@@ -55,6 +57,7 @@ class OffloadedHybridCache(HybridCache):
             `None` (if the model is on the CPU) or the indices of some layers.
         on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
             resident ones for good, and tries once more, with the same tokens; `"raise"` does not.
+        selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
 
     Example:
         >>> cache = OffloadedHybridCache(model.config)
@@ -69,8 +72,10 @@ class OffloadedHybridCache(HybridCache):
         pin_memory: bool | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         on_oom: OnOom = "evict",
+        selection: Selection | None = None,
     ):
-        super().__init__(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom))
+        placement = Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom)
+        super().__init__(config, placement, selection=selection)
 
 
 Bits = int | tuple[int, int]

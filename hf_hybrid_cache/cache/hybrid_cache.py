@@ -101,15 +101,14 @@ class HybridCache(DynamicCache):
             precision. `None` codes none.
         group: of processes that run the model in step (`torch.distributed`): each keeps a share of the blocks in its
             host memory and attends to it there, and what they find is merged once a layer.
-        selection: what attention on the CPU may leave out of layers that are coded, see `Selection`; `None` for
-            nothing.
+        selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
 
     Raises:
         TypeError: `config` is not a transformers config, or `group` not a process group.
         ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, memory is
             to be page-locked without CUDA, `cpu_decode`, `codec` or `selection` names a layer that is not one of full
-            attention, with `group` layers are to be elsewhere than in host memory, or there is a `selection` and no
-            layer is coded and attended to on the CPU by one process.
+            attention, with `group` layers are to be elsewhere than in host memory, or there is a `selection` and
+            layers are not to be attended to on the CPU, by one process.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class HybridCache(DynamicCache):
     ):
         require_config(config)
         _require_instance("placement", placement, Placement, "Placement(offload=True)")
-        _require_instance("selection", selection, Selection, "Selection(mass=0.99)")
+        _require_instance("selection", selection, Selection, "Selection(mass=0.995)")
         for each in codec.values() if isinstance(codec, Mapping) else [codec]:
             _require_instance("codec", each, KVCodec, "minmax(4)")
         if max_length is not None:
@@ -143,10 +142,6 @@ class HybridCache(DynamicCache):
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
         codecs = {index: each for index, each in given.items() if each is not None}
-        if selection is not None and ours and not codecs:
-            raise ValueError(
-                "selection= chooses by the codes of keys, and no layer is coded: use QuantizedHybridCache, or codec=."
-            )
         dense_layers = () if selection is None else selection.dense_layers
         named = {"cpu_decode": placement.cpu_layers, "codec": codecs, "selection": dense_layers}
         for argument, indices in named.items():
@@ -681,8 +676,8 @@ class HybridCache(DynamicCache):
         for layer in self.layers:
             if not isinstance(layer, HybridLayer):
                 yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))
-            elif layer.store is not None:
-                yield from ((buffer.device, buffer.num_bytes) for buffer in layer.store.buffers())
+            else:
+                yield from ((buffer.device, buffer.num_bytes) for buffer in layer.buffers())
 
 
 def require_config(config: object) -> None:

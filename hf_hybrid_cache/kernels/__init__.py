@@ -5,6 +5,8 @@ from .coded_blocks import BITS, CHUNK, RecordLayout
 from .coding import NOT_FINITE, decode_blocks, encode_blocks
 from .compilation import compile_and_wait, compile_in_background
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
+from .key_index import encode_index, index_bytes
+from .page_workspace import IndexedBlocks
 from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
 from .threads import get_num_threads, set_num_threads
@@ -20,6 +22,7 @@ __all__ = [
     "PANEL_ROWS",
     "WEIGHT_BITS",
     "CodedBlocks",
+    "IndexedBlocks",
     "PanelLayout",
     "PanelProducts",
     "RecordLayout",
@@ -31,9 +34,11 @@ __all__ = [
     "decode_panels",
     "decode_row",
     "encode_blocks",
+    "encode_index",
     "encode_panels",
     "factor_of",
     "get_num_threads",
+    "index_bytes",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

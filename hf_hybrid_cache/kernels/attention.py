@@ -162,16 +162,19 @@ def attend_block(head, start, keys, values, ahead, plan):
         for column in range(0, BLOCK, tile_columns()):
             score_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, values)
         weights_of_tile(head, row, start, plan, 0)
-        target = plan.partial + (head * plan.rows + row) * plan.width * 4
-        column = 0
-        while column + tile_columns() <= plan.width:
-            weigh_tile(plan.element, plan.scores, values, tokens, plan.width, column, plan.corrections, target, ahead)
-            column += tile_columns()
-        while column < plan.width:
-            weigh_narrow_tile(
-                plan.element, plan.scores, values, tokens, plan.width, column, plan.corrections, target, ahead
-            )
-            column += 16
+        weigh_values(head, row, plan.scores, values, tokens, ahead, plan)
+
+
+@jit_part
+def weigh_values(head, row, weights, values, tokens, ahead, plan):
+    """Add the first tokens of some values to what is summed up of a tile's rows, which is corrected before."""
+    target, column = plan.partial + (head * plan.rows + row) * plan.width * 4, 0
+    while column + tile_columns() <= plan.width:
+        weigh_tile(plan.element, weights, values, tokens, plan.width, column, plan.corrections, target, ahead)
+        column += tile_columns()
+    while column < plan.width:
+        weigh_narrow_tile(plan.element, weights, values, tokens, plan.width, column, plan.corrections, target, ahead)
+        column += 16
 
 
 @jit_part
@@ -186,10 +189,16 @@ def weights_of_tile(head, row, start, plan, slot):
 @jit_part
 def mask_scores(head, row, start, plan, slot):
     """Mask a tile's scores where there is a mask, which scales them; returns by what they are still to be scaled."""
-    if plan.visible or plan.bias or start + BLOCK > plan.all_see:
+    if is_masked(start, plan):
         _mask_tile(start, row, head, plan, plan.scores + slot * ROWS * BLOCK * 4)
         return numba.float32(1)
     return plan.scale
+
+
+@jit_part
+def is_masked(start, plan):
+    """Whether there is a mask for the block from token `start` on."""
+    return plan.visible != 0 or plan.bias != 0 or start + BLOCK > plan.all_see
 
 
 @jit_part

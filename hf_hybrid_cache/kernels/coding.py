@@ -72,7 +72,7 @@ def encode_blocks(
     records = np.empty((tokens // BLOCK, batch * heads, layout.num_bytes), np.uint8)
     if not records.size:
         return records
-    call = _call(states, layout, records, factors, share)
+    call = coding_call(states, layout, records, factors, share)
     _encode(*team_of_kernels(), call)
     if call.failures[0]:
         raise ValueError(NOT_FINITE)
@@ -92,10 +92,10 @@ def decode_blocks(
         factors: float32 `[num_kv_heads, dim]`: what channels are multiplied by, after they were rotated back.
     """
     if records.size:
-        _decode(*team_of_kernels(), _call(states, layout, records, factors))
+        _decode(*team_of_kernels(), coding_call(states, layout, records, factors))
 
 
-def _call(
+def coding_call(
     states: np.ndarray, layout: RecordLayout, records: np.ndarray, factors: np.ndarray | None, share: float = 1.0
 ) -> Coding:
     _, heads, _, dim = states.shape
@@ -136,7 +136,7 @@ def _decode(parallel, team, threads, call):
 
 
 @jit_part
-def _in_words(index, bits):
+def in_words(index, bits):
     """The row of words, and the lowest bit in them, of the codes of an index of the inner axis."""
     half, place = index % 16 // 8, index % 8
     first_bit = (index // 16 * 8 + place) * bits
@@ -151,13 +151,10 @@ def _place(block, head, call):
 
 
 @jit_part
-def _encode_block(part, call):
-    """Code one block of one head."""
-    block, head = divmod(part, call.records.shape[1])
-    first_state = _place(block, head, call)
-    bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
-    shift, levels = np.uint32(call.shift), np.float32((1 << bits) - 1)
-    factors = call.factors[head % call.num_kv_heads]
+def rotated_block(block, head, call):
+    """The states of one block of one head, `[dim, 64]`, as they are coded; whether all are finite."""
+    first_state, dim = _place(block, head, call), call.dim
+    shift, factors = np.uint32(call.shift), call.factors[head % call.num_kv_heads]
     by_token = np.empty((BLOCK, dim), np.float32)
     worst = np.uint32(0)
     for token in range(BLOCK):
@@ -173,7 +170,17 @@ def _encode_block(part, call):
         for d in range(dim):
             for token in range(BLOCK):
                 worst = max(worst, np.uint32(np.float32(by_channel[d, token]).view(np.uint32) & _INFINITE))
-    if worst == _INFINITE:
+    return by_channel, worst != _INFINITE
+
+
+@jit_part
+def _encode_block(part, call):
+    """Code one block of one head."""
+    block, head = divmod(part, call.records.shape[1])
+    bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
+    levels = np.float32((1 << bits) - 1)
+    by_channel, is_finite = rotated_block(block, head, call)
+    if not is_finite:
         call.failures[0] += 1
     tile = by_channel if call.transposed else np.ascontiguousarray(by_channel.T)
     groups = (lanes + call.group - 1) // call.group
@@ -193,7 +200,7 @@ def _encode_block(part, call):
                 least, most = extremes(numbers)
                 scale, low = scale_and_low(least, most, call.share, levels)
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
-                word, position = _in_words(index, bits)
+                word, position = in_words(index, bits)
                 put_codes(numbers, as_number(scale), as_number(low), levels, words[word, start:end], position)
 
 
@@ -285,7 +292,7 @@ def _decode_block(part, call):
     mask = np.uint32((1 << bits) - 1)
     tile = np.empty((filled_inner, filled_lanes), np.float32)
     for index in range(filled_inner):
-        word, position = _in_words(index, bits)
+        word, position = in_words(index, bits)
         for group in range(groups):
             scale = as_number(np.uint32(scales[group, index]) << np.uint32(16))
             low = as_number(np.uint32(lows[group, index]) << np.uint32(16))
@@ -306,6 +313,12 @@ def _decode_block(part, call):
 
 def compile_coding(element: np.dtype) -> None:
     """Compile coding of states that kernels see as `element`, or load it from Numba's cache on disk."""
+    for kernel in (_encode, _decode):
+        kernel.compile(coding_signature(element))
+
+
+def coding_signature(element: np.dtype) -> Any:
+    """Of a kernel that takes a `Coding` of states that kernels see as `element`."""
     number, record_bytes = numba.int64, numba.uint8[:, :, ::1]
     states = numba.uint16[::1] if element == np.uint16 else numba.uint32[::1]
     kinds = {
@@ -317,5 +330,4 @@ def compile_coding(element: np.dtype) -> None:
         "failures": numba.int64[::1],
     }
     call = numba.types.NamedTuple([kinds.get(field, number) for field in Coding._fields], Coding)
-    for kernel in (_encode, _decode):
-        kernel.compile(numba.void(number, number, number, call))
+    return numba.void(number, number, number, call)

@@ -16,7 +16,9 @@ from numba.core.compiler_lock import global_compiler_lock
 from .attention import compile_attention
 from .coded_attention import attend_coded, compile_coded_attention
 from .coding import compile_coding
+from .key_index import compile_index
 from .selected_attention import compile_selected_attention
+from .selected_coded_attention import compile_selected_codes
 
 # From Numba's cache on disk it takes less.
 _SECONDS_TO_LOAD = 2.0
@@ -50,7 +52,8 @@ def _compile(element: np.dtype, is_coded: bool, is_selected: bool = False) -> No
     if is_coded:
         compile_coded_attention(element)
     if is_selected:
-        compile_selected_attention(element)
+        compile_index(element)
+        (compile_selected_codes if is_coded else compile_selected_attention)(element)
 
 
 def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:

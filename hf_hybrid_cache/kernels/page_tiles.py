@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .blocks import BLOCK
-from .tiles import LOG2_E, ROWS, reduced
+from .tiles import LOG2_E, ROWS, load_vectors
 from .vector_ir import FLOAT, FLOATS, INT32, INT64, LANES
 
 # Tokens of a page: those of one vector, and of a chunk of coded values.
@@ -18,58 +18,133 @@ PAGES = BLOCK // PAGE
 
 
 @intrinsic
-def page_tile(
-    typing_context: Any, scores: Any, scale: Any, bases: Any, sums: Any, page_bases: Any, page_sums: Any
-) -> Any:
+def scale_scores(typing_context: Any, scores: Any, query: Any, stride: Any, scales: Any, means: Any, inner: Any) -> Any:
     """
-    Add up what each page of a block is worth to each row: 2 to the power of its scores, relative to a running base.
+    Turn products of four query rows with the codes of an index into scores: times the scale of the token, plus the
+    product with the mean of the block.
 
-    The base is the smallest whole number that no score so far is above, so that sums of blocks with other bases are
-    compared by powers of two. Powers are rough, to 1e-4.
-
-    scores: address of float32 `[ROWS, BLOCK]`; scale: of the scores; bases, sums: addresses of float32 `[ROWS]`, of all
-    blocks so far, raised to cover this one; page_bases: address of float32 `[ROWS]`, page_sums: of float32
-    `[ROWS, PAGES]`, written.
+    scores: address of float32 `[ROWS, BLOCK]`; query: address of float32 rows, `stride` bytes apart, each `[inner]`;
+    scales: address of bfloat16 `[BLOCK]`; means: of bfloat16 `[inner]`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        scores, scale, bases, sums, page_bases, page_sums = arguments
-        factor = vec.splat(builder, builder.fmul(scale, ir.Constant(FLOAT, float(np.float32(LOG2_E)))))
-        scaled = [
-            [
-                builder.fmul(vec.load(builder, builder.add(scores, INT64((row * BLOCK + first) * 4)), FLOATS), factor)
-                for first in range(0, BLOCK, PAGE)
-            ]
-            for row in range(ROWS)
-        ]
-        highest = vec.fold(builder, [reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
-        old = vec.load_four(builder, bases)
-        new = vec.maximum(builder, vec.call(builder, "llvm.ceil.v16f32", FLOATS, highest), old)
-        vec.store_four(builder, new, bases)
-        vec.store_four(builder, new, page_bases)
-        nothing = builder.fcmp_ordered("==", new, vec.floats(float("-inf")))
-        base = builder.select(nothing, vec.floats(0.0), new)
-        rows = []
-        for row, vectors in enumerate(scaled):
-            row_base = vec.splat_fourth(builder, base, row)
-            powers = [
-                vec.exp2(builder, builder.fsub(vector, row_base), vec.ROUGH_EXP2_COEFFICIENTS) for vector in vectors
-            ]
-            rows.append(vec.fold(builder, powers, vec.add))  # a page in each four lanes
-        fourths = range(0, LANES, 4)
-        pairs = [
-            vec.shuffle(builder, rows[row], rows[row + 1], [*fourths, *(LANES + lane for lane in fourths)])
-            for row in range(0, ROWS, 2)
-        ]
-        added = vec.shuffle(builder, pairs[0], pairs[1], range(LANES))
-        vec.store(builder, added, page_sums)
-        for distance in (1, 2):
-            added = builder.fadd(added, vec.shuffle(builder, added, added, [lane ^ distance for lane in range(LANES)]))
-        before = builder.fmul(vec.load_four(builder, sums), vec.exp2(builder, builder.fsub(old, base)))
-        vec.store_four(builder, builder.fadd(before, added), sums)
+        places = _places(builder, arguments[0])
+        for row, vectors in zip(places, _scores(context, builder, *arguments), strict=True):
+            for place, vector in zip(row, vectors, strict=True):
+                vec.store(builder, vector, place)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, *[types.int64] * 4), generate
+    return types.void(*[types.int64] * 6), generate
+
+
+@intrinsic
+def page_tile(typing_context: Any, scores: Any, scale: Any, bases: Any, totals: Any, page_sums: Any) -> Any:
+    """
+    Add up what each page of a block is worth to each row: 2 to the power of its scores, relative to a base of the row.
+
+    Powers are rough, to 2e-3, and infinite together where more than one is near 2^127.
+
+    scores: address of float32 `[ROWS, BLOCK]`; scale: of the scores; bases: address of float32 `[ROWS]`; totals:
+    address of float32 `[ROWS, PAGES]`, to which is added; page_sums: likewise, written.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        scores, scale, *rest = arguments
+        rows = [[vec.load(builder, place, FLOATS) for place in row] for row in _places(builder, scores)]
+        _add_up_pages(builder, rows, scale, *rest)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, *[types.int64] * 3), generate
+
+
+@intrinsic
+def scaled_page_tile(
+    typing_context: Any,
+    scores: Any,
+    query: Any,
+    stride: Any,
+    scales: Any,
+    means: Any,
+    inner: Any,
+    scale: Any,
+    bases: Any,
+    totals: Any,
+    page_sums: Any,
+) -> Any:
+    """What `scale_scores` and then `page_tile` do, without writing scores."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        _add_up_pages(builder, _scores(context, builder, *arguments[:6]), *arguments[6:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, types.float32, *[types.int64] * 3), generate
+
+
+def _places(builder: ir.IRBuilder, scores: ir.Value) -> list[list[ir.Value]]:
+    """Addresses of the vectors of scores, by row and page."""
+    starts = [[INT64((row * BLOCK + first) * 4) for first in range(0, BLOCK, PAGE)] for row in range(ROWS)]
+    return [[builder.add(scores, start) for start in row] for row in starts]
+
+
+def _scores(
+    context: Any,
+    builder: ir.IRBuilder,
+    scores: ir.Value,
+    query: ir.Value,
+    stride: ir.Value,
+    scales: ir.Value,
+    means: ir.Value,
+    inner: ir.Value,
+) -> list[list[ir.Value]]:
+    """What `scale_scores` writes, by row and page."""
+    add, multiply = builder.add, builder.mul
+
+    def loaded(start: ir.Value, offset: ir.Value) -> ir.Value:
+        return load_vectors(context, builder, types.uint16, add(start, offset), 1)[0]
+
+    def body(chunk: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        mean = loaded(means, multiply(chunk, INT64(LANES * 2)))
+        results = []
+        for row in range(ROWS):
+            place = add(query, add(multiply(INT64(row), stride), multiply(chunk, INT64(LANES * 4))))
+            results.append(vec.multiply_add(builder, vec.load(builder, place, FLOATS), mean, sums[row]))
+        return results
+
+    sums = vec.loop(builder, builder.sdiv(inner, INT64(LANES)), [vec.floats(0.0)] * ROWS, body)
+    of_mean = vec.fold(builder, sums, vec.add)
+    of_tokens = [loaded(scales, INT64(first * 2)) for first in range(0, BLOCK, PAGE)]
+    results = []
+    for row, places in enumerate(_places(builder, scores)):
+        added = vec.splat_fourth(builder, of_mean, row)
+        pairs = zip(places, of_tokens, strict=True)
+        results.append([vec.multiply_add(builder, vec.load(builder, at, FLOATS), scale, added) for at, scale in pairs])
+    return results
+
+
+def _add_up_pages(
+    builder: ir.IRBuilder,
+    rows: list[list[ir.Value]],
+    scale: ir.Value,
+    bases: ir.Value,
+    totals: ir.Value,
+    page_sums: ir.Value,
+) -> None:
+    """What `page_tile` does, of scores by row and page."""
+    factor = vec.splat(builder, builder.fmul(scale, ir.Constant(FLOAT, float(np.float32(LOG2_E)))))
+    base = vec.load_four(builder, bases)
+    added = []
+    for row, vectors in enumerate(rows):
+        lowered = builder.fneg(vec.splat_fourth(builder, base, row))
+        powers = [vec.rough_exp2(builder, vec.multiply_add(builder, each, factor, lowered)) for each in vectors]
+        added.append(vec.fold(builder, powers, vec.add))  # a page in each four lanes
+    fourths = range(0, LANES, 4)
+    pairs = [
+        vec.shuffle(builder, added[row], added[row + 1], [*fourths, *(LANES + lane for lane in fourths)])
+        for row in range(0, ROWS, 2)
+    ]
+    of_pages = vec.shuffle(builder, pairs[0], pairs[1], range(LANES))
+    vec.store(builder, of_pages, page_sums)
+    vec.store(builder, builder.fadd(vec.load(builder, totals, FLOATS), of_pages), totals)
 
 
 @intrinsic
@@ -91,20 +166,6 @@ def hide_pages(typing_context: Any, scores: Any, first: Any, end: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """2 to the power of a float32 that is a whole number of at most 0; 0 below -126."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        (exponent,) = arguments
-        is_some = builder.fcmp_ordered(">=", exponent, ir.Constant(FLOAT, -126.0))
-        limited = builder.select(is_some, exponent, ir.Constant(FLOAT, -127.0))
-        bits = builder.shl(builder.add(builder.fptosi(limited, INT32), INT32(127)), INT32(23))
-        return builder.bitcast(bits, FLOAT)
-
-    return types.float32(types.float32), generate
 
 
 @intrinsic

@@ -67,55 +67,61 @@ def nearest(typing_context: Any, number: Any) -> Any:
     return types.float32(types.float32), generate
 
 
-@intrinsic
-def score_tile(
-    typing_context: Any,
-    element: Any,
-    query: Any,
-    stride: Any,
-    keys: Any,
-    head_dim: Any,
-    scores: Any,
-    column: Any,
-    ahead: Any,
-) -> Any:
-    """
-    Write `scores[:, column : column + tile_columns()] = query @ keys[:, ...]`.
+def _score(wide: bool) -> Any:
+    def score(
+        typing_context: Any,
+        element: Any,
+        query: Any,
+        stride: Any,
+        keys: Any,
+        head_dim: Any,
+        scores: Any,
+        column: Any,
+        ahead: Any,
+    ) -> Any:
+        item = _ITEM_BYTES[element]
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+            _, query, stride, keys, head_dim, scores, column, ahead = arguments
+            vectors = wide_vectors(context) if wide else 1
+            add, multiply = builder.add, builder.mul
+            first = multiply(column, INT64(item))
+
+            def body(d: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
+                offset = add(multiply(d, INT64(BLOCK * item)), first)
+                loaded = load_vectors(context, builder, element, add(keys, offset), vectors)
+                vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
+                results = []
+                for row in range(ROWS):
+                    position = add(multiply(INT64(row), stride), multiply(d, INT64(4)))
+                    number = vec.splat(builder, vec.load(builder, add(query, position), FLOAT))
+                    for key, accumulator in zip(loaded, accumulators[row * vectors :], strict=False):
+                        results.append(vec.multiply_add(builder, number, key, accumulator))
+                return results
+
+            results = vec.loop(builder, head_dim, [vec.floats(0.0)] * (ROWS * vectors), body)
+            results = _in_order(builder, element, results, vectors)
+            for index, result in enumerate(results):
+                row, vector = divmod(index, vectors)
+                offset = add(multiply(column, INT64(4)), INT64((row * BLOCK + vector * LANES) * 4))
+                vec.store(builder, result, add(scores, offset))
+            return context.get_dummy_value()
+
+        integers = [types.int64] * 7
+        return types.void(element, *integers), generate
+
+    score.__doc__ = f"""
+    Write `scores[:, column : column + {"tile_columns()" if wide else LANES}] = query @ keys[:, ...]`.
 
     query: address of float32 rows, `stride` bytes apart, each `[head_dim]`; keys: address of one block of `element`,
     `[head_dim, BLOCK]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address of what is read next, prefetched row
     by row.
     """
-    item = _ITEM_BYTES[element]
+    return intrinsic(score)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        _, query, stride, keys, head_dim, scores, column, ahead = arguments
-        vectors = wide_vectors(context)
-        add, multiply = builder.add, builder.mul
-        first = multiply(column, INT64(item))
 
-        def body(d: ir.Value, accumulators: list[ir.Value]) -> list[ir.Value]:
-            offset = add(multiply(d, INT64(BLOCK * item)), first)
-            loaded = load_vectors(context, builder, element, add(keys, offset), vectors)
-            vec.prefetch(builder, add(ahead, offset), vectors * LANES * item)
-            results = []
-            for row in range(ROWS):
-                position = add(multiply(INT64(row), stride), multiply(d, INT64(4)))
-                number = vec.splat(builder, vec.load(builder, add(query, position), FLOAT))
-                for key, accumulator in zip(loaded, accumulators[row * vectors :], strict=False):
-                    results.append(vec.multiply_add(builder, number, key, accumulator))
-            return results
-
-        results = vec.loop(builder, head_dim, [vec.floats(0.0)] * (ROWS * vectors), body)
-        results = _in_order(builder, element, results, vectors)
-        for index, result in enumerate(results):
-            row, vector = divmod(index, vectors)
-            offset = add(multiply(column, INT64(4)), INT64((row * BLOCK + vector * LANES) * 4))
-            vec.store(builder, result, add(scores, offset))
-        return context.get_dummy_value()
-
-    integers = [types.int64] * 7
-    return types.void(element, *integers), generate
+score_tile = _score(wide=True)
+score_narrow_tile = _score(wide=False)
 
 
 @intrinsic

@@ -133,7 +133,7 @@ def nearest_integers(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value
 
 
 # Of 1, x, x^2, ..., x^6.
-EXP2_COEFFICIENTS = (
+_EXP2_COEFFICIENTS = (
     1.0,
     0.6931471880262281,
     0.24022650760567918,
@@ -142,28 +142,43 @@ EXP2_COEFFICIENTS = (
     0.0013390863364337894,
     0.00015453162940998934,
 )
-# Of 1, x, x^2, x^3: half of the instructions, and right to 1e-4.
-ROUGH_EXP2_COEFFICIENTS = (0.99992456, 0.69313673, 0.24263948, 0.05583828)
+# Of 1, x, x^2.
+_ROUGH_EXP2_COEFFICIENTS = (1.0, 0.7036011815071106, 0.24203532934188843)
 
 
-def exp2(builder: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float] = EXP2_COEFFICIENTS) -> ir.Value:
+def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """
     2 to the power of sixteen floats of at most 0, to 1e-7 relative; 0 below -126, minus infinity included. What is not
     a number stays so.
 
-    Splits off the nearest integer, as the last bits hold it, and takes a polynomial on [-0.5, 0.5], of degree 6 if no
-    other coefficients are given: Chebyshev interpolation of 2^x, computed in float64.
+    Splits off the nearest integer, as the last bits hold it, and takes a polynomial of degree 6 on [-0.5, 0.5]:
+    Chebyshev interpolation of 2^x, computed in float64.
     """
+    power = _power(builder, x, _EXP2_COEFFICIENTS)
+    # Of what is not a number, adding to the exponent may make one.
+    otherwise = maximum(builder, floats(0.0), x)
+    return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
+
+
+def rough_exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """
+    2 to the power of sixteen floats, to 2e-3 relative; of those beyond -126 or 127 that of the limit, minus infinity
+    included. What is not a number stays so.
+    """
+    x = maximum(builder, floats(-126.0), x)
+    x = builder.select(builder.fcmp_ordered("<", floats(127.0), x), floats(127.0), x)
+    return _power(builder, x, _ROUGH_EXP2_COEFFICIENTS)
+
+
+def _power(builder: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:
+    """2 to the power of floats from -126 to 127."""
     shifted = builder.fadd(x, floats(_SHIFT))
     fraction = builder.fsub(x, builder.fsub(shifted, floats(_SHIFT)))
     power = floats(coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         power = multiply_add(builder, power, fraction, floats(coefficient))
     exponent = builder.shl(builder.bitcast(shifted, INTS), ints(23))
-    power = builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
-    # Of what is not a number, adding to the exponent may make one.
-    otherwise = maximum(builder, floats(0.0), x)
-    return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
+    return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
 
 
 def loop(

@@ -11,9 +11,10 @@ from .coded_attention import SLOTS, CodedCall, attend_coded
 from .coded_blocks import RecordLayout
 from .integer_kernels import uses_integer_kernels
 from .page_tiles import PAGE
-from .page_workspace import PageWorkspace
+from .page_workspace import IndexedBlocks, PageWorkspace
 from .parallel import team_of_kernels
 from .selected_attention import attend_selected
+from .selected_coded_attention import attend_selected_codes
 from .tiles import ROWS
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
@@ -94,7 +95,7 @@ class Workspace:
             where everything is masked.
         lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score), of what was read; minus infinity
             likewise.
-        tokens_read: of coded blocks, by the last call that had some; counted for each KV head.
+        tokens_read: of indexed blocks, by the last call that had some; counted for each KV head.
     """
 
     shape: Shape
@@ -133,6 +134,7 @@ class Workspace:
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
         coded: CodedBlocks | None = None,
+        indexed: IndexedBlocks | None = None,
         mass: float = 1.0,
         most: float = 1.0,
     ) -> None:
@@ -150,14 +152,18 @@ class Workspace:
                 three sizes may be 1, for all.
             bias: float32, likewise, added to the scaled scores.
             coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
-            mass: read of the coded blocks only the fewest pages of 16 tokens that, together with all that is not coded,
-                carry this share of the attention of a KV head's queries, on average over them. 1 reads all.
-            most: the share of coded tokens up to which this is done; where more have to be read, all are.
+            indexed: blocks of which a part may be read, of those in full precision, or all coded ones; `None` for none.
+            mass: read of these only the fewest pages of 16 tokens that, together with all other blocks, carry this
+                share of the attention of a KV head's queries, on average over them.
+            most: the share of the indexed tokens up to which this is done; where more have to be read, all are.
         """
         shape = self.shape
-        coded_segments = 0 if coded is None else self._segments(coded.num_blocks)
-        blocks = -(-num_tokens // BLOCK) - (0 if coded is None else coded.num_blocks)
-        segments = coded_segments + self._segments(blocks)
+        # Scores that a scale turns around are not those that pages are rated by.
+        parts = indexed if indexed is not None and scale > 0 else None
+        apart = 0 if coded is None else coded.num_blocks
+        apart = apart if parts is None else parts.num_blocks
+        segments_apart = self._segments(apart) if apart else 0
+        segments = segments_apart + self._segments(-(-num_tokens // BLOCK) - apart)
         if segments != len(self.maxima):
             self._make_partial(segments)
         call = Call(
@@ -180,17 +186,16 @@ class Workspace:
             self.out,
             self.lse,
         )
-        if coded is None:
-            attend(*team_of_kernels(), call)
-            return
-        coded_call = self._coded_call(call, coded, coded_segments)
-        if mass < 1 and scale > 0:
-            self._pages = self._pages or PageWorkspace(shape.heads, self.query.shape[1])
-            attend_selected(*team_of_kernels(), self._pages.call(coded_call, mass, most))
+        of_codes = None if coded is None else self._coded_call(call, coded, segments_apart)
+        if parts is not None:
+            self._pages = self._pages or PageWorkspace(shape.heads, self.query.shape[1], shape.key_dim)
+            selected = self._pages.call(call if of_codes is None else of_codes, parts, segments_apart, mass, most)
+            (attend_selected if of_codes is None else attend_selected_codes)(*team_of_kernels(), selected)
             self.tokens_read = self._pages.pages_read * PAGE
+        elif of_codes is None:
+            attend(*team_of_kernels(), call)
         else:
-            attend_coded(*team_of_kernels(), coded_call)
-            self.tokens_read = coded.num_blocks * shape.heads * BLOCK
+            attend_coded(*team_of_kernels(), of_codes)
 
     def _segments(self, blocks: int) -> int:
         """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""

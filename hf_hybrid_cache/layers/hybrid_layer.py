@@ -1,12 +1,13 @@
 """One full-attention layer of a hybrid cache."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import handles_of, observed
-from ..storage import CodedStore, KVShape, KVStore, StreamedStore
+from ..storage import CodedStore, KVShape, KVStore, StreamedStore, TokenBuffer
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
 
@@ -149,7 +150,10 @@ class HybridLayer(CacheLayerMixin):
             )
         store = self._usable_store()
         if store is not None:
-            store.truncate(max(0, store.num_tokens + tokens_to_remove))
+            kept = max(0, store.num_tokens + tokens_to_remove)
+            if self._selection is not None:
+                self._selection.index.truncate(kept)
+            store.truncate(kept)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """
@@ -188,6 +192,11 @@ class HybridLayer(CacheLayerMixin):
         if self.store is not None:
             self._select_batch(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
+    def buffers(self) -> Iterable[TokenBuffer]:
+        """Everything that holds memory for this layer alone."""
+        index = () if self._selection is None else self._selection.index.buffers()
+        return *(() if self.store is None else self.store.buffers()), *index
+
     def require_whole(self) -> None:
         """
         Check that nothing has ended a change of the cache half-way.
@@ -214,6 +223,8 @@ class HybridLayer(CacheLayerMixin):
             new.close()
             raise
         self._adopt(new, is_attended_on_cpu)
+        if self._selection is not None:
+            self._selection.reset()
         old.close()
 
     def _make_store(self, shape: KVShape) -> tuple[KVStore, bool]:
@@ -256,6 +267,8 @@ class HybridLayer(CacheLayerMixin):
         store = self._usable_store()
         if store is not None and store.num_tokens > 0:
             store.select_batch(indices)
+            if self._selection is not None:
+                self._selection.index.select_batch(indices)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:

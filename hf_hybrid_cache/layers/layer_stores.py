@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import CpuAttention, LayerSelection
+from ..attention import CpuAttention, KeyIndex, LayerSelection
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -38,6 +38,8 @@ from .selection import Selection
 
 # That layers may hold, beside the one in use, until they see queries.
 MOST_HELD_BYTES = 2**29
+# By whether a layer is coded: of indexed tokens; of more, reading all is as fast (`experiments.selection_speed`).
+_MOST_READ = {False: 1 / 4, True: 1 / 8}
 
 
 class LayerStores:
@@ -84,6 +86,7 @@ class LayerStores:
         self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
         self.ends_budget = HostBudget(len(self._choices))
         self.record_budget = HostBudget(len(self._choices), GRANULE, expected_length)
+        self._index_budget = HostBudget(num_layers, GRANULE, expected_length)
         self.stats = CacheStats()
         self.attention = CpuAttention(self.stats, placement.cpu_decode is not None, self._share)
         self.stagings: dict[torch.device, Staging] = {}
@@ -125,10 +128,12 @@ class LayerStores:
 
     def selection_of(self, layer_idx: int) -> LayerSelection | None:
         """What attention of a layer may leave out; `None` for nothing."""
-        if self.selection is None or not self.is_coded(layer_idx):
+        if self.selection is None:
             return None
         mass = 1.0 if layer_idx in self.selection.dense_layers else self.selection.mass
-        return LayerSelection(layer_idx, mass, self.selection.most, self.stats)
+        most = _MOST_READ[self.is_coded(layer_idx)] if self.selection.most is None else self.selection.most
+        index = KeyIndex(self._index_budget, self.capacity.of_records())
+        return LayerSelection(layer_idx, mass, most, index, self.stats)
 
     def is_coded(self, layer_idx: int) -> bool:
         """Whether a layer is coded."""

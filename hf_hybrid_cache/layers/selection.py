@@ -9,32 +9,34 @@ from .placement import layer_indices
 @dataclass(frozen=True)
 class Selection:
     """
-    Reads, of a coded sequence, all keys and then only the pages of 16 tokens that matter to the new tokens.
+    Reads an index of all keys, and then only the pages of 16 tokens that matter to the new tokens.
 
-    At each step and for each KV head the fewest pages are read that, with all that is in full precision, carry a share
-    of the attention (Lin et al., 2025, https://arxiv.org/abs/2502.02770, choose by a share too). Nothing is forgotten:
-    what is left out now can be read at the next step.
+    The index is a code of 2 bits for each number of a key, beside what is stored. At each step and for each KV head the
+    fewest pages are read that, with the first and the last tokens, carry a share of the attention (Lin et al., 2025,
+    https://arxiv.org/abs/2502.02770, choose by a share too). Nothing is forgotten: what is left out now can be read at
+    the next step.
 
     Args:
         mass: the share, more than 0 and at most 1, on average over the query heads that share a KV head; 1 reads all.
-        most: the share of a layer's coded tokens, more than 0 and at most 1, up to which a part is read. Where more
-            would have to be, all is, for some steps: rating takes half the time of reading all. More pays where reading
-            is slow, such as from a file.
+        most: the share of a layer's indexed tokens, more than 0 and at most 1, up to which a part is read. Where more
+            would have to be, all is, for some steps. `None` for what is faster: a quarter in full precision, an eighth
+            of codes. More pays where reading is slow, such as from a file.
         dense_layers: indices of layers that read all.
 
     Raises:
         ValueError: an argument is none of these.
 
     Example:
-        >>> cache = QuantizedHybridCache(model.config, bits=4, selection=Selection(mass=0.99))
+        >>> cache = DynamicHybridCache(model.config, selection=Selection())
     """
 
-    mass: float = 0.99
-    most: float = 1 / 16
+    mass: float = 0.995
+    most: float | None = None
     dense_layers: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        for name, share, whole in (("mass", self.mass, "the attention"), ("most", self.most, "the coded tokens")):
+        most = 1 if self.most is None else self.most
+        for name, share, whole in (("mass", self.mass, "the attention"), ("most", most, "the indexed tokens")):
             if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
                 raise ValueError(f"{name} must be a number above 0 and at most 1, a share of {whole}, got {share!r}.")
         layers = layer_indices(self.dense_layers)

@@ -5,12 +5,13 @@ from .block_buffer import kernel_element
 from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_share import CodedShare
-from .coded_store import CodedStore, coded_blocks, full_tokens, record_shape
-from .growth import GRANULE, InitialCapacity
+from .coded_store import RECENT_TOKENS, CodedStore, coded_blocks, full_tokens, record_shape
+from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .memory_limits import address_space_is_limited
+from .record_buffer import RecordBuffer
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .share import Share
@@ -19,10 +20,12 @@ from .staging import Staging
 from .stats import CacheStats
 from .streamed_store import StreamedStore
 from .streams import Streams, streams_for
+from .token_buffer import TokenBuffer
 
 __all__ = [
     "GRANULE",
     "MARK_SIZE",
+    "RECENT_TOKENS",
     "Allowance",
     "BufferedStore",
     "CacheStats",
@@ -38,6 +41,7 @@ __all__ = [
     "KVCodec",
     "KVShape",
     "KVStore",
+    "RecordBuffer",
     "ResidentStore",
     "Scratch",
     "Share",
@@ -45,10 +49,12 @@ __all__ = [
     "Staging",
     "StreamedStore",
     "Streams",
+    "TokenBuffer",
     "address_space_is_limited",
     "available_host_bytes",
     "coded_blocks",
     "full_tokens",
+    "grown_capacity",
     "huge_page_memory",
     "kernel_element",
     "record_shape",

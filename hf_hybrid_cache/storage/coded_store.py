@@ -21,6 +21,8 @@ _CODED_AT_ONCE = 64 * GRANULE
 _SAMPLED_BLOCKS = 16
 
 Added = TypeVar("Added")
+# Of keys, or of values: `(batch, num_kv_heads, head_dim)`, and their type.
+_Form = tuple[tuple[int, int, int], torch.dtype]
 
 
 def record_shape(shape: KVShape, codec: KVCodec) -> KVShape:
@@ -362,23 +364,30 @@ class CodedStore(KVStore):
             target[:, :, last:] = full[:, :, first:]
         return states
 
+    def decoded_keys(self, first: int, last: int) -> torch.Tensor:
+        """What coded blocks stand for, `[batch, num_kv_heads, tokens, key_dim]`; `wait_for_copies` first."""
+        return self._decode(self.codec.keys, self._forms[0], self.records.keys.read_range(first, last))
+
     def _decoded(self, first: int, last: int) -> Pair:
         """The tokens of coded blocks, where records are kept."""
-        results = []
         records = self.records.read_range(first, last)
-        for codec, (sizes, dtype), coded in zip(self._codecs, self._forms, records, strict=True):
-            batch, heads, head_dim = sizes
-            states = torch.empty(batch, heads, (last - first) * GRANULE, head_dim, dtype=dtype, device=coded.device)
-            codec.decode(coded, states)
-            results.append(states)
-        return results[0], results[1]
+        keys, values = map(self._decode, self._codecs, self._forms, records)
+        return keys, values
+
+    @staticmethod
+    def _decode(codec: Codec, form: "_Form", records: torch.Tensor) -> torch.Tensor:
+        (batch, heads, head_dim), dtype = form
+        tokens = records.shape[2] * GRANULE
+        states = torch.empty(batch, heads, tokens, head_dim, dtype=dtype, device=records.device)
+        codec.decode(records, states)
+        return states
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
         return self.codec.keys, self.codec.values
 
     @property
-    def _forms(self) -> tuple[tuple[tuple[int, int, int], torch.dtype], ...]:
+    def _forms(self) -> "tuple[_Form, _Form]":
         return (self.shape.keys, self.shape.key_dtype), (self.shape.values, self.shape.value_dtype)
 
 

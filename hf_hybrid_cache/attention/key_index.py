@@ -1,0 +1,125 @@
+"""The index of one layer's keys, by which attention finds what matters: made of what a store has, and never kept."""
+
+import copy
+
+import numpy as np
+import torch
+
+from ..kernels import IndexedBlocks, encode_index, index_bytes
+from ..storage import (
+    GRANULE,
+    RECENT_TOKENS,
+    CodedStore,
+    HostBudget,
+    HostStore,
+    InitialCapacity,
+    KVShape,
+    RecordBuffer,
+    TokenBuffer,
+    grown_capacity,
+)
+
+# In full precision the first block and the last ones are always attended to, as where the others are coded.
+_FIRST_BLOCKS = 1
+_INDEXED_AT_ONCE = 64
+
+
+class KeyIndex:
+    """
+    Rough codes of the keys of one layer's blocks, see `kernels.key_index`; of coded blocks by what codes stand for.
+
+    Blocks are indexed when attention asks, those that have come since. Who removes tokens or changes sequences says
+    so here too.
+
+    Args:
+        budget: asked before host memory is used; blocks are its entries.
+        capacity: of the buffer before the first block.
+    """
+
+    def __init__(self, budget: HostBudget, capacity: InitialCapacity):
+        self._budget, self._capacity = budget, capacity
+        self._records: RecordBuffer | None = None
+        self._first = self._blocks = self._approved_blocks = 0
+
+    def __deepcopy__(self, memo: dict) -> "KeyIndex":
+        """An empty one, which is made again when it is asked for."""
+        return KeyIndex(copy.deepcopy(self._budget, memo), self._capacity)
+
+    def of(self, store: HostStore | CodedStore) -> IndexedBlocks | None:
+        """
+        The index of what is stored now; `None` where no block is to be indexed.
+
+        Raises:
+            HostMemoryError: the host has no room for it.
+        """
+        first, count = _first_block(store), _num_blocks(store)
+        if not count:
+            return None
+        records, self._first = self._made(store.shape), first
+        while self._blocks < count:
+            end = min(self._blocks + _INDEXED_AT_ONCE, count)
+            self._reserve(records, end)
+            encode_index(_numbers(_keys(store, first + self._blocks, first + end)), records.array()[self._blocks : end])
+            self._blocks = end
+        return IndexedBlocks(records.array(), first, count)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the blocks of which not all tokens are among the first `num_tokens`."""
+        self._blocks = max(0, min(self._blocks, num_tokens // GRANULE - self._first))
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was."""
+        if self._records is not None:
+            blocks, self._blocks = self._blocks, 0  # if it is interrupted, it is made again
+            records = self._records.select_batch(indices, blocks)
+            assert isinstance(records, RecordBuffer)
+            self._records, self._blocks = records, blocks
+            self._budget.note(self, self._approved_blocks, records.bytes_per_token)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._records, self._blocks, self._approved_blocks = None, 0, 0
+        self._budget.note(self, 0, 0)
+
+    def buffers(self) -> list[TokenBuffer]:
+        """What holds memory."""
+        return [] if self._records is None else [self._records]
+
+    def _made(self, shape: KVShape) -> RecordBuffer:
+        wanted = (shape.batch, shape.num_kv_heads, index_bytes(shape.key_dim))
+        if self._records is None or self._records.shape != wanted:
+            self.clear()
+            self._records = RecordBuffer(wanted, self._capacity.host_tokens)
+        return self._records
+
+    def _reserve(self, records: RecordBuffer, num_blocks: int) -> None:
+        if num_blocks > self._approved_blocks:
+            moved = records.moved_bytes(grown_capacity(num_blocks, GRANULE))
+            approved = self._budget.grow(self, num_blocks, records.bytes_per_token, moved)
+            records.ensure_capacity(approved, self._blocks)
+            self._approved_blocks = approved
+        records.ensure(num_blocks, self._blocks)
+
+
+def _first_block(store: HostStore | CodedStore) -> int:
+    return store.sink_tokens // GRANULE if isinstance(store, CodedStore) else _FIRST_BLOCKS
+
+
+def _num_blocks(store: HostStore | CodedStore) -> int:
+    """Blocks that are indexed."""
+    if isinstance(store, CodedStore):
+        return store.records.num_tokens
+    return max(0, (store.num_tokens - RECENT_TOKENS) // GRANULE - _FIRST_BLOCKS)
+
+
+def _keys(store: HostStore | CodedStore, first: int, end: int) -> torch.Tensor:
+    """Those of some blocks, `[batch, num_kv_heads, tokens, key_dim]`."""
+    if isinstance(store, CodedStore):
+        return store.decoded_keys(first - _first_block(store), end - _first_block(store))
+    return store.keys.read_range(first * GRANULE, end * GRANULE)
+
+
+def _numbers(keys: torch.Tensor) -> np.ndarray:
+    """As the kernel takes them."""
+    array: np.ndarray = (keys.view(torch.uint16) if keys.dtype == torch.bfloat16 else keys.float()).numpy()
+    return array

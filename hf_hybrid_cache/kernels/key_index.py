@@ -1,0 +1,119 @@
+"""
+The index of a sequence: rough codes of all keys, by which attention finds the pages that matter.
+
+Keys are rotated (`rotation`), the mean of each block of 64 is taken off, and what is left of a key is coded in 2 bits
+with a scale of its own: code u stands for `scale * (u - 1.5)`. So the query is rounded once for all blocks, a scale is
+one factor of a score, and a mean adds one number to the scores of its block.
+
+A record is, of one block and head, filled up to a multiple of 64 bytes:
+    words  uint32 `[inner / 16, 64]`, as in `coded_blocks`
+    scales bfloat16 `[64]`
+    means  bfloat16 `[inner]`, of the rotated channels
+"""
+
+import numpy as np
+
+from .blocks import BLOCK
+from .coded_blocks import RecordLayout
+from .coding import coding_call, coding_signature, in_words, rotated_block
+from .compiled import jit, jit_part
+from .parallel import share_out, team_of_kernels
+from .vector_ir import CACHE_LINE
+
+INDEX_BITS = 2
+_LARGEST_CODE = 2**INDEX_BITS - 1
+CENTRE = _LARGEST_CODE / 2  # of the codes, which stands for zero
+# Of the root mean square: the step that loses least of normally distributed numbers with four codes (Max, 1960,
+# https://doi.org/10.1109/TIT.1960.1057548).
+_STEP = np.float32(0.9957)
+_NOT_A_NUMBER = np.uint16(0x7FC0)
+
+
+def index_layout(key_dim: int) -> RecordLayout:
+    """Of the codes; what else is in a record follows them."""
+    return RecordLayout.of_keys(INDEX_BITS, key_dim, BLOCK, True)
+
+
+def index_bytes(key_dim: int) -> int:
+    """Of one record."""
+    layout = index_layout(key_dim)
+    used = layout.words * BLOCK * 4 + (BLOCK + layout.inner) * 2
+    return -(-used // CACHE_LINE) * CACHE_LINE
+
+
+def encode_index(keys: np.ndarray, records: np.ndarray) -> None:
+    """
+    Write the index of whole blocks.
+
+    A key with numbers that are not finite makes the scales of its block not a number, and so all scores there.
+
+    Args:
+        keys: `[batch, num_kv_heads, blocks * 64, key_dim]`, float32, or uint16 for bfloat16 bits; the last axis
+            contiguous.
+        records: uint8 `[blocks, batch * num_kv_heads, index_bytes(key_dim)]`, contiguous, written.
+    """
+    if records.size:
+        _encode_index(*team_of_kernels(), coding_call(keys, index_layout(keys.shape[3]), records, None))
+
+
+@jit
+def _encode_index(parallel, team, threads, call):
+    share_out(parallel, team, threads, call.records.shape[0] * call.records.shape[1], _encode_block, call)
+
+
+@jit_part
+def _encode_block(part, call):
+    """Write the index of one block of one head."""
+    block, head = divmod(part, call.records.shape[1])
+    numbers, is_finite = rotated_block(block, head, call)
+    record, dim, inner = call.records[block, head], call.dim, call.inner
+    first, second = inner * INDEX_BITS // 8 * BLOCK, BLOCK * 2
+    words = record[:first].view(np.uint32).reshape(-1, BLOCK)
+    scales = record[first : first + second].view(np.uint16)
+    means = record[first + second : first + second + inner * 2].view(np.uint16)
+    for row in range(words.shape[0]):
+        for token in range(BLOCK):
+            words[row, token] = 0
+    squares, reciprocals = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for d in range(inner):
+        means[d] = 0
+    for d in range(dim):
+        total = np.float32(0)
+        for token in range(BLOCK):
+            total += numbers[d, token]
+        means[d] = _as_bfloat16(total * np.float32(1 / BLOCK))
+        mean = np.uint32(np.uint32(means[d]) << np.uint32(16)).view(np.float32)
+        for token in range(BLOCK):
+            left = numbers[d, token] - mean
+            numbers[d, token] = left
+            squares[token] += left * left
+    for token in range(BLOCK):
+        step = np.sqrt(squares[token] / np.float32(dim)) * _STEP
+        reciprocals[token] = np.float32(1) / step if step > 0 else np.float32(0)
+    products, norms = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+    for d in range(dim):
+        word, position = in_words(d, INDEX_BITS)
+        row = words[word]
+        for token in range(BLOCK):
+            left = numbers[d, token]
+            place = left * reciprocals[token] + np.float32(CENTRE + 0.5)
+            place = place if place > 0 else np.float32(0)
+            code = np.int32(place if place < _LARGEST_CODE else np.float32(_LARGEST_CODE))
+            row[token] |= np.uint32(np.uint32(code) << position)
+            centred = np.float32(code) - np.float32(CENTRE)
+            products[token] += left * centred
+            norms[token] += centred * centred
+    for token in range(BLOCK):  # the scale that is nearest to what was coded
+        scales[token] = _as_bfloat16(products[token] / norms[token]) if is_finite else _NOT_A_NUMBER
+
+
+@jit_part
+def _as_bfloat16(number):
+    """The bits of the nearest bfloat16 of a float32."""
+    bits = np.float32(number).view(np.uint32)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def compile_index(element: np.dtype) -> None:
+    """Compile the index of keys that kernels see as `element`, or load it from Numba's cache on disk."""
+    _encode_index.compile(coding_signature(element))
