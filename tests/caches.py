@@ -47,8 +47,9 @@ def offloaded_partly(config: PreTrainedConfig) -> HybridCache:
     return OffloadedHybridCache(config, prefetch_layers=2, resident_layers=resident_layers, cpu_decode=False)
 
 
-def cpu_decode(config: PreTrainedConfig) -> HybridCache:
-    return DynamicHybridCache(config, cpu_decode=True)
+def selected(config: PreTrainedConfig) -> HybridCache:
+    """Pages are chosen as for any share, and what is left out does not show."""
+    return DynamicHybridCache(config, cpu_decode=True, selection=Selection(mass=1 - 1e-7, most=1))
 
 
 def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
@@ -78,7 +79,7 @@ SAME_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
 # Attention is the kernel's: results differ by rounding.
 OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "default": DynamicHybridCache,
-    "cpu_decode": cpu_decode,
+    "selected": selected,
     "cpu_decode_partly": cpu_decode_partly,
     "shared_with_nobody": shared_with_nobody,
 }

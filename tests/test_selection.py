@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import (
     CacheFileError,
     DynamicHybridCache,
+    HostMemoryError,
     HybridCache,
+    OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
     Selection,
     minmax,
 )
-from hf_hybrid_cache.attention import layer_selection
+from hf_hybrid_cache.attention import key_index, layer_selection
+from hf_hybrid_cache.kernels import index_bytes
+from hf_hybrid_cache.storage import host_memory
+from hf_hybrid_cache.storage.memory_limits import tightest_limit
 
 from caches import group_of_one
 from tiny_models import llama, random_prompt, tiny_model
@@ -62,10 +68,15 @@ def few_bits(config: Any, **options: Any) -> QuantizedHybridCache:
     return QuantizedHybridCache(config, bits=4, rotate=True, **options)
 
 
-def test_little_is_read_where_few_tokens_matter_and_the_result_is_nearly_the_same():
+Maker = Callable[..., HybridCache]
+EVERY_CACHE = pytest.mark.parametrize("make", [few_bits, DynamicHybridCache, OffloadedHybridCache])
+
+
+@EVERY_CACHE
+def test_little_is_read_where_few_tokens_matter_and_the_result_is_nearly_the_same(make: Maker):
     config = llama()
-    everything = attend(filled(few_bits(config), config), config)
-    cache = filled(few_bits(config, selection=Selection(mass=0.99)), config)
+    everything = attend(filled(make(config), config), config)
+    cache = filled(make(config, selection=Selection(mass=0.99)), config)
     result = attend(cache, config)
     assert cache.stats.share_read[0] < 0.4  # of which most are the first tokens and those not coded yet
     torch.testing.assert_close(result, everything, rtol=0, atol=0.05)
@@ -78,6 +89,113 @@ def test_all_is_read_to_the_last_bit_with_a_mass_of_one_and_in_dense_layers():
         cache = filled(few_bits(config, selection=each), config)
         assert torch.equal(attend(cache, config, 20), everything)
         assert cache.stats.share_read == {0: 1.0}
+
+
+@EVERY_CACHE
+def test_what_comes_in_place_of_what_was_removed_is_found(make: Maker):
+    config = llama()
+    results = []
+    for selection in (None, Selection(mass=0.99)):
+        cache = filled(make(config, selection=selection), config)
+        results.append([attend(cache, config)])
+        keys, values = (states[:, :, 300:700] for states in clustered_states(config, CONTEXT))
+        for kept in (500, 407):  # in a block, and among the tokens that matter
+            layer = cache.layers[0]
+            layer.crop(kept - layer.get_seq_length())
+            layer.update(keys, -values)  # the keys that matter come again, with other values
+            results[-1].append(attend(cache, config))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
+    assert cache.stats.share_read[0] < 0.5
+
+
+@EVERY_CACHE
+def test_sequences_that_are_repeated_selected_and_reordered_are_found(make: Maker):
+    config = llama()
+    cache = filled(make(config, selection=Selection(mass=0.9)), config)
+    group = config.num_attention_heads // config.num_key_value_heads
+    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None]
+
+    def step(batch: int) -> torch.Tensor:
+        new = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim)
+        keys, values = cache.update(new, new, 0)
+        return scaled_dot_product_attention(query.expand(batch, -1, -1, -1), keys, values, enable_gqa=True)
+
+    alone = step(1)
+    before = cache.stats.tokens_read[0]
+    cache.batch_repeat_interleave(3)
+    for indices in ([2, 0, 1], [0, 1, 2]):
+        cache.reorder_cache(torch.tensor(indices))
+        torch.testing.assert_close(step(3), alone.expand(3, -1, -1, -1), rtol=0, atol=1e-2)
+    cache.batch_select_indices(torch.tensor([1]))
+    torch.testing.assert_close(step(1), alone, rtol=0, atol=1e-2)
+    assert cache.stats.tokens_read[0] < 9 * before
+
+
+@EVERY_CACHE
+def test_sequences_of_a_batch_keep_what_is_theirs(make: Maker):
+    config = llama()
+    torch.manual_seed(3)
+    keys, values = (torch.randn(2, config.num_key_value_heads, CONTEXT, config.head_dim) for _ in range(2))
+    for sequence, place in enumerate((300, 600)):
+        keys[sequence, :, place : place + 10] += 4 * direction(config)
+    group = config.num_attention_heads // config.num_key_value_heads
+    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None].expand(2, -1, -1, -1)
+
+    def run(selection: Selection | None) -> list[torch.Tensor]:
+        cache = make(config, selection=selection)
+        cache.update(keys, values, 0)
+        results = []
+        for indices in ([0, 1], [1, 0], [1, 1]):
+            cache.reorder_cache(torch.tensor(indices))
+            new = torch.zeros(2, config.num_key_value_heads, 1, config.head_dim)
+            results.append(scaled_dot_product_attention(query, *cache.update(new, new, 0), enable_gqa=True))
+        return results
+
+    for found, expected in zip(run(Selection(mass=0.99)), run(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
+
+
+@EVERY_CACHE
+def test_the_index_is_counted_and_given_back(make: Maker):
+    config = llama()
+    plain, cache = (make(config, selection=each) for each in (None, Selection(mass=0.9)))
+    for each in (plain, cache):
+        attend(filled(each, config), config)
+    heads, blocks = config.num_key_value_heads, (CONTEXT - 64 - 64) // 64
+    assert cache.memory().host_bytes - plain.memory().host_bytes == blocks * heads * index_bytes(config.head_dim)
+    cache.reset()
+    assert cache.memory().host_bytes == 0
+
+
+@EVERY_CACHE
+def test_an_index_that_does_not_fit_the_host_is_refused_with_a_number(make: Maker, monkeypatch: pytest.MonkeyPatch):
+    config = llama()
+    cache = filled(make(config, selection=Selection(mass=0.9)), config)
+    cache.layers[0].store.wait_for_copies()
+    limit = tightest_limit()
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: limit._replace(free=1000))
+    with pytest.raises(HostMemoryError, match=r"need 0\.00 GiB more host memory and 0\.00 GiB are free"):
+        attend(cache, config)
+    monkeypatch.undo()
+    assert torch.isfinite(attend(cache, config)).all()
+    assert cache.stats.share_read[0] < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_that_is_moved_to_another_type_chooses_still(dtype: torch.dtype):
+    config = llama()
+    cache = filled(DynamicHybridCache(config, selection=Selection(mass=0.9)), config)
+    attend(cache, config)
+    cache.layers[0].to(torch.device("cpu"), dtype)
+    group = config.num_attention_heads // config.num_key_value_heads
+    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None].to(dtype)
+    new = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim, dtype=dtype)
+    before, held = cache.stats.tokens_read[0], cache.stats.tokens_held[0]
+    found = scaled_dot_product_attention(query, *cache.update(new, new, 0), enable_gqa=True)
+    expected = attend(filled(DynamicHybridCache(config), config), config)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.1)
+    assert cache.stats.tokens_read[0] - before < 0.5 * (cache.stats.tokens_held[0] - held)
 
 
 def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.MonkeyPatch):
@@ -128,23 +246,49 @@ def test_a_copy_chooses_and_counts_by_itself():
     assert twin.stats.share_read == cache.stats.share_read
 
 
+@EVERY_CACHE
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_cache_from_a_file_can_be_read_in_part(tmp_path: Path, mmap: bool):
-    config = llama()
-    cache = filled(few_bits(config, selection=Selection(mass=0.9)), config, config.num_hidden_layers)
-    expected = attend(copy.deepcopy(cache), config)
-    cache.save(tmp_path / "cache.kv")
-    assert HybridCache.load(tmp_path / "cache.kv", config).selection is None
-    loaded = HybridCache.load(tmp_path / "cache.kv", config, mmap=mmap, selection=Selection(mass=0.9))
-    assert torch.equal(attend(loaded, config), expected)
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_cache_from_a_file_can_be_read_in_part(
+    tmp_path: Path, make: Maker, mmap: bool, has_index: bool, monkeypatch: pytest.MonkeyPatch
+):
+    config, path = llama(), tmp_path / "cache.kv"
+    cache = filled(make(config, selection=Selection(mass=0.9)), config, config.num_hidden_layers)
+    expected = [attend(each, config) for each in (copy.deepcopy(cache), filled(make(config), config))]
+    (cache if has_index else filled(make(config), config, config.num_hidden_layers)).save(path)
+    assert HybridCache.load(path, config).selection is None
+    placement = Placement(cpu_decode=True)
+    torch.testing.assert_close(attend(HybridCache.load(path, config, placement), config), expected[1])
+    if has_index:  # and nothing is to be made
+        monkeypatch.setattr(key_index, "encode_index", None)
+    loaded = HybridCache.load(path, config, placement, mmap=mmap, selection=Selection(mass=0.9))
+    assert torch.equal(attend(loaded, config), expected[0])
     assert loaded.stats.share_read[0] < 0.4
+    monkeypatch.undo()
+    for each in (loaded, cache):
+        each.layers[0].update(*clustered_states(config, 300))
+    torch.testing.assert_close(attend(loaded, config), attend(cache, config))
 
 
-def test_a_file_that_nothing_can_be_chosen_of_is_named(tmp_path: Path):
-    config = llama()
-    filled(DynamicHybridCache(config), config, config.num_hidden_layers).save(tmp_path / "cache.kv")
-    with pytest.raises(CacheFileError, match=r"no layer is coded.*Leave out selection=\."):
-        HybridCache.load(tmp_path / "cache.kv", config, selection=Selection())
+@pytest.mark.parametrize("mmap", [False, True])
+def test_an_index_that_was_altered_in_a_file_is_told(tmp_path: Path, mmap: bool):
+    config, path = llama(), tmp_path / "cache.kv"
+    filled(DynamicHybridCache(config, selection=Selection()), config, config.num_hidden_layers).save(path)
+    data = bytearray(path.read_bytes())
+    data[-20_000] ^= 1  # indices come last, before the checksum of the header
+    path.write_bytes(data)
+    with pytest.raises(CacheFileError, match=r"index\.\d does not fit its checksum"):
+        HybridCache.load(path, config, mmap=mmap, selection=Selection())
+
+
+def test_a_file_without_an_index_is_one_of_before(tmp_path: Path):
+    config, path = llama(), tmp_path / "cache.kv"
+    versions = []
+    for selection in (None, Selection(mass=1), Selection()):
+        filled(DynamicHybridCache(config, selection=selection), config, config.num_hidden_layers).save(path)
+        header = path.read_bytes()[:100_000]
+        versions += [version for version in (b"2", b"3") if b'"format_version": "' + version in header]
+    assert versions == [b"2", b"2", b"3"]
 
 
 def test_after_a_reset_a_cache_chooses_as_a_new_one():
@@ -165,10 +309,11 @@ def test_after_a_reset_a_cache_chooses_as_a_new_one():
     assert torch.equal(*results)
 
 
+@EVERY_CACHE
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}])
-def test_generate_reads_a_part(options: dict[str, Any]):
+def test_generate_reads_a_part(make: Maker, options: dict[str, Any]):
     model = tiny_model("llama")
-    cache = few_bits(model.config, selection=Selection(mass=0.8))
+    cache = make(model.config, selection=Selection(mass=0.8))
     prompt = random_prompt(1, 400)
     model.generate(prompt, past_key_values=cache, max_new_tokens=40, min_new_tokens=40, **options)
     assert set(cache.stats.share_read) == set(range(model.config.num_hidden_layers))
@@ -195,7 +340,6 @@ def test_dense_layers_that_are_no_indices_are_refused(layers: Any):
     [
         ({"codec": minmax(4), "selection": 0.99}, "selection must be a Selection such as"),
         ({"codec": minmax(4), "placement": Placement(cpu_decode=False)}, "leave out cpu_decode=False"),
-        ({}, "no layer is coded: use QuantizedHybridCache"),
         ({"codec": minmax(4), "selection": Selection(dense_layers=[99])}, r"selection names layers \[99\]"),
     ],
 )

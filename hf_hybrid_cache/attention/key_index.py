@@ -13,7 +13,6 @@ from ..storage import (
     HostBudget,
     HostStore,
     InitialCapacity,
-    KVShape,
     RecordBuffer,
     TokenBuffer,
     grown_capacity,
@@ -55,13 +54,50 @@ class KeyIndex:
         first, count = _first_block(store), _num_blocks(store)
         if not count:
             return None
-        records, self._first = self._made(store.shape), first
+        records, self._first = self._made(store), first
         while self._blocks < count:
             end = min(self._blocks + _INDEXED_AT_ONCE, count)
             self._reserve(records, end)
             encode_index(_numbers(_keys(store, first + self._blocks, first + end)), records.array()[self._blocks : end])
             self._blocks = end
         return IndexedBlocks(records.array(), first, count)
+
+    def form(self, store: HostStore | CodedStore) -> torch.Size:
+        """The shape that rows have in a file: uint8 `[blocks, batch, num_kv_heads, bytes]`."""
+        return self._made(store).stored_shape(_num_blocks(store))
+
+    def rows(self, store: HostStore | CodedStore) -> torch.Tensor:
+        """What is in a file, all of it: a view."""
+        indexed = self.of(store)
+        return self._made(store).stored_rows(0 if indexed is None else indexed.num_blocks)
+
+    def map_rows(self, store: HostStore | CodedStore, file: int, offset: int) -> bool:
+        """
+        Let the rows be those of an open file, from `offset` on.
+
+        Returns:
+            False where the system cannot do that; use `make_rows` then.
+        """
+        self.clear()
+        records, count = self._made(store), _num_blocks(store)
+        if not records.map_file(file, offset, count):
+            return False
+        self._first, self._blocks, self._approved_blocks = _first_block(store), count, count
+        self._budget.note(self, count, records.bytes_per_token)
+        return True
+
+    def make_rows(self, store: HostStore | CodedStore) -> torch.Tensor:
+        """
+        Rows for all blocks, to be written to.
+
+        Raises:
+            HostMemoryError: the host has no room for them.
+        """
+        self.clear()
+        records, count = self._made(store), _num_blocks(store)
+        self._reserve(records, count)
+        self._first, self._blocks = _first_block(store), count
+        return records.stored_rows(count)
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the blocks of which not all tokens are among the first `num_tokens`."""
@@ -85,7 +121,8 @@ class KeyIndex:
         """What holds memory."""
         return [] if self._records is None else [self._records]
 
-    def _made(self, shape: KVShape) -> RecordBuffer:
+    def _made(self, store: HostStore | CodedStore) -> RecordBuffer:
+        shape = store.shape
         wanted = (shape.batch, shape.num_kv_heads, index_bytes(shape.key_dim))
         if self._records is None or self._records.shape != wanted:
             self.clear()

@@ -29,6 +29,11 @@ class LayerSelection:
         self._stats = stats
         self._dense_steps_left = 0
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether nothing may ever be left out."""
+        return self._mass == 1
+
     def reset(self) -> None:
         """Forget what the last calls have read, and the index."""
         self._dense_steps_left = 0

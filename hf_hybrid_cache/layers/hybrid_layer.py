@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import handles_of, observed
+from ..attention import KeyIndex, handles_of, observed
 from ..storage import CodedStore, KVShape, KVStore, StreamedStore, TokenBuffer
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
@@ -196,6 +196,18 @@ class HybridLayer(CacheLayerMixin):
         """Everything that holds memory for this layer alone."""
         index = () if self._selection is None else self._selection.index.buffers()
         return *(() if self.store is None else self.store.buffers()), *index
+
+    @property
+    def index(self) -> KeyIndex | None:
+        """The index by which attention chooses what to read; `None` if it reads all."""
+        if self._selection is None or self._selection.reads_all or not self.is_attended_on_cpu:
+            return None
+        return self._selection.index
+
+    @property
+    def always_chooses(self) -> bool:
+        """Whether attention of few queries reads a part, however large it is."""
+        return self.index is not None and self._selection is not None and self._selection.most == 1
 
     def require_whole(self) -> None:
         """

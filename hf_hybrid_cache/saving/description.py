@@ -11,9 +11,9 @@ from ..storage import KVCodec, KVShape
 from .plain_layers import dtype_name, named_dtype
 
 FORMAT = "hf_hybrid_cache"
-VERSION = "2"
-# Files of the first version have no codecs that were chosen.
-READABLE = ("1", VERSION)
+# Files of the first version have no codecs that were chosen, and only those of the third have an index of keys.
+VERSION, VERSION_WITH_INDEX = "2", "3"
+READABLE = ("1", VERSION, VERSION_WITH_INDEX)
 
 
 @dataclass(frozen=True)

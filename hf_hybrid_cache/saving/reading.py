@@ -12,13 +12,13 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import CodedStore, HostStore, KVCodec, SharedStore
+from ..storage import CodedStore, HostStore, KVCodec, KVStore, SharedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, READABLE, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
-from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, layer_name, part_names, parts_of
+from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, index_name, layer_name, part_names, parts_of
 from .writing import bytes_of, checksum_of_header, pieces
 
 # For hundreds of KV heads of 512.
@@ -230,6 +230,7 @@ class CacheFile:
         name, parts, entries = layer_name(index), parts_of(store), saved.states.entries
         if parts.keys() != entries.keys():
             raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
+        in_part = layer.always_chooses and len(self._header.section(index_name(index))) > 0
         rows: dict[str, torch.Tensor] = {}
         mapped: set[str] = set()
         hosts: dict[str, HostStore] = {}
@@ -238,7 +239,7 @@ class CacheFile:
             host = hosts[part] = target if isinstance(target, HostStore) else HostStore.like(target)
             placed = self._placed(names, forms_of(host, entries[part]))
             offsets = placed[0].start + self._data_start, placed[1].start + self._data_start
-            if mmap and host.map_rows(self._file.fileno(), offsets, entries[part]):
+            if mmap and host.map_rows(self._file.fileno(), offsets, entries[part], in_part):
                 mapped.update(names)
             else:
                 host.make_rows(entries[part])
@@ -249,6 +250,21 @@ class CacheFile:
                 target.take_from(hosts[part])
         if isinstance(store, CodedStore):
             store.follow_parts()
+        self._fill_index(index, layer, store, mmap, verify)
+
+    def _fill_index(self, index: int, layer: HybridLayer, store: KVStore, mmap: bool, verify: bool) -> None:
+        """The index of a layer's keys, if there is one and it is wanted; where none is, it will be made of the keys."""
+        name, of_keys = index_name(index), layer.index
+        placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
+        if of_keys is None or not placed:
+            if verify:  # every byte of a file is looked at
+                self._read_section(name, {tensor.name: _empty(tensor.form) for tensor in placed})
+            return
+        assert isinstance(store, HostStore | CodedStore)
+        placed = self._placed([name], [TensorForm(torch.uint8, tuple(of_keys.form(store)))])
+        is_mapped = mmap and of_keys.map_rows(store, self._file.fileno(), placed[0].start + self._data_start)
+        rows = of_keys.rows(store) if is_mapped else of_keys.make_rows(store)
+        self._read_section(name, {name: rows}, {name} if is_mapped else set(), verify)
 
     def _fill_share(self, index: int, store: SharedStore, entries: Mapping[str, int], mmap: bool, verify: bool) -> None:
         if mmap:
@@ -273,9 +289,10 @@ class CacheFile:
         if metadata.get("format") != FORMAT:
             raise ValueError("is a safetensors file, but not of a saved cache.")
         if metadata.get("format_version") not in READABLE:
+            readable = f"{', '.join(READABLE[:-1])} and {READABLE[-1]}"
             raise ValueError(
                 f"has format version {metadata.get('format_version')!r}, and this version of hf_hybrid_cache reads "
-                f"{' and '.join(READABLE)}. Use the version that wrote it, or save the cache again."
+                f"{readable}. Use the version that wrote it, or save the cache again."
             )
         missing = self._data_start + header.num_data_bytes - self._num_bytes
         if missing:
@@ -294,6 +311,7 @@ class CacheFile:
     def _require_sections(self) -> None:
         known = {layer_name(index) for index in range(len(self.description.layers))} | {TOKEN_IDS, HEADER_CHECKSUM}
         known |= {codec_name(index) for index in self.description.codecs}
+        known |= {index_name(index) for index in range(len(self.description.layers))}
         if unknown := {tensor.section for tensor in self._header.tensors} - known:
             raise ValueError(f"does not describe a cache (it has tensors of {', '.join(map(repr, sorted(unknown)))}).")
 

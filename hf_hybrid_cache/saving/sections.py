@@ -16,6 +16,7 @@ from .plain_layers import attributes_of, tensors_by_name
 TOKEN_IDS = "token_ids"
 ROLES = ("keys", "values")
 CODEC_SECTIONS = "codecs."
+INDEX_SECTIONS = "index."
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -51,6 +52,24 @@ def codec_section(index: int, codec: KVCodec) -> Section:
     tensors = {f"{codec_name(index)}/{role}": weights for role, weights in weights_of(codec).items()}
     forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
     return Section(codec_name(index), forms, lambda: ([tensor] for tensor in tensors.values()))
+
+
+def index_name(index: int) -> str:
+    """Of the section, and of the tensor, of the index of a layer's keys."""
+    return f"{INDEX_SECTIONS}{index}"
+
+
+def index_section(index: int, layer: Any) -> Section | None:
+    """The index of a layer's keys, if attention chooses by one."""
+    if not isinstance(layer, HybridLayer) or layer.index is None or layer.store is None:
+        return None
+    store, of_keys = layer.store, layer.index
+    assert isinstance(store, HostStore | CodedStore)
+    store.wait_for_copies()
+    form = TensorForm(torch.uint8, tuple(of_keys.form(store)))
+    if not form.num_bytes:
+        return None
+    return Section(index_name(index), {index_name(index): form}, lambda: [[of_keys.rows(store)]])
 
 
 def part_names(section: str, part: str) -> tuple[str, str]:

@@ -18,9 +18,9 @@ from .._version import __version__
 from ..layers import LayerStores
 from ..processes import Peers
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
-from .description import FORMAT, VERSION, CacheDescription
+from .description import FORMAT, VERSION, VERSION_WITH_INDEX, CacheDescription
 from .errors import CacheFileError
-from .sections import Section, codec_section, described_layer, section_of, token_section
+from .sections import Section, codec_section, described_layer, index_section, section_of, token_section
 from .turns import Turns
 
 PIECE_BYTES = 4 * 2**20
@@ -60,9 +60,12 @@ def save_layers(
             stores.codecs,
             described,
         )
-        metadata = {"format": FORMAT, "format_version": VERSION, "cache": description.to_json()}
+        indices = [index_section(index, layer) for index, layer in enumerate(layers)]
+        found = [section for section in indices if section is not None]
+        version = VERSION_WITH_INDEX if found else VERSION
+        metadata = {"format": FORMAT, "format_version": version, "cache": description.to_json()}
         sections = [codec_section(index, codec) for index, codec in stores.codecs.items()]
-        sections += [section_of(index, layer) for index, layer in enumerate(layers)]
+        sections += [section_of(index, layer) for index, layer in enumerate(layers)] + found
     except ValueError as error:
         raise CacheFileError(path, f"was not written: {error}") from error
     if token_ids is not None:

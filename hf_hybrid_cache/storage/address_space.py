@@ -45,9 +45,15 @@ class AddressSpace:
             self._advise(_MADV_COLLAPSE, page, _HUGE_PAGE)
         self._huge_until = last
 
-    def map_file(self, file: int, offset: int, num_bytes: int) -> bool:
+    def map_file(self, file: int, offset: int, num_bytes: int, in_part: bool = False) -> bool:
         """
         Let the first `num_bytes` be those of an open file, from `offset` on. What is written to them stays here.
+
+        Args:
+            file: its descriptor.
+            offset: where a page begins.
+            num_bytes: of it.
+            in_part: only parts will be read, so that the system is not to read more than it is asked for.
 
         Returns:
             False where the system cannot do that (not Linux, or `offset` is not where a page begins). The space must
@@ -63,6 +69,8 @@ class AddressSpace:
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         if map_memory(address, num_bytes, protection, flags, file, offset) != address:
             return False
+        if in_part:
+            self._advise("MADV_RANDOM", 0, num_bytes)
         # Pages of the file are shared with the system's cache of it; huge ones would be copies.
         self._huge_until = num_bytes + -(address + num_bytes) % _HUGE_PAGE
         return True

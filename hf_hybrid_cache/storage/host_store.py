@@ -87,15 +87,17 @@ class HostStore(BufferedStore):
         self.reserve(num_entries)
         self._set_length(num_entries)
 
-    def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int) -> bool:
+    def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int, in_part: bool) -> bool:
         """
         Let the rows be those of an open file, keys and values from these offsets on, which count as stored then.
+
+        With `in_part` they are read in part: the system is told not to read ahead.
 
         Returns:
             False where the system cannot do that; use `make_rows` then.
         """
         pairs = zip((self.keys, self.values), offsets, strict=True)
-        if not all(buffer.map_file(file, offset, num_entries) for buffer, offset in pairs):
+        if not all(buffer.map_file(file, offset, num_entries, in_part) for buffer, offset in pairs):
             return False
         # Not asked for: the pages are those of the file until they are written to.
         self._approved_tokens = num_entries

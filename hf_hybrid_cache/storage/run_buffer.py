@@ -9,6 +9,7 @@ import torch
 from .address_space import AddressSpace
 from .growth import grown_capacity
 from .host_buffer import HostBuffer
+from .memory_limits import address_space_is_limited
 from .page_lock import PageLock
 
 _COPY_ROWS = 64
@@ -64,19 +65,23 @@ class RunBuffer(HostBuffer):
     def clear_rest(self, num_entries: int) -> None:
         """Zero what the last of these rows holds after the entries."""
 
-    def map_file(self, file: int, offset: int, num_entries: int) -> bool:
+    def map_file(self, file: int, offset: int, num_entries: int, in_part: bool = False) -> bool:
         """
         Let the rows of an empty buffer be those of an open file, from `offset` on; the file is never written to.
 
+        With `in_part` only parts are read: the system is told not to read ahead.
         Further entries come after them in memory, and entries of theirs that are written are from then on too.
 
         Returns:
             False where the system cannot do that; nothing has changed then.
         """
-        reserved = max(num_entries, self.expected_tokens)
+        # Room for as many again: what is mapped would have to be read to be moved.
+        room = num_entries if address_space_is_limited() else 2 * num_entries
+        reserved = max(room, self.expected_tokens)
         space = self._reserve(reserved)
         num_rows = self.rows(num_entries)
-        if space is None or not space.map_file(file, offset, num_rows * self.row_entries * self.bytes_per_token):
+        num_bytes = num_rows * self.row_entries * self.bytes_per_token
+        if space is None or not space.map_file(file, offset, num_bytes, in_part):
             return False
         self.pinned_for = None  # locked pages would be copies
         self._space = space

@@ -109,6 +109,27 @@ def to_record(codes: np.ndarray, scales: np.ndarray, lows: np.ndarray, bits: int
     return np.concatenate([part.ravel().view(np.uint8) for part in (words, scales, lows)])
 
 
+def decoded_index(records: np.ndarray, dim: int) -> np.ndarray:
+    """
+    What an index stands for as `kernels.key_index` describes it, code by code: `[heads, blocks * 64, dim]`.
+
+    records: `[blocks, heads, bytes]`.
+    """
+    blocks, heads, _ = records.shape
+    inner = -(-dim // 16) * 16
+    words = records[..., : inner * 16].copy().view(np.uint32).reshape(blocks, heads, inner // 16, 64)
+    codes = np.empty((blocks, heads, inner, 64))
+    for index in range(inner):
+        chunk, place = divmod(index, 16)
+        half, pair = divmod(place, 8)
+        codes[:, :, index] = words[:, :, chunk] >> np.uint32(pair * 2 + half * 16) & np.uint32(3)
+    rest = records[..., inner * 16 : inner * 16 + (64 + inner) * 2].copy().view(np.uint16)
+    numbers = (rest.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    rotated = numbers[..., None, :64] * (codes - 1.5) + numbers[..., 64:, None]
+    keys = np.einsum("bhdt,de->hbte", rotated[:, :, :dim], hadamard(dim))
+    return keys.reshape(heads, blocks * 64, dim)
+
+
 @dataclass
 class CodedStates:
     """

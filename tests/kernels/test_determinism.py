@@ -57,13 +57,14 @@ def test_attention_does_not_depend_on_the_threads(storage: str, tokens: int, sam
 
 @EVERY_WAY
 @pytest.mark.parametrize("mass", [0.5, 0.99])
-@pytest.mark.parametrize("coded", [1, 150])
+@pytest.mark.parametrize("indexed", [1, 150])
+@pytest.mark.parametrize("maker", [test_coded_attention.make, test_selected_attention.make_plain])
 def test_the_choice_of_pages_does_not_depend_on_the_threads(
-    is_integer: bool, coded: int, mass: float, same_bits: ForThreads
+    is_integer: bool, maker: Callable[..., test_coded_attention.Made], indexed: int, mass: float, same_bits: ForThreads
 ):
     set_integer_kernels(None if is_integer else False)
-    made = test_selected_attention.concentrated(test_coded_attention.make(1, coded, 70, num_kv_heads=2, group=4), 3)
-    same_bits(lambda: test_selected_attention.run_selected(made, mass))
+    made = test_selected_attention.concentrated(maker(1, indexed, 70, num_kv_heads=2, group=4), 3)
+    same_bits(lambda: test_selected_attention.run_selected(made, test_selected_attention.index_of(made), mass))
 
 
 @SearchAtRandom

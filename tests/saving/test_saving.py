@@ -269,7 +269,7 @@ class Reloaded:
     [
         (CacheMachine, "dynamic", False),
         (CacheMachine, "offloaded_partly", False),
-        (CacheMachine, "cpu_decode", True),
+        (CacheMachine, "selected", True),
         (QuantizedCacheMachine, "quantized_streamed", False),
         (QuantizedCacheMachine, "quantized_8", True),
         (QuantizedCacheMachine, "quantized_2", False),
