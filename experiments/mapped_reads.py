@@ -74,6 +74,17 @@ def measure(num_tokens: int, bits: int, share: float, folder: Path, mass: float)
     return rows
 
 
+def table(cells: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: what the first token reads of the file."""
+    lines = ["| stored in | pages that matter | file | all: read, time | a part: read, time |", "|---|---|---|---|---|"]
+    for cell in cells:
+        first = [cell[name]["steps"][0] for name in (ALL, PART)]
+        read = [f"{step['bytes'] / 2**20:.0f} MiB, {step['seconds'] * 1e3:.0f} ms" for step in first]
+        stored = "bfloat16" if cell["bits"] == 16 else f"{cell['bits']} bits"
+        lines.append(f"| {stored} | {cell['share']:.1%} | {cell['file_bytes'] / 2**20:.0f} MiB | {' | '.join(read)} |")
+    return lines
+
+
 def main() -> None:
     parser = experiment_parser("mapped_reads", __doc__)
     parser.add_argument("--tokens", type=int, default=131_072)

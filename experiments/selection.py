@@ -204,38 +204,56 @@ def main() -> None:
     print(json.dumps(summary(cells)))
 
 
-def table(cells: list[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: what each mass costs in the longest window and context, and what is read."""
-    kinds = {measure: [cell for cell in cells if cell["measure"] == measure] for measure in MEASURES}
-    windows = [f"{cell['window_tokens']:,}" for cell in kinds["missed"]]
+def table(cells: list[dict[str, Any]], bits: int) -> list[str]:
+    """Lines of Markdown: what each mass costs in the longest window and in all contexts, and what is read."""
+    mine = [cell for cell in cells if cell.get("bits", bits) == bits]
+    kinds = {measure: [cell for cell in mine if cell["measure"] == measure] for measure in MEASURES}
+    windows = [f"{cell['window_tokens']:,}" for cell in kinds["divergence"]]
     lines = [
         "| mass | KL, nats | same top token | queries below 0.95, worst layer | needles | pass keys "
-        f"| pages that carry it, of {', '.join(windows)} tokens | read |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| read, of {', '.join(windows)} tokens |",
+        "|---|---|---|---|---|---|---|",
     ]
-    divergence, missed = kinds["divergence"][-1]["caches"], kinds["missed"][-1]["caches"]
-    for name, row in divergence.items():
-        pages = [f"{cell['caches'][name]['pages']:.0%}" for cell in kinds["missed"] if name in cell["caches"]]
+    rules = kinds["rules"][-1]["caches"]
+    for name, row in kinds["divergence"][-1]["caches"].items():
+        read = [f"{cell['caches'][name]['read']:.0%}" for cell in kinds["divergence"]]
         found = [
             f"{sum(cell['found'][name] for cell in some)} of {sum(cell['counted'] for cell in some)}"
             for some in (kinds["needles"], kinds["passkey"])
         ]
-        left = f"{missed[name]['worst_layer']:.1%}" if name in missed else "none"
-        values = (f"{row['kl_nats']:.4f}", f"{row['same_top_token']:.0%}", left, *found, ", ".join(pages) or "all")
-        lines.append(f"| {name.removeprefix('mass ')} | {' | '.join(values)} | {row['read']:.0%} |")
+        left = f"{rules[name]['worst_layer']:.1%}" if name in rules else "none"
+        values = (f"{row['kl_nats']:.4f}", f"{row['same_top_token']:.0%}", left, *found, ", ".join(read))
+        lines.append(f"| {name.removeprefix('mass ')} | {' | '.join(values)} |")
+    return lines
+
+
+def rules_table(cells: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: what rules lose that read as many bytes, in the longest window."""
+    rows = [cell for cell in cells if cell["measure"] == "rules"][-1]["caches"]
+    most = max(row["mass"] for row in rows.values())
+    lines = [
+        "| rule | KL, nats | same top token | queries below 0.95, worst layer | pages read |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        if row["mass"] == most:
+            ours = OURS if name == name_of(most) else name
+            values = (f"{row['kl_nats']:.4f}", f"{row['same_top_token']:.0%}", f"{row['worst_layer']:.1%}")
+            lines.append(f"| {ours} | {' | '.join(values)} | {row['pages']:.0%} |")
     return lines
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the longest window and the longest context give, by cache."""
+    """What the longest window and the longest context give, by bits and cache."""
     found: dict[str, Any] = {}
     for cell in cells:  # the longest come last
         if cell["measure"] == "divergence":
             for name, row in cell["caches"].items():
-                found.setdefault(name, {}).update(kl_nats=round(row["kl_nats"], 5), read=round(row["read"], 3))
+                few = {"kl_nats": round(row["kl_nats"], 5), "read": round(row["read"], 3)}
+                found.setdefault(f"{cell['bits']} bits, {name}", {}).update(few)
         elif cell["measure"] in ("needles", "passkey"):
             for name, number in cell["found"].items():
-                found.setdefault(name, {})[cell["measure"]] = f"{number}/{cell['counted']}"
+                found.setdefault(f"{cell['bits']} bits, {name}", {})[cell["measure"]] = f"{number}/{cell['counted']}"
     return found
 
 

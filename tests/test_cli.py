@@ -174,6 +174,18 @@ def test_a_saved_document_answers_another_question_as_if_it_were_read_again(cach
 
 
 @needs_smollm2
+def test_a_share_of_the_attention_is_read_also_of_a_saved_document(tmp_path):
+    path, longer = tmp_path / "document.kv", [*SHORT, "--context", "400"]
+    for options in (["--cache", "dynamic"], ["--save-cache", path], ["--load-cache", path]):
+        result = invoke(*longer, *options, "--mass", "0.9", "--question", "Which statement is this about?")
+        assert result.exit_code == 0, result.stderr
+        read = re.search(r"of which attention read ([\d.]+)%", result.stderr)
+        assert read is not None
+        assert 0 < float(read[1]) < 100
+    assert "attention read" not in invoke(*longer, "--load-cache", path, "--question", "Why?").stderr
+
+
+@needs_smollm2
 def test_a_saved_document_is_refused_where_another_is_asked_about(long_text, tmp_path):
     path = tmp_path / "document.kv"
     (tmp_path / "short.txt").write_text("A short text.")
@@ -305,6 +317,9 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
         (["--weights", "2"], "--weights must be 8 or 4, got 2. Leave it out for the weights as they are."),
+        (["--mass", "1.5"], "--mass must be a number above 0 and at most 1, a share of the attention, got 1.5."),
+        (["--mass", "0.9", "--compare"], "--compare is of caches that read all: drop --mass"),
+        (["--mass", "0.9", "--cache", "stock"], "--cache stock is transformers' own, which reads all: drop --mass"),
         (["--save-cache", "a", "--load-cache", "b"], "--save-cache and --load-cache do not go together"),
         (["--save-cache", "a", "--compare"], "--save-cache is for one cache, --compare for all"),
         (["--load-cache", "a", "--compare"], "--load-cache is for one cache, --compare for all"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import HybridCache
+from ..layers import Selection
 from ..saving import require_place
 from .choices import DEFAULT_QUESTION, RANDOM_TOKENS
 from .coded_weights import code_weights
@@ -53,6 +54,7 @@ def answer(
     prefetch_layers: int | None,
     resident_layers: int | None,
     bits: int | None,
+    mass: float | None,
     weights: int | None,
     dtype: str | None,
     device: str | None,
@@ -71,6 +73,7 @@ def answer(
         of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
         given: dict[str, Any] = {field: value for field, value in of_caches.items() if value is not None}
         _check_cache_options(given, name, cache, compare, load_cache)
+        selection = None if mass is None else _selection_of(mass, name, compare)
         precision = dtype_of(dtype)
         if prompt_file and (document or question is not None):
             raise UsageError("--prompt-file is the whole prompt: drop it, or --document and --question.")
@@ -123,7 +126,7 @@ def answer(
             note(notes, f"{group.size()} processes keep a share of the cache each")
         if name != "stock" or compare:
             compile_kernels(language_model, name == "quantized" or compare, notes)
-        cache_options = CacheOptions(**given, group=group)
+        cache_options = CacheOptions(**given, group=group, selection=selection)
         task = _Task(language_model, prompt, cache_options, max_new_tokens, prefill_chunk_size, notes)
         stream = TokenStream(out, tokenizer)
         if not compare:
@@ -194,7 +197,12 @@ class _Task:
         """The cache that `save` wrote, if it is of what is before the question."""
         start = time.perf_counter()
         cache = HybridCache.load(
-            path, self.model.config, device=self.model.device, token_ids=self._prefix, group=self.options.group
+            path,
+            self.model.config,
+            device=self.model.device,
+            token_ids=self._prefix,
+            group=self.options.group,
+            selection=self.options.selection,
         )
         seconds = time.perf_counter() - start
         left = self.prompt.input_ids.shape[1] - cache.get_seq_length()
@@ -233,6 +241,20 @@ def _default_cache(bits: int | None) -> str:
     if bits is not None:
         return "quantized"
     return "offloaded" if num_processes() == 1 else "dynamic"
+
+
+def _selection_of(mass: float, name: str, compare: bool) -> Selection:
+    """What `--mass` asks for."""
+    if compare:
+        raise UsageError("--compare is of caches that read all: drop --mass.")
+    if name == "stock":
+        raise UsageError("--cache stock is transformers' own, which reads all: drop --mass, or --cache.")
+    if num_processes() > 1:
+        raise UsageError("--mass is for one process: start it without torchrun.")
+    try:
+        return Selection(mass)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
 
 
 def _check_shareable(name: str, compare: bool, document: Path | None) -> None:

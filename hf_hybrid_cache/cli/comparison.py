@@ -14,9 +14,10 @@ WITH_WEIGHTS = f"{FEW_WEIGHT_BITS}-bit weights\nand quantized"
 
 def summary(name: str, run: Run, weights: WeightsReport | None) -> str:
     """A run in one line."""
+    read = "" if run.share_read is None else f", of which attention read {run.share_read:.1%}"
     return (
         f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
-        f"KV {mebibytes(run.device_bytes)} on the device, {mebibytes(run.host_bytes)} on the host"
+        f"KV {mebibytes(run.device_bytes)} on the device, {mebibytes(run.host_bytes)} on the host{read}"
     ) + ("" if weights is None else f"; {weights_said(weights)}")
 
 

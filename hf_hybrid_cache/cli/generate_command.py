@@ -57,6 +57,10 @@ def generate(
         int | None, typer.Option(min=0, help="offloaded: layers that stay on the device. Default: 0.")
     ] = None,
     bits: Bits = None,
+    mass: Annotated[
+        float | None,
+        typer.Option(help="Read only what carries this share of the attention, such as 0.995. Default: all."),
+    ] = None,
     weights: Weights = None,
     dtype: DType = None,
     device: Device = None,

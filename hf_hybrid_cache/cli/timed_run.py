@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
-from ..layers import tensors_of
+from ..layers import Selection, tensors_of
 from .console import UsageError
 
 if TYPE_CHECKING:
@@ -28,13 +28,18 @@ class CacheOptions:
     resident_layers: int = 0
     bits: int = 4
     group: "ProcessGroup | None" = None
+    selection: Selection | None = None
 
 
 CACHES: dict[str, Callable[[PreTrainedConfig, CacheOptions], Cache]] = {
     "stock": lambda config, options: DynamicCache(config=config),
-    "dynamic": lambda config, options: DynamicHybridCache(config, group=options.group),
-    "offloaded": lambda config, options: OffloadedHybridCache(config, options.prefetch_layers, options.resident_layers),
-    "quantized": lambda config, options: QuantizedHybridCache(config, options.bits, group=options.group),
+    "dynamic": lambda config, options: DynamicHybridCache(config, group=options.group, selection=options.selection),
+    "offloaded": lambda config, options: OffloadedHybridCache(
+        config, options.prefetch_layers, options.resident_layers, selection=options.selection
+    ),
+    "quantized": lambda config, options: QuantizedHybridCache(
+        config, options.bits, group=options.group, selection=options.selection
+    ),
 }
 
 # By several processes.
@@ -65,6 +70,7 @@ class Run:
         decode_seconds: for all the others.
         device_bytes: of KV in the memory of accelerators, at the end.
         host_bytes: of KV in host memory, at the end.
+        share_read: of the tokens that attention may leave out some of; `None` where it reads all.
     """
 
     tokens: list[int]
@@ -72,6 +78,7 @@ class Run:
     decode_seconds: float
     device_bytes: int
     host_bytes: int
+    share_read: float | None = None
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -141,7 +148,15 @@ def timed_generate(
         end = time.perf_counter()
     finally:
         hook.remove()
-    return Run(recorder.tokens, recorder.first_token - start, end - recorder.first_token, *_memory(cache))
+    return Run(
+        recorder.tokens, recorder.first_token - start, end - recorder.first_token, *_memory(cache), _share_read(cache)
+    )
+
+
+def _share_read(cache: Cache) -> float | None:
+    if not isinstance(cache, HybridCache) or not cache.stats.tokens_held:
+        return None
+    return cache.stats.tokens_read.total() / cache.stats.tokens_held.total()
 
 
 def warm_up(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> None:

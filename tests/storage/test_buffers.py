@@ -304,3 +304,22 @@ assert buffer.capacity < 4096
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space, which Linux enforces")
 def test_without_address_space_to_reserve_the_buffer_grows_in_chunks():
     subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=120)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files are mapped over reserved memory on Linux only")
+@pytest.mark.parametrize("expected_tokens", [0, BLOCK, 100 * BLOCK])
+def test_what_is_mapped_from_a_file_stays_where_it_is_when_tokens_follow(tmp_path: Path, expected_tokens: int):
+    saved, buffer = (BlockBuffer(SHAPE, torch.float32, True, expected_tokens) for _ in range(2))
+    tokens = 4 * BLOCK
+    saved.ensure(tokens, keep=0)
+    states = torch.randn(*SHAPE[:2], tokens + 1, SHAPE[2])
+    saved.write(0, states[:, :, :tokens])
+    path = tmp_path / "rows"
+    path.write_bytes(saved.stored_rows(tokens).numpy().tobytes())
+    with path.open("rb") as file:
+        assert buffer.map_file(file.fileno(), 0, tokens)
+    place = buffer.stored_rows(1).data_ptr()
+    buffer.ensure(tokens + 1, keep=tokens)
+    buffer.write(tokens, states[:, :, tokens:])
+    assert buffer.stored_rows(1).data_ptr() == place
+    assert torch.equal(buffer.read_range(0, tokens + 1), states)
