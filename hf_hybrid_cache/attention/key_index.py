@@ -1,6 +1,8 @@
-"""The index of one layer's keys, by which attention finds what matters: made of what a store has, and never kept."""
+"""The index of one layer's keys, by which attention finds what matters: made of what a store has, never the truth."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,8 +29,8 @@ class KeyIndex:
     """
     Rough codes of the keys of one layer's blocks, see `kernels.key_index`; of coded blocks by what codes stand for.
 
-    Blocks are indexed when attention asks, those that have come since. Who removes tokens or changes sequences says
-    so here too.
+    Blocks are indexed when attention asks, those that have come since. Who removes tokens or changes sequences says so
+    here, too.
 
     Args:
         budget: asked before host memory is used; blocks are its entries.
@@ -103,10 +105,16 @@ class KeyIndex:
         """Forget the blocks of which not all tokens are among the first `num_tokens`."""
         self._blocks = max(0, min(self._blocks, num_tokens // GRANULE - self._first))
 
-    def select_batch(self, indices: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was."""
+    @contextmanager
+    def following(self, indices: torch.Tensor) -> Iterator[None]:
+        """
+        Make sequence `i` what sequence `indices[i]` was, once the store has done so.
+
+        If that does not end well, the index is made again.
+        """
+        blocks, self._blocks = self._blocks, 0
+        yield
         if self._records is not None:
-            blocks, self._blocks = self._blocks, 0  # if it is interrupted, it is made again
             records = self._records.select_batch(indices, blocks)
             assert isinstance(records, RecordBuffer)
             self._records, self._blocks = records, blocks

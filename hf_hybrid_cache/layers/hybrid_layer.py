@@ -1,6 +1,7 @@
 """One full-attention layer of a hybrid cache."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -278,9 +279,8 @@ class HybridLayer(CacheLayerMixin):
     def _select_batch(self, indices: torch.Tensor) -> None:
         store = self._usable_store()
         if store is not None and store.num_tokens > 0:
-            store.select_batch(indices)
-            if self._selection is not None:
-                self._selection.index.select_batch(indices)
+            with nullcontext() if self._selection is None else self._selection.index.following(indices):
+                store.select_batch(indices)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
