@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=[8, 4, 2], default=4)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 0.1, 0.0], help="of pages that matter")
     parser.add_argument("--mass", type=float, default=0.99)
-    parser.add_argument("--most", type=float, default=1.0, help="share of the tokens from which on all are read")
+    parser.add_argument("--most", type=float, help="share of the tokens from which on all are read; default: as users")
     parser.add_argument("--repeats", type=int, default=32)
     arguments = parser.parse_args()
     selection = Selection(arguments.mass, arguments.most)
