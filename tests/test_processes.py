@@ -96,12 +96,12 @@ class Numbers(Dataset):
 
 
 def work_beside_data_loaders() -> None:
-    expected = generate(make("cpu_decode"), seed=5, new_tokens=40)
+    expected = generate(make("selected"), seed=5, new_tokens=40)
     loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork", timeout=SECONDS_TO_END)
     seen = []
     for index, is_finite in loader:
         seen.append((index.item(), is_finite.item()))
-        assert generate(make("cpu_decode"), seed=5, new_tokens=40) == expected
+        assert generate(make("selected"), seed=5, new_tokens=40) == expected
     assert seen == [(index, True) for index in range(8)]
 
 
@@ -123,7 +123,7 @@ def work_in_forked_children() -> None:
     """With torch's threads and the kernels' started, caches filled, and a compilation under way."""
     torch.set_num_threads(2)
     torch.ones(1 << 22).sum()
-    names = ("cpu_decode", "quantized_8")
+    names = ("selected", "quantized_8")
     expected = {name: generate(make(name), seed=5) for name in names}
     used = {name: make(name) for name in names}
     for cache in used.values():

@@ -357,6 +357,13 @@ def test_processes_that_share_a_context_read_all():
         few_bits(llama(), group=group, selection=Selection())
 
 
+def test_by_default_codes_are_read_more_of():
+    config = llama()
+    for make, mass in ((few_bits, 0.998), (DynamicHybridCache, 0.995)):
+        assert make(config, selection=Selection()).layers[0]._selection.mass_for(1) == mass
+        assert make(config, selection=Selection(0.9)).layers[0]._selection.mass_for(1) == 0.9
+
+
 def test_without_a_selection_nothing_is_counted():
     config = llama()
     cache = filled(few_bits(config), config)

@@ -95,7 +95,7 @@ class Workspace:
             where everything is masked.
         lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score), of what was read; minus infinity
             likewise.
-        tokens_read: of indexed blocks, by the last call that had some; counted for each KV head.
+        tokens_read: of indexed blocks, by the last call; counted for each KV head.
     """
 
     shape: Shape
@@ -192,10 +192,12 @@ class Workspace:
             selected = self._pages.call(call if of_codes is None else of_codes, parts, segments_apart, mass, most)
             (attend_selected if of_codes is None else attend_selected_codes)(*team_of_kernels(), selected)
             self.tokens_read = self._pages.pages_read * PAGE
-        elif of_codes is None:
+            return
+        if of_codes is None:
             attend(*team_of_kernels(), call)
         else:
             attend_coded(*team_of_kernels(), of_codes)
+        self.tokens_read = 0 if indexed is None else indexed.num_blocks * shape.heads * BLOCK
 
     def _segments(self, blocks: int) -> int:
         """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""

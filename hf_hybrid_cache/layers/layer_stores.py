@@ -38,8 +38,9 @@ from .selection import Selection
 
 # That layers may hold, beside the one in use, until they see queries.
 MOST_HELD_BYTES = 2**29
-# By whether a layer is coded: of indexed tokens; of more, reading all is as fast (`experiments.selection_speed`).
-_MOST_READ = {False: 1 / 4, True: 1 / 8}
+# By whether a layer is coded. The share that loses nothing (`experiments.selection`), and that of indexed tokens beyond
+# which reading all is as fast (`experiments.selection_speed`).
+_MASS, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
 
 
 class LayerStores:
@@ -130,10 +131,11 @@ class LayerStores:
         """What attention of a layer may leave out; `None` for nothing."""
         if self.selection is None:
             return None
-        mass = 1.0 if layer_idx in self.selection.dense_layers else self.selection.mass
-        most = _MOST_READ[self.is_coded(layer_idx)] if self.selection.most is None else self.selection.most
+        wanted, is_coded = self.selection, self.is_coded(layer_idx)
+        mass = _MASS[is_coded] if wanted.mass is None else wanted.mass
+        most = _MOST_READ[is_coded] if wanted.most is None else wanted.most
         index = KeyIndex(self._index_budget, self.capacity.of_records())
-        return LayerSelection(layer_idx, mass, most, index, self.stats)
+        return LayerSelection(layer_idx, 1.0 if layer_idx in wanted.dense_layers else mass, most, index, self.stats)
 
     def is_coded(self, layer_idx: int) -> bool:
         """Whether a layer is coded."""

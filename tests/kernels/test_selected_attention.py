@@ -283,6 +283,7 @@ def test_a_scale_that_turns_scores_around_reads_all():
     made = make(1, 9, 70)
     workspace = Workspace(shape_of(made[0]))
     out = attend_in(workspace, made, scale=-0.125, indexed=index_of(made), mass=0.5)
+    assert workspace.tokens_read == 9 * BLOCK
     np.testing.assert_array_equal(out, attend_in(workspace, made, scale=-0.125))
 
 
