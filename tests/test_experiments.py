@@ -480,7 +480,7 @@ def test_the_page_on_reading_a_part_states_what_was_measured():
     speed, quality = record("selection_speed"), record("selection")["cells"]
     tables = [
         selection.table(quality, 16),
-        selection.table(quality, 4),
+        selection.table(record("selection_few_bits")["cells"], 4),
         selection.rules_table(quality),
         selection_speed.table(speed["cells"][-1], speed["bits"]),
         mapped_reads.table(record("mapped_reads")["cells"]),
