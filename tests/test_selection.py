@@ -24,7 +24,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.attention import key_index, layer_selection
 from hf_hybrid_cache.kernels import index_bytes
-from hf_hybrid_cache.storage import host_memory
+from hf_hybrid_cache.storage import grown_capacity, host_memory
 from hf_hybrid_cache.storage.memory_limits import tightest_limit
 
 from caches import group_of_one
@@ -47,10 +47,15 @@ def direction(config: Any) -> torch.Tensor:
     return torch.randn(config.num_key_value_heads, 1, config.head_dim)
 
 
+def looking(config: Any) -> torch.Tensor:
+    """Queries for those keys."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    return (3 * direction(config)).repeat_interleave(group, dim=0)[None]
+
+
 def attend(cache: HybridCache, config: Any, times: int = 1, layer: int = 0) -> torch.Tensor:
     """What a query that looks for those keys gets, a new token each time."""
-    group = config.num_attention_heads // config.num_key_value_heads
-    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None]
+    query = looking(config)
     for _ in range(times):
         new = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim)
         keys, values = cache.update(new, new, layer)
@@ -113,8 +118,7 @@ def test_what_comes_in_place_of_what_was_removed_is_found(make: Maker):
 def test_sequences_that_are_repeated_selected_and_reordered_are_found(make: Maker):
     config = llama()
     cache = filled(make(config, selection=Selection(mass=0.9)), config)
-    group = config.num_attention_heads // config.num_key_value_heads
-    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None]
+    query = looking(config)
 
     def step(batch: int) -> torch.Tensor:
         new = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim)
@@ -139,8 +143,7 @@ def test_sequences_of_a_batch_keep_what_is_theirs(make: Maker):
     keys, values = (torch.randn(2, config.num_key_value_heads, CONTEXT, config.head_dim) for _ in range(2))
     for sequence, place in enumerate((300, 600)):
         keys[sequence, :, place : place + 10] += 4 * direction(config)
-    group = config.num_attention_heads // config.num_key_value_heads
-    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None].expand(2, -1, -1, -1)
+    query = looking(config).expand(2, -1, -1, -1)
 
     def run(selection: Selection | None) -> list[torch.Tensor]:
         cache = make(config, selection=selection)
@@ -182,14 +185,30 @@ def test_an_index_that_does_not_fit_the_host_is_refused_with_a_number(make: Make
     assert cache.stats.share_read[0] < 0.5
 
 
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_the_first_layer_asks_for_the_indices_of_all_layers(is_used_again: bool, monkeypatch: pytest.MonkeyPatch):
+    config = llama()
+    cache = DynamicHybridCache(config, selection=Selection(mass=0.9))
+    if is_used_again:
+        attend(filled(cache, config, config.num_hidden_layers), config)
+        attend(cache, config, layer=config.num_hidden_layers - 1)
+        cache.reset()
+    filled(cache, config, config.num_hidden_layers)
+    blocks = (CONTEXT + 1 - 64) // 64 - 1
+    of_layer = grown_capacity(blocks, 64) * config.num_key_value_heads * index_bytes(config.head_dim)
+    limit = tightest_limit()
+    monkeypatch.setattr(host_memory, "tightest_limit", lambda: limit._replace(free=2 * of_layer))
+    with pytest.raises(HostMemoryError):
+        attend(cache, config)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_that_is_moved_to_another_type_chooses_still(dtype: torch.dtype):
     config = llama()
     cache = filled(DynamicHybridCache(config, selection=Selection(mass=0.9)), config)
     attend(cache, config)
     cache.layers[0].to(torch.device("cpu"), dtype)
-    group = config.num_attention_heads // config.num_key_value_heads
-    query = (3 * direction(config)).repeat_interleave(group, dim=0)[None].to(dtype)
+    query = looking(config).to(dtype)
     new = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim, dtype=dtype)
     before, held = cache.stats.tokens_read[0], cache.stats.tokens_held[0]
     found = scaled_dot_product_attention(query, *cache.update(new, new, 0), enable_gqa=True)

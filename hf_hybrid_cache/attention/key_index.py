@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from ..kernels import IndexedBlocks, encode_index, index_bytes
@@ -18,6 +17,7 @@ from ..storage import (
     RecordBuffer,
     TokenBuffer,
     grown_capacity,
+    kernel_array,
 )
 
 # In full precision the first block and the last ones are always attended to, as where the others are coded.
@@ -56,13 +56,10 @@ class KeyIndex:
         first, count = _first_block(store), _num_blocks(store)
         if not count:
             return None
-        records, self._first = self._made(store), first
-        while self._blocks < count:
-            end = min(self._blocks + _INDEXED_AT_ONCE, count)
-            self._reserve(records, end)
-            encode_index(_numbers(_keys(store, first + self._blocks, first + end)), records.array()[self._blocks : end])
-            self._blocks = end
-        return IndexedBlocks(records.array(), first, count)
+        if self._blocks < count:
+            self._extend(store, first, count)
+        assert self._records is not None
+        return IndexedBlocks(self._records.array(), first, count)
 
     def form(self, store: HostStore | CodedStore) -> torch.Size:
         """The shape that rows have in a file: uint8 `[blocks, batch, num_kv_heads, bytes]`."""
@@ -123,11 +120,21 @@ class KeyIndex:
     def clear(self) -> None:
         """Give the memory back."""
         self._records, self._blocks, self._approved_blocks = None, 0, 0
-        self._budget.note(self, 0, 0)
+        self._budget.forget(self)
 
     def buffers(self) -> list[TokenBuffer]:
         """What holds memory."""
         return [] if self._records is None else [self._records]
+
+    def _extend(self, store: HostStore | CodedStore, first: int, count: int) -> None:
+        """Index the blocks that are still to be, up to `count` of them."""
+        records, self._first = self._made(store), first
+        while self._blocks < count:
+            end = min(self._blocks + _INDEXED_AT_ONCE, count)
+            self._reserve(records, end)
+            keys = kernel_array(_keys(store, first + self._blocks, first + end))
+            encode_index(keys, records.array()[self._blocks : end])
+            self._blocks = end
 
     def _made(self, store: HostStore | CodedStore) -> RecordBuffer:
         shape = store.shape
@@ -162,9 +169,3 @@ def _keys(store: HostStore | CodedStore, first: int, end: int) -> torch.Tensor:
     if isinstance(store, CodedStore):
         return store.decoded_keys(first - _first_block(store), end - _first_block(store))
     return store.keys.read_range(first * GRANULE, end * GRANULE)
-
-
-def _numbers(keys: torch.Tensor) -> np.ndarray:
-    """As the kernel takes them."""
-    array: np.ndarray = (keys.view(torch.uint16) if keys.dtype == torch.bfloat16 else keys.float()).numpy()
-    return array

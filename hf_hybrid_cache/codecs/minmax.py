@@ -3,11 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ..kernels import BITS, CHUNK, RecordLayout, decode_blocks, encode_blocks
-from ..storage import GRANULE, Codec, KVCodec
+from ..storage import GRANULE, Codec, KVCodec, kernel_array
 from .balance import Balance, factors_for_keys, mixing_for_values
 from .packing import pack, unpack
 
@@ -101,7 +100,7 @@ class MinMaxCodec(Codec):
         elif balance is not None:
             states = balance.applied(states.detach())
         if on_cpu:
-            records = torch.from_numpy(encode_blocks(_array(states.detach()), layout, self._share, factors))
+            records = torch.from_numpy(encode_blocks(kernel_array(states.detach()), layout, self._share, factors))
             return records.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
         return pack(states, layout, self._share)
 
@@ -113,7 +112,7 @@ class MinMaxCodec(Codec):
             is_mixed = balance is not None and balance.is_matrix
             factors = None if balance is None or is_mixed else balance.inverse_array
             if states.dtype in (torch.float32, torch.bfloat16) and not is_mixed:
-                decode_blocks(rows, layout, _array(states), factors)
+                decode_blocks(rows, layout, kernel_array(states), factors)
                 return
             numbers = torch.empty(states.shape)
             decode_blocks(rows, layout, numbers.numpy(), factors)
@@ -168,13 +167,3 @@ def minmax(
         for role, each in enumerate(pair)
     )
     return KVCodec(keys, values, sink_tokens, auto_bits)
-
-
-def _array(states: torch.Tensor) -> np.ndarray:
-    """States as the kernels take them: not copied if they are float32 or bfloat16 and their rows are contiguous."""
-    if states.dtype not in (torch.float32, torch.bfloat16):
-        states = states.float()
-    if states.stride(3) != 1:
-        states = states.contiguous()
-    array: np.ndarray = (states.view(torch.uint16) if states.dtype == torch.bfloat16 else states).numpy()
-    return array

@@ -87,7 +87,8 @@ class LayerStores:
         self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
         self.ends_budget = HostBudget(len(self._choices))
         self.record_budget = HostBudget(len(self._choices), GRANULE, expected_length)
-        self._index_budget = HostBudget(num_layers, GRANULE, expected_length)
+        reading_all = () if selection is None else selection.dense_layers
+        self._index_budget = HostBudget(num_layers - len(reading_all), GRANULE, expected_length)
         self.stats = CacheStats()
         self.attention = CpuAttention(self.stats, placement.cpu_decode is not None, self._share)
         self.stagings: dict[torch.device, Staging] = {}

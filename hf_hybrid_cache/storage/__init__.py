@@ -1,7 +1,7 @@
 """Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
 
 from .address_space import huge_page_memory
-from .block_buffer import kernel_element
+from .block_buffer import kernel_array, kernel_element
 from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_share import CodedShare
@@ -56,6 +56,7 @@ __all__ = [
     "full_tokens",
     "grown_capacity",
     "huge_page_memory",
+    "kernel_array",
     "kernel_element",
     "record_shape",
     "require_host_bytes",

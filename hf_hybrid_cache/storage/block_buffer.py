@@ -20,6 +20,20 @@ def kernel_element(dtype: torch.dtype) -> np.dtype | None:
     return np.dtype(_ELEMENTS[dtype]) if dtype in _ELEMENTS else None
 
 
+def kernel_array(states: torch.Tensor) -> np.ndarray:
+    """
+    States as the kernels take what they code: float32, or uint16 for bfloat16 bits, with contiguous rows.
+
+    Not copied if they are float32 or bfloat16 and their rows are contiguous.
+    """
+    if states.dtype not in (torch.float32, torch.bfloat16):
+        states = states.float()
+    if states.stride(-1) != 1:
+        states = states.contiguous()
+    array: np.ndarray = (states.view(torch.uint16) if states.dtype == torch.bfloat16 else states).numpy()
+    return array
+
+
 class BlockBuffer(RunBuffer):
     """
     States of one layer in blocks of 64 tokens, `[blocks, batch, heads, head_dim, 64]` or `[..., 64, head_dim]`.

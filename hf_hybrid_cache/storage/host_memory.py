@@ -115,6 +115,10 @@ class HostBudget:
         """Note what `store` holds, without asking."""
         self._held[store] = (num_tokens, bytes_per_token)
 
+    def forget(self, store: object) -> None:
+        """Note that `store` holds nothing, as if it had never asked."""
+        self._held.pop(store, None)
+
     def _missing_bytes(self, store: object, num_tokens: int, bytes_per_token: int) -> int:
         """What all layers lack to hold `num_tokens`."""
         held = {other: size for other, size in self._held.items() if other is not store}
