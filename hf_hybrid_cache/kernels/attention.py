@@ -55,11 +55,18 @@ def attend(parallel, team, threads, call):
 def _attend_segment(segment, call):
     """Attend to some blocks, counted through all heads of a block before the next: as they lie."""
     segments, heads = call.maxima.shape[:2]
+    items = share(segment, segments, (call.num_tokens + BLOCK - 1) // BLOCK * heads)
+    attend_blocks(segment, items, 0, 0, call)
+
+
+@jit_part
+def attend_blocks(segment, items, border, skipped, call):
+    """Attend to blocks of heads by number; `skipped` of them are left out where number `border` would be."""
+    heads, plan = call.maxima.shape[1], started_segment(segment, items, call)
     key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
     keys, values = call.keys.ctypes.data, call.values.ctypes.data
-    items = share(segment, segments, (call.num_tokens + BLOCK - 1) // BLOCK * heads)
-    plan = started_segment(segment, items, call)
-    for item in items:
+    for number in items:
+        item = number if number < border else number + skipped
         block = item // heads
         key_address, head = keys + item * key_block, item - block * heads
         attend_block(head, block * BLOCK, key_address, values + item * value_block, key_address + key_block, plan)

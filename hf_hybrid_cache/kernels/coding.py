@@ -263,6 +263,12 @@ def as_number(bits):
 
 
 @jit_part
+def rounded_to_upper_half(bits):
+    """The bits of the bfloat16 that is nearest to the float32 of some bits, of two the even one."""
+    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16
+
+
+@jit_part
 def _rounded_down(number):
     """The bits of the largest bfloat16 that is finite and not above a number, or of the lowest."""
     bits = np.float32(number).view(np.uint32)
@@ -307,7 +313,7 @@ def _decode_block(part, call):
         for d in range(dim):
             number = np.float32(by_channel[d, token] * factors[d]).view(np.uint32)
             if call.shift:
-                number = np.uint32(number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> 16
+                number = rounded_to_upper_half(number)
             call.states[start + d] = number
 
 

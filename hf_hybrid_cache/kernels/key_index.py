@@ -15,7 +15,7 @@ import numpy as np
 
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
-from .coding import coding_call, coding_signature, in_words, rotated_block
+from .coding import as_number, coding_call, coding_signature, in_words, rotated_block, rounded_to_upper_half
 from .compiled import jit, jit_part
 from .parallel import share_out, team_of_kernels
 from .vector_ir import CACHE_LINE
@@ -82,7 +82,7 @@ def _encode_block(part, call):
         for token in range(BLOCK):
             total += numbers[d, token]
         means[d] = _as_bfloat16(total * np.float32(1 / BLOCK))
-        mean = np.uint32(np.uint32(means[d]) << np.uint32(16)).view(np.float32)
+        mean = as_number(np.uint32(means[d]) << np.uint32(16))
         for token in range(BLOCK):
             left = numbers[d, token] - mean
             numbers[d, token] = left
@@ -110,8 +110,7 @@ def _encode_block(part, call):
 @jit_part
 def _as_bfloat16(number):
     """The bits of the nearest bfloat16 of a float32."""
-    bits = np.float32(number).view(np.uint32)
-    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return np.uint16(rounded_to_upper_half(np.float32(number).view(np.uint32)))
 
 
 def compile_index(element: np.dtype) -> None:

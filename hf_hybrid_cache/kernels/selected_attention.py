@@ -11,7 +11,7 @@ import numpy as np
 
 from .attention import (
     Call,
-    attend_block,
+    attend_blocks,
     call_type,
     merge_segments,
     share,
@@ -56,27 +56,14 @@ def _attend_to_rest(part, call):
     segments, heads = call.attention.maxima.shape[:2]
     blocks = (call.attention.num_tokens + BLOCK - 1) // BLOCK - call.blocks
     items = share(part, segments - call.segments, blocks * heads)
-    _attend_to_blocks(call.segments + part, items, call.first * heads, call.blocks * heads, call.attention)
+    attend_blocks(call.segments + part, items, call.first * heads, call.blocks * heads, call.attention)
 
 
 @jit_part
 def _attend_to_all(segment, call):
     heads = call.attention.maxima.shape[1]
     items = share(segment, call.segments, call.blocks * heads)
-    _attend_to_blocks(segment, items, 0, call.first * heads, call.attention)
-
-
-@jit_part
-def _attend_to_blocks(segment, items, border, skipped, call):
-    """Attend to blocks of heads by number; `skipped` of them are left out where number `border` would be."""
-    heads, plan = call.maxima.shape[1], started_segment(segment, items, call)
-    key_block, value_block = call.keys[0, 0].nbytes, call.values[0, 0].nbytes
-    keys, values = call.keys.ctypes.data, call.values.ctypes.data
-    for number in items:
-        item = number if number < border else number + skipped
-        block = item // heads
-        at, head = keys + item * key_block, item - block * heads
-        attend_block(head, block * BLOCK, at, values + item * value_block, at + key_block, plan)
+    attend_blocks(segment, items, 0, call.first * heads, call.attention)
 
 
 @jit_part

@@ -160,8 +160,8 @@ class Workspace:
         shape = self.shape
         # Scores that a scale turns around are not those that pages are rated by.
         parts = indexed if indexed is not None and scale > 0 else None
-        apart = 0 if coded is None else coded.num_blocks
-        apart = apart if parts is None else parts.num_blocks
+        set_apart = parts or coded
+        apart = 0 if set_apart is None else set_apart.num_blocks
         segments_apart = self._segments(apart) if apart else 0
         segments = segments_apart + self._segments(-(-num_tokens // BLOCK) - apart)
         if segments != len(self.maxima):

@@ -218,6 +218,8 @@ def test_where_more_than_the_most_would_be_read_all_is(is_integer: bool, maker: 
         out = attend_in(workspace, made, indexed=indexed, mass=0.9, most=most)
         assert (workspace.tokens_read == 3 * 70 * BLOCK) == is_all
         assert np.allclose(out, expected, rtol=0, atol=1e-6) == is_all
+        if maker is make:  # segments are those of reading all
+            assert np.array_equal(out, expected) == is_all
 
 
 @pytest.mark.parametrize("maker", [make, make_plain])
