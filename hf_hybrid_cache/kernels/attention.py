@@ -5,19 +5,21 @@ One pass with a running maximum (arXiv:1805.02867), split over tokens as well as
 results merged by their log-sum-exp in float64. Every key and value is read once, whatever the number of query heads.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
 from .blocks import BLOCK
-from .compiled import jit, jit_part
+from .compiled import jit, jit_inlined, jit_part
 from .parallel import share_out
 from .rotation import rotate_back
 from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
 
-# Masks add the lowest finite float32, which times log2(e) must stay finite: a row of nothing else is not empty.
-_LOWEST = np.float32(-2e38)
+# Masks add the lowest finite float32, which times log2(e) would be infinite: a row of nothing else is not empty.
+_LOWEST, _LOG2_E = np.float32(-3e38), np.float32(LOG2_E)
+_LN_2 = math.log(2)
 
 
 class Call(NamedTuple):
@@ -72,7 +74,7 @@ def attend_blocks(segment, items, border, skipped, call):
         attend_block(head, block * BLOCK, key_address, values + item * value_block, key_address + key_block, plan)
 
 
-@jit_part
+@jit_inlined
 def share(part, parts, items):
     """The items of one of `parts` that are as large as each other."""
     return range(part * items // parts, (part + 1) * items // parts)
@@ -102,14 +104,14 @@ class Plan(NamedTuple):
     group: int
     query_length: int
     causal: bool
-    scale: Any  # float32
+    factor: Any  # float32: makes powers of two of products
     visible: int  # addresses of the masks, 0 where there is none, and their sizes
     visible_shape: tuple[int, int, int, int]
     bias: int
     bias_shape: tuple[int, int, int, int]
 
 
-@jit_part
+@jit_inlined
 def started_segment(segment, items, call):
     """The plan of a segment that has seen nothing yet. Heads with none of its items have no maximum: not a number."""
     heads, rows, width = call.partial.shape[1:]
@@ -140,7 +142,7 @@ def started_segment(segment, items, call):
         call.group,
         call.query_length,
         call.causal,
-        numba.float32(call.scale),
+        numba.float32(call.scale * LOG2_E),
         call.visible.ctypes.data if call.visible.size > 0 else 0,
         call.visible.shape,
         call.bias.ctypes.data if call.bias.size > 0 else 0,
@@ -148,7 +150,7 @@ def started_segment(segment, items, call):
     )
 
 
-@jit_part
+@jit_inlined
 def _fill(address, count, value):
     """Write `value` into some float32."""
     numbers = numba.carray(pointer(address, numba.float32(0)), (count,))
@@ -168,7 +170,7 @@ def attend_block(head, start, keys, values, ahead, plan):
         query = plan.query + (head * plan.rows + row) * plan.query_bytes
         for column in range(0, BLOCK, tile_columns()):
             score_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, values)
-        weights_of_tile(head, row, start, plan, 0)
+        weights_of_tile(head, row, start, plan)
         weigh_values(head, row, plan.scores, values, tokens, ahead, plan)
 
 
@@ -185,21 +187,23 @@ def weigh_values(head, row, weights, values, tokens, ahead, plan):
 
 
 @jit_part
-def weights_of_tile(head, row, start, plan, slot):
-    """Turn a tile's scores of the block from token `start` on into weights, where a slot has them."""
-    factor = mask_scores(head, row, start, plan, slot)
-    state, corrections = (head * plan.rows + row) * 4, plan.corrections + slot * ROWS * 4
-    scores = plan.scores + slot * ROWS * BLOCK * 4
-    softmax_tile(scores, factor, plan.maxima + state, plan.sums + state, corrections)
+def weights_of_tile(head, row, start, plan):
+    """Turn a tile's scores of the block from token `start` on into weights."""
+    factor, state = mask_scores(head, row, start, plan.scores, plan.factor, plan), (head * plan.rows + row) * 4
+    softmax_tile(plan.scores, factor, plan.maxima + state, plan.sums + state, plan.corrections)
 
 
 @jit_part
-def mask_scores(head, row, start, plan, slot):
-    """Mask a tile's scores where there is a mask, which scales them; returns by what they are still to be scaled."""
+def mask_scores(head, row, start, scores, factor, plan):
+    """
+    Mask a tile's scores where there is a mask, times the factor that makes powers of two of them.
+
+    Returns what they are still to be multiplied by.
+    """
     if is_masked(start, plan):
-        _mask_tile(start, row, head, plan, plan.scores + slot * ROWS * BLOCK * 4)
+        _mask_tile(start, row, head, factor, plan, scores)
         return numba.float32(1)
-    return plan.scale
+    return factor
 
 
 @jit_part
@@ -209,9 +213,9 @@ def is_masked(start, plan):
 
 
 @jit_part
-def _mask_tile(start, first_row, head, plan, address):
+def _mask_tile(start, first_row, head, factor, plan, address):
     """
-    Scale a tile's scores, add the bias, and minus infinity where a query does not see a token.
+    Multiply a tile's scores by a factor, add the bias, and minus infinity where a query does not see a token.
 
     Added, as torch adds a mask, so that a score that is not a number stays one.
     """
@@ -226,14 +230,14 @@ def _mask_tile(start, first_row, head, plan, address):
         limit = plan.num_tokens - plan.query_length + 1 + query_index if plan.causal else plan.num_tokens
         seen, stored = min(max(limit - start, 0), BLOCK), min(plan.num_tokens - start, BLOCK)
         for token in range(stored):
-            scores[tile_row, token] *= plan.scale
+            scores[tile_row, token] *= factor
         if plan.bias:
             added = bias[
                 sequence % bias.shape[0], query_head % bias.shape[1], query_index % bias.shape[2], start : start + seen
             ]
             for token in range(seen):
-                biased = scores[tile_row, token] + added[token]
-                scores[tile_row, token] = biased if biased == -np.inf else max(biased, _LOWEST)
+                biased = scores[tile_row, token] + added[token] * _LOG2_E
+                scores[tile_row, token] = biased if added[token] == -np.inf else max(biased, _LOWEST)
         if plan.visible:
             shown = visible[
                 sequence % visible.shape[0],
@@ -255,7 +259,7 @@ def _merge_segments(head, call):
     merge_segments(head, call, 0, 0, 1, call.partial[0, 0, :0])
 
 
-@jit_part
+@jit_inlined
 def merge_segments(head, call, rotated_segments, dim, size, mixing):
     """
     Merge the segments' results of one head by their log-sum-exp.
@@ -263,33 +267,61 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
     Those of the first `rotated_segments` are of values that were mixed and then rotated, `size` of their `dim` numbers
     together; `mixing` undoes the first, `[dim, dim]`, or is empty.
     """
-    segments, rows, width = call.maxima.shape[0], call.out.shape[1], call.out.shape[2]
-    shape, real = call.maxima.shape, numba.float32(0)
-    maxima = numba.carray(pointer(call.maxima.ctypes.data, real), shape)
-    sums = numba.carray(pointer(call.sums.ctypes.data, real), shape)
-    partial = numba.carray(pointer(call.partial.ctypes.data, real), call.partial.shape)
+    segments, heads, rows = call.maxima.shape
+    width, real = call.out.shape[2], numba.float32(0)
+    maxima = numba.carray(pointer(call.maxima.ctypes.data, real), (segments, heads, rows))
+    sums = numba.carray(pointer(call.sums.ctypes.data, real), (segments, heads, rows))
+    partials = call.partial.ctypes.data
     out, lse = call.out[head], call.lse[head]
     merged = np.empty(width, np.float64)
     for row in range(rows):
         base = highest_of(head, row, maxima)
         total = 0.0
-        merged[:] = 0
+        for column in range(width):
+            merged[column] = 0
         for segment in range(segments):
             if segment == rotated_segments:
-                rotate_back(merged, dim, size, mixing)
+                _rotate_back(merged, dim, size, mixing)
             if np.isnan(maxima[segment, head, row]):
                 continue
-            weight = 2.0 ** (maxima[segment, head, row] - base)
+            weight = _power_of_two(maxima[segment, head, row] - base)
             total += weight * sums[segment, head, row]
+            address = partials + ((segment * heads + head) * rows + row) * width * 4
+            partial = numba.carray(pointer(address, real), (width,))
             for column in range(width):
-                merged[column] += weight * partial[segment, head, row, column]
+                merged[column] += weight * partial[column]
         if rotated_segments == segments:
-            rotate_back(merged, dim, size, mixing)
+            _rotate_back(merged, dim, size, mixing)
         # Of log2, see `softmax_tile`.
         lse[row] = base / LOG2_E + np.log(total)
         for column in range(width):
             # Of no token that is seen: zeros, or what is not a number, as of torch.
             out[row, column] = merged[column] / total if total != 0 else merged[column]
+
+
+@jit_part
+def _rotate_back(merged, dim, size, mixing):
+    """Undo in float32 what was done to values."""
+    numbers = np.empty(merged.size, np.float32)
+    for column in range(merged.size):
+        numbers[column] = merged[column]
+    rotate_back(numbers, dim, size, mixing)
+    for column in range(merged.size):
+        merged[column] = numbers[column]
+
+
+@jit_inlined
+def _power_of_two(x):
+    """Of a float64 of at most 0, to 1e-11 relative: a library's takes longer than all the rest of a merge."""
+    if not x >= -1000.0:
+        return x - x if np.isnan(x) else 0.0
+    whole = np.floor(x + 0.5)
+    fraction = (x - whole) * _LN_2
+    # The series of e^x, at most 0.35 from 0.
+    power = 1.0
+    for term in range(10, 0, -1):
+        power = 1.0 + power * fraction / term
+    return power * np.int64((np.int64(whole) + 1023) << 52).view(np.float64)
 
 
 @jit_part

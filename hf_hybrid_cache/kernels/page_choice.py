@@ -12,12 +12,14 @@ import numpy as np
 
 from .attention import call_type, highest_of, is_masked, mask_scores, share, signature, started_segment
 from .blocks import BLOCK
-from .coded_tiles import fold_tile, score_coded_tile
+from .coded_tiles import score_coded_tile
 from .compiled import jit_part
+from .folding import SLOTS, find_constants, find_steps, fold_rows, middle_of_codes, round_rows
 from .key_index import INDEX_BITS
 from .page_tiles import PAGE, PAGES, float_bits, page_tile, scale_scores, scaled_page_tile
 from .rotation import rotate
 from .tiles import ROWS, tile_columns
+from .vector_ir import LANES
 
 # What pages are worth is sorted by the upper bits of a float: eight bins from one power of two to the next.
 _DROPPED_BITS = 20
@@ -71,15 +73,23 @@ def prepare_rows(head, call):
         call.bases[head, row] = np.ceil(highest_of(head, row, call.attention.maxima[call.segments :]))
         for d in range(inner):
             call.query[head, row, d] = call.attention.query[head, row, d]
-        rotate(call.query[head, row], call.attention.keys.shape[2], call.rotation)
-    units = call.units.ctypes.data
+        rotate(call.query[head, row].ctypes.data, call.attention.keys.shape[2], call.rotation)
+    units, limit = call.units.ctypes.data, _LARGEST_DIGIT if call.is_integer else 0
+    numbers, lanes = np.empty((3, SLOTS * ROWS), np.float32), np.zeros((3, SLOTS, ROWS, LANES), np.float32)
+    steps, factors, constants = numbers[0].ctypes.data, numbers[1].ctypes.data, numbers[2].ctypes.data
+    highest, sums, totals = lanes[0].ctypes.data, lanes[1].ctypes.data, lanes[2].ctypes.data
+    middle = middle_of_codes(INDEX_BITS, limit)
     for row in range(0, rows, ROWS):
-        fold_tile(
-            call.query[head, row].ctypes.data, inner * 4, units, units + inner * 2, inner, INDEX_BITS,
-            _LARGEST_DIGIT if call.is_integer else 0, call.folded[head, row].ctypes.data,
-            call.operands[head, row].ctypes.data, call.steps[head, row:].ctypes.data,
-            call.constants[head, row:].ctypes.data,
-        )  # fmt: skip
+        query, folded = call.query[head, row].ctypes.data, call.folded[head, row].ctypes.data
+        operand = call.operands[head, row].ctypes.data
+        fold_rows(query, inner * 4, units, units + inner * 2, inner, middle, limit, folded, operand, highest, sums)
+        if limit > 0:
+            find_steps(limit, highest, steps, factors)
+            round_rows(folded, inner, INDEX_BITS, factors, operand, totals)
+        find_constants(middle, limit, sums, totals, numba.float32(1), steps, constants)
+        for tile_row in range(ROWS):
+            call.steps[head, row + tile_row] = numbers[0, tile_row]
+            call.constants[head, row + tile_row] = numbers[2, tile_row]
 
 
 class Rating(NamedTuple):
@@ -147,10 +157,10 @@ def _rate_block(block, head, record, rating, plan):
         _score_block(place, record, rating, plan)
         if is_masked(start, plan):
             scale_scores(plan.scores, query, inner * 4, scales, means, inner)
-            factor = mask_scores(head, row, start, plan, 0)
+            factor = mask_scores(head, row, start, plan.scores, plan.factor, plan)
             page_tile(plan.scores, factor, bases, totals, sums)
         else:
-            scaled_page_tile(plan.scores, query, inner * 4, scales, means, inner, plan.scale, bases, totals, sums)
+            scaled_page_tile(plan.scores, query, inner * 4, scales, means, inner, plan.factor, bases, totals, sums)
 
 
 @jit_part

@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .blocks import BLOCK
-from .tiles import LOG2_E, ROWS, load_vectors
-from .vector_ir import FLOAT, FLOATS, INT32, INT64, LANES
+from .tiles import ROWS, load_vectors, score_places
+from .vector_ir import FLOATS, INT32, INT64, LANES
 
 # Tokens of a page: those of one vector, and of a chunk of coded values.
 PAGE = LANES
@@ -28,7 +27,7 @@ def scale_scores(typing_context: Any, scores: Any, query: Any, stride: Any, scal
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        places = _places(builder, arguments[0])
+        places = score_places(builder, arguments[0])
         for row, vectors in zip(places, _scores(context, builder, *arguments), strict=True):
             for place, vector in zip(row, vectors, strict=True):
                 vec.store(builder, vector, place)
@@ -38,20 +37,20 @@ def scale_scores(typing_context: Any, scores: Any, query: Any, stride: Any, scal
 
 
 @intrinsic
-def page_tile(typing_context: Any, scores: Any, scale: Any, bases: Any, totals: Any, page_sums: Any) -> Any:
+def page_tile(typing_context: Any, scores: Any, factor: Any, bases: Any, totals: Any, page_sums: Any) -> Any:
     """
     Add up what each page of a block is worth to each row: 2 to the power of its scores, relative to a base of the row.
 
     Powers are rough, to 2e-3, and infinite together where more than one is near 2^127.
 
-    scores: address of float32 `[ROWS, BLOCK]`; scale: of the scores; bases: address of float32 `[ROWS]`; totals:
-    address of float32 `[ROWS, PAGES]`, to which is added; page_sums: likewise, written.
+    scores: address of float32 `[ROWS, BLOCK]`; factor: makes powers of two of scores; bases: address of float32
+    `[ROWS]`; totals: address of float32 `[ROWS, PAGES]`, to which is added; page_sums: likewise, written.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        scores, scale, *rest = arguments
-        rows = [[vec.load(builder, place, FLOATS) for place in row] for row in _places(builder, scores)]
-        _add_up_pages(builder, rows, scale, *rest)
+        scores, factor, *rest = arguments
+        rows = [[vec.load(builder, place, FLOATS) for place in row] for row in score_places(builder, scores)]
+        _add_up_pages(context, builder, rows, factor, *rest)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, *[types.int64] * 3), generate
@@ -66,7 +65,7 @@ def scaled_page_tile(
     scales: Any,
     means: Any,
     inner: Any,
-    scale: Any,
+    factor: Any,
     bases: Any,
     totals: Any,
     page_sums: Any,
@@ -74,16 +73,10 @@ def scaled_page_tile(
     """What `scale_scores` and then `page_tile` do, without writing scores."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        _add_up_pages(builder, _scores(context, builder, *arguments[:6]), *arguments[6:])
+        _add_up_pages(context, builder, _scores(context, builder, *arguments[:6]), *arguments[6:])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6, types.float32, *[types.int64] * 3), generate
-
-
-def _places(builder: ir.IRBuilder, scores: ir.Value) -> list[list[ir.Value]]:
-    """Addresses of the vectors of scores, by row and page."""
-    starts = [[INT64((row * BLOCK + first) * 4) for first in range(0, BLOCK, PAGE)] for row in range(ROWS)]
-    return [[builder.add(scores, start) for start in row] for row in starts]
 
 
 def _scores(
@@ -114,7 +107,7 @@ def _scores(
     of_mean = vec.fold(builder, sums, vec.add)
     of_tokens = [loaded(scales, INT64(first * 2)) for first in range(0, BLOCK, PAGE)]
     results = []
-    for row, places in enumerate(_places(builder, scores)):
+    for row, places in enumerate(score_places(builder, scores)):
         added = vec.splat_fourth(builder, of_mean, row)
         pairs = zip(places, of_tokens, strict=True)
         results.append([vec.multiply_add(builder, vec.load(builder, at, FLOATS), scale, added) for at, scale in pairs])
@@ -122,20 +115,23 @@ def _scores(
 
 
 def _add_up_pages(
+    context: Any,
     builder: ir.IRBuilder,
     rows: list[list[ir.Value]],
-    scale: ir.Value,
+    factor: ir.Value,
     bases: ir.Value,
     totals: ir.Value,
     page_sums: ir.Value,
 ) -> None:
     """What `page_tile` does, of scores by row and page."""
-    factor = vec.splat(builder, builder.fmul(scale, ir.Constant(FLOAT, float(np.float32(LOG2_E)))))
+    factor = vec.splat(builder, factor)
     base = vec.load_four(builder, bases)
     added = []
     for row, vectors in enumerate(rows):
         lowered = builder.fneg(vec.splat_fourth(builder, base, row))
-        powers = [vec.rough_exp2(builder, vec.multiply_add(builder, each, factor, lowered)) for each in vectors]
+        powers = [
+            vec.rough_exp2(context, builder, vec.multiply_add(builder, each, factor, lowered)) for each in vectors
+        ]
         added.append(vec.fold(builder, powers, vec.add))  # a page in each four lanes
     fourths = range(0, LANES, 4)
     pairs = [

@@ -5,17 +5,17 @@ Dot products of pairs of 16-bit numbers, one way for each kind of processor.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
-from .tiles import has_feature
 from .vector_ir import INT16, INT32, INTS, LANES
 
 PairDot = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value]
+Dot = TypeVar("Dot")
 
 
 def pair_dot(context: Any) -> PairDot | None:
@@ -23,10 +23,10 @@ def pair_dot(context: Any) -> PairDot | None:
     return of_processor(context, _OF_PROCESSORS)
 
 
-def of_processor(context: Any, dots: dict[tuple[str, ...], PairDot]) -> PairDot | None:
+def of_processor(context: Any, dots: dict[tuple[str, ...], Dot]) -> Dot | None:
     """The first whose features the processor has."""
     for features, dot in dots.items():
-        if all(has_feature(context, feature) for feature in features):
+        if all(vec.has_feature(context, feature) for feature in features):
             return dot
     return None
 

@@ -5,9 +5,16 @@ The Hadamard transform is its own inverse: a query that is rotated like the keys
 summed up of rotated values is rotated back once.
 """
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
 from .compiled import jit_part
+from .vector_ir import FLOAT, FLOATS, INT64, LANES
 
 
 def rotation_size(dim: int) -> int:
@@ -15,29 +22,72 @@ def rotation_size(dim: int) -> int:
     return dim & -dim
 
 
-@jit_part
-def rotate(numbers, dim, size):
-    """Rotate runs of `size` of the first `dim` numbers, in place."""
-    half = 1
-    while half < size:
-        for start in range(0, dim, 2 * half):
-            for index in range(start, start + half):
-                a, b = numbers[index], numbers[index + half]
-                numbers[index], numbers[index + half] = a + b, a - b
-        half *= 2
-    factor = 1 / np.sqrt(size)
-    for index in range(dim):
-        numbers[index] *= factor
+@intrinsic
+def rotate(typing_context: Any, numbers: Any, dim: Any, size: Any) -> Any:
+    """
+    Rotate runs of `size` of the first `dim` numbers, in place.
+
+    numbers: address of float32, `dim` filled up to a multiple of 16; what fills it up is zero.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        numbers, dim, size = arguments
+        add, multiply, minus = builder.add, builder.mul, vec.floats(-1.0)
+        vectors = builder.sdiv(add(dim, INT64(LANES - 1)), INT64(LANES))
+        root = vec.call(builder, "llvm.sqrt.f32", FLOAT, builder.sitofp(size, FLOAT))
+        factor = vec.splat(builder, builder.fdiv(FLOAT(1.0), root))
+
+        def place(vector: ir.Value) -> ir.Value:
+            return add(numbers, multiply(vector, INT64(LANES * 4)))
+
+        def rotate_vector(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            vector = builder.fmul(vec.load(builder, place(index), FLOATS), factor)
+            for half in (1, 2, 4, 8):
+                other = vec.shuffle(builder, vector, vector, [lane ^ half for lane in range(LANES)])
+                signs = ir.Constant(FLOATS, [-1.0 if lane & half else 1.0 for lane in range(LANES)])
+                turned = vec.multiply_add(builder, vector, signs, other)
+                vector = builder.select(builder.icmp_signed("<", INT64(half), size), turned, vector)
+            vec.store(builder, vector, place(index))
+            return []
+
+        vec.loop(builder, vectors, [], rotate_vector)
+
+        def rotate_pair(index: ir.Value, half: ir.Value) -> None:
+            """Of all pairs of vectors that are `half` a run apart, the one with this index."""
+            run = builder.sdiv(index, half)
+            first = add(multiply(run, multiply(half, INT64(2))), builder.srem(index, half))
+            places = place(first), place(add(first, half))
+            a, b = (vec.load(builder, each, FLOATS) for each in places)
+            vec.store(builder, builder.fadd(a, b), places[0])
+            vec.store(builder, vec.multiply_add(builder, b, minus, a), places[1])
+
+        def rotate_halves(stage: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            half = builder.shl(INT64(1), stage)
+
+            def body(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                rotate_pair(index, half)
+                return []
+
+            vec.loop(builder, builder.sdiv(vectors, INT64(2)), [], body)
+            return []
+
+        longest = builder.sdiv(size, INT64(LANES))
+        with builder.if_then(builder.icmp_signed(">", longest, INT64(1))):
+            stages = vec.call(builder, "llvm.cttz.i64", INT64, longest, ir.IntType(1)(1))
+            vec.loop(builder, stages, [], rotate_halves)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @jit_part
 def rotate_back(numbers, dim, size, mixing):
     """Undo what was done to values: `rotate`, and then multiply by `mixing`, `[dim, dim]`, if it is not empty."""
-    rotate(numbers, dim, size)
+    rotate(numbers.ctypes.data, dim, size)
     if mixing.size:
         mixed = np.zeros(dim, np.float32)
         for row in range(dim):
-            number = np.float32(numbers[row])
+            number = numbers[row]
             for column in range(dim):
                 mixed[column] += number * mixing[row, column]
         for column in range(dim):
@@ -46,7 +96,7 @@ def rotate_back(numbers, dim, size, mixing):
 
 @jit_part
 def rotate_columns(tile, dim, size):
-    """Likewise each column of a tile, whose first `dim` rows are what is rotated."""
+    """Rotate each column of a tile likewise, whose first `dim` rows are what is rotated."""
     half = 1
     while half < size:
         for start in range(0, dim, 2 * half):

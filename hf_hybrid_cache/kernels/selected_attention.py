@@ -99,7 +99,7 @@ def _attend_to_pages(head, start, keys, values, token_bytes, first, end, next_ke
         for column in range(first, end, PAGE):
             score_narrow_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, ahead)
         hide_pages(plan.scores, first // PAGE, end // PAGE)
-        weights_of_tile(head, row, start, plan, 0)
+        weights_of_tile(head, row, start, plan)
         weigh_values(head, row, plan.scores + first * 4, values, end - first, next_values, plan)
 
 

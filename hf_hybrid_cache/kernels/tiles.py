@@ -12,7 +12,6 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -26,14 +25,9 @@ LOG2_E = math.log2(math.e)
 _ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2}
 
 
-def has_feature(context: Any, feature: str) -> bool:
-    """Whether code is compiled for a processor with `feature`."""
-    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
-
-
 def wide_vectors(context: Any) -> int:
     """Vectors of sixteen side by side in a tile whose accumulators fit the registers."""
-    return 4 if has_feature(context, "avx512f") else 1
+    return 4 if vec.has_feature(context, "avx512f") else 1
 
 
 @intrinsic
@@ -125,11 +119,11 @@ score_narrow_tile = _score(wide=False)
 
 
 @intrinsic
-def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums: Any, corrections: Any) -> Any:
+def softmax_tile(typing_context: Any, scores: Any, factor: Any, maxima: Any, sums: Any, corrections: Any) -> Any:
     """
     Turn scores into weights relative to a running maximum (online softmax, arXiv:1805.02867).
 
-    Replaces `scores` by `2 ** (scale * scores * log2(e) - maximum)`, raises the maximum and the sum of each row to
+    Replaces `scores` by `2 ** (factor * scores - maximum)`, raises the maximum and the sum of each row to
     cover this block, and writes the factor that corrects what was summed relative to the old maximum. A row with a
     score that is not a number gets such a sum, whatever its maximum.
 
@@ -137,27 +131,21 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        scores, scale, maxima, sums, corrections = arguments
+        scores, factor, maxima, sums, corrections = arguments
         # With the maximum of the very numbers that it is taken from, no power is above 0, however large the scores.
-        factor = vec.splat(builder, builder.fmul(scale, ir.Constant(FLOAT, float(np.float32(LOG2_E)))))
-        rows = [
-            [builder.add(scores, INT64((row * BLOCK + column) * 4)) for column in range(0, BLOCK, LANES)]
-            for row in range(ROWS)
-        ]
+        factor, rows = vec.splat(builder, factor), score_places(builder, scores)
         scaled = [[builder.fmul(vec.load(builder, place, FLOATS), factor) for place in row] for row in rows]
         highest = vec.fold(builder, [reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
         old = vec.load_four(builder, maxima)
         new = vec.maximum(builder, highest, old)
         vec.store_four(builder, new, maxima)
-        # A row that has seen nothing but masked tokens: minus infinity less itself would not be a number.
-        nothing = builder.fcmp_ordered("==", new, vec.floats(float("-inf")))
-        base = builder.select(nothing, vec.floats(0.0), new)
-        correction = vec.exp2(builder, builder.fsub(old, base))
+        base = base_of(builder, new)
+        correction = vec.exp2(context, builder, builder.fsub(old, base), 6)
         vec.store_four(builder, correction, corrections)
         added = []
         for row, (places, vectors) in enumerate(zip(rows, scaled, strict=True)):
             row_base = vec.splat_fourth(builder, base, row)
-            weights = [vec.exp2(builder, builder.fsub(vector, row_base)) for vector in vectors]
+            weights = [vec.exp2(context, builder, builder.fsub(vector, row_base), 6) for vector in vectors]
             for place, weight in zip(places, weights, strict=True):
                 vec.store(builder, weight, place)
             added.append(reduced(builder, weights, vec.add))
@@ -166,6 +154,18 @@ def softmax_tile(typing_context: Any, scores: Any, scale: Any, maxima: Any, sums
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), generate
+
+
+def score_places(builder: ir.IRBuilder, scores: ir.Value) -> list[list[ir.Value]]:
+    """Addresses of the vectors of scores, `[ROWS, BLOCK]`, by row."""
+    starts = [[INT64((row * BLOCK + first) * 4) for first in range(0, BLOCK, LANES)] for row in range(ROWS)]
+    return [[builder.add(scores, start) for start in row] for row in starts]
+
+
+def base_of(builder: ir.IRBuilder, maxima: ir.Value) -> ir.Value:
+    """What powers are relative to. A row may have seen nothing: minus infinity less itself would not be a number."""
+    nothing = builder.fcmp_ordered("==", maxima, vec.floats(float("-inf")))
+    return builder.select(nothing, vec.floats(0.0), maxima)
 
 
 def reduced(builder: ir.IRBuilder, vectors: list[ir.Value], operation: Any) -> ir.Value:
@@ -272,7 +272,7 @@ def load_vectors(context: Any, builder: ir.IRBuilder, dtype: Any, address: ir.Va
     addresses = [builder.add(address, INT64(index * step)) for index in range(count)]
     if dtype == types.float32:
         return [vec.load(builder, each, FLOATS) for each in addresses]
-    if dtype == types.int16 and has_feature(context, "f16c"):
+    if dtype == types.int16 and vec.has_feature(context, "f16c"):
         halves = ir.VectorType(ir.HalfType(), LANES)
         return [builder.fpext(vec.load(builder, each, halves), FLOATS) for each in addresses]
     bits = [builder.zext(vec.load(builder, each, ir.VectorType(INT16, LANES)), INTS) for each in addresses]

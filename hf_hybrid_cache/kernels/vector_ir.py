@@ -7,6 +7,7 @@ times slower (docs/log.md).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -28,6 +29,11 @@ INTS = ir.VectorType(INT32, LANES)
 
 # Smaller floats are nothing beside anything a model computes, and their reciprocal would overflow.
 NEGLIGIBLE = 1e-30
+
+
+def has_feature(context: Any, feature: str) -> bool:
+    """Whether code is compiled for a processor with `feature`."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
 
 
 def floats(value: float) -> ir.Constant:
@@ -85,6 +91,33 @@ def fold(
     return folded
 
 
+def fold_sixteen(
+    builder: ir.IRBuilder,
+    vectors: Sequence[ir.Value],
+    operation: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value],
+) -> ir.Value:
+    """Fold each of sixteen vectors into one number: the lane of the same index."""
+
+    def join(left: ir.Value, right: ir.Value, *lanes: Sequence[int]) -> ir.Value:
+        return operation(builder, *(shuffle(builder, left, right, each) for each in lanes))
+
+    def halved(vectors: Sequence[ir.Value], *lanes: Sequence[int]) -> list[ir.Value]:
+        return [join(a, b, *lanes) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+
+    def in_quarters(*lanes: int) -> list[int]:
+        """Of each four lanes of either: those lanes; 4 is the first of the right ones."""
+        return [lane % 4 + lane // 4 * LANES + start for start in range(0, LANES, 4) for lane in lanes]
+
+    # Instructions that leave numbers in their quarter of a vector are the fast ones: that makes the order.
+    left = [vectors[lane % 4 * 4 + lane // 4] for lane in range(LANES)]
+    left = halved(left, [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)])
+    firsts = [lane for lane in range(2 * LANES) if lane % 8 < 4]
+    left = halved(left, firsts, [lane + 4 for lane in firsts])
+    left = halved(left, in_quarters(0, 1, 4, 5), in_quarters(2, 3, 6, 7))
+    [result] = halved(left, in_quarters(0, 2, 4, 6), in_quarters(1, 3, 5, 7))
+    return result
+
+
 def load_four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Four floats, each in four lanes, as `fold` gives them."""
     four = load(builder, address, FOUR)
@@ -98,6 +131,35 @@ def store_four(builder: ir.IRBuilder, vector: ir.Value, address: ir.Value) -> No
 def splat_fourth(builder: ir.IRBuilder, vector: ir.Value, index: int) -> ir.Value:
     """One of the four numbers that `fold` gives, sixteen times."""
     return shuffle(builder, vector, vector, [4 * index] * LANES)
+
+
+def narrowed(
+    context: Any, builder: ir.IRBuilder, vectors: Sequence[ir.Value], kind: ir.Type, order: Sequence[int]
+) -> ir.Value:
+    """The last bits of some vectors of integers, one vector after the other, the lanes of each in `order`."""
+    if len(vectors) == 1:
+        [vector] = vectors
+        return builder.trunc(shuffle(builder, vector, vector, order), ir.VectorType(kind, LANES))
+    if kind.width > 8 or not has_feature(context, "avx512vbmi"):
+        narrow = [narrowed(context, builder, [vector], kind, order) for vector in vectors]
+        return joined(builder, narrow)
+    per_lane = INT32.width // kind.width
+    parts = [builder.bitcast(vector, ir.VectorType(kind, LANES * per_lane)) for vector in vectors]
+    places = [lane * per_lane for lane in order]
+    # Two at a time: the processor picks bytes from two vectors in one instruction.
+    second = [LANES * per_lane + place for place in places]
+    return joined(
+        builder, [shuffle(builder, a, b, places + second) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    )
+
+
+def joined(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
+    """Vectors of the same length, a power of two of them, one after the other."""
+    parts = list(vectors)
+    while len(parts) > 1:
+        lanes = range(2 * parts[0].type.count)
+        parts = [shuffle(builder, a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -128,57 +190,85 @@ _SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
 
 def nearest_integers(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
     """Those of numbers * factors, of at most 22 bits."""
-    shifted = multiply_add(builder, numbers, factors, floats(_SHIFT))
-    return builder.sub(builder.bitcast(shifted, INTS), ints(_SHIFT_BITS))
+    return builder.sub(shifted_integers(builder, numbers, factors), ints(_SHIFT_BITS))
 
 
-# Of 1, x, x^2, ..., x^6.
-_EXP2_COEFFICIENTS = (
-    1.0,
-    0.6931471880262281,
-    0.24022650760567918,
-    0.055503571142199365,
-    0.009618082557297484,
-    0.0013390863364337894,
-    0.00015453162940998934,
-)
-# Of 1, x, x^2.
-_ROUGH_EXP2_COEFFICIENTS = (1.0, 0.7036011815071106, 0.24203532934188843)
+def shifted_integers(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
+    """Likewise, with `without_shift` more: the last 22 bits are those of the integers."""
+    return builder.bitcast(multiply_add(builder, numbers, factors, floats(_SHIFT)), INTS)
 
 
-def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def without_shift(builder: ir.IRBuilder, sums: ir.Value, count: ir.Value) -> ir.Value:
+    """What `count` integers add up to, from what they do with the shift."""
+    return builder.sub(sums, splat(builder, builder.mul(builder.trunc(count, INT32), INT32(_SHIFT_BITS))))
+
+
+# Of 1, x, x^2, ..., by degree: relative errors of 1e-7, 3e-6 and 2e-3.
+_EXP2_COEFFICIENTS = {
+    6: (
+        1.0,
+        0.6931471880262281,
+        0.24022650760567918,
+        0.055503571142199365,
+        0.009618082557297484,
+        0.0013390863364337894,
+        0.00015453162940998934,
+    ),
+    4: (1.0, 0.6931241750717163, 0.24024099111557007, 0.05590642988681793, 0.009582854807376862),
+    2: (1.0, 0.7036011815071106, 0.24203532934188843),
+}
+
+
+def exp2(context: Any, builder: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
     """
-    2 to the power of sixteen floats of at most 0, to 1e-7 relative; 0 below -126, minus infinity included. What is not
-    a number stays so.
+    2 to the power of sixteen floats of at most 0, to 1e-7 relative for a degree of 6, to 3e-6 for 4; 0 below -126,
+    minus infinity included. What is not a number stays so.
 
-    Splits off the nearest integer, as the last bits hold it, and takes a polynomial of degree 6 on [-0.5, 0.5]:
-    Chebyshev interpolation of 2^x, computed in float64.
+    Splits off the nearest integer and takes a polynomial on [-0.5, 0.5]: of degree 6 Chebyshev's interpolation, of
+    degree 4 that with the least relative error of those that are 1 at 0, computed in float64.
     """
-    power = _power(builder, x, _EXP2_COEFFICIENTS)
+    if has_feature(context, "avx512f"):
+        is_left = builder.fcmp_unordered(">=", x, floats(-126.0))
+        return _scaled_power(builder, x, degree, builder.bitcast(is_left, INT16))
+    power = _power(builder, x, degree)
     # Of what is not a number, adding to the exponent may make one.
     otherwise = maximum(builder, floats(0.0), x)
     return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
 
 
-def rough_exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def rough_exp2(context: Any, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """
     2 to the power of sixteen floats, to 2e-3 relative; of those beyond -126 or 127 that of the limit, minus infinity
     included. What is not a number stays so.
     """
     x = maximum(builder, floats(-126.0), x)
     x = builder.select(builder.fcmp_ordered("<", floats(127.0), x), floats(127.0), x)
-    return _power(builder, x, _ROUGH_EXP2_COEFFICIENTS)
+    return _scaled_power(builder, x, 2) if has_feature(context, "avx512f") else _power(builder, x, 2)
 
 
-def _power(builder: ir.IRBuilder, x: ir.Value, coefficients: Sequence[float]) -> ir.Value:
-    """2 to the power of floats from -126 to 127."""
+def _power(builder: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
+    """2 to the power of floats from -126 to 127: the last bits of a shifted one hold the nearest integer."""
     shifted = builder.fadd(x, floats(_SHIFT))
-    fraction = builder.fsub(x, builder.fsub(shifted, floats(_SHIFT)))
-    power = floats(coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        power = multiply_add(builder, power, fraction, floats(coefficient))
+    power = _of_fraction(builder, builder.fsub(x, builder.fsub(shifted, floats(_SHIFT))), degree)
     exponent = builder.shl(builder.bitcast(shifted, INTS), ints(23))
     return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
+
+
+def _scaled_power(builder: ir.IRBuilder, x: ir.Value, degree: int, lanes: ir.Value | None = None) -> ir.Value:
+    """Likewise of any floats, and zero but in some lanes: AVX-512 has instructions for both ends."""
+    whole = call(builder, "llvm.nearbyint.v16f32", FLOATS, x)
+    power = _of_fraction(builder, builder.fsub(x, whole), degree)
+    everywhere, to_nearest = INT16(-1), INT32(4)
+    arguments = power, whole, floats(0.0), everywhere if lanes is None else lanes, to_nearest
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, *arguments)
+
+
+def _of_fraction(builder: ir.IRBuilder, fraction: ir.Value, degree: int) -> ir.Value:
+    highest, *others = reversed(_EXP2_COEFFICIENTS[degree])
+    power = floats(highest)
+    for coefficient in others:
+        power = multiply_add(builder, power, fraction, floats(coefficient))
+    return power
 
 
 def loop(

@@ -1,14 +1,17 @@
 """What a call of the attention kernel works on: shapes, and memory that is used again."""
 
+import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .attention import Call, attend
 from .blocks import BLOCK, value_width
-from .coded_attention import SLOTS, CodedCall, attend_coded
+from .coded_attention import CodedCall, attend_coded
 from .coded_blocks import RecordLayout
+from .coded_slots import LANE_NUMBERS, ROW_NUMBERS, SLOT_NUMBERS
+from .folding import SLOTS
 from .integer_kernels import uses_integer_kernels
 from .page_tiles import PAGE
 from .page_workspace import IndexedBlocks, PageWorkspace
@@ -16,6 +19,7 @@ from .parallel import team_of_kernels
 from .selected_attention import attend_selected
 from .selected_coded_attention import attend_selected_codes
 from .tiles import ROWS
+from .vector_ir import CACHE_LINE, LANES
 
 # float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
 _SEGMENT_BLOCKS = 64
@@ -24,6 +28,14 @@ _FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
 _WORTH_A_SEGMENT = 32  # blocks: starting it and merging its result is then nothing beside them
 _NO_FACTORS, _NO_MIXING = np.empty((0, 0), np.float32), np.empty((1, 0, 0), np.float32)
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros from a cache line's start on: a vector that crosses two lines takes twice as long to load and to store."""
+    count = math.prod(shape)
+    numbers = np.zeros(count + CACHE_LINE // np.dtype(dtype).itemsize, dtype)
+    skipped = -numbers.ctypes.data % CACHE_LINE // numbers.itemsize
+    return numbers[skipped : skipped + count].reshape(shape)
 
 
 class Shape(NamedTuple):
@@ -107,22 +119,24 @@ class Workspace:
     def __post_init__(self) -> None:
         shape = self.shape
         rows = -(-shape.rows // ROWS) * ROWS
-        self.query = np.zeros((shape.heads, rows, value_width(shape.key_dim)), np.float32)
-        self.rotated = np.empty_like(self.query)
-        self.out = np.empty((shape.heads, rows, value_width(shape.value_dim)), np.float32)
-        self.lse = np.empty((shape.heads, rows), np.float32)
+        self.query = aligned_zeros((shape.heads, rows, value_width(shape.key_dim)), np.float32)
+        self.rotated = aligned_zeros(self.query.shape, np.float32)
+        self.out = aligned_zeros((shape.heads, rows, value_width(shape.value_dim)), np.float32)
+        self.lse = aligned_zeros((shape.heads, rows), np.float32)
         self._pages: PageWorkspace | None = None
         self._make_partial(0)
 
     def _make_partial(self, segments: int) -> None:
         heads, rows, width = self.out.shape
-        self.scores = np.empty((segments, SLOTS, ROWS, BLOCK), np.float32)
-        self.corrections = np.empty((segments, SLOTS, ROWS), np.float32)
-        self.maxima = np.empty((segments, heads, rows), np.float32)
-        self.sums = np.empty((segments, heads, rows), np.float32)
-        self.partial = np.empty((segments, heads, rows, width), np.float32)
-        self.operands = np.empty((segments, SLOTS, 2, ROWS, max(self.query.shape[2], BLOCK)), np.float32)
-        self.steps = np.empty((segments, SLOTS, 2, ROWS), np.float32)
+        self.scores = aligned_zeros((segments, SLOTS, ROWS, BLOCK), np.float32)
+        self.corrections = aligned_zeros((segments, SLOTS, ROWS), np.float32)
+        self.maxima = aligned_zeros((segments, heads, rows), np.float32)
+        self.sums = aligned_zeros((segments, heads, rows), np.float32)
+        self.partial = aligned_zeros((segments, heads, rows, width), np.float32)
+        self.operands = aligned_zeros((segments, 2, SLOTS, ROWS, max(self.query.shape[2], BLOCK)), np.float32)
+        self.row_numbers = aligned_zeros((segments, ROW_NUMBERS, SLOTS, ROWS), np.float32)
+        self.lane_numbers = aligned_zeros((segments, LANE_NUMBERS, SLOTS, ROWS, LANES), np.float32)
+        self.slots = aligned_zeros((segments, SLOTS, SLOT_NUMBERS), np.int64)
 
     def attend(
         self,
@@ -228,5 +242,7 @@ class Workspace:
             coded_segments,
             self.rotated,
             self.operands,
-            self.steps,
+            self.row_numbers,
+            self.lane_numbers,
+            self.slots,
         )

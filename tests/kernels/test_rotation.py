@@ -1,0 +1,40 @@
+"""Rotations against the matrix that they are a product with."""
+
+import numba
+import numpy as np
+import pytest
+
+from hf_hybrid_cache.kernels.rotation import rotate, rotate_columns, rotation_size
+
+
+@numba.njit
+def _rotate(numbers: np.ndarray, dim: int, size: int) -> None:
+    rotate(numbers.ctypes.data, dim, size)
+
+
+@numba.njit
+def _rotate_columns(tile: np.ndarray, dim: int, size: int) -> None:
+    rotate_columns(tile, dim, size)
+
+
+def _matrix(dim: int, size: int) -> np.ndarray:
+    """Hadamard's, by Sylvester's construction, `size` numbers of `dim` together."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    return np.kron(np.eye(dim // size), matrix / np.sqrt(size))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4, 20, 24, 64, 80, 96, 128, 192, 256])
+def test_a_rotation_is_the_product_with_hadamards_matrix_and_leaves_what_fills_a_row_up(dim: int) -> None:
+    size, filled = rotation_size(dim), -(-dim // 16) * 16
+    numbers = np.zeros(filled, np.float32)
+    numbers[:dim] = np.random.default_rng(dim).standard_normal(dim)
+    expected, columns = numbers[:dim] @ _matrix(dim, size), np.repeat(numbers[:, None], 3, axis=1)
+
+    _rotate(numbers, dim, size)
+    _rotate_columns(columns, dim, size)
+
+    assert np.abs(numbers[:dim] - expected).max() <= 1e-6 * np.abs(expected).max() * dim**0.5
+    assert np.all(numbers[dim:] == 0)
+    assert np.abs(columns[:dim] - expected[:, None]).max() <= 1e-6 * np.abs(expected).max() * dim**0.5
