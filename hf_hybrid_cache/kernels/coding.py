@@ -14,9 +14,11 @@ from numpy.lib.stride_tricks import as_strided
 
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
-from .compiled import jit, jit_finite, jit_part
+from .compiled import jit, jit_finite, jit_inlined, jit_part
 from .parallel import share_out, team_of_kernels
-from .rotation import rotate_columns
+from .rotation import rotate
+from .tiles import pointer
+from .transposition import transpose
 
 _SMALLEST_NORMAL, _LARGEST = np.float32(2.0**-126), np.finfo(np.float32).max
 _INFINITE, _ONE_BFLOAT16, _UPPER_HALF = np.uint32(0x7F800000), np.uint32(0x10000), np.uint32(0xFFFF0000)
@@ -150,27 +152,60 @@ def _place(block, head, call):
     return sequence * call.sequence_stride + kv_head * call.head_stride + block * BLOCK * call.token_stride
 
 
+@jit_inlined
+def numbers_at(address, count):
+    """Some float32. A slice of an array would be counted, by atomic instructions."""
+    return numba.carray(pointer(address, numba.float32(0)), (count,))
+
+
+@jit_inlined
+def _words_at(address, count):
+    """Some uint32."""
+    return numba.carray(pointer(address, numba.uint32(0)), (count,))
+
+
+@jit_inlined
+def _states(first, call):
+    """Those of a token, from one on."""
+    one = call.states.dtype.type(0)
+    return numba.carray(pointer(call.states.ctypes.data + first * call.states.itemsize, one), (call.dim,))
+
+
 @jit_part
 def rotated_block(block, head, call):
-    """The states of one block of one head, `[dim, 64]`, as they are coded; whether all are finite."""
-    first_state, dim = _place(block, head, call), call.dim
+    """
+    The states of one block of one head as they are coded, `[64, dim]`, and whether all are finite.
+
+    Rows are filled up with zeros to a multiple of 16.
+    """
+    first_state, dim, filled = _place(block, head, call), call.dim, (call.dim + 15) // 16 * 16
     shift, factors = np.uint32(call.shift), call.factors[head % call.num_kv_heads]
-    by_token = np.empty((BLOCK, dim), np.float32)
-    worst = np.uint32(0)
+    by_token = np.empty((BLOCK, filled), np.float32)
+    worst, rows = np.uint32(0), by_token.ctypes.data
     for token in range(BLOCK):
-        start = first_state + token * call.token_stride
-        state = call.states[start : start + dim]  # indices from 0 on are not checked for negative ones
+        state = _states(first_state + token * call.token_stride, call)
+        row = numbers_at(rows + token * filled * 4, filled)
         for d in range(dim):
             number = as_number(np.uint32(state[d]) << shift) * factors[d]
-            by_token[token, d] = number
+            row[d] = number
             worst = max(worst, np.uint32(np.float32(number).view(np.uint32) & _INFINITE))
-    by_channel = np.ascontiguousarray(by_token.T)
-    rotate_columns(by_channel, dim, call.rotation)
+        for d in range(dim, filled):
+            row[d] = 0
+        rotate(row.ctypes.data, dim, call.rotation)
     if worst >= _LARGE:
-        for d in range(dim):
-            for token in range(BLOCK):
-                worst = max(worst, np.uint32(np.float32(by_channel[d, token]).view(np.uint32) & _INFINITE))
-    return by_channel, worst != _INFINITE
+        for token in range(BLOCK):
+            for d in range(dim):
+                worst = max(worst, np.uint32(np.float32(by_token[token, d]).view(np.uint32) & _INFINITE))
+    return by_token, worst != _INFINITE
+
+
+@jit_part
+def by_channel(tile):
+    """A tile `[64, dim]`, filled up, as `[dim, 64]`, or the other way around."""
+    rows, columns = tile.shape
+    turned = np.empty((columns, rows), np.float32)
+    transpose(tile.ctypes.data, rows, columns, turned.ctypes.data)
+    return turned
 
 
 @jit_part
@@ -179,10 +214,11 @@ def _encode_block(part, call):
     block, head = divmod(part, call.records.shape[1])
     bits, inner, lanes, dim = call.bits, call.inner, call.lanes, call.dim
     levels = np.float32((1 << bits) - 1)
-    by_channel, is_finite = rotated_block(block, head, call)
+    by_token, is_finite = rotated_block(block, head, call)
     if not is_finite:
         call.failures[0] += 1
-    tile = by_channel if call.transposed else np.ascontiguousarray(by_channel.T)
+    tile = by_channel(by_token) if call.transposed else by_token
+    numbers_of_tile = tile.ctypes.data
     groups = (lanes + call.group - 1) // call.group
     filled_inner, filled_lanes = (dim, BLOCK) if call.transposed else (BLOCK, dim)
     words, scales, lows = _parts(call.records[block, head], bits, inner, lanes, groups)
@@ -196,12 +232,13 @@ def _encode_block(part, call):
         start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
         if start < end:
             for index in range(filled_inner):
-                numbers = tile[index, start:end]
+                numbers = numbers_at(numbers_of_tile + (index * tile.shape[1] + start) * 4, end - start)
                 least, most = extremes(numbers)
                 scale, low = scale_and_low(least, most, call.share, levels)
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
                 word, position = in_words(index, bits)
-                put_codes(numbers, as_number(scale), as_number(low), levels, words[word, start:end], position)
+                of_group = _words_at(words.ctypes.data + (word * lanes + start) * 4, end - start)
+                put_codes(numbers, as_number(scale), as_number(low), levels, of_group, position)
 
 
 @jit_part
@@ -296,7 +333,7 @@ def _decode_block(part, call):
     groups = (lanes + call.group - 1) // call.group
     words, scales, lows = _parts(call.records[block, head], bits, inner, lanes, groups)
     mask = np.uint32((1 << bits) - 1)
-    tile = np.empty((filled_inner, filled_lanes), np.float32)
+    tile = np.zeros((inner, lanes), np.float32)
     for index in range(filled_inner):
         word, position = in_words(index, bits)
         for group in range(groups):
@@ -305,16 +342,17 @@ def _decode_block(part, call):
             for lane in range(group * call.group, min((group + 1) * call.group, filled_lanes)):
                 code = np.float32((words[word, lane] >> position) & mask)
                 tile[index, lane] = low + scale * code
-    by_channel = tile if call.transposed else np.ascontiguousarray(tile.T)
-    rotate_columns(by_channel, dim, call.rotation)
+    by_token = by_channel(tile) if call.transposed else tile
+    rows, filled = by_token.ctypes.data, by_token.shape[1]
     factors = call.factors[head % call.num_kv_heads]
     for token in range(BLOCK):
-        start = first_state + token * call.token_stride
+        rotate(rows + token * filled * 4, dim, call.rotation)
+        state = _states(first_state + token * call.token_stride, call)
         for d in range(dim):
-            number = np.float32(by_channel[d, token] * factors[d]).view(np.uint32)
+            number = np.float32(by_token[token, d] * factors[d]).view(np.uint32)
             if call.shift:
                 number = rounded_to_upper_half(number)
-            call.states[start + d] = number
+            state[d] = number
 
 
 def compile_coding(element: np.dtype) -> None:

@@ -16,7 +16,7 @@ _njit: Callable[..., Any] = numba.njit
 jit: Callable[..., Any] = _njit(cache=True, fastmath=_FAST, **_OPTIONS)
 # What other compiled functions call.
 jit_part: Callable[..., Any] = _njit(fastmath=_FAST, **_UNWRAPPED)
-# The same for what is called for every block: its arguments need not be passed.
+# The same for what is called for every block or row: its arguments need not be passed.
 jit_inlined: Callable[..., Any] = _njit(fastmath=_FAST, forceinline=True, **_UNWRAPPED)
-# The same for loops over finite numbers, or whose result is thrown away: minimum and maximum become vectors.
-jit_finite: Callable[..., Any] = _njit(fastmath={*_FAST, "nnan", "ninf"}, **_UNWRAPPED)
+# Likewise for loops over finite numbers, or whose result is thrown away: minimum and maximum become vectors.
+jit_finite: Callable[..., Any] = _njit(fastmath={*_FAST, "nnan", "ninf"}, forceinline=True, **_UNWRAPPED)

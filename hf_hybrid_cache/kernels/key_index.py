@@ -15,7 +15,7 @@ import numpy as np
 
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
-from .coding import as_number, coding_call, coding_signature, in_words, rotated_block, rounded_to_upper_half
+from .coding import as_number, by_channel, coding_call, coding_signature, in_words, rotated_block, rounded_to_upper_half
 from .compiled import jit, jit_part
 from .parallel import share_out, team_of_kernels
 from .vector_ir import CACHE_LINE
@@ -65,7 +65,8 @@ def _encode_index(parallel, team, threads, call):
 def _encode_block(part, call):
     """Write the index of one block of one head."""
     block, head = divmod(part, call.records.shape[1])
-    numbers, is_finite = rotated_block(block, head, call)
+    by_token, is_finite = rotated_block(block, head, call)
+    numbers = by_channel(by_token)
     record, dim, inner = call.records[block, head], call.dim, call.inner
     first, second = inner * INDEX_BITS // 8 * BLOCK, BLOCK * 2
     words = record[:first].view(np.uint32).reshape(-1, BLOCK)

@@ -16,6 +16,9 @@ from . import vector_ir as vec
 from .compiled import jit_part
 from .vector_ir import FLOAT, FLOATS, INT64, LANES
 
+# Vectors that are rotated together in registers.
+_LONGEST = 8
+
 
 def rotation_size(dim: int) -> int:
     """Numbers that are rotated together: the largest power of two that divides `dim`."""
@@ -32,48 +35,74 @@ def rotate(typing_context: Any, numbers: Any, dim: Any, size: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         numbers, dim, size = arguments
-        add, multiply, minus = builder.add, builder.mul, vec.floats(-1.0)
-        vectors = builder.sdiv(add(dim, INT64(LANES - 1)), INT64(LANES))
         root = vec.call(builder, "llvm.sqrt.f32", FLOAT, builder.sitofp(size, FLOAT))
         factor = vec.splat(builder, builder.fdiv(FLOAT(1.0), root))
 
-        def place(vector: ir.Value) -> ir.Value:
-            return add(numbers, multiply(vector, INT64(LANES * 4)))
+        def in_vector(vector: ir.Value, half: int) -> ir.Value:
+            """Sums in the lower ones of lanes that are `half` apart, differences in the others."""
+            other = vec.shuffle(builder, vector, vector, [lane ^ half for lane in range(LANES)])
+            signs = ir.Constant(FLOATS, [-1.0 if lane & half else 1.0 for lane in range(LANES)])
+            return vec.multiply_add(builder, vector, signs, other)
 
-        def rotate_vector(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            vector = builder.fmul(vec.load(builder, place(index), FLOATS), factor)
+        def rotate_run(first: ir.Value, vectors: int) -> None:
+            """One run of so many vectors, or of less than one, all in registers."""
+            places = [
+                builder.add(numbers, builder.mul(builder.add(first, INT64(k)), INT64(LANES * 4)))
+                for k in range(vectors)
+            ]
+            run = [vec.load(builder, place, FLOATS) for place in places]
             for half in (1, 2, 4, 8):
-                other = vec.shuffle(builder, vector, vector, [lane ^ half for lane in range(LANES)])
-                signs = ir.Constant(FLOATS, [-1.0 if lane & half else 1.0 for lane in range(LANES)])
-                turned = vec.multiply_add(builder, vector, signs, other)
-                vector = builder.select(builder.icmp_signed("<", INT64(half), size), turned, vector)
-            vec.store(builder, vector, place(index))
-            return []
+                turned = [in_vector(vector, half) for vector in run]
+                is_inside = builder.icmp_signed("<", INT64(half), size)
+                run = [builder.select(is_inside, new, old) for new, old in zip(turned, run, strict=True)]
+            half = 1
+            while half < vectors:
+                for index in range(vectors):
+                    if not index & half:
+                        a, b = run[index], run[index + half]
+                        run[index], run[index + half] = builder.fadd(a, b), builder.fsub(a, b)
+                half *= 2
+            for place, vector in zip(places, run, strict=True):
+                # At last: what is too large for its sums is to be seen.
+                vec.store(builder, builder.fmul(vector, factor), place)
 
-        vec.loop(builder, vectors, [], rotate_vector)
-
-        def rotate_pair(index: ir.Value, half: ir.Value) -> None:
-            """Of all pairs of vectors that are `half` a run apart, the one with this index."""
-            run = builder.sdiv(index, half)
-            first = add(multiply(run, multiply(half, INT64(2))), builder.srem(index, half))
-            places = place(first), place(add(first, half))
-            a, b = (vec.load(builder, each, FLOATS) for each in places)
-            vec.store(builder, builder.fadd(a, b), places[0])
-            vec.store(builder, vec.multiply_add(builder, b, minus, a), places[1])
-
-        def rotate_halves(stage: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            half = builder.shl(INT64(1), stage)
-
+        def rotate_runs(vectors: int) -> None:
             def body(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                rotate_pair(index, half)
+                rotate_run(builder.mul(index, INT64(vectors)), vectors)
                 return []
 
-            vec.loop(builder, builder.sdiv(vectors, INT64(2)), [], body)
+            filled = builder.add(dim, INT64(LANES * vectors - 1))
+            vec.loop(builder, builder.sdiv(filled, INT64(LANES * vectors)), [], body)
+
+        def rotate_halves(stage: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            """Of runs that are longer: what is a power of two of the longest in registers apart."""
+            shift = builder.add(stage, INT64(_LONGEST.bit_length() - 1))
+
+            def body(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                before = builder.shl(builder.lshr(index, shift), builder.add(shift, INT64(1)))
+                inside = builder.and_(index, builder.sub(builder.shl(INT64(1), shift), INT64(1)))
+                first = builder.add(before, inside)
+                both = first, builder.add(first, builder.shl(INT64(1), shift))
+                places = [builder.add(numbers, builder.mul(vector, INT64(LANES * 4))) for vector in both]
+                a, b = (vec.load(builder, place, FLOATS) for place in places)
+                vec.store(builder, builder.fadd(a, b), places[0])
+                vec.store(builder, builder.fsub(a, b), places[1])
+                return []
+
+            vec.loop(builder, builder.sdiv(dim, INT64(2 * LANES)), [], body)
             return []
 
-        longest = builder.sdiv(size, INT64(LANES))
-        with builder.if_then(builder.icmp_signed(">", longest, INT64(1))):
-            stages = vec.call(builder, "llvm.cttz.i64", INT64, longest, ir.IntType(1)(1))
+        vectors = 1
+        while vectors <= _LONGEST:
+            is_first, is_last = vectors == 1, vectors == _LONGEST
+            least, most = 0 if is_first else vectors * LANES, 2**62 if is_last else 2 * vectors * LANES
+            is_wanted = builder.icmp_signed(">=", size, INT64(least))
+            with builder.if_then(builder.and_(is_wanted, builder.icmp_signed("<", size, INT64(most)))):
+                rotate_runs(vectors)
+            vectors *= 2
+        longer = builder.sdiv(size, INT64(_LONGEST * LANES))
+        with builder.if_then(builder.icmp_signed(">", longer, INT64(1))):
+            stages = vec.call(builder, "llvm.cttz.i64", INT64, longer, ir.IntType(1)(1))
             vec.loop(builder, stages, [], rotate_halves)
         return context.get_dummy_value()
 
@@ -92,20 +121,3 @@ def rotate_back(numbers, dim, size, mixing):
                 mixed[column] += number * mixing[row, column]
         for column in range(dim):
             numbers[column] = mixed[column]
-
-
-@jit_part
-def rotate_columns(tile, dim, size):
-    """Rotate each column of a tile likewise, whose first `dim` rows are what is rotated."""
-    half = 1
-    while half < size:
-        for start in range(0, dim, 2 * half):
-            for index in range(start, start + half):
-                for lane in range(tile.shape[1]):
-                    a, b = tile[index, lane], tile[index + half, lane]
-                    tile[index, lane], tile[index + half, lane] = a + b, a - b
-        half *= 2
-    factor = np.float32(1 / np.sqrt(size))
-    for index in range(dim):
-        for lane in range(tile.shape[1]):
-            tile[index, lane] *= factor
