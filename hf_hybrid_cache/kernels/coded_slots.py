@@ -78,33 +78,11 @@ def forms_of(segment, call):
     inner, width = call.query.shape[2], call.partial.shape[3]
     key_limit = _limit(inner, call.key_bits, 127) if call.is_integer else 0
     value_limit = _limit(BLOCK, call.value_bits, 255) if call.is_integer else 0
-    key_groups = (BLOCK + call.key_group - 1) // call.key_group
-    value_groups = (width + call.value_group - 1) // call.value_group
+    keys, key_bytes = call.key_records.ctypes.data, call.key_records.shape[2]
+    values, value_bytes = call.value_records.ctypes.data, call.value_records.shape[2]
     return (
-        Form(
-            call.key_bits,
-            key_limit,
-            middle_of_codes(call.key_bits, key_limit),
-            inner,
-            BLOCK,
-            call.key_group,
-            key_groups,
-            inner * call.key_bits // 8 * BLOCK,
-            call.key_records.ctypes.data,
-            call.key_records.shape[2],
-        ),
-        Form(
-            call.value_bits,
-            value_limit,
-            middle_of_codes(call.value_bits, value_limit),
-            BLOCK,
-            width,
-            call.value_group,
-            value_groups,
-            BLOCK * call.value_bits // 8 * width,
-            call.value_records.ctypes.data,
-            call.value_records.shape[2],
-        ),
+        _form(call.key_bits, key_limit, inner, BLOCK, call.key_group, keys, key_bytes),
+        _form(call.value_bits, value_limit, BLOCK, width, call.value_group, values, value_bytes),
         Scratch(
             call.rotated.ctypes.data,
             call.slots[segment].ctypes.data,
@@ -122,6 +100,12 @@ def forms_of(segment, call):
             call.lane_numbers[segment, 3].ctypes.data,
         ),
     )
+
+
+@jit_inlined
+def _form(bits, limit, inner, lanes, group, records, record):
+    groups, scales = (lanes + group - 1) // group, inner * bits // 8 * lanes
+    return Form(bits, limit, middle_of_codes(bits, limit), inner, lanes, group, groups, scales, records, record)
 
 
 @jit_part
