@@ -281,7 +281,7 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
             merged[column] = 0
         for segment in range(segments):
             if segment == rotated_segments:
-                _rotate_back(merged, dim, size, mixing)
+                rotate_back(merged, dim, size, mixing)
             if np.isnan(maxima[segment, head, row]):
                 continue
             weight = _power_of_two(maxima[segment, head, row] - base)
@@ -291,23 +291,12 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
             for column in range(width):
                 merged[column] += weight * partial[column]
         if rotated_segments == segments:
-            _rotate_back(merged, dim, size, mixing)
+            rotate_back(merged, dim, size, mixing)
         # Of log2, see `softmax_tile`.
         lse[row] = base / LOG2_E + np.log(total)
         for column in range(width):
             # Of no token that is seen: zeros, or what is not a number, as of torch.
             out[row, column] = merged[column] / total if total != 0 else merged[column]
-
-
-@jit_part
-def _rotate_back(merged, dim, size, mixing):
-    """Undo in float32 what was done to values."""
-    numbers = np.empty(merged.size, np.float32)
-    for column in range(merged.size):
-        numbers[column] = merged[column]
-    rotate_back(numbers, dim, size, mixing)
-    for column in range(merged.size):
-        merged[column] = numbers[column]
 
 
 @jit_inlined

@@ -153,22 +153,16 @@ def _place(block, head, call):
 
 
 @jit_inlined
-def numbers_at(address, count):
-    """Some float32. A slice of an array would be counted, by atomic instructions."""
-    return numba.carray(pointer(address, numba.float32(0)), (count,))
-
-
-@jit_inlined
-def _words_at(address, count):
-    """Some uint32."""
-    return numba.carray(pointer(address, numba.uint32(0)), (count,))
+def _run(address, count, one):
+    """Some numbers of the type of `one`. A slice of an array would be counted, by atomic instructions."""
+    return numba.carray(pointer(address, one), (count,))
 
 
 @jit_inlined
 def _states(first, call):
     """Those of a token, from one on."""
     one = call.states.dtype.type(0)
-    return numba.carray(pointer(call.states.ctypes.data + first * call.states.itemsize, one), (call.dim,))
+    return _run(call.states.ctypes.data + first * call.states.itemsize, call.dim, one)
 
 
 @jit_part
@@ -184,7 +178,7 @@ def rotated_block(block, head, call):
     worst, rows = np.uint32(0), by_token.ctypes.data
     for token in range(BLOCK):
         state = _states(first_state + token * call.token_stride, call)
-        row = numbers_at(rows + token * filled * 4, filled)
+        row = _run(rows + token * filled * 4, filled, numba.float32(0))
         for d in range(dim):
             number = as_number(np.uint32(state[d]) << shift) * factors[d]
             row[d] = number
@@ -232,12 +226,12 @@ def _encode_block(part, call):
         start, end = group * call.group, min((group + 1) * call.group, filled_lanes)
         if start < end:
             for index in range(filled_inner):
-                numbers = numbers_at(numbers_of_tile + (index * tile.shape[1] + start) * 4, end - start)
+                numbers = _run(numbers_of_tile + (index * tile.shape[1] + start) * 4, end - start, numba.float32(0))
                 least, most = extremes(numbers)
                 scale, low = scale_and_low(least, most, call.share, levels)
                 scales[group, index], lows[group, index] = scale >> np.uint32(16), low >> np.uint32(16)
                 word, position = in_words(index, bits)
-                of_group = _words_at(words.ctypes.data + (word * lanes + start) * 4, end - start)
+                of_group = _run(words.ctypes.data + (word * lanes + start) * 4, end - start, numba.uint32(0))
                 put_codes(numbers, as_number(scale), as_number(low), levels, of_group, position)
 
 

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .coded_blocks import BITS, CHUNK
-from .tiles import ROWS, load_vectors
+from .tiles import ROWS, load_vectors, reduced
 from .vector_ir import FLOAT, FLOATS, INT8, INT16, INT64, INTS, LANES
 
 # Codes of so many bits or fewer are multiplied four at a time, with folded numbers of 8 bits.
@@ -164,10 +164,7 @@ def round_rows(typing_context: Any, folded: Any, inner: Any, bits: Any, factors:
                     integers = [vec.shifted_integers(builder, each, factor) for each in numbers]
                     narrow = vec.narrowed(context, builder, integers, kind, order)
                     vec.store(builder, narrow, _place(builder, operand, row, inner, first, kind.width // 8))
-                    total = carried[row]
-                    for each in integers:
-                        total = add(total, each)
-                    results.append(total)
+                    results.append(reduced(builder, [carried[row], *integers], ir.IRBuilder.add))
                 return results
 
             count = builder.sdiv(inner, INT64(CHUNK * chunks))
@@ -210,7 +207,7 @@ def find_constants(
             with then:
                 step = vec.load(builder, steps, FLOATS)
                 missing = builder.fmul(step, builder.fneg(vec.splat(builder, middle)))
-                total = fold_slots(builder, totals, INTS, lambda builder, a, b: builder.add(a, b))
+                total = fold_slots(builder, totals, INTS, ir.IRBuilder.add)
                 finish(step, vec.multiply_add(builder, missing, builder.sitofp(total, FLOATS), constant))
             with otherwise:
                 finish(vec.floats(1.0), constant)

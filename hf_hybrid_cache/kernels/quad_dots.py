@@ -12,6 +12,7 @@ from llvmlite import ir
 
 from . import vector_ir as vec
 from .pair_dots import in_halves, of_avx2, of_avx512, of_processor
+from .tiles import reduced
 from .vector_ir import INT8, INT16, INT32, INTS, LANES
 
 QuadDot = Callable[[ir.IRBuilder, Sequence[tuple[ir.Value, ir.Value]], ir.Value], ir.Value]
@@ -59,10 +60,8 @@ def _added_up(
     builder: ir.IRBuilder, multiply: Callable[..., ir.Value], pairs: Sequence[tuple[ir.Value, ir.Value]]
 ) -> ir.Value:
     """The products of all pairs in halves of lanes, as lanes."""
-    total, *others = (builder.bitcast(multiply(a, b), _HALVES) for a, b in pairs)
-    for each in others:
-        total = builder.add(total, each)
-    return builder.bitcast(total, INTS)
+    products = [builder.bitcast(multiply(a, b), _HALVES) for a, b in pairs]
+    return builder.bitcast(reduced(builder, products, ir.IRBuilder.add), INTS)
 
 
 _OF_PROCESSORS: dict[tuple[str, ...], QuadDot] = {

@@ -111,13 +111,20 @@ def rotate(typing_context: Any, numbers: Any, dim: Any, size: Any) -> Any:
 
 @jit_part
 def rotate_back(numbers, dim, size, mixing):
-    """Undo what was done to values: `rotate`, and then multiply by `mixing`, `[dim, dim]`, if it is not empty."""
-    rotate(numbers.ctypes.data, dim, size)
+    """
+    Undo what was done to values: `rotate`, and then multiply by `mixing`, `[dim, dim]`, if it is not empty.
+
+    In float32, whatever numbers are; what fills them up is zero.
+    """
+    rotated = np.empty(numbers.size, np.float32)
+    for column in range(numbers.size):
+        rotated[column] = numbers[column]
+    rotate(rotated.ctypes.data, dim, size)
     if mixing.size:
-        mixed = np.zeros(dim, np.float32)
+        mixed = np.zeros(numbers.size, np.float32)
         for row in range(dim):
-            number = numbers[row]
             for column in range(dim):
-                mixed[column] += number * mixing[row, column]
-        for column in range(dim):
-            numbers[column] = mixed[column]
+                mixed[column] += rotated[row] * mixing[row, column]
+        rotated = mixed
+    for column in range(numbers.size):
+        numbers[column] = rotated[column]
