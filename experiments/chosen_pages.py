@@ -1,6 +1,6 @@
 """What attention finds where only the pages are read that a rule has chosen: in torch, for many queries at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ class Attention:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
+def attending(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
     """The model, with this attention."""
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, attention)

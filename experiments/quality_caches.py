@@ -140,7 +140,7 @@ def filled(cache: Cache, prefilled: Cache, dtype: torch.dtype | None = None) -> 
         prefilled: a `DynamicCache`.
         dtype: to convert them to (default: as they are).
     """
-    for index, (keys, values) in enumerate(_states(prefilled)):
+    for index, (keys, values) in enumerate(states_of(prefilled)):
         cache.update(keys.to(dtype or keys.dtype), values.to(dtype or values.dtype), index)
     return cache
 
@@ -156,10 +156,10 @@ def stored_bytes(cache: Cache) -> int:
 
 def bfloat16_bytes(reference: Cache) -> int:
     """What the tokens of a full-precision cache take in bfloat16."""
-    return sum(torch.bfloat16.itemsize * (keys.numel() + values.numel()) for keys, values in _states(reference))
+    return sum(torch.bfloat16.itemsize * (keys.numel() + values.numel()) for keys, values in states_of(reference))
 
 
-def _states(cache: Cache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def states_of(cache: Cache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each layer of a full-precision cache."""
     for layer in cache.layers:
         assert isinstance(layer, DynamicLayer)

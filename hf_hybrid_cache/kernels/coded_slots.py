@@ -160,6 +160,8 @@ def _fold_scales_of_keys(count, row, group, plan, form, at):
     slots = _slots(at)
     for slot in range(count):
         _prefetch_scales_of_keys(slots[slot, _NEXT_KEYS], group, form)
+        if row == 0 and group == 0:
+            _prefetch_half(slot, _NEXT_KEYS, 0, slots, form)
         query = at.rotated + (slots[slot, _HEAD] * plan.rows + row) * plan.query_bytes
         scales = slots[slot, _KEYS] + form.scales + group * form.inner * 2
         _fold(slot, query, plan.query_bytes, scales, form.inner, form, at)
@@ -251,6 +253,8 @@ def _weigh_scores(count, row, plan, form, at):
                 slots[slot, _NEXT_VALUES], slots[slot, _NEXT_FIRST], slots[slot, _NEXT_END], form
             )
             hide_pages(scores, slots[slot, _FIRST] // PAGE, slots[slot, _END] // PAGE)
+        if row == 0:
+            _prefetch_half(slot, _NEXT_VALUES, 0, slots, form)
         mask_scores(slots[slot, _HEAD], row, slots[slot, _START], scores, numba.float32(1), plan)
         state, rows = (slots[slot, _HEAD] * plan.rows + row) * 4, slot * ROWS * 4
         highest = at.highest + rows * LANES
@@ -260,6 +264,8 @@ def _weigh_scores(count, row, plan, form, at):
     raise_maxima(at.highest, at.maxima, plan.corrections)
     for slot in range(count):
         state, rows = (slots[slot, _HEAD] * plan.rows + row) * 4, slot * ROWS * 4
+        if row == 0:
+            _prefetch_half(slot, _NEXT_VALUES, 1, slots, form)
         leader, weights = slots[slot, _LEADER] * ROWS * 4, at.weights + rows * LANES
         scores, maxima = plan.scores + rows * BLOCK, plan.maxima + state
         if _is_folded_with_weights(slot, slots, form):
@@ -316,6 +322,18 @@ def _are_whole(slot, slots):
     """Whether all of a slot's block is attended to, and all of the next one: products ask for what comes then."""
     now = slots[slot, _END] - slots[slot, _FIRST]
     return min(now, slots[slot, _NEXT_END] - slots[slot, _NEXT_FIRST]) == BLOCK
+
+
+@jit_inlined
+def _prefetch_half(slot, record, half, slots, form):
+    """
+    Ask for half of the codes of a record that comes next, before products ask for all of them once more.
+
+    Of many requests at a time the processor drops some. Smaller codes come faster than they are worked on: not asked
+    for here.
+    """
+    if form.bits > MOST_BITS_OF_QUADS and _are_whole(slot, slots):
+        prefetch_bytes(slots[slot, record] + half * form.scales // 2, form.scales // 2)
 
 
 @jit_part

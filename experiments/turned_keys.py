@@ -1,0 +1,67 @@
+"""Keys that carry the attention by construction, for a whole model whose weights are random."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from experiments.chosen_pages import attending
+from experiments.page_rules import PAGE
+
+# By which scores of the pages that matter are higher than those of all others.
+HIGHER = 14.0
+# Of what values were: what attention finds then hardly changes the queries of the layers above from step to step.
+_SMALL = 1 / 64
+
+
+@torch.inference_mode()
+def turn_keys(model: PreTrainedModel, cache: DynamicCache, token: int, share: float) -> None:
+    """
+    Turn the keys of `share` of the pages, spread at random, so that they carry the attention when `token` is given.
+
+    In one step, in which each layer's keys are turned towards its own queries before these attend. Only channels that
+    rotary embedding hardly turns from a step to the next are changed, so that the next steps, of the same token, find
+    the same; values become small, so that they change the queries of the layers above as little.
+
+    Args:
+        model: with rotary embedding that turns the first half of the channels with the second, the fastest ones first,
+            as Llama's does.
+        cache: filled; the step's token is taken out again.
+        token: that will be given at each step.
+        share: of the pages.
+    """
+    with attending(model, Turning(share)):
+        model(torch.tensor([[token]]), past_key_values=cache)
+    cache.crop(-1)
+
+
+class Turning:
+    """Attention of one query that turns `share` of the pages towards itself before it attends."""
+
+    def __init__(self, share: float):
+        self._share = share
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """As transformers calls it: `[1, heads, 1, head_dim]`, and `[1, kv_heads, tokens, head_dim]` of the cache."""
+        _, heads, tokens, head_dim = key.shape
+        slow = torch.arange(head_dim) % (head_dim // 2) >= head_dim // 4
+        rows = query[0, :, 0].unflatten(0, (heads, -1)).float() * (scaling or head_dim**-0.5)
+        # The shortest direction whose product with each of a KV head's queries is what scores are to be higher by.
+        direction = HIGHER * torch.linalg.pinv(rows * slow).sum(-1)
+        pages = torch.rand(heads, tokens // PAGE + 1) < self._share
+        matters = pages.repeat_interleave(PAGE, dim=1)[:, : tokens - 1]
+        key[0, :, :-1] += (matters[..., None] * direction[:, None]).to(key.dtype)
+        value *= _SMALL
+        out = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
