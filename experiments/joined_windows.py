@@ -18,7 +18,7 @@ from experiments.decoding import prefill
 from experiments.quality_caches import states_of
 from experiments.texts import TEXTS, english_ids
 
-_START_TOKENS = 64
+START_TOKENS = 64
 _CHUNK = 1024
 
 
@@ -60,26 +60,26 @@ def fill_with_windows(
         ValueError: all texts together have too few tokens.
     """
     longest: int = model.config.max_position_embeddings
-    lengths = _lengths(num_tokens, longest - steps, longest)
+    lengths = lengths_of_windows(num_tokens, longest - steps, longest)
     windows = list(itertools.islice(_windows(tokenizer, longest), len(lengths)))
     if len(windows) < len(lengths):
         raise ValueError(f"The texts have {len(windows)} windows of {longest:,} tokens, and {len(lengths)} are needed.")
     for number, (window, length) in enumerate(zip(windows, lengths, strict=True)):
         tell(f"window {number + 1} of {len(windows)}")
-        _append(model, window[:, :length], _START_TOKENS if number else 0, caches)
+        _append(model, window[:, :length], START_TOKENS if number else 0, caches)
     return Continuation(windows[-1][0, length : length + steps].tolist(), length, len(windows))
 
 
-def _lengths(num_tokens: int, last: int, longest: int) -> list[int]:
+def lengths_of_windows(num_tokens: int, last: int, longest: int) -> list[int]:
     """The tokens of each window, of which all but the first lose their start; `last` or fewer of the last one."""
     if num_tokens <= last:
         return [num_tokens]
-    rest = num_tokens - (last - _START_TOKENS)
+    rest = num_tokens - (last - START_TOKENS)
     lengths = [min(rest, longest)]
     rest -= lengths[0]
     while rest:
-        lengths.append(min(rest + _START_TOKENS, longest))
-        rest -= lengths[-1] - _START_TOKENS
+        lengths.append(min(rest + START_TOKENS, longest))
+        rest -= lengths[-1] - START_TOKENS
     return [*lengths, last]
 
 

@@ -30,7 +30,7 @@ from experiments.selection_speed import in_part
 from experiments.synthetic import fill, kv_bytes
 from experiments.timing import in_turns, medians
 from experiments.turned_keys import HIGHER, turn_keys
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection, quantize_weights
 from hf_hybrid_cache.models import load
 
 STOCK, FULL = "DynamicCache", "bfloat16"
@@ -167,6 +167,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--contexts", type=int, nargs="+", default=[16_384, 131_072], help="tokens")
     parser.add_argument("--bits", type=int, choices=[8, 4, 2], default=4)
+    parser.add_argument("--weight-bits", type=int, choices=[8, 4], help="of all weights, with every cache")
     parser.add_argument("--mass", type=float, help="default: as users")
     parser.add_argument("--most", type=float, help="share of the tokens from which on all are read; default: as users")
     parser.add_argument("--share", type=float, default=0.1, help="of the pages that matter, without a text")
@@ -177,6 +178,8 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_options()
     model, tokenizer = load(arguments.model, torch.bfloat16, "cpu")
+    if arguments.weight_bits:
+        quantize_weights(model, arguments.weight_bits, head_bits=arguments.weight_bits)
     reader = MemoryReader(arguments.buffer_mib)
     bandwidth = read_bandwidth(reader)
     cells = []
@@ -198,6 +201,7 @@ def main() -> None:
     record = {
         "model": Path(arguments.model).name,
         "dtype": str(model.dtype),
+        "weight_bits": arguments.weight_bits,
         "bits": arguments.bits,
         "mass": arguments.mass,
         "most": arguments.most,
@@ -206,7 +210,8 @@ def main() -> None:
         "read_bytes_per_second": bandwidth,
         "cells": cells,
     }
-    folder = arguments.out or records.RESULTS / "selection_steps" / Path(arguments.model).name
+    name = record["model"] + (f"-{arguments.weight_bits}-bit-weights" if arguments.weight_bits else "")
+    folder = arguments.out or records.RESULTS / "selection_steps" / name
     print(f"record: {records.save('selection_steps', record, folder)}")
     print(json.dumps({cell["context_tokens"]: _milliseconds(cell["caches"]) for cell in cells}))
 

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from experiments import (
     busy_machine,
     collective_cost,
+    joined_windows,
     llama_cpp,
     mapped_reads,
     needles,
@@ -31,7 +32,10 @@ from experiments import (
     selection,
     selection_speed,
 )
+from experiments.quality_caches import states_of
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
+from experiments.synthetic import fill
+from experiments.turned_keys import turn_keys
 from hf_hybrid_cache import models as package_models
 
 from tiny_models import random_prompt, tiny_model
@@ -136,6 +140,12 @@ each_experiment = pytest.mark.parametrize(
             "selection_speed",
             ["--tokens", "2000", "--shares", "0.05", "0", "--repeats", "2", *SMALL_BUFFER],
             {f"2000, {share}, {way}" for share in ("5%", "all") for way in ("bfloat16", "4 bits")},
+        ),
+        pytest.param(
+            "selection_steps",
+            ["--contexts", "300", "--rounds", "1", "--weight-bits", "8", *SMALL_BUFFER],
+            {"300"},
+            marks=needs_smollm2,
         ),
         pytest.param(
             "mapped_reads",
@@ -487,6 +497,32 @@ def test_the_page_on_reading_a_part_states_what_was_measured():
     ]
     for table in tables:
         assert any(lines[start : start + len(table)] == table for start in range(len(lines)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 90, 100, 101, 136, 137, 172, 173, 1000, 1001])
+def test_windows_have_as_many_tokens_as_are_wanted(num_tokens: int):
+    lengths = joined_windows.lengths_of_windows(num_tokens, last=90, longest=100)
+    assert lengths[0] + sum(length - joined_windows.START_TOKENS for length in lengths[1:]) == num_tokens
+    assert lengths[-1] == min(num_tokens, 90)
+    assert all(length <= 100 for length in lengths)
+    assert all(length > joined_windows.START_TOKENS for length in lengths[1:])
+
+
+def test_pages_that_are_turned_carry_the_attention_of_the_next_steps():
+    model = tiny_model("llama")
+    cache, token = DynamicCache(config=model.config), 5
+    fill(cache, model.config, 1000, torch.float32)
+    before = [keys.clone() for keys, _ in states_of(cache)]
+    torch.manual_seed(0)
+    turn_keys(model, cache, token, share=0.2)
+    turned = [(keys != old).any(-1) for (keys, _), old in zip(states_of(cache), before, strict=True)]
+    model.set_attn_implementation("eager")
+    for _ in range(5):
+        weights = model(torch.tensor([[token]]), past_key_values=cache, output_attentions=True).attentions
+        for is_turned, of_layer in zip(turned, weights, strict=True):
+            assert 0.1 < is_turned.float().mean() < 0.3
+            by_kv_head = of_layer[0, :, 0, :1000].unflatten(0, (is_turned.shape[1], -1))
+            assert (by_kv_head * is_turned[0].unsqueeze(1)).sum(-1).min() > 0.99
 
 
 def test_processes_are_added_until_twice_as_many_gain_little():

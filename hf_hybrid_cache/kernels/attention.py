@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
+from .bfloat16_tiles import score_pairs
 from .blocks import BLOCK
 from .compiled import jit, jit_inlined, jit_part
 from .parallel import share_out
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     """One call of `attend`; `Workspace.attend` says what is in it."""
 
     query: Any  # float32 [heads, rows, at least key_dim]
+    pairs: Any  # uint16, the same in bfloat16, or empty
     keys: Any  # float32, uint16 or int16 [blocks, heads, key_dim, 64]
     values: Any  # the same [blocks, heads, 64, width]
     num_tokens: int
@@ -88,7 +90,8 @@ class Plan(NamedTuple):
     """
 
     element: Any  # 0, of the type of keys and values
-    query: int  # addresses, those after this one of what belongs to the segment
+    query: int  # addresses, those after the next one of what belongs to the segment
+    pairs: int  # 0 if there are none
     scores: int
     corrections: int
     maxima: int
@@ -127,6 +130,7 @@ def started_segment(segment, items, call):
     return Plan(
         call.keys.dtype.type(0),
         call.query.ctypes.data,
+        call.pairs.ctypes.data if call.pairs.size > 0 else 0,
         call.scores[segment].ctypes.data,
         call.corrections[segment].ctypes.data,
         maxima,
@@ -167,9 +171,14 @@ def attend_block(head, start, keys, values, ahead, plan):
     """
     tokens = min(BLOCK, plan.num_tokens - start)
     for row in range(0, plan.rows, ROWS):
-        query = plan.query + (head * plan.rows + row) * plan.query_bytes
-        for column in range(0, BLOCK, tile_columns()):
-            score_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, values)
+        offset = (head * plan.rows + row) * plan.query_bytes
+        if plan.pairs != 0:
+            query, row_bytes = plan.pairs + offset // 2, plan.query_bytes // 2
+            score_pairs(plan.element, query, row_bytes, keys, plan.key_dim, plan.scores, values)
+        else:
+            query = plan.query + offset
+            for column in range(0, BLOCK, tile_columns()):
+                score_tile(plan.element, query, plan.query_bytes, keys, plan.key_dim, plan.scores, column, values)
         weights_of_tile(head, row, start, plan)
         weigh_values(head, row, plan.scores, values, tokens, ahead, plan)
 
@@ -339,6 +348,7 @@ def call_type(call: type, fields: dict[str, Any]) -> Any:
     number, real = numba.int64, numba.float32
     kinds = {
         "query": real[:, :, ::1],
+        "pairs": numba.uint16[:, :, ::1],
         "causal": numba.boolean,
         "scale": numba.float64,
         "visible": numba.uint8[:, :, :, ::1],

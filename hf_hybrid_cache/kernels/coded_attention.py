@@ -30,6 +30,7 @@ class CodedCall(NamedTuple):
     """One call of `attend_coded`: the fields of `Call`, whose blocks in full precision follow each other, and more."""
 
     query: Any  # float32 [heads, rows, key_inner], zeros beyond the width of a key
+    pairs: Any  # uint16, the same in bfloat16, or empty
     keys: Any  # float32, uint16 or int16 [float blocks, heads, key_dim, 64]
     values: Any  # the same [float blocks, heads, 64, width]
     num_tokens: int

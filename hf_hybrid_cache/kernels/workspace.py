@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attention import Call, attend
+from .bfloat16_tiles import has_bfloat16_products
 from .blocks import BLOCK, value_width
 from .coded_attention import CodedCall, attend_coded
 from .coded_blocks import RecordLayout
@@ -27,6 +28,7 @@ _SEGMENT_BLOCKS = 64
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
 _WORTH_A_SEGMENT = 32  # blocks: starting it and merging its result is then nothing beside them
 _NO_FACTORS, _NO_MIXING = np.empty((0, 0), np.float32), np.empty((1, 0, 0), np.float32)
+_NO_PAIRS = np.empty((0, 0, 0), np.uint16)
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 
@@ -120,6 +122,7 @@ class Workspace:
         shape = self.shape
         rows = -(-shape.rows // ROWS) * ROWS
         self.query = aligned_zeros((shape.heads, rows, value_width(shape.key_dim)), np.float32)
+        self.pairs = aligned_zeros(self.query.shape, np.uint16)
         self.rotated = aligned_zeros(self.query.shape, np.float32)
         self.out = aligned_zeros((shape.heads, rows, value_width(shape.value_dim)), np.float32)
         self.lse = aligned_zeros((shape.heads, rows), np.float32)
@@ -182,6 +185,7 @@ class Workspace:
             self._make_partial(segments)
         call = Call(
             self.query,
+            self._pairs_for(keys),
             keys,
             values,
             num_tokens,
@@ -212,6 +216,14 @@ class Workspace:
         else:
             attend_coded(*team_of_kernels(), of_codes)
         self.tokens_read = 0 if indexed is None else indexed.num_blocks * shape.heads * BLOCK
+
+    def _pairs_for(self, keys: np.ndarray) -> np.ndarray:
+        """The query in bfloat16, if it and the keys are that, and the processor has products for it."""
+        bits = self.query.view(np.uint16)
+        if keys.dtype != np.uint16 or keys.shape[2] % 2 or not has_bfloat16_products() or bits[..., ::2].any():
+            return _NO_PAIRS
+        self.pairs[...] = bits[..., 1::2]
+        return self.pairs
 
     def _segments(self, blocks: int) -> int:
         """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, value_width
+from hf_hybrid_cache.kernels.bfloat16_tiles import has_bfloat16_products
 from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, to_blocks
 
@@ -44,13 +45,16 @@ def make(
     key_dim: int = 64,
     value_dim: int | None = None,
     seed: int = 0,
+    rounded_query: bool = False,
 ) -> tuple[Case, tuple[np.ndarray, np.ndarray]]:
+    """Random numbers; those of the query in `storage`, too, if it is rounded."""
     generator = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
         return generator.standard_normal(shape).astype(np.float32)
 
-    query = normal(batch, num_kv_heads * group, length, key_dim).astype(np.float64)
+    query = normal(batch, num_kv_heads * group, length, key_dim)
+    query = stored(query, storage)[1] if rounded_query else query.astype(np.float64)
     key_bits, keys = stored(normal(batch, num_kv_heads, tokens, key_dim), storage)
     value_bits, values = stored(normal(batch, num_kv_heads, tokens, value_dim or key_dim), storage)
     return Case(query, keys, values), (key_bits, value_bits)
@@ -91,6 +95,30 @@ def test_any_width_of_keys_and_values(storage: str, dims: tuple[int, int]):
     check(*make(storage, 200, num_kv_heads=2, group=3, key_dim=dims[0], value_dim=dims[1]), scale=dims[0] ** -0.5)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK + 1, 1000, 64 * BLOCK + 1])
+@pytest.mark.parametrize("key_dim", [1, 2, 24, 64, 80, 113, 256])
+@pytest.mark.parametrize("group", [1, 4, 5, 16])
+def test_a_query_in_the_type_of_the_keys_is_as_exact(group: int, key_dim: int, tokens: int):
+    """Then dot products of bfloat16 are taken, where the processor has them."""
+    case, bits = make("bfloat16", tokens, 2, 2, group, key_dim=key_dim, value_dim=40, rounded_query=True)
+    check(case, bits, scale=key_dim**-0.5)
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no dot products of bfloat16 (AVX512-BF16)")
+@pytest.mark.parametrize("size", [1.0, 2.0**60, 2.0**-60])
+def test_dot_products_of_bfloat16_are_those_of_float32(size: float, monkeypatch: pytest.MonkeyPatch):
+    case, bits = make("bfloat16", 500, group=5, length=3, rounded_query=True)
+    case.query *= size
+    options = {"scale": 0.125 / size, "causal": True}
+    with_them = run(case, bits, **options)
+    monkeypatch.setattr("hf_hybrid_cache.kernels.workspace.has_bfloat16_products", lambda: False)
+    without = run(case, bits, **options)
+    for ours, plain in zip(with_them, without, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-6)
+    assert (with_them[0] != without[0]).any()  # the order of sums is another one
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("tokens", [16, 17, 64, 65, 70, 500])
 def test_later_queries_see_more_tokens(tokens: int, length: int):
@@ -118,7 +146,7 @@ def test_random_shapes_masks_and_scores(data: st.DataObject):
         "value_dim": draw(st.integers(1, 140)),
     }
     seed = draw(st.integers(0, 2**32 - 1))
-    case, bits = make(storage, tokens, **sizes, seed=seed)
+    case, bits = make(storage, tokens, **sizes, seed=seed, rounded_query=draw(st.booleans()))
     scale = scale_for_scores(case, draw(st.floats(0.01, 1)) * SCORES)
     check(case, bits, scale, **random_masks(draw, case, seed))
     count("attention compared with float64")

@@ -1,0 +1,115 @@
+"""
+Scores of keys in bfloat16 by the processor's own dot products of pairs, for four query rows whose numbers are bfloat16.
+
+A product of two such numbers is exact in float32, as in `tiles`; two of them take one instruction. Numbers below 1.2e-38
+count as zero.
+"""
+
+import sys
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .blocks import BLOCK
+from .compiled import jit
+from .tiles import ROWS
+from .vector_ir import FLOATS, INT16, INT32, INT64, INTS, LANES
+
+_FEATURES = "avx512f", "avx512bw", "avx512bf16"
+_HALVES = 2 * LANES  # numbers of 16 bits in a vector
+_VECTORS = BLOCK // _HALVES
+
+
+def _has_dot(context: Any) -> bool:
+    return all(vec.has_feature(context, feature) for feature in _FEATURES)
+
+
+@intrinsic
+def _has_bfloat16_dot(typing_context: Any) -> Any:
+    """Whether the processor has them, a constant."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return ir.IntType(1)(int(_has_dot(context)))
+
+    return types.boolean(), generate
+
+
+@jit
+def _processor_has_bfloat16_dot() -> bool:
+    return _has_bfloat16_dot()  # type: ignore[call-arg]
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Whether keys in bfloat16 are multiplied in pairs here (x86-64 with AVX512-BF16)."""
+    return sys.byteorder == "little" and bool(_processor_has_bfloat16_dot())
+
+
+@intrinsic
+def score_pairs(
+    typing_context: Any, element: Any, query: Any, stride: Any, keys: Any, head_dim: Any, scores: Any, ahead: Any
+) -> Any:
+    """
+    Write `scores = query @ keys`; nothing where keys are no bfloat16, or the processor has no such products.
+
+    query: address of bfloat16 rows, `stride` bytes apart, each `[head_dim]`, an even number; keys: address of one block
+    of `element`, `[head_dim, BLOCK]`; scores: address of float32 `[ROWS, BLOCK]`; ahead: address of what is read next,
+    prefetched row by row.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        _, query, stride, keys, head_dim, scores, ahead = arguments
+        if element != types.uint16 or not _has_dot(context):
+            return context.get_dummy_value()
+        add, multiply = builder.add, builder.mul
+        dot = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
+
+        def body(pair: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            offset = multiply(pair, INT64(2 * BLOCK * 2))
+            rows = [_load_row(builder, add(keys, add(offset, INT64(row * BLOCK * 2)))) for row in range(2)]
+            vec.prefetch(builder, add(ahead, offset), 2 * BLOCK * 2)
+            loaded = [
+                builder.bitcast(vec.shuffle(builder, *halves, lanes), INTS)
+                for halves in zip(*rows, strict=True)
+                for lanes in (_IN_LOWER, _IN_UPPER)
+            ]
+            results = []
+            for row in range(ROWS):
+                position = add(query, add(multiply(INT64(row), stride), multiply(pair, INT64(4))))
+                number = vec.splat(builder, vec.load(builder, position, INT32))
+                of_row = sums[row * len(loaded) : (row + 1) * len(loaded)]
+                for key, total in zip(loaded, of_row, strict=True):
+                    results.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, key, number], False))
+            return results
+
+        count = builder.lshr(head_dim, INT64(1))
+        sums = vec.loop(builder, count, [vec.floats(0.0)] * (ROWS * BLOCK // LANES), body)
+        for index in range(0, len(sums), 2):
+            for half, lanes in enumerate((_FIRST, _LAST)):
+                place = add(scores, INT64((index + half) * LANES * 4))
+                vec.store(builder, vec.shuffle(builder, *sums[index : index + 2], lanes), place)
+        return context.get_dummy_value()
+
+    return types.void(element, *[types.int64] * 6), generate
+
+
+def _load_row(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """The bits of a row of keys."""
+    kind = ir.VectorType(INT16, _HALVES)
+    return [vec.load(builder, builder.add(address, INT64(vector * _HALVES * 2)), kind) for vector in range(_VECTORS)]
+
+
+def _interleaved(first: int) -> list[int]:
+    """Of each eight numbers of two vectors four, in pairs: what one instruction does."""
+    starts = [eight + first + index for eight in range(0, _HALVES, 8) for index in range(4)]
+    return [start + vector * _HALVES for start in starts for vector in range(2)]
+
+
+_IN_LOWER, _IN_UPPER = _interleaved(0), _interleaved(4)
+# Where the sums of sixteen tokens are, in the two vectors that those interleavings lead to.
+_PLACES = [four // 2 * 4 + four % 2 * LANES + lane for four in range(_HALVES // 4) for lane in range(4)]
+_FIRST, _LAST = _PLACES[:LANES], _PLACES[LANES:]
