@@ -6,7 +6,8 @@ handles of a cache, of full precision or quantized; "portable" is the quantized 
 gets its own best layout, once with the queries packed into the KV heads, and once with enable_gqa=True, as transformers
 calls it. All formats and ways take turns. Data is cold and code is warm, as in the layers of a model: before each
 sample large buffers are read, and then the same call runs over a few other tokens. The ceiling is a plain sum of as
-many bytes.
+many bytes. With `--queries` each head has several, as when guessed tokens are checked together: then arithmetic is the
+limit.
 """
 
 import copy
@@ -41,14 +42,14 @@ class Layer:
         ways: by name, what is timed.
     """
 
-    def __init__(self, format_name: str, num_tokens: int):
+    def __init__(self, format_name: str, num_tokens: int, queries: int):
         torch.manual_seed(0)
         config, dtype = llama_1b_config(num_layers=1), DTYPES.get(format_name, torch.bfloat16)
         keys, values = (random_states(config, num_tokens, dtype) for _ in range(2))
         bits = BITS.get(format_name)
         make_cache = partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache
         cache = make_cache(config, cpu_decode=True)
-        query, our_keys, our_values = decode_states(config, keys, values, cache)
+        query, our_keys, our_values = decode_states(config, keys, values, cache, queries)
         self._cache = cache
         self._dtype = dtype
         self._packed = query.view(1, keys.shape[1], -1, keys.shape[-1])
@@ -84,10 +85,10 @@ def without_integers(attend: Callable[[], Any]) -> Any:
         set_integer_kernels(None)
 
 
-def measure(formats: list[str], num_tokens: int, repeats: int, reader: MemoryReader) -> dict[str, Any]:
+def measure(formats: list[str], num_tokens: int, queries: int, repeats: int, reader: MemoryReader) -> dict[str, Any]:
     """Check that all ways give the same, then time them in turns; raw samples in seconds, by "format way"."""
-    layers = {name: Layer(name, num_tokens) for name in formats}
-    others = {name: Layer(name, WARM_UP_TOKENS) for name in formats}
+    layers = {name: Layer(name, num_tokens, queries) for name in formats}
+    others = {name: Layer(name, WARM_UP_TOKENS, queries) for name in formats}
     errors = {name: layer.check() for name, layer in layers.items()}
 
     def ways(of: dict[str, Layer]) -> dict[str, Callable[[], Any]]:
@@ -130,6 +131,7 @@ def main() -> None:
     parser = experiment_parser("kernel_bandwidth", __doc__)
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=FORMATS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536, 131_072])
+    parser.add_argument("--queries", type=int, default=1, help="of each head")
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     reader = MemoryReader(arguments.buffer_mib)
@@ -137,7 +139,7 @@ def main() -> None:
     print(f"{'tokens':>8} {'format':>6} {'KV':>10} {'ours':>10} {'GB/s':>6} {'of a sum':>9}  ours is faster than")
     cells, answer = [], {}
     for num_tokens in arguments.tokens:
-        cell = measure(arguments.formats, num_tokens, arguments.repeats, reader)
+        cell = measure(arguments.formats, num_tokens, arguments.queries, arguments.repeats, reader)
         cells.append(cell)
         for name, result in cell["formats"].items():
             seconds, share = result["median_seconds"]["ours"], result["share_of_read_bandwidth"]
@@ -149,7 +151,9 @@ def main() -> None:
             )
             shown = {**result["ratio"], "share_of_read_bandwidth": share}
             answer[f"{name} {num_tokens}"] = {key: round(value, 2) for key, value in shown.items()}
-    print(f"record: {records.save('kernel_bandwidth', {'cells': cells}, arguments.out)}")
+    record = {"queries": arguments.queries, "cells": cells}
+    folder = records.RESULTS / f"kernel_bandwidth{'' if arguments.queries == 1 else f'_{arguments.queries}_queries'}"
+    print(f"record: {records.save('kernel_bandwidth', record, arguments.out or folder)}")
     print(json.dumps(answer))
 
 

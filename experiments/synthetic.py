@@ -53,18 +53,23 @@ def kv_bytes(config: LlamaConfig, num_tokens: int, dtype: torch.dtype) -> int:
 
 
 def decode_states(
-    config: LlamaConfig, keys: torch.Tensor, values: torch.Tensor, cache: HybridCache | None = None
+    config: LlamaConfig,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: HybridCache | None = None,
+    queries: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    What a model attends with and to in a decode step of one layer: a random query, and what our cache hands out.
+    What a model attends with and to in a decode step of one layer: random queries, and what our cache hands out.
 
     Args:
         config: of the layer.
         keys: [1, num_kv_heads, tokens, head_dim]; all but the last are put in as a prefill, the last is decoded.
         values: as the keys.
         cache: an empty one; a `DynamicHybridCache` if none is given.
+        queries: of each head.
     """
     cache = cache or DynamicHybridCache(config, cpu_decode=True)
     cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
-    query = torch.randn(1, config.num_attention_heads, 1, keys.shape[-1]).to(keys.dtype)
+    query = torch.randn(1, config.num_attention_heads, queries, keys.shape[-1]).to(keys.dtype)
     return query, *cache.update(keys[:, :, -1:], values[:, :, -1:], 0)

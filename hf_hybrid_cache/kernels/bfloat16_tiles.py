@@ -1,8 +1,8 @@
 """
 Scores of keys in bfloat16 by the processor's own dot products of pairs, for four query rows whose numbers are bfloat16.
 
-A product of two such numbers is exact in float32, as in `tiles`; two of them take one instruction. Numbers below 1.2e-38
-count as zero.
+A product of two such numbers is exact in float32, as in `tiles`; two of them take one instruction. What is smaller than
+1.2e-38 counts as zero.
 """
 
 import sys
@@ -73,8 +73,8 @@ def score_pairs(
             rows = [_load_row(builder, add(keys, add(offset, INT64(row * BLOCK * 2)))) for row in range(2)]
             vec.prefetch(builder, add(ahead, offset), 2 * BLOCK * 2)
             loaded = [
-                builder.bitcast(vec.shuffle(builder, *halves, lanes), INTS)
-                for halves in zip(*rows, strict=True)
+                builder.bitcast(vec.shuffle(builder, even, odd, lanes), INTS)
+                for even, odd in zip(*rows, strict=True)
                 for lanes in (_IN_LOWER, _IN_UPPER)
             ]
             results = []
@@ -91,7 +91,7 @@ def score_pairs(
         for index in range(0, len(sums), 2):
             for half, lanes in enumerate((_FIRST, _LAST)):
                 place = add(scores, INT64((index + half) * LANES * 4))
-                vec.store(builder, vec.shuffle(builder, *sums[index : index + 2], lanes), place)
+                vec.store(builder, vec.shuffle(builder, sums[index], sums[index + 1], lanes), place)
         return context.get_dummy_value()
 
     return types.void(element, *[types.int64] * 6), generate
