@@ -31,6 +31,7 @@ from experiments import (
     report,
     selection,
     selection_speed,
+    selection_steps,
 )
 from experiments.quality_caches import states_of
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
@@ -494,6 +495,10 @@ def test_the_page_on_reading_a_part_states_what_was_measured():
         selection.rules_table(quality),
         selection_speed.table(speed["cells"][-1], speed["bits"]),
         mapped_reads.table(record("mapped_reads")["cells"]),
+        *(
+            selection_steps.table(record(f"selection_steps/{name}")["cells"][-1])
+            for name in ("llama-3.2-1b-random-4-bit-weights", "smollm2-135m", "smollm2-135m-most-1")
+        ),
     ]
     for table in tables:
         assert any(lines[start : start + len(table)] == table for start in range(len(lines)))
