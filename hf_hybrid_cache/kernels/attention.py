@@ -117,25 +117,29 @@ class Plan(NamedTuple):
 @jit_inlined
 def started_segment(segment, items, call):
     """The plan of a segment that has seen nothing yet. Heads with none of its items have no maximum: not a number."""
-    heads, rows, width = call.partial.shape[1:]
-    maxima = call.maxima.ctypes.data + segment * heads * rows * 4
-    sums = call.sums.ctypes.data + segment * heads * rows * 4
-    partial = call.partial.ctypes.data + segment * heads * rows * width * 4
-    _fill(maxima, heads * rows, np.nan)
+    plan, heads = plan_of(segment, call), call.maxima.shape[1]
+    _fill(plan.maxima, heads * plan.rows, np.nan)
     for item in range(items.start, min(items.stop, items.start + heads)):
-        row = item % heads * rows
-        _fill(maxima + row * 4, rows, -np.inf)
-        _fill(sums + row * 4, rows, 0)
-        _fill(partial + row * width * 4, rows * width, 0)
+        row = item % heads * plan.rows
+        _fill(plan.maxima + row * 4, plan.rows, -np.inf)
+        _fill(plan.sums + row * 4, plan.rows, 0)
+        _fill(plan.partial + row * plan.width * 4, plan.rows * plan.width, 0)
+    return plan
+
+
+@jit_inlined
+def plan_of(segment, call):
+    """The plan of a segment."""
+    heads, rows, width = call.partial.shape[1:]
     return Plan(
         call.keys.dtype.type(0),
         call.query.ctypes.data,
         call.pairs.ctypes.data if call.pairs.size > 0 else 0,
         call.scores[segment].ctypes.data,
         call.corrections[segment].ctypes.data,
-        maxima,
-        sums,
-        partial,
+        call.maxima.ctypes.data + segment * heads * rows * 4,
+        call.sums.ctypes.data + segment * heads * rows * 4,
+        call.partial.ctypes.data + segment * heads * rows * width * 4,
         call.query.shape[1],
         call.query.shape[2] * 4,
         call.keys.shape[2],

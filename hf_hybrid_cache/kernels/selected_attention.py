@@ -21,6 +21,7 @@ from .attention import (
 )
 from .blocks import BLOCK
 from .compiled import jit, jit_part
+from .left_out import add_left_out
 from .page_choice import (
     choose_pages,
     gather_runs,
@@ -47,6 +48,7 @@ def attend_selected(parallel, team, threads, call):
         share_out(parallel, team, threads, call.segments, _attend_to_all, call)
     else:
         share_out(parallel, team, threads, call.segments, _attend_to_chosen, call)
+        share_out(parallel, team, threads, heads, _add_left_out, call)
     share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
@@ -101,6 +103,11 @@ def _attend_to_pages(head, start, keys, values, token_bytes, first, end, next_ke
         hide_pages(plan.scores, first // PAGE, end // PAGE)
         weights_of_tile(head, row, start, plan)
         weigh_values(head, row, plan.scores + first * 4, values, end - first, next_values, plan)
+
+
+@jit_part
+def _add_left_out(head, call):
+    add_left_out(head, call.blocks, call)
 
 
 @jit_part

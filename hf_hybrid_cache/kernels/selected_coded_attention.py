@@ -19,6 +19,7 @@ from .coded_attention import (
 from .coded_slots import attend_slots, forms_of, put_into_slot
 from .compiled import jit, jit_part
 from .folding import SLOTS
+from .left_out import add_left_out
 from .page_choice import (
     choose_pages,
     gather_runs,
@@ -44,6 +45,7 @@ def attend_selected_codes(parallel, team, threads, call):
         share_out(parallel, team, threads, call.segments, _attend_to_all, call)
     else:
         share_out(parallel, team, threads, call.segments, _attend_to_chosen, call)
+        share_out(parallel, team, threads, heads, _add_left_out, call)
     share_out(parallel, team, threads, heads, _merge_segments, call)
 
 
@@ -75,6 +77,11 @@ def _attend_to_chosen(segment, call):
             head, start = item - block * heads, (coded.first_coded + block) * BLOCK
             put_into_slot(slot, item, head, start, (first, end), following, (next_first, next_end), *forms)
         attend_slots(count, plan, *forms)
+
+
+@jit_part
+def _add_left_out(head, call):
+    add_left_out(head, 0, call)
 
 
 @jit_part

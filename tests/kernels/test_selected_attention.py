@@ -95,6 +95,44 @@ def shares(case: Case, indexed: IndexedBlocks, scale: float, **masks) -> np.ndar
     return weights.reshape(batch * kv_heads, -1, case.tokens).mean(axis=1)
 
 
+def with_estimates(
+    case: Case,
+    indexed: IndexedBlocks,
+    read: np.ndarray,
+    scale: float,
+    visible: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    causal: bool = False,
+) -> np.ndarray:
+    """
+    What attention finds where the tokens `read`, `[heads, tokens]`, are read.
+
+    Others have the keys of the index, and the mean of the values that the last query of a KV head sees of what is not
+    indexed; where it sees none, they are not there.
+    """
+    batch, kv_heads, _, dim = case.keys.shape
+    keys, values = case.keys.copy(), case.values.copy()
+    keys[:, :, _tokens(indexed)] = decoded_index(indexed.records, dim).reshape(batch, kv_heads, -1, dim)
+    rest = np.ones(case.tokens, bool)
+    rest[_tokens(indexed)] = False
+    shape = batch, case.query.shape[1], case.query.shape[2], case.tokens
+    seen = np.ones(shape, bool) if visible is None else np.broadcast_to(visible != 0, shape)
+    of_mean = rest & (seen if bias is None else seen & (np.broadcast_to(bias, shape) > -1e30))[:, :, -1]
+    counts = np.ones(shape, np.uint8) * seen
+    is_read = read.reshape(batch, kv_heads, -1)
+    for sequence, head in np.ndindex(batch, kv_heads):
+        heads = slice(head * case.group, (head + 1) * case.group)
+        of_head = of_mean[sequence, heads][-1]
+        if of_head.any():
+            values[sequence, head, ~rest] = case.values[sequence, head, of_head].mean(axis=0)
+        else:
+            counts[sequence, heads] *= is_read[sequence, head]
+    keys, values = (
+        np.where(is_read[..., None], exact, rough) for exact, rough in ((case.keys, keys), (case.values, values))
+    )
+    return attention(replace(case, keys=keys, values=values), scale, causal, counts, bias)[0]
+
+
 def fewest_tokens(indexed: IndexedBlocks, weights: np.ndarray, mass: float) -> int:
     """Indexed tokens in the fewest pages that carry the share, and between two such pages of a block."""
     of_pages = weights[:, _tokens(indexed)].reshape(len(weights), -1, PAGE).sum(axis=2)
@@ -117,20 +155,17 @@ def check(
     set_integer_kernels(None if is_integer else False)
     case, indexed = made[0], index_of(made, first, last)
     out, read = run_selected(made, indexed, mass, scale, **masks)
-    batch, kv_heads = case.keys.shape[:2]
-    seen = read.reshape(batch, kv_heads, 1, -1).repeat(case.group, axis=1).astype(np.uint8)
-    seen = np.broadcast_to(seen, (batch, kv_heads * case.group, case.query.shape[2], case.tokens))
+    expected = with_estimates(case, indexed, read, scale, **masks)
     hidden = masks.pop("visible", np.ones((1, 1, 1, 1), np.uint8))
-    expected, _ = attention(case, scale, visible=seen * (hidden != 0), **masks)
     spread = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)).std(axis=3).max()
     bound = BOUNDS[is_integer] * max(1.0, 2 * spread * scale)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=bound * np.abs(case.values).max())
+    tolerance = TOLERANCE * max(1.0, spread * scale) * (1 - mass) + bound
+    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * np.abs(case.values).max())
     hidden = np.broadcast_to(hidden, (1, 1, 1, 1)) if hidden.size == 1 else hidden
     weights = shares(case, indexed, scale, visible=hidden, **masks)
     some_see_nothing = (attention_weights(case, scale, visible=hidden, **masks)[0].sum(axis=-1) < 0.5).any()
     if some_see_nothing:  # then all may be read
         return read[:, _tokens(indexed)]
-    tolerance = TOLERANCE * max(1.0, spread * scale) * (1 - mass) + bound
     assert ((weights * read).sum(axis=1) >= mass - tolerance).all()
     fewest = fewest_tokens(indexed, weights, min(1.0, mass + tolerance))
     assert read[:, _tokens(indexed)].sum() <= MORE_THAN_THE_FEWEST * fewest + 2 * PAGE * len(read)
@@ -196,6 +231,20 @@ def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
     mass = draw(st.sampled_from([0.5, 0.95, 0.999]))
     check(made, is_integer, mass, scale, first, last, **random_masks(draw, case, seed))
     count("selected attention compared with float64")
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("maker", [make, make_plain])
+def test_what_is_left_out_enters_as_an_estimate(is_integer: bool, maker: Callable[..., Made]):
+    made = maker(1, 30, 70, num_kv_heads=2, group=4, batch=2)
+    set_integer_kernels(None if is_integer else False)
+    case, indexed = made[0], index_of(made)
+    out, read = run_selected(made, indexed, 0.5)
+    assert 0.2 < read.mean() < 0.8
+    expected = with_estimates(case, indexed, read, 0.125)
+    seen = read.reshape(2, 2, 1, -1).repeat(4, axis=1).astype(np.uint8)
+    without = attention(case, 0.125, visible=seen)[0]
+    assert np.abs(out - expected).max() < 0.1 * np.abs(without - expected).max()
 
 
 @EVERY_WAY
