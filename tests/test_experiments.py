@@ -1,5 +1,6 @@
 """The measurements run, their records are whole, and what the pages say is what the records say."""
 
+import copy
 import importlib
 import importlib.util
 import json
@@ -514,7 +515,7 @@ def test_windows_have_as_many_tokens_as_are_wanted(num_tokens: int):
 
 
 def test_pages_that_are_turned_carry_the_attention_of_the_next_steps():
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))  # other tests have it too
     cache, token = DynamicCache(config=model.config), 5
     fill(cache, model.config, 1000, torch.float32)
     before = [keys.clone() for keys, _ in states_of(cache)]
