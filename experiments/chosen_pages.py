@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from experiments.decoding import prefill
 from experiments.page_rules import OURS, PAGE, RULES
+from experiments.perplexity import divergence
 
 SINK_TOKENS, RECENT_TOKENS = 64, 64
 ENOUGH = 0.95
@@ -139,8 +140,7 @@ def compare(
         found = run(attention)
         rows[str(way)] = {
             "mass": way.mass,
-            "kl_nats": float((expected.exp() * (expected - found)).sum(-1).mean()),
-            "same_top_token": float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
+            **divergence(found, expected),
             "worst_layer": max(attention.missed.values()),
             "all_layers": sum(attention.missed.values()) / len(attention.missed),
             "pages": sum(attention.pages.values()) / len(attention.pages),

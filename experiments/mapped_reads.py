@@ -19,9 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from experiments import records
 from experiments.options import experiment_parser
-from experiments.selection_speed import turned_towards_queries
 from experiments.synthetic import llama_1b_config, random_states
 from experiments.timing import seconds_of
+from experiments.turned_keys import turned_towards_queries
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection
 
 ALL, PART = "all", "part"

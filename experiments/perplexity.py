@@ -18,6 +18,14 @@ from experiments.decoding import prefill
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, bfloat16_bytes, filled, stored_bytes
 
 
+def divergence(log_probs: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """From `expected`, of log-probabilities `[tokens, vocabulary]`: means over the tokens."""
+    return {
+        "kl_nats": float((expected.exp() * (expected - log_probs)).sum(-1).mean()),
+        "same_top_token": float((expected.argmax(-1) == log_probs.argmax(-1)).float().mean()),
+    }
+
+
 class Score:
     """What one cache makes of the scored tokens, added up over the steps."""
 

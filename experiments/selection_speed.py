@@ -21,24 +21,11 @@ from experiments.bandwidth import MemoryReader, read_bandwidth
 from experiments.options import experiment_parser
 from experiments.synthetic import decode_states, llama_1b_config, random_states
 from experiments.timing import in_turns, medians
+from experiments.turned_keys import HIGHER, turned_towards_queries
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection
 
-PAGE = 16
 FULL = "bfloat16"
-# By which scores of the pages that matter are higher than those of all others.
-HIGHER = 14.0
 WARM_UP_TOKENS = 1024
-
-
-def turned_towards_queries(config: LlamaConfig, keys: torch.Tensor, share: float) -> torch.Tensor:
-    """Change `keys` of `share` of the pages so that they lie in the direction of the queries, which are returned."""
-    _, heads, tokens, head_dim = keys.shape
-    direction = torch.nn.functional.normalize(torch.randn(heads, 1, head_dim), dim=-1)
-    pages = torch.rand(heads, tokens // PAGE + 1).repeat_interleave(PAGE, dim=1)[None, :, :tokens, None] < share
-    keys += (pages * HIGHER * direction).to(keys.dtype)
-    queries = direction.repeat_interleave(config.num_attention_heads // heads, dim=0)
-    noise = 0.2 * torch.randn(config.num_attention_heads, 1, head_dim)
-    return ((queries * head_dim**0.5 if share else 0) + noise)[None].to(keys.dtype)
 
 
 class Layer:

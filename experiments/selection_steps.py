@@ -25,6 +25,7 @@ from experiments import records
 from experiments.bandwidth import MemoryReader, read_bandwidth
 from experiments.joined_windows import Continuation, fill_with_windows
 from experiments.options import experiment_parser
+from experiments.perplexity import divergence
 from experiments.quality_caches import filled, stored_bytes
 from experiments.selection_speed import in_part
 from experiments.synthetic import fill, kv_bytes
@@ -70,15 +71,6 @@ class GivenDecoder:
         place = torch.tensor([[position]])
         logits = self._model(torch.tensor([[token]]), position_ids=place, past_key_values=self.cache).logits[0, -1]
         self.log_probs.append(logits.float().log_softmax(-1))
-
-
-def divergence(found: GivenDecoder, expected: GivenDecoder) -> dict[str, float]:
-    """Means over the steps."""
-    pairs = list(zip(found.log_probs, expected.log_probs, strict=True))
-    return {
-        "kl_nats": sum(float((right.exp() * (right - left)).sum()) for left, right in pairs) / len(pairs),
-        "same_top_token": sum(int(left.argmax()) == int(right.argmax()) for left, right in pairs) / len(pairs),
-    }
 
 
 def fill_all(
@@ -128,7 +120,8 @@ def measure(
         read = cache.stats.share_read
         rows[name] |= {"read": sum(read.values()) / len(read), "read_by_layer": list(read.values())}
         if is_text:
-            rows[name] |= divergence(decoders[name], decoders[of_all])
+            found, expected = (torch.stack(decoders[each].log_probs) for each in (name, of_all))
+            rows[name] |= divergence(found, expected)
     return rows
 
 

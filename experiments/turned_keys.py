@@ -1,10 +1,10 @@
-"""Keys that carry the attention by construction, for a whole model whose weights are random."""
+"""Keys of which some pages carry the attention by construction: of one layer, or of a model with random weights."""
 
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from experiments.chosen_pages import attending
@@ -14,6 +14,23 @@ from experiments.page_rules import PAGE
 HIGHER = 14.0
 # Of what values were: what attention finds then hardly changes the queries of the layers above from step to step.
 _SMALL = 1 / 64
+
+
+def pages_that_matter(heads: int, tokens: int, share: float) -> torch.Tensor:
+    """Which tokens are in `share` of the pages, spread at random, `[heads, tokens]`."""
+    pages = torch.rand(heads, tokens // PAGE + 1) < share
+    return pages.repeat_interleave(PAGE, dim=1)[:, :tokens]
+
+
+def turned_towards_queries(config: LlamaConfig, keys: torch.Tensor, share: float) -> torch.Tensor:
+    """Change `keys` of `share` of the pages so that they lie in the direction of the queries, which are returned."""
+    _, heads, tokens, head_dim = keys.shape
+    direction = torch.nn.functional.normalize(torch.randn(heads, 1, head_dim), dim=-1)
+    matters = pages_that_matter(heads, tokens, share)[None, :, :, None]
+    keys += (matters * HIGHER * direction).to(keys.dtype)
+    queries = direction.repeat_interleave(config.num_attention_heads // heads, dim=0)
+    noise = 0.2 * torch.randn(config.num_attention_heads, 1, head_dim)
+    return ((queries * head_dim**0.5 if share else 0) + noise)[None].to(keys.dtype)
 
 
 @torch.inference_mode()
@@ -59,8 +76,7 @@ class Turning:
         rows = query[0, :, 0].unflatten(0, (heads, -1)).float() * (scaling or head_dim**-0.5)
         # The shortest direction whose product with each of a KV head's queries is what scores are to be higher by.
         direction = HIGHER * torch.linalg.pinv(rows * slow).sum(-1)
-        pages = torch.rand(heads, tokens // PAGE + 1) < self._share
-        matters = pages.repeat_interleave(PAGE, dim=1)[:, : tokens - 1]
+        matters = pages_that_matter(heads, tokens, self._share)[:, :-1]
         key[0, :, :-1] += (matters[..., None] * direction[:, None]).to(key.dtype)
         value *= _SMALL
         out = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)

@@ -65,6 +65,14 @@ def run_selected(
     made: Made, indexed: IndexedBlocks, mass: float, scale: float = 0.125, **masks
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result `[batch, query_heads, query_length, value_dim]`, and which tokens were read `[heads, tokens]`."""
+    out, _, read = run_with_lse(made, indexed, mass, scale, **masks)
+    return out, read
+
+
+def run_with_lse(
+    made: Made, indexed: IndexedBlocks, mass: float, scale: float, **masks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `run_selected`, with the log-sum-exp between them."""
     case = made[0]
     shape = shape_of(case)
     workspace = Workspace(shape)
@@ -79,7 +87,7 @@ def run_selected(
             start = (indexed.first + block) * BLOCK
             read[head, start : start + BLOCK] = chosen.repeat(PAGE)
     assert workspace.tokens_read == read[:, _tokens(indexed)].sum()
-    return out, read
+    return out, workspace.lse[:, : shape.rows].reshape(out.shape[:3]), read
 
 
 def _tokens(indexed: IndexedBlocks) -> slice:
@@ -95,42 +103,53 @@ def shares(case: Case, indexed: IndexedBlocks, scale: float, **masks) -> np.ndar
     return weights.reshape(batch * kv_heads, -1, case.tokens).mean(axis=1)
 
 
+def means_of_rest(
+    case: Case, indexed: IndexedBlocks, visible: np.ndarray | None = None, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """
+    Of the values that the last query of a KV head sees of what is not indexed, `[batch, kv_heads, value_dim]`.
+
+    Not a number where it sees none.
+    """
+    rest = np.ones(case.tokens, bool)
+    rest[_tokens(indexed)] = False
+    shape = *case.query.shape[:3], case.tokens
+    seen = np.ones(shape, bool) if visible is None else np.broadcast_to(visible != 0, shape)
+    seen = seen if bias is None else seen & (np.broadcast_to(bias, shape) > -1e30)
+    means = np.full((*case.values.shape[:2], case.values.shape[3]), np.nan)
+    for sequence, head in np.ndindex(*means.shape[:2]):
+        of_head = rest & seen[sequence, (head + 1) * case.group - 1, -1]
+        if of_head.any():
+            means[sequence, head] = case.values[sequence, head, of_head].mean(axis=0)
+    return means
+
+
 def with_estimates(
     case: Case,
     indexed: IndexedBlocks,
     read: np.ndarray,
     scale: float,
+    causal: bool = False,
     visible: np.ndarray | None = None,
     bias: np.ndarray | None = None,
-    causal: bool = False,
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """
-    What attention finds where the tokens `read`, `[heads, tokens]`, are read.
+    Attention, and its log-sum-exp, where the tokens `read`, `[heads, tokens]`, are read.
 
-    Others have the keys of the index, and the mean of the values that the last query of a KV head sees of what is not
-    indexed; where it sees none, they are not there.
+    Others have the keys of the index and the mean of `means_of_rest`; where there is none, they are not there.
     """
     batch, kv_heads, _, dim = case.keys.shape
-    keys, values = case.keys.copy(), case.values.copy()
+    is_read, means = read.reshape(batch, kv_heads, -1, 1), means_of_rest(case, indexed, visible, bias)
+    keys = case.keys.copy()
     keys[:, :, _tokens(indexed)] = decoded_index(indexed.records, dim).reshape(batch, kv_heads, -1, dim)
-    rest = np.ones(case.tokens, bool)
-    rest[_tokens(indexed)] = False
-    shape = batch, case.query.shape[1], case.query.shape[2], case.tokens
-    seen = np.ones(shape, bool) if visible is None else np.broadcast_to(visible != 0, shape)
-    of_mean = rest & (seen if bias is None else seen & (np.broadcast_to(bias, shape) > -1e30))[:, :, -1]
-    counts = np.ones(shape, np.uint8) * seen
-    is_read = read.reshape(batch, kv_heads, -1)
-    for sequence, head in np.ndindex(batch, kv_heads):
-        heads = slice(head * case.group, (head + 1) * case.group)
-        of_head = of_mean[sequence, heads][-1]
-        if of_head.any():
-            values[sequence, head, ~rest] = case.values[sequence, head, of_head].mean(axis=0)
-        else:
-            counts[sequence, heads] *= is_read[sequence, head]
-    keys, values = (
-        np.where(is_read[..., None], exact, rough) for exact, rough in ((case.keys, keys), (case.values, values))
+    estimated = replace(
+        case,
+        keys=np.where(is_read, case.keys, keys),
+        values=np.where(is_read, case.values, np.nan_to_num(means)[:, :, None]),
     )
-    return attention(replace(case, keys=keys, values=values), scale, causal, counts, bias)[0]
+    counts = is_read[..., 0] | np.isfinite(means[:, :, :1])
+    counts = counts[:, :, None].repeat(case.group, axis=1).astype(np.uint8)
+    return attention(estimated, scale, causal, counts if visible is None else counts * (visible != 0), bias)
 
 
 def fewest_tokens(indexed: IndexedBlocks, weights: np.ndarray, mass: float) -> int:
@@ -154,13 +173,22 @@ def check(
     """Returns which indexed tokens were read."""
     set_integer_kernels(None if is_integer else False)
     case, indexed = made[0], index_of(made, first, last)
-    out, read = run_selected(made, indexed, mass, scale, **masks)
-    expected = with_estimates(case, indexed, read, scale, **masks)
+    out, lse, read = run_with_lse(made, indexed, mass, scale, **masks)
+    batch, kv_heads = case.keys.shape[:2]
+    with_all, expected_lse = with_estimates(case, indexed, read, scale, **masks)
+    means = np.nan_to_num(means_of_rest(case, indexed, masks.get("visible"), masks.get("bias")))
     hidden = masks.pop("visible", np.ones((1, 1, 1, 1), np.uint8))
     spread = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)).std(axis=3).max()
     bound = BOUNDS[is_integer] * max(1.0, 2 * spread * scale)
     tolerance = TOLERANCE * max(1.0, spread * scale) * (1 - mass) + bound
-    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * np.abs(case.values).max())
+    np.testing.assert_allclose(out, with_all, rtol=0, atol=tolerance * np.abs(case.values).max())
+    np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=tolerance)
+    # What is read is attended to exactly: only how much is estimated beside it may be off.
+    seen = read.reshape(batch, kv_heads, 1, -1).repeat(case.group, axis=1).astype(np.uint8)
+    exact, exact_lse = attention(case, scale, visible=seen * (hidden != 0), **masks)
+    share = np.exp(np.subtract(exact_lse, lse, out=np.zeros_like(exact_lse), where=~np.isneginf(lse)))[..., None]
+    expected = share * exact + (1 - share) * means.repeat(case.group, axis=1)[:, :, None]
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound * np.abs(case.values).max())
     hidden = np.broadcast_to(hidden, (1, 1, 1, 1)) if hidden.size == 1 else hidden
     weights = shares(case, indexed, scale, visible=hidden, **masks)
     some_see_nothing = (attention_weights(case, scale, visible=hidden, **masks)[0].sum(axis=-1) < 0.5).any()
@@ -241,7 +269,7 @@ def test_what_is_left_out_enters_as_an_estimate(is_integer: bool, maker: Callabl
     case, indexed = made[0], index_of(made)
     out, read = run_selected(made, indexed, 0.5)
     assert 0.2 < read.mean() < 0.8
-    expected = with_estimates(case, indexed, read, 0.125)
+    expected, _ = with_estimates(case, indexed, read, 0.125)
     seen = read.reshape(2, 2, 1, -1).repeat(4, axis=1).astype(np.uint8)
     without = attention(case, 0.125, visible=seen)[0]
     assert np.abs(out - expected).max() < 0.1 * np.abs(without - expected).max()
