@@ -486,21 +486,25 @@ def test_the_page_on_processes_states_what_is_worked_out_for_them():
 def test_the_page_on_reading_a_part_states_what_was_measured():
     lines = (report.RESULTS.parent / "docs" / "selection.md").read_text().splitlines()
 
-    def record(name: str) -> dict[str, Any]:
-        return json.loads((report.RESULTS / name / "amd-epyc-znver5-2-cores.json").read_text())
+    def record(name: str, processor: str = "znver5") -> dict[str, Any]:
+        return json.loads((report.RESULTS / name / f"amd-epyc-{processor}-2-cores.json").read_text())
 
-    speed, quality = record("selection_speed"), record("selection")["cells"]
+    def steps_table(name: str, processor: str = "znver5") -> list[str]:
+        return selection_steps.table(record(f"selection_steps/{name}", processor)["cells"][-1])
+
+    quality = record("selection", "znver4")["cells"]
     tables = [
         selection.table(quality, 16),
-        selection.table(record("selection_few_bits")["cells"], 4),
+        selection.table(record("selection_few_bits", "znver4")["cells"], 4),
         selection.rules_table(quality),
-        selection_speed.table(speed["cells"][-1], speed["bits"]),
         mapped_reads.table(record("mapped_reads")["cells"]),
-        *(
-            selection_steps.table(record(f"selection_steps/{name}")["cells"][-1])
-            for name in ("llama-3.2-1b-random-4-bit-weights", "smollm2-135m", "smollm2-135m-most-1")
-        ),
+        steps_table("smollm2-135m"),
+        steps_table("smollm2-135m-most-1"),
     ]
+    for processor in ("znver4", "znver5"):
+        speed = record("selection_speed", processor)
+        tables.append(selection_speed.table(speed["cells"][-1], speed["bits"]))
+        tables.append(steps_table("llama-3.2-1b-random-4-bit-weights", processor))
     for table in tables:
         assert any(lines[start : start + len(table)] == table for start in range(len(lines)))
 
