@@ -15,10 +15,12 @@ notebooks: $(VENV)/.notebooks
 # Every property, in a few minutes.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --simulate tests/accelerator
 
 # What `make test` leaves out: all combinations, long contexts, whole experiments, and longer searches at random.
 test-all: $(VENV)/.test $(VENV)/.quantizers
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough --simulate tests/accelerator
 	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_quantized_models.py
 
 # The tests that search at random, for long: minutes instead of seconds.

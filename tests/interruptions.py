@@ -12,7 +12,7 @@ from lazy_streams import Job
 
 _PACKAGE = str(Path(hf_hybrid_cache.__file__).parent)
 # What is raised while memory is given back is lost: Python only prints it.
-_FINALIZERS = {"__del__", "_unlock"}
+_FINALIZERS = {"__del__", "_end_copies", "_unlock"}
 # A copy that runs late would fail with its device, and not where it is waited for.
 _LATE_COPY = Job.run.__code__
 

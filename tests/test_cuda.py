@@ -1,14 +1,10 @@
 """What only a CUDA device can show: streams, page-locked memory, device memory."""
 
-import copy
 import gc
 
 import pytest
 import torch
-from coded_reference import coded_reference
-from groups import Group
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid_cache import (
     DynamicHybridCache,
@@ -19,13 +15,13 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.planning import BITS, Candidate, Way, model_cost
-from hf_hybrid_cache.storage import KVShape, page_lock
+from hf_hybrid_cache.storage import page_lock
 from hf_hybrid_cache.storage.page_lock import _lock
-from hf_hybrid_cache.storage.staging import Slot
 from hf_hybrid_cache.storage.streams import AcceleratorStreams
 
-from caches import CACHES, stock
-from tiny_models import FAMILIES, VOCAB_SIZE, llama, random_prompt, tiny_model
+from accelerator.decoding import Watcher, decode
+from caches import stock
+from tiny_models import llama, random_prompt
 
 pytestmark = pytest.mark.cuda
 
@@ -40,47 +36,6 @@ STEPS = (700, 1, 1, 65, 1)
 def states(num_tokens: int, seed: int, batch: int = 1) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(batch, 8, num_tokens, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_on_the_gpu_equal_those_of_dynamic_cache(cache: str, family: str):
-    model = tiny_model(family).to("cuda")
-    try:
-        ids = random_prompt(2, 40).to("cuda")
-        outputs = [
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=make(model.config),
-                max_new_tokens=40,
-                do_sample=False,
-            )
-            for make in (CACHES[cache], stock)
-        ]
-    finally:
-        model.to("cpu")
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("options", [{}, {"offload": True}, {"cpu_decode": True}], ids=["device", "streamed", "cpu"])
-@pytest.mark.parametrize("bits", [8, (4, 2), 2])
-def test_logits_of_quantized_caches_on_the_gpu_are_those_of_the_codes(bits, options: dict):
-    model = tiny_model("llama").to("cuda")
-    try:
-        ids = random_prompt(2, 200).to("cuda")
-        logits = []
-        for cache in (
-            QuantizedHybridCache(model.config, bits, sink_tokens=0, **options),
-            coded_reference(model.config, minmax(bits, sink_tokens=0)),
-        ):
-            with torch.no_grad():
-                model(ids, past_key_values=cache)
-                steps = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(80)]
-            logits.append(torch.cat(steps, dim=1))
-    finally:
-        model.to("cpu")
-    torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -161,23 +116,6 @@ def test_computation_and_copies_wait_for_each_other(options, slow: str, monkeypa
         assert torch.equal(cache.layers[layer].keys, expected)
 
 
-def test_a_slot_dropped_with_copies_under_way_harms_nobody():
-    shape = KVShape.of(states(1, 0), states(1, 0))
-    host = torch.ones(4096, 1, 8, 64, dtype=torch.bfloat16).pin_memory()
-    for _ in range(5):
-        streams = SlowCopies(shape.device)
-        slot = Slot(shape, streams)
-        slot.ensure_capacity(shape, 4096, keep=0)
-        target = slot.keys.read(4096).permute(2, 0, 1, 3)
-        slot.arrived = streams.copy_to_device(
-            lambda target=target: target.copy_(host, non_blocking=True), after=[streams.computed()]
-        )
-        del slot, target
-        others = [torch.zeros(1, 8, 4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(8)]
-        torch.cuda.synchronize()
-        assert not any(other.any() for other in others)
-
-
 def test_memory_that_cannot_be_page_locked_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page_lock, "_has_warned", False)
     memory = torch.empty(2**20, dtype=torch.uint8)
@@ -200,7 +138,8 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
     store = cache.layers[3].store
     assert store.keys._data[:1].is_pinned()
     torch.cuda._sleep(2_000_000_000)
-    saved = store.staging.save(store, store.staging.open(store, store.num_tokens), 0, 1)
+    store.staging.save(store, store.staging.open(store, store.num_tokens), 0, 1)
+    saved = store.copies.saved
     # The call came back although the copy still stands behind a second of other work.
     assert not saved.query()
     torch.cuda.synchronize()
@@ -281,66 +220,6 @@ def a_model_of_half_a_gigabyte() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().to("cuda")
 
 
-def decode(model, ids: torch.Tensor, cache, **options):
-    ids = ids.to("cuda")
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False} | options
-    return model.generate(ids, past_key_values=cache, **options)
-
-
-class Watcher(BaseStreamer):
-    """Notes what `observe` says; first for the prompt, then for every token. At the end `finish` is called."""
-
-    def __init__(self, observe, finish=lambda: None):
-        self.observe, self.finish = observe, finish
-        self.notes = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.notes.append(self.observe())
-
-    def end(self) -> None:
-        self.finish()
-
-
-@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_decoded_on_the_cpu_equal_those_of_the_gpu(cache: str, family: str):
-    model = copy.deepcopy(tiny_model(family)).to("cuda")
-    ids = random_prompt(2, 40)
-    ours = decode(model, ids, CACHES[cache](model.config), custom_generate=decode_on_cpu)
-    assert ours.device.type == "cuda"
-    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cuda"}
-    assert torch.equal(ours, decode(model, ids, stock(model.config)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"prefill_chunk_size": 7},
-        {"prompt_lookup_num_tokens": 3},
-        {"eos_token_id": [7, 11], "repetition_penalty": 1.2, "min_new_tokens": 5},
-    ],
-    ids=["beams", "chunked_prefill", "prompt_lookup", "processors"],
-)
-def test_every_way_to_generate_decodes_on_the_cpu(options):
-    model = copy.deepcopy(tiny_model("llama")).to("cuda")
-    ids = random_prompt(1, 30)
-    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options)
-    assert torch.equal(ours, decode(model, ids, stock(model.config), **options))
-
-
-def test_an_assistant_on_the_gpu_drafts_for_a_model_on_the_cpu():
-    model, assistant = (copy.deepcopy(tiny_model("llama")).to("cuda") for _ in range(2))
-    devices = Watcher(lambda: (assistant.device.type, model.device.type))
-    with assistant.register_forward_hook(lambda *_: devices.put(torch.empty(0))):
-        cache = DynamicHybridCache(model.config)
-        options = {"custom_generate": decode_on_cpu, "assistant_model": assistant}
-        ours = decode(model, random_prompt(1, 30), cache, **options)
-    assert set(devices.notes) == {("cuda", "cpu")}
-    assert torch.equal(ours, decode(model, random_prompt(1, 30), stock(model.config)))
-
-
 @pytest.mark.parametrize("make_cache", [DynamicHybridCache, OffloadedHybridCache])
 def test_the_gpu_is_given_back_while_the_cpu_decodes(make_cache):
     gc.collect()
@@ -359,61 +238,6 @@ def test_the_gpu_is_given_back_while_the_cpu_decodes(make_cache):
         assert reserved <= 128 * 2**20
     assert model.device.type == "cuda"
     assert torch.cuda.memory_allocated() - before >= weights
-
-
-def test_logits_are_processed_where_the_inputs_are():
-    class Favour(LogitsProcessor):
-        bias = torch.zeros(VOCAB_SIZE, device="cuda").index_fill(0, torch.tensor(9, device="cuda"), 4.0)
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return scores + self.bias
-
-    model = copy.deepcopy(tiny_model("llama")).to("cuda")
-    ids, options = random_prompt(2, 20), {"logits_processor": [Favour()]}
-    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options)
-    assert torch.equal(ours, decode(model, ids, stock(model.config), **options))
-
-
-def test_an_interrupt_brings_model_and_cache_back_to_the_gpu():
-    def interrupt() -> None:
-        if model.device.type == "cpu":
-            raise KeyboardInterrupt
-
-    model = copy.deepcopy(tiny_model("llama")).to("cuda")
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    cache = DynamicHybridCache(model.config)
-    in_bfloat16 = decode_on_cpu.configure(dtype=torch.bfloat16)
-    with pytest.raises(KeyboardInterrupt):
-        decode(model, random_prompt(1, 20), cache, custom_generate=in_bfloat16, streamer=Watcher(interrupt))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), weights, strict=True))
-    assert {layer.keys.device.type for layer in cache.layers} == {"cuda"}
-    cache.reset()
-    reference = decode(model, random_prompt(1, 20), stock(model.config))
-    assert torch.equal(decode(model, random_prompt(1, 20), cache), reference)
-
-
-def test_kept_weights_are_copied_to_the_host_once():
-    model = copy.deepcopy(tiny_model("llama")).to("cuda")
-    keeping = decode_on_cpu.configure(keep_weights=True)
-    places = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
-    outputs = []
-    for _ in range(2):
-        cache = DynamicHybridCache(model.config)
-        outputs.append(decode(model, random_prompt(1, 20), cache, custom_generate=keeping, streamer=places))
-    assert places.notes[1] == places.notes[-1]
-    assert torch.equal(*outputs)
-
-
-def test_frequencies_that_a_model_replaces_on_the_gpu_go_to_the_cpu():
-    config = llama()
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    config.max_position_embeddings = 16
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().to("cuda")
-    reference = decode(copy.deepcopy(model), random_prompt(1, 30), stock(config), prefill_chunk_size=8)
-    options = {"custom_generate": decode_on_cpu, "prefill_chunk_size": 8}
-    assert torch.equal(decode(model, random_prompt(1, 30), DynamicHybridCache(config), **options), reference)
-    assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}
 
 
 def test_a_gpu_that_was_filled_meanwhile_leaves_model_and_cache_on_the_cpu():
@@ -460,34 +284,3 @@ def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
     for layer in range(8):
         expected = torch.cat([states(4096, seed=start + layer) for start in range(0, 32_768, 4096)], dim=2)
         assert torch.equal(cache.layers[layer].keys, expected)
-
-
-def generate_together(bits: int | None) -> list[list[int]]:
-    """In a process of a group: a model on the GPU, whose keys and values are shared out."""
-    model = copy.deepcopy(tiny_model("llama")).to("cuda")
-    group = torch.distributed.group.WORLD
-    cache = (
-        DynamicHybridCache(model.config, group=group)
-        if bits is None
-        else QuantizedHybridCache(model.config, bits, group=group)
-    )
-    ids = random_prompt(1, 300).to("cuda")
-    tokens = model.generate(
-        ids, past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=100
-    ).tolist()
-    assert cache.memory().device_bytes == 0 or bits is not None
-    assert cache.layers[0].keys.device.type == "cuda"
-    return tokens
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_processes_share_the_cache_of_a_model_on_the_gpu(bits: int | None):
-    with Group(2) as group:
-        together = group.call(generate_together, bits)
-    assert together[0] == together[1]
-    model = copy.deepcopy(tiny_model("llama")).to("cuda")
-    alone = model.generate(
-        random_prompt(1, 300).to("cuda"), past_key_values=stock(model.config), max_new_tokens=20, do_sample=False
-    )
-    # Of a random model, the codes of 8 bits change some tokens.
-    assert bits is not None or together[0] == alone.tolist()

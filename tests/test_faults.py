@@ -14,6 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from coded_reference import coded_reference
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
+
+from caches import CACHES, QUANTIZED
+from interruptions import Interruption
+from soak import budget, count
 from test_stateful import (
     CONFIG,
     HEAD_DIM,
@@ -23,14 +31,6 @@ from test_stateful import (
     VARIANTS,
     with_lazy_streams,
 )
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
-
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
-
-from caches import CACHES, QUANTIZED
-from interruptions import Interruption
-from soak import budget, count
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)

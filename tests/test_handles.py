@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, StaleHandleError
+from hf_hybrid_cache.attention import compile_kernels
 from hf_hybrid_cache.attention.handles import KVHandle
 
 from lazy_streams import copy_late
@@ -31,15 +32,23 @@ def states(tokens: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.fl
 
 
 def decode_step(
-    past: int, new: int = 1, batch: int = 2, dtype: torch.dtype = torch.float32
+    past: int, new: int = 1, batch: int = 2, dtype: torch.dtype = torch.float32, is_streamed: bool = False
 ) -> tuple[Pair, Pair, torch.Tensor]:
     """Handles after `new` tokens on top of `past`, the same states as tensors, and a query."""
     ours, stock = DynamicHybridCache(CONFIG, cpu_decode=True), DynamicCache(config=CONFIG)
+    if is_streamed:
+        copy_late(ours)
     for cache in (ours, stock):
         cache.update(*states(past, 0, batch, dtype), 0)
     handles, tensors = (cache.update(*states(new, 1, batch, dtype), 0) for cache in (ours, stock))
     query = torch.randn(batch, HEADS, new, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
     return handles, tensors, query
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_are_compiled():
+    """Warnings are caught for the whole process, in which Numba would compile beside, and catch its own."""
+    compile_kernels(torch.float32, False, lambda: None)
 
 
 @pytest.fixture
@@ -61,9 +70,10 @@ def test_a_handle_is_like_the_tensor_it_stands_for(past: int, dtype: torch.dtype
         assert not handle.requires_grad
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("past", [1, 62, 63, 64, 200])
-def test_any_operation_gets_the_real_states(past: int):
-    handles, tensors, query = decode_step(past)
+def test_any_operation_gets_the_real_states(past: int, is_streamed: bool):
+    handles, tensors, query = decode_step(past, is_streamed=is_streamed)
     operations = [
         lambda keys, values: keys + 1,
         lambda keys, values: keys.transpose(2, 3),

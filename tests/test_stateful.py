@@ -196,8 +196,8 @@ def test_any_sequence_of_operations_leaves_what_the_codes_of_its_blocks_stand_fo
     run(QuantizedCacheMachine, variant)
 
 
-def run(kind: type[CacheMachine], variant: str) -> None:
-    machine = type("Machine", (kind,), {"variant": variant})
+def run(kind: type[CacheMachine], variant: str, **attributes: str) -> None:
+    machine = type("Machine", (kind,), {"variant": variant, **attributes})
     run_state_machine_as_test(
         machine,
         settings=search_at_random(40, 100, stateful_step_count=20),

@@ -12,7 +12,19 @@ import torch
 
 from ..codecs import MinMaxCodec
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
-from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVCodec, KVStore, Share, SharedStore, kernel_element
+from ..storage import (
+    GRANULE,
+    CacheStats,
+    CodedStore,
+    HostStore,
+    KVCodec,
+    KVStore,
+    Share,
+    SharedStore,
+    can_page_lock,
+    kernel_element,
+    wait_for_computation,
+)
 from .chunk_attention import attend_in_pieces, attend_to_chunk, has_log_sums
 from .layer_selection import LayerSelection
 from .shared_attention import SharedRows
@@ -123,9 +135,10 @@ class CpuAttention:
         workspace = self._run_kernel(query, store, group, self._mask.of(mask), scale, selection)
         if query.is_cpu:
             return workspace.out.to(query.dtype, copy=True).flatten(1, 2)
-        result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=query.is_cuda)
+        is_locked = can_page_lock(query.device.type)
+        result = torch.empty(workspace.out.shape, dtype=query.dtype, pin_memory=is_locked)
         result.copy_(workspace.out)
-        return result.flatten(1, 2).to(query.device, non_blocking=query.is_cuda)
+        return result.flatten(1, 2).to(query.device, non_blocking=is_locked)
 
     def _run_kernel(
         self,
@@ -140,10 +153,12 @@ class CpuAttention:
         batch, query_heads, query_length, head_dim = query.shape
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
-        on_host = query if query.is_cpu else query.to("cpu", non_blocking=query.is_cuda)
         visible, bias = mask
-        if query.is_cuda:
-            torch.cuda.current_stream(query.device).synchronize()
+        if query.is_cpu:
+            on_host = query
+        else:
+            on_host = query.to("cpu", non_blocking=can_page_lock(query.device.type))
+            wait_for_computation(query.device)
         store.wait_for_copies()
         workspace.query.copy_(on_host.view(batch, num_kv_heads, group, query_length, head_dim))
         assert isinstance(store, HostStore | CodedStore)

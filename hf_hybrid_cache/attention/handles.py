@@ -130,6 +130,9 @@ class KVHandle(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs or {}))
+        if func is torch.ops.aten.view.default:
+            # A handle is contiguous to whoever asks it; states that are streamed are not.
+            func = torch.ops.aten.reshape.default
         return func(*args, **kwargs)
 
 

@@ -36,6 +36,7 @@ from ..storage import (
     KVCodec,
     KVShape,
     available_host_bytes,
+    can_page_lock,
     require_host_bytes,
 )
 from .forward_passes import ForwardPasses
@@ -133,9 +134,11 @@ class HybridCache(DynamicCache):
             placement = _shared_placement(placement)
         if selection is not None:
             placement = _placement_for_selection(placement, peers)
-        if placement.pin_memory and not torch.cuda.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if placement.pin_memory and (accelerator is None or not can_page_lock(accelerator.type)):
             raise ValueError(
-                "pin_memory=True needs CUDA, which is not available here. Use pin_memory=None to decide by device."
+                "pin_memory=True needs CUDA, or another accelerator for which torch page-locks memory, which is not "
+                "available here. Use pin_memory=None to decide by device."
             )
 
         layers: list[Any] = DynamicCache(config=config).layers

@@ -30,6 +30,7 @@ from ..storage import (
     SharedStore,
     Staging,
     StreamedStore,
+    can_page_lock,
     full_tokens,
     streams_for,
 )
@@ -226,8 +227,7 @@ class LayerStores:
             streams = streams_for(shape.device)
             evicts = self.placement.on_oom == "evict"
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats, evicts)
-        # A meta device stands for a CUDA device that is planned for.
-        pinned = shape.device.type in ("cuda", "meta") and self.placement.pin_memory is not False
+        pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
         resident = ordinal in self._resident and not on_cpu
         return StreamedStore(shape, capacity, budget, self.stagings[shape.device], resident, pinned, records)
 

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ..layers import HybridLayer, LayerStores
 from ..other_processes import OtherProcesses
-from ..storage import InitialCapacity, KVShape, require_host_bytes
+from ..storage import InitialCapacity, KVShape, can_page_lock, is_accelerator, require_host_bytes
 from ..weights import WEIGHT_BITS, Covered, Width
 from .candidates import BITS, Candidate
 from .cost import layer_bytes
@@ -109,9 +109,10 @@ def _measured(dtype: torch.dtype, effort: Effort) -> tuple[Speeds, list[float]]:
     num_bytes = effort.matrices * _MATRIX[0] * _MATRIX[1] * (dtype.itemsize + 2) + (len(BITS) + 2) * states
     require_host_bytes(num_bytes, "Measuring speeds needs")
     host, reading = _device_speed(HOST, dtype, effort)
-    if not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         return Speeds(host), reading
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     return Speeds(host, _device_speed(device, dtype, effort)[0], *_bus_speed(device, effort.rounds)), reading
 
 
@@ -283,7 +284,7 @@ def _config(num_layers: int) -> LlamaConfig:
 @torch.inference_mode()
 def _bus_speed(device: torch.device, rounds: int) -> tuple[float, float]:
     """Bytes a second from page-locked host memory to `device`, and seconds of a small tensor there and back."""
-    block = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
+    block = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=can_page_lock(device.type))
     small = torch.zeros(_HEADS * _HEAD_DIM, device=device)
     copy = _median_seconds(lambda: block.to(device, non_blocking=True), device, rounds)
     return _BUS_BYTES / copy, _median_seconds(lambda: small.to(HOST).to(device), device, rounds)
@@ -304,5 +305,5 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)

@@ -119,10 +119,23 @@ class Machine:
 
 
 def free_device_bytes() -> int:
-    """Bytes that are free on the current CUDA device, also in what torch keeps for itself; 0 without one."""
-    if not torch.cuda.is_available():
+    """Bytes that are free on the current accelerator, also in what torch keeps for itself; 0 where none tells."""
+    if not torch.accelerator.is_available():
         return 0
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    try:
+        free, _ = torch.accelerator.get_memory_info()
+    except RuntimeError:
+        return 0
+    return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+
+
+def accelerator_name() -> str | None:
+    """What the current accelerator is called; `None` without one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    name = getattr(torch.get_device_module(accelerator), "get_device_name", None)
+    return accelerator.type if name is None else str(name())
 
 
 def this_machine(device_bytes: int | None, host_bytes: int | None, speeds: Speeds) -> Machine:
@@ -195,7 +208,7 @@ def _signature() -> dict[str, Any]:
         "hf_hybrid_cache": __version__,
         "torch": torch.__version__,
         "cpu": cpu_name(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": accelerator_name(),
     }
 
 

@@ -11,6 +11,7 @@ from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
 from .memory_limits import address_space_is_limited
+from .page_lock import can_page_lock
 from .record_buffer import RecordBuffer
 from .resident_store import ResidentStore
 from .scratch import Scratch
@@ -19,7 +20,7 @@ from .shared_store import MARK_SIZE, SharedStore
 from .staging import Staging
 from .stats import CacheStats
 from .streamed_store import StreamedStore
-from .streams import Streams, streams_for
+from .streams import Streams, is_accelerator, streams_for, wait_for_computation
 from .token_buffer import TokenBuffer
 
 __all__ = [
@@ -52,13 +53,16 @@ __all__ = [
     "TokenBuffer",
     "address_space_is_limited",
     "available_host_bytes",
+    "can_page_lock",
     "coded_blocks",
     "full_tokens",
     "grown_capacity",
     "huge_page_memory",
+    "is_accelerator",
     "kernel_array",
     "kernel_element",
     "record_shape",
     "require_host_bytes",
     "streams_for",
+    "wait_for_computation",
 ]

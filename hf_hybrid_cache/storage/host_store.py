@@ -21,7 +21,7 @@ class HostStore(BufferedStore):
         capacity: of the buffers before the first token.
         budget: asked before host memory is used.
         records: states are records of coded blocks.
-        pinned_for: page-lock the memory for copies to and from this CUDA device.
+        pinned_for: page-lock the memory for copies to and from this device.
     """
 
     keys: BlockBuffer | RecordBuffer

@@ -1,6 +1,8 @@
-"""Page-locking memory that grows, so that a CUDA device copies from and to it beside the computation."""
+"""Page-locked host memory, so that an accelerator copies from and to it beside the computation."""
 
 import contextlib
+import functools
+import os
 import warnings
 import weakref
 
@@ -8,11 +10,34 @@ import torch
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 _has_warned = False
+# What could not be given back while CUDA recorded a graph: of each its addresses, its device and its memory.
+_kept: list[tuple[list[int], torch.device, torch.Tensor]] = []
+
+
+@functools.cache
+def can_page_lock(device_type: str) -> bool:
+    """Whether torch has page-locked memory for copies from and to devices of this type."""
+    if device_type in ("cuda", "meta"):  # a meta device stands for a CUDA device that is planned for
+        return True
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device_type != accelerator.type:
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:
+        return False
+
+
+def locks_in_place(device: torch.device | None) -> bool:
+    """Whether memory that is there can be page-locked for copies from and to `device`: CUDA alone can."""
+    return device is not None and device.type in ("cuda", "meta")
 
 
 class PageLock:
     """
     The page-locked part of one piece of memory, from its start on.
+
+    Whoever copies from or to the memory waits for the copies before it lets go of the lock.
 
     Args:
         data: the memory, page aligned.
@@ -30,7 +55,7 @@ class PageLock:
         self._start = data.data_ptr()
         self._addresses: list[int] = []
         # The data is an argument so that it outlives the lock.
-        self.release = weakref.finalize(self, _unlock, self._addresses, device, data)
+        self.release = weakref.finalize(self, _unlock, self._addresses, device, data, os.getpid())
         self.release.atexit = False
 
     def extend(self, start: int, end: int, unit_bytes: int) -> None:
@@ -47,6 +72,7 @@ class PageLock:
 
 
 def _lock(address: int, num_bytes: int, device: torch.device) -> bool:
+    _unlock_kept()
     error = _register(address, num_bytes, device)
     if error == 0:
         return True
@@ -80,10 +106,27 @@ def _clear_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(1)
 
 
-def _unlock(addresses: list[int], device: torch.device | None, data: torch.Tensor) -> None:
-    if addresses:
-        # A copy may still be reading or writing the memory.
-        torch.cuda.synchronize(device)
-        with torch.cuda.device(device):
-            for address in addresses:
-                torch.cuda.cudart().cudaHostUnregister(address)
+def _unlock(addresses: list[int], device: torch.device | None, data: torch.Tensor, process: int) -> None:
+    # In a forked child nothing is locked, and CUDA must not be called.
+    if not addresses or os.getpid() != process:
+        return
+    assert device is not None
+    _kept.append((addresses, device, data))
+    _unlock_kept()
+
+
+def _unlock_kept() -> None:
+    # To unlock memory would end the recording of a graph.
+    while _kept and not _is_recording_graph():
+        addresses, device, _ = _kept.pop()
+        _unregister(addresses, device)
+
+
+def _is_recording_graph() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _unregister(addresses: list[int], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        for address in addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)

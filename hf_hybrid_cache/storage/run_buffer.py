@@ -10,7 +10,7 @@ from .address_space import AddressSpace
 from .growth import grown_capacity
 from .host_buffer import HostBuffer
 from .memory_limits import address_space_is_limited
-from .page_lock import PageLock
+from .page_lock import PageLock, locks_in_place
 
 _COPY_ROWS = 64
 
@@ -25,8 +25,9 @@ class RunBuffer(HostBuffer):
         token_major: likewise.
         expected_tokens: reserve address space for this many.
         entry_tokens: as `TokenBuffer`.
-        pinned_for: page-lock the memory, chunk by chunk as it is used, for copies to and from this CUDA device. Where
-            the system refuses, copies are slower, and one warning in the process says so.
+        pinned_for: page-lock the memory for copies to and from this device. For CUDA chunk by chunk as it is used;
+            where the system refuses, copies are slower, and one warning in the process says so. For other accelerators
+            the memory is taken from torch, and what is stored is copied when it grows.
 
     Attributes:
         row_entries: entries in one row; the unit of copies to and from a device.
@@ -44,6 +45,7 @@ class RunBuffer(HostBuffer):
         pinned_for: torch.device | None = None,
     ):
         self.pinned_for = pinned_for
+        self._takes_locked = pinned_for is not None and not locks_in_place(pinned_for)
         super().__init__(shape, dtype, token_major, expected_tokens, entry_tokens)
 
     @property
@@ -108,11 +110,14 @@ class RunBuffer(HostBuffer):
         super()._grow(num_tokens, keep)
         release_old()
 
+    def _reserve(self, num_tokens: int) -> AddressSpace | None:
+        return None if self._takes_locked else super()._reserve(num_tokens)
+
     def _prepare(self, space: AddressSpace, num_tokens: int) -> None:
         space.use_huge_pages(0, self.rows(num_tokens) * self.row_entries * self.bytes_per_token)
 
     def _memory_for(self, num_tokens: int) -> int:
-        if self.pinned_for is None:
+        if not locks_in_place(self.pinned_for):
             return self.rows(num_tokens) * self.row_entries
         reserved = self.rows(max(num_tokens, self.expected_tokens)) * self.row_entries
         return min(self._locked(num_tokens), reserved)
@@ -132,6 +137,8 @@ class RunBuffer(HostBuffer):
             self._space.use_huge_pages(start * self.bytes_per_token, end * self.bytes_per_token)
             if self.pinned_for is not None:
                 self._lock.extend(start, end, self.bytes_per_token)
+        if self._takes_locked:
+            end = self.capacity
         self._committed_tokens = end
 
     def _move_to(self, data: torch.Tensor, keep: int) -> None:

@@ -17,6 +17,26 @@ from .streams import Event, Streams
 from .token_buffer import TokenBuffer
 
 
+class HostCopies:
+    """
+    The copies that read or write the host memory of one store.
+
+    Attributes:
+        saved: the newest of those to the host.
+        fetched: the newest of those to the device.
+    """
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+        self.saved: Event = None
+        self.fetched: Event = None
+
+    def wait(self) -> None:
+        """Let the calling thread wait for all of them."""
+        self._streams.wait(self.saved)
+        self._streams.wait(self.fetched)
+
+
 class StagedStore(Protocol):
     """
     What staging asks of the store of a layer.
@@ -27,13 +47,13 @@ class StagedStore(Protocol):
         values: in host memory.
         resident: the layer keeps its slot.
         is_streamed: its next use is expected on the device.
-        saved: the copy to the host of its newest tokens.
+        copies: those of its host memory that may be under way.
     """
 
     shape: KVShape
     resident: bool
     is_streamed: bool
-    saved: Event
+    copies: "HostCopies"
 
     @property
     def keys(self) -> BlockBuffer | RecordBuffer: ...
@@ -145,7 +165,8 @@ class Staging:
         self._registered: list[weakref.ref[StagedStore]] = []
 
     def __deepcopy__(self, memo: dict) -> "Staging":
-        twin = Staging(self.streams, self.prefetch_layers, copy.deepcopy(self.stats, memo), self.evicts_on_oom)
+        streams, stats = copy.deepcopy((self.streams, self.stats), memo)
+        twin = Staging(streams, self.prefetch_layers, stats, self.evicts_on_oom)
         memo[id(self)] = twin
         for store in self._stores:
             twin.register(copy.deepcopy(store, memo))
@@ -160,7 +181,6 @@ class Staging:
 
     def release(self, store: StagedStore) -> None:
         """Forget `store`; its slot is free, and gone when it was resident or the last."""
-        self.wait_for_copies(store)
         self._registered.remove(weakref.ref(store))
         slot = self._slot_of(store)
         if slot is not None:
@@ -188,7 +208,7 @@ class Staging:
         self.streams.compute_after(slot.arrived)
         return slot
 
-    def save(self, store: StagedStore, slot: Slot, start: int, end: int) -> Event:
+    def save(self, store: StagedStore, slot: Slot, start: int, end: int) -> None:
         """Copy tokens `start` to `end` from the slot to the host, as the whole blocks that they are part of."""
 
         def copy_both() -> None:
@@ -197,10 +217,9 @@ class Staging:
 
         # The buffers, not their owners, which may have others by the time the copy runs.
         store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
-        slot.saved = self.streams.copy_to_host(copy_both, after=[self.streams.computed()])
+        store.copies.saved = slot.saved = self.streams.copy_to_host(copy_both, after=[self.streams.computed()])
         row = store.keys.row_entries
         self.stats.bytes_to_host += (store.keys.rows(end) - start // row) * row * store.bytes_per_token
-        return slot.saved
 
     def prefetch_after(self, store: StagedStore) -> None:
         """Start fetching the layers that follow `store` and are not on the device yet."""
@@ -267,13 +286,6 @@ class Staging:
             )
         return bool(given_up)
 
-    def wait_for_copies(self, store: StagedStore) -> None:
-        """Let the calling thread wait until no copy reads or writes the host memory of `store`."""
-        self.streams.wait(store.saved)
-        slot = self._slot_of(store)
-        if slot is not None:
-            self.streams.wait(slot.arrived)
-
     def _slot_of(self, store: StagedStore) -> Slot | None:
         return next((slot for slot in self.slots if slot.owner is store), None)
 
@@ -287,8 +299,8 @@ class Staging:
             store_values.load(slot_values, num_tokens)
 
         store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
-        before = [self.streams.computed(), slot.saved, store.saved]
-        slot.arrived = self.streams.copy_to_device(copy_both, after=before)
+        before = [self.streams.computed(), slot.saved, store.copies.saved]
+        store.copies.fetched = slot.arrived = self.streams.copy_to_device(copy_both, after=before)
         slot.num_tokens = num_tokens
         self.stats.bytes_to_device += num_tokens * store.bytes_per_token
         return slot

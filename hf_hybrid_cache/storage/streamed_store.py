@@ -1,6 +1,7 @@
 """Keys and values kept in host memory and streamed to the compute device for each use."""
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -9,8 +10,8 @@ from .growth import InitialCapacity
 from .host_memory import HostBudget
 from .host_store import HostStore
 from .kv_store import KVShape, Pair
-from .staging import Staging
-from .streams import Event
+from .page_lock import can_page_lock
+from .staging import HostCopies, Staging
 
 
 class StreamedStore(HostStore):
@@ -32,6 +33,7 @@ class StreamedStore(HostStore):
     Attributes:
         is_streamed: the next use is expected on the device; `False` while tokens are only added and attended to on the
             host.
+        copies: those of the host memory that may be under way.
     """
 
     def __init__(
@@ -48,17 +50,23 @@ class StreamedStore(HostStore):
         self.resident = resident
         self.staging = staging
         self.is_streamed = True
-        # The copy to the host of the newest tokens, and those of them that must be put into their blocks after it.
-        self.saved: Event = None
+        self._watch_copies()
+        # Tokens on their way to the host that must be put into their blocks after it.
         self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         staging.register(self)
 
     def __deepcopy__(self, memo: dict) -> "StreamedStore":
         self.wait_for_copies()
         twin = self._duplicate(memo)
-        twin.saved, twin._arriving = None, []
+        twin._arriving = []
         twin.staging = copy.deepcopy(self.staging, memo)
+        twin._watch_copies()
         return twin
+
+    def _watch_copies(self) -> None:
+        """Let copies end before the memory does that they read or write, also when the store is dropped."""
+        self.copies = HostCopies(self.staging.streams)
+        weakref.finalize(self, _end_copies, self.copies).atexit = False
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         return self._retried_with_less_on_device(lambda: self._append(keys, values))
@@ -73,7 +81,7 @@ class StreamedStore(HostStore):
         self.staging.count_use(self)
         slot = self.staging.open(self, end)
         slot.write(start, keys, values)
-        self.saved = self.staging.save(self, slot, start, end)
+        self.staging.save(self, slot, start, end)
         slot.num_tokens = end
         self._set_length(end)
         self.staging.prefetch_after(self)
@@ -87,8 +95,10 @@ class StreamedStore(HostStore):
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         self.reserve(end)
         # torch copies to page-locked memory here, which it uses again once the copy is done.
-        self._arriving.append((start, keys.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
-        self.saved = self.staging.streams.computed()
+        is_locked = can_page_lock(keys.device.type)
+        on_host = [new.to("cpu", non_blocking=is_locked) for new in (keys, values)]
+        self._arriving.append((start, on_host[0], on_host[1]))
+        self.copies.saved = self.staging.streams.computed()
         self._set_length(end)
 
     def read(self) -> Pair:
@@ -109,7 +119,7 @@ class StreamedStore(HostStore):
         self.staging.invalidate(self)
 
     def wait_for_copies(self) -> None:
-        self.staging.wait_for_copies(self)
+        self.copies.wait()
         for start, keys, values in self._arriving:
             self.keys.write(start, keys)
             self.values.write(start, values)
@@ -128,3 +138,7 @@ class StreamedStore(HostStore):
             if self.num_tokens != held or not self.is_intact or not self.staging.give_up_others(self):
                 raise
         return use()
+
+
+def _end_copies(copies: HostCopies) -> None:
+    copies.wait()

@@ -1,5 +1,6 @@
 """Running copies beside the computation, in an order that is always stated. Nothing here knows what is copied."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -39,7 +40,7 @@ class Streams(ABC):
 
 
 class SynchronousStreams(Streams):
-    """For devices without streams, such as the CPU: a copy is done when the call returns."""
+    """For the CPU: a copy is done when the call returns."""
 
     def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
         copy()
@@ -57,6 +58,31 @@ class SynchronousStreams(Streams):
         pass
 
 
+class OneQueue(Streams):
+    """For an accelerator without streams: all work is in one order, and only the host has to wait."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        copy()
+        return self.device
+
+    def copy_to_host(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
+        copy()
+        return self.device
+
+    def computed(self) -> Event:
+        return self.device
+
+    def compute_after(self, event: Event) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            torch.accelerator.synchronize(self.device)
+
+
 class AcceleratorStreams(Streams):
     """Side streams of a CUDA device, or of another accelerator that `torch.Stream` supports."""
 
@@ -64,6 +90,11 @@ class AcceleratorStreams(Streams):
         self.device = device
         self._to_device = torch.Stream(device)
         self._to_host = torch.Stream(device)
+        self._process = os.getpid()
+
+    def __deepcopy__(self, memo: dict) -> "AcceleratorStreams":
+        # What `with stream` restores may be kept on the stream, so that two threads must not share one.
+        return AcceleratorStreams(self.device)
 
     def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
         return self._run(self._to_device, copy, after)
@@ -79,7 +110,8 @@ class AcceleratorStreams(Streams):
             torch.accelerator.current_stream(self.device).wait_event(event)
 
     def wait(self, event: Event) -> None:
-        if event is not None:
+        # A forked child has no part in the work of the device, and may not ask about it.
+        if event is not None and os.getpid() == self._process:
             event.synchronize()
 
     @staticmethod
@@ -97,11 +129,24 @@ class AcceleratorStreams(Streams):
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of `device`; synchronous ones where torch has none for it."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or device.type != accelerator.type:
+    """The streams of `device`."""
+    if not is_accelerator(device):
         return SynchronousStreams()
     try:
         return AcceleratorStreams(device)
     except RuntimeError:  # an accelerator without streams
-        return SynchronousStreams()
+        return OneQueue(device)
+
+
+def wait_for_computation(device: torch.device) -> None:
+    """Let the calling thread wait for the computation that it has issued on an accelerator."""
+    try:
+        torch.accelerator.current_stream(device).synchronize()
+    except RuntimeError:  # without streams
+        torch.accelerator.synchronize(device)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether torch computes on `device` beside this thread."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type

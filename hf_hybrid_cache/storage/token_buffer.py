@@ -35,6 +35,7 @@ class TokenBuffer:
     """
 
     is_torn = False
+    _takes_locked = False  # page-locked memory, from torch
 
     def __init__(
         self,
@@ -128,7 +129,8 @@ class TokenBuffer:
     def _allocate(self, num_tokens: int) -> torch.Tensor:
         # Inference tensors could not be written to outside inference mode later on.
         with torch.inference_mode(False):
-            return torch.empty(self._stored_shape(num_tokens), dtype=self.dtype, device=self.device)
+            shape = self._stored_shape(num_tokens)
+            return torch.empty(shape, dtype=self.dtype, device=self.device, pin_memory=self._takes_locked)
 
     def _stored_shape(self, num_tokens: int) -> torch.Size:
         batch, heads, head_dim = self.shape

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis.stateful import rule, run_state_machine_as_test
 from safetensors import safe_open
-from test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -34,6 +33,7 @@ from hf_hybrid_cache.storage.memory_limits import Limit
 
 from caches import CACHES, QUANTIZED
 from soak import search_at_random
+from test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}

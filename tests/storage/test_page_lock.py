@@ -1,5 +1,7 @@
-"""Page-locking that the system refuses. What CUDA itself does is in `tests/test_cuda.py`."""
+"""Page-locking that the system refuses, and unlocking. What CUDA itself does is in `tests/test_cuda.py`."""
 
+import gc
+import os
 import warnings
 
 import pytest
@@ -30,3 +32,54 @@ def test_refusals_are_told_once_and_the_memory_is_used_all_the_same(monkeypatch:
     assert "refused to page-lock" in str(warned[0].message)
     assert len(refused) == len(buffers)
     assert all(torch.equal(buffer.read(1000), states) for buffer in buffers)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The addresses that are locked, without CUDA."""
+    addresses: set[int] = set()
+    monkeypatch.setattr(page_lock, "_register", lambda address, *rest: addresses.add(address) or 0)
+    monkeypatch.setattr(page_lock, "_unregister", lambda given, device: addresses.difference_update(given))
+    return addresses
+
+
+def a_locked_buffer(num_tokens: int = 100) -> BlockBuffer:
+    buffer = BlockBuffer((1, 2, 16), torch.float32, True, 20_000, torch.device("cuda", 0))
+    buffer.ensure(num_tokens, keep=0)
+    return buffer
+
+
+def test_a_dropped_buffer_unlocks_what_it_locked(registered: set[int]):
+    buffer = a_locked_buffer()
+    assert registered
+    del buffer
+    gc.collect()
+    assert not registered
+
+
+def test_nothing_is_unlocked_while_a_graph_is_recorded_and_all_of_it_afterwards(
+    registered: set[int], monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as recording:
+        recording.setattr(page_lock, "_is_recording_graph", lambda: True)
+        buffers = [a_locked_buffer() for _ in range(2)]
+        locked = set(registered)
+        del buffers
+        gc.collect()
+        assert registered == locked
+    other = a_locked_buffer()
+    assert registered.isdisjoint(locked)
+    assert registered
+    del other
+
+
+def test_a_forked_child_unlocks_nothing(registered: set[int]):
+    buffer = a_locked_buffer()
+    locked = set(registered)
+    child = os.fork()
+    if child == 0:
+        del buffer
+        gc.collect()
+        os._exit(registered != locked)
+    assert os.waitpid(child, 0)[1] == 0
+    del buffer

@@ -1,0 +1,24 @@
+"""Generation on a device, and what is noted meanwhile."""
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+
+def decode(model, ids: torch.Tensor, cache, **options):
+    ids = ids.to(model.device)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False} | options
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+class Watcher(BaseStreamer):
+    """Notes what `observe` says; first for the prompt, then for every token. At the end `finish` is called."""
+
+    def __init__(self, observe, finish=lambda: None):
+        self.observe, self.finish = observe, finish
+        self.notes = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.notes.append(self.observe())
+
+    def end(self) -> None:
+        self.finish()

@@ -1,0 +1,250 @@
+"""Copies beside the computation, in every order that the caches leave open: nothing is read early or overwritten."""
+
+import copy
+import gc
+import os
+import sys
+import threading
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import HybridCache, OffloadedHybridCache, Placement
+from hf_hybrid_cache.storage import (
+    CacheStats,
+    HostBudget,
+    InitialCapacity,
+    KVShape,
+    Staging,
+    StreamedStore,
+    streams_for,
+)
+from hf_hybrid_cache.storage.staging import Slot
+from hf_hybrid_cache.storage.streams import AcceleratorStreams, OneQueue
+
+import simulated
+from accelerator.orders import CONFIG, DEVICE, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states
+
+STEPS = (70, 1, 1, 65, 1, 1)
+PLACEMENTS = {
+    "prefetch": Placement(offload=True),
+    "no prefetch": Placement(offload=True, prefetch_layers=0),
+    "partly resident": Placement(offload=True, prefetch_layers=2, resident_layers=2),
+    "pageable": Placement(offload=True, pin_memory=False),
+}
+all_orders = pytest.mark.parametrize("order", ORDERS)
+needs_simulation = pytest.mark.skipif(not IS_SIMULATED, reason="needs the simulated accelerator")
+
+
+def make_stores(num_layers: int, prefetch_layers: int) -> list[StreamedStore]:
+    shape = KVShape.of(sent(states(1, 0)), sent(states(1, 0)))
+    staging = Staging(streams_for(shape.device), prefetch_layers, CacheStats())
+    budget = HostBudget(num_layers)
+    return [StreamedStore(shape, InitialCapacity(), budget, staging, pinned=True) for _ in range(num_layers)]
+
+
+def make_cache(name: str, host_tokens: int = 131_072) -> HybridCache:
+    cache = HybridCache(CONFIG, PLACEMENTS[name])
+    cache._stores.capacity = InitialCapacity(host_tokens=host_tokens)
+    return cache
+
+
+def fill(cache: HybridCache | DynamicCache, steps: tuple[int, ...], on_device: bool = True) -> list[torch.Tensor]:
+    """What attention is given, of all layers and steps; on the device to be looked at later."""
+    given = []
+    for step, num_tokens in enumerate(steps):
+        for layer in range(NUM_LAYERS):
+            new = states(num_tokens, 100 * step + layer, batch=2)
+            new = sent(new) if on_device else new
+            for part in cache.update(new, -new, layer):
+                given.append(kept(part) if on_device else part)
+    return given
+
+
+@all_orders
+@pytest.mark.parametrize("host_tokens", [70, 131_072])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_attention_is_given_what_dynamic_cache_would_give(placement: str, host_tokens: int, order: str):
+    with in_order(order):
+        given = fill(make_cache(placement, host_tokens), STEPS)
+        torch.accelerator.synchronize()
+    for ours, theirs in zip(given, fill(DynamicCache(config=CONFIG), STEPS, on_device=False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@all_orders
+@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_cache_dropped_with_copies_under_way_harms_nobody(placement: str, is_copy: bool, order: str):
+    """Its memory on the host is unmapped, that on the device is somebody else's."""
+    with in_order(order):
+        for _ in range(3):
+            cache = make_cache(placement)
+            if is_copy:
+                fill(cache, (300, 1))
+                cache = copy.deepcopy(cache)
+            fill(cache, (300, 1))
+            del cache
+            gc.collect()
+            others = [sent(states(300, 1)) for _ in range(4)]
+            results = [kept(other) for other in others]
+            torch.accelerator.synchronize()
+            assert all(torch.equal(result, states(300, 1)) for result in results)
+
+
+def test_a_copy_of_a_cache_has_streams_of_its_own():
+    """What `with stream` restores may be kept on the stream: of two threads in it one would stay on it."""
+    cache = make_cache("prefetch")
+    fill(cache, (70,))
+    all_streams = [each.layers[0].store.staging.streams for each in (cache, copy.deepcopy(cache))]
+    together, left = threading.Barrier(2, timeout=30), []
+
+    def copy_together(streams: AcceleratorStreams) -> None:
+        before = torch.accelerator.current_stream()
+        streams.copy_to_host(together.wait, after=[])
+        left.append(torch.accelerator.current_stream() == before)
+
+    threads = [threading.Thread(target=copy_together, args=[streams]) for streams in all_streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all_streams[0] is not all_streams[1]
+    assert left == [True, True]
+
+
+@all_orders
+def test_a_cache_and_its_copy_are_filled_by_two_threads(order: str):
+    switching, results = sys.getswitchinterval(), {}
+
+    def continue_with(name: str, cache: HybridCache) -> None:
+        before = torch.accelerator.current_stream()
+        results[name] = fill(cache, STEPS)
+        assert torch.accelerator.current_stream() == before
+        torch.accelerator.synchronize()
+
+    with in_order(order):
+        cache = make_cache("prefetch")
+        fill(cache, STEPS)
+        caches = {"cache": cache, "copy": copy.deepcopy(cache)}
+        threads = [threading.Thread(target=continue_with, args=each) for each in caches.items()]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(switching)
+    reference = DynamicCache(config=CONFIG)
+    fill(reference, STEPS, on_device=False)
+    expected = fill(reference, STEPS, on_device=False)
+    for name in caches:
+        for ours, theirs in zip(results[name], expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@all_orders
+def test_what_another_layer_took_the_slot_of_is_fetched_after_it_was_saved(order: str):
+    """Asking for an empty layer takes a slot without a copy that would wait for the one that is under way."""
+    with in_order(order):
+        stores = make_stores(3, prefetch_layers=1)
+        for layer in (0, 1):
+            new = sent(states(70, layer))
+            stores[layer].append(new, -new)
+        stores[2].read()
+        keys, values = (kept(part) for part in stores[1].read())
+        torch.accelerator.synchronize()
+    assert torch.equal(keys, states(70, 1))
+    assert torch.equal(values, -states(70, 1))
+
+
+@all_orders
+@pytest.mark.parametrize("direction", ["to the device", "to the host"])
+def test_a_slot_dropped_with_a_copy_under_way_harms_nobody(direction: str, order: str):
+    """Its memory belongs to the computation again at once."""
+    with in_order(order):
+        shape = KVShape.of(sent(states(1, 0)), sent(states(1, 0)))
+        streams = AcceleratorStreams(shape.device)
+        host = torch.ones(4096, 1, 2, 4).pin_memory()
+        slot = Slot(shape, streams)
+        slot.ensure_capacity(shape, 4096, keep=0)
+        target = slot.keys.read(4096).permute(2, 0, 1, 3)
+        if direction == "to the device":
+            copy_it = lambda target=target: target.copy_(host, non_blocking=True)  # noqa: E731
+            slot.arrived = streams.copy_to_device(copy_it, after=[streams.computed()])
+        else:
+            target.fill_(2.0)
+            copy_it = lambda target=target: host.copy_(target, non_blocking=True)  # noqa: E731
+            slot.saved = streams.copy_to_host(copy_it, after=[streams.computed()])
+        del slot, target, copy_it
+        others = [torch.zeros(1, 2, 4096, 4, device=DEVICE) for _ in range(8)]
+        results = [kept(other) for other in others]
+        torch.accelerator.synchronize()
+        assert not any(result.any() for result in results)
+        assert torch.equal(host, torch.full_like(host, 1.0 if direction == "to the device" else 2.0))
+
+
+@all_orders
+def test_the_states_survive_cropping_and_reordering_between_copies(order: str):
+    reference = DynamicCache(config=CONFIG)
+    with in_order(order):
+        cache, given, expected = make_cache("prefetch"), [], []
+        for _ in range(3):
+            given += fill(cache, STEPS)
+            expected += fill(reference, STEPS, on_device=False)
+            for each in (cache, reference):
+                each.crop(-3)
+                each.reorder_cache(torch.tensor([1, 0]))
+        torch.accelerator.synchronize()
+    for ours, theirs in zip(given, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@all_orders
+def test_without_streams_the_host_waits_for_copies(order: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores.streams_for", OneQueue)
+    reference = DynamicCache(config=CONFIG)
+    with in_order(order):
+        cache, given, expected = make_cache("prefetch", host_tokens=70), [], []
+        for _ in range(2):
+            given += fill(cache, STEPS)
+            expected += fill(reference, STEPS, on_device=False)
+            for each in (cache, reference):
+                each.reorder_cache(torch.tensor([1, 0]))
+        torch.accelerator.synchronize()
+    for ours, theirs in zip(given, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@all_orders
+@needs_simulation
+def test_a_device_without_room_for_resident_layers_streams_them(order: str):
+    layer_bytes = 2 * states(768, 0, batch=2).nbytes  # what 500 tokens grow to
+    cache = OffloadedHybridCache(CONFIG, resident_layers=NUM_LAYERS, cpu_decode=False)
+    steps = (100,) * 5
+    with in_order(order), simulated.memory_limit(simulated.memory_allocated() + 7 * layer_bytes // 2):
+        with pytest.warns(UserWarning, match="resident layers are streamed from now on"):
+            given = fill(cache, steps)
+        torch.accelerator.synchronize()
+    assert cache.stats.evictions > 0
+    for ours, theirs in zip(given, fill(DynamicCache(config=CONFIG), steps, on_device=False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@needs_simulation
+def test_a_forked_child_drops_its_cache_without_asking_the_device():
+    with simulated.schedule("all late"):
+        cache = make_cache("prefetch")
+        fill(cache, (70, 1))
+        saved = [layer.store.copies.saved for layer in cache.layers]
+        child = os.fork()
+        if child == 0:
+            del cache
+            gc.collect()
+            # A wait would have let the copies run.
+            os._exit(any(event.query() for event in saved))
+        assert os.waitpid(child, 0)[1] == 0
+        del cache
+        assert all(event.query() for event in saved)
