@@ -112,10 +112,10 @@ class SharedStore(KVStore):
         self._set_length(end)
 
     def read(self) -> Pair:
-        local = self.local.read()
-        if self.share.is_all:
-            return local
-        keys, values = (self._read_together(states).to(self.shape.device) for states in local)
+        states = self.local.read()
+        if not self.share.is_all:
+            states = self._read_together(states[0]), self._read_together(states[1])
+        keys, values = (each.to(self.shape.device) for each in states)
         return keys, values
 
     def take_from(self, other: KVStore) -> None:
