@@ -1,6 +1,7 @@
 """What only a CUDA device can show: streams, page-locked memory, device memory."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +73,43 @@ def test_a_quantized_cache_on_the_gpu_holds_codes():
             cache.update(states(8192, layer), states(8192, layer), layer)
         sizes[name] = cache.memory().device_bytes
     assert sizes["4 bits"] < 0.36 * sizes["full"]
+
+
+def kernels_of_a_step(make) -> float:
+    """Launched on the GPU by one decode step of one layer, its attention too."""
+    cache = make(CONFIG)
+    query = states(1, 0)
+    new = states(1, 1)
+    for layer in range(8):
+        cache.update(states(2048, layer), states(2048, layer + 8), layer)
+
+    def step() -> None:
+        for layer in range(8):
+            keys, values = cache.update(new, new, layer)
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not event.name.startswith("Mem") for event in on_gpu) / 8
+
+
+# Beyond those of `DynamicCache`, for each layer.
+MOST_KERNELS = {
+    "dynamic": (DynamicHybridCache, 0),
+    "offloaded": (OffloadedHybridCache, 0),
+    "codes": (partial(QuantizedHybridCache, bits=4, rotate=True), 9),
+    "streamed codes": (partial(QuantizedHybridCache, bits=4, rotate=True, offload=True), 9),
+}
+
+
+@pytest.mark.parametrize("name", MOST_KERNELS)
+def test_a_decode_step_launches_few_kernels_beyond_those_of_dynamic_cache(name: str):
+    make, most = MOST_KERNELS[name]
+    assert kernels_of_a_step(make) <= kernels_of_a_step(stock) + most
 
 
 class SlowCopies(AcceleratorStreams):

@@ -18,7 +18,8 @@ ALLOWED = {
     "processes": {"processes", "torch"},
     "storage": {"processes", "storage", "torch"},
     "codecs": {"codecs", "kernels", "storage", "torch"},
-    "attention": {"attention", "codecs", "kernels", "storage", "torch"},
+    "device_kernels": {"device_kernels", "kernels", "torch", "triton"},
+    "attention": {"attention", "codecs", "device_kernels", "kernels", "storage", "torch"},
     "layers": {"attention", "layers", "processes", "storage", "torch", "transformers"},
     "other_processes": set(),
     "user_folder": set(),
@@ -69,7 +70,7 @@ ALLOWED = {
         "weights",
     },
 }
-WATCHED = {"torch", "transformers", "numba"}
+WATCHED = {"torch", "transformers", "numba", "triton"}
 
 
 def imported_names(path: Path, room: str) -> set[str]:

@@ -1,5 +1,6 @@
 """Attention to keys and values where they are: the kernels called from torch, and handles that take their place."""
 
+from .code_attention import CodeAttention, has_code_kernel
 from .cpu_attention import CpuAttention, compile_kernels
 from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
@@ -8,12 +9,14 @@ from .layer_selection import LayerSelection
 from .observed_keys import observed
 
 __all__ = [
+    "CodeAttention",
     "CpuAttention",
     "KeyIndex",
     "LayerSelection",
     "StaleHandleError",
     "compile_kernels",
     "handles_of",
+    "has_code_kernel",
     "observed",
     "outside_of_graphs",
 ]

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from ..codecs import MinMaxCodec
+from ..codecs import MinMaxCodec, is_foldable
 from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait, compile_in_background
 from ..storage import (
     GRANULE,
@@ -83,16 +83,7 @@ class CpuAttention:
 
     def covers(self, codec: KVCodec) -> bool:
         """Whether there is a kernel for blocks that are coded like this."""
-        keys, values = codec.keys, codec.values
-        # Scales of channels fold into the query, scales of tokens into the weights.
-        return (
-            isinstance(keys, MinMaxCodec)
-            and keys.per_channel
-            and isinstance(values, MinMaxCodec)
-            and not values.per_channel
-            and (keys.balance is None or not keys.balance.is_matrix)
-            and (values.balance is None or values.balance.is_matrix)
-        )
+        return is_foldable(codec)
 
     def prepare(self, element: np.dtype, is_coded: bool, is_selected: bool) -> None:
         """Have the kernel for blocks of `element`, coded ones and chosen pages, compiled by the time it is needed."""

@@ -1,27 +1,44 @@
 """
-What `update` returns when a layer is attended to on the CPU: tensors in shape, type and device, without the states.
+What `update` returns when a layer is attended to where it is kept: tensors in shape, type and device, without states.
 
 In transformers the attention function never sees the cache, only what `update` returned. Handles answer
-`torch.nn.functional.scaled_dot_product_attention`, which the default implementation calls, by running the kernel over
-host memory. Any other operation on them gets the real states, so that every other implementation is right too, if
+`torch.nn.functional.scaled_dot_product_attention`, which the default implementation calls, by running a kernel over
+what is stored. Any other operation on them gets the real states, so that every other implementation is right too, if
 slower. Nothing of torch or transformers is patched.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from ..storage import KVStore
-from .cpu_attention import CpuAttention
 from .graph_breaks import outside_of_graphs
 from .layer_selection import LayerSelection
 
 
 class StaleHandleError(RuntimeError):
     """The states that `update` returned were used after the cache had changed."""
+
+
+class HandledAttention(Protocol):
+    """What answers for handles: attention to what a store holds, where it is."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        store: KVStore,
+        group: int,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        selection: LayerSelection | None = None,
+    ) -> torch.Tensor:
+        """See `CpuAttention`."""
+
+    def decline(self) -> None:
+        """Note that something needs the states themselves."""
 
 
 class LayerView:
@@ -34,7 +51,7 @@ class LayerView:
         selection: what it may leave out; `None` for nothing.
     """
 
-    def __init__(self, store: KVStore, attention: CpuAttention, selection: LayerSelection | None = None):
+    def __init__(self, store: KVStore, attention: HandledAttention, selection: LayerSelection | None = None):
         self.attention = attention
         self.selection = selection
         self._store = store
@@ -137,7 +154,7 @@ class KVHandle(torch.Tensor):
 
 
 def handles_of(
-    store: KVStore, attention: CpuAttention, selection: LayerSelection | None = None
+    store: KVStore, attention: HandledAttention, selection: LayerSelection | None = None
 ) -> tuple[KVHandle, KVHandle]:
     """Handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
     layer, shape = LayerView(store, attention, selection), store.shape

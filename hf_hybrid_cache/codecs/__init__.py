@@ -2,7 +2,19 @@
 
 from .balance import Balance
 from .description import describe, described_codec, weights_of
+from .folding import is_foldable, map_to_states
 from .minmax import MinMaxCodec, Rotate, minmax
 from .quanto import quanto
 
-__all__ = ["Balance", "MinMaxCodec", "Rotate", "describe", "described_codec", "minmax", "quanto", "weights_of"]
+__all__ = [
+    "Balance",
+    "MinMaxCodec",
+    "Rotate",
+    "describe",
+    "described_codec",
+    "is_foldable",
+    "map_to_states",
+    "minmax",
+    "quanto",
+    "weights_of",
+]

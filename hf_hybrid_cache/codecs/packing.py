@@ -23,10 +23,10 @@ def pack(states: torch.Tensor, layout: RecordLayout, share: float = 1.0) -> torc
     Raises:
         ValueError: some of the states are infinite or not a number, or become so when they are rotated.
     """
-    rotated = _rotated(states.float(), layout)
-    if not torch.isfinite(rotated).all():
+    turned = rotated(states.float(), layout)
+    if not torch.isfinite(turned).all():
         raise ValueError(NOT_FINITE)
-    tiles = rotated.unflatten(2, (-1, BLOCK))
+    tiles = turned.unflatten(2, (-1, BLOCK))
     if layout.transposed:
         tiles = tiles.transpose(3, 4)
     inner, lanes = tiles.shape[3:]
@@ -63,10 +63,10 @@ def unpack(records: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
     tiles = low + scale * codes
     if layout.transposed:
         tiles = tiles.transpose(3, 4)
-    return _rotated(tiles[..., : layout.dim].flatten(2, 3), layout)
+    return rotated(tiles[..., : layout.dim].flatten(2, 3), layout)
 
 
-def _rotated(states: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+def rotated(states: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
     """Each run of a key or value times a Hadamard matrix, which is its own inverse."""
     if layout.rotation == 1:
         return states

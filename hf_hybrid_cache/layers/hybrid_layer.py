@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import KeyIndex, handles_of, observed
+from ..attention import CodeAttention, KeyIndex, handles_of, observed
 from ..storage import CodedStore, KVShape, KVStore, StreamedStore, TokenBuffer
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
@@ -30,6 +30,7 @@ class HybridLayer(CacheLayerMixin):
     Attributes:
         store: what the layer holds; `None` before the first states.
         is_attended_on_cpu: whether the store is one for attention on the CPU.
+        is_attended_in_codes: whether a kernel attends to its coded blocks on the device of the model.
     """
 
     is_compileable = False
@@ -42,7 +43,8 @@ class HybridLayer(CacheLayerMixin):
         self._ordinal = ordinal
         self._stores = stores
         self._selection = stores.selection_of(layer_idx)
-        self.is_attended_on_cpu = False
+        self._code_attention = CodeAttention()
+        self.is_attended_on_cpu = self.is_attended_in_codes = False
         self.store: KVStore | None = None
 
     @property
@@ -84,7 +86,7 @@ class HybridLayer(CacheLayerMixin):
 
         Returns:
             Keys and values, `[batch, num_kv_heads, tokens, head_dim]`. Views of what is stored: to be read, not kept
-            while tokens are removed. Handles (`handles.py`) where they are attended to on the CPU: to be used
+            while tokens are removed. Handles (`handles.py`) where they are attended to as they are stored: to be used
             before the cache changes.
 
         Raises:
@@ -114,11 +116,15 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
-        as_handles = self.is_attended_on_cpu and not needs_states
-        if as_handles and store.num_tokens > 0 and (are_few or not _is_streamed(store)):
+        as_handles = not needs_states and store.num_tokens > 0
+        if as_handles and self.is_attended_on_cpu and (are_few or not _is_streamed(store)):
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
         try:
+            if as_handles and are_few and self.is_attended_in_codes and not self._code_attention.is_declined:
+                assert isinstance(store, CodedStore)
+                store.stage(key_states, value_states)
+                return handles_of(store, self._code_attention)
             keys, values = store.append(key_states, value_states)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
@@ -250,9 +256,11 @@ class HybridLayer(CacheLayerMixin):
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
-        # Nothing is called between the two, so that no interruption comes between them.
+        is_attended_in_codes = self._stores.attends_in_codes(self.layer_idx, store.shape)
+        # Nothing is called between these, so that no interruption comes between them.
         self.store = store
         self.is_attended_on_cpu = is_attended_on_cpu
+        self.is_attended_in_codes = is_attended_in_codes
 
     def _usable_store(self) -> KVStore | None:
         """The store, if it is whole."""

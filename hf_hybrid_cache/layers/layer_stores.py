@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import CpuAttention, KeyIndex, LayerSelection
+from ..attention import CpuAttention, KeyIndex, LayerSelection, has_code_kernel
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -128,6 +128,13 @@ class LayerStores:
                 f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
             )
         return shape.element is not None and has_kernel
+
+    def attends_in_codes(self, layer_idx: int, shape: KVShape) -> bool:
+        """Whether a layer's coded blocks are attended to as they are, on its device, when few tokens come at once."""
+        choice = self._choices.get(layer_idx)
+        if choice is None or self.peers is not None or self.attends_on_cpu(layer_idx, shape):
+            return False
+        return has_code_kernel(choice.codec, shape)
 
     def selection_of(self, layer_idx: int) -> LayerSelection | None:
         """What attention of a layer may leave out; `None` for nothing."""

@@ -121,6 +121,7 @@ class LayerCost(NamedTuple):
         for device, num_bytes in store.planned_bytes(lengths):
             kept[device.type] += num_bytes
         attends_on_cpu = stores.attends_on_cpu(index, shape)
+        attends_in_place = attends_on_cpu or stores.attends_in_codes(index, shape)
         all_states = lengths[-1] * sum(_token_bytes(shape))
         # Attention of a chunk then takes a few thousand tokens at a time out of the blocks, which is little.
         in_pieces = attends_on_cpu and shape.device == HOST and shape.key_dim == shape.value_dim
@@ -128,7 +129,7 @@ class LayerCost(NamedTuple):
         entries, sizes = store, lengths
         if isinstance(store, CodedStore):
             entries, sizes = store.records, [coded_blocks(store.codec, length) for length in lengths]
-            moved = 0 if attends_on_cpu else 2 * all_states
+            moved = 0 if attends_in_place else 2 * all_states
             # The first chunk is attended to as it comes.
             later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
             if not in_pieces:
@@ -137,7 +138,8 @@ class LayerCost(NamedTuple):
             copied = all_states
         if isinstance(entries, StreamedStore):
             slots = entries.staging.planned_bytes(entries.shape, num_layers, sizes)
-        return cls(kept, slots + scratch, 0 if attends_on_cpu else slots + scratch, copied, moved)
+        while_decoding = 0 if attends_on_cpu else slots + (0 if attends_in_place else scratch)
+        return cls(kept, slots + scratch, while_decoding, copied, moved)
 
 
 def _token_bytes(shape: KVShape) -> tuple[int, int]:

@@ -21,6 +21,7 @@ _CODED_AT_ONCE = 64 * GRANULE
 _SAMPLED_BLOCKS = 16
 
 Added = TypeVar("Added")
+_AddRecords = Callable[[torch.Tensor, torch.Tensor], Pair | None]
 # Of keys, or of values: `(batch, num_kv_heads, head_dim)`, and their type.
 _Form = tuple[tuple[int, int, int], torch.dtype]
 
@@ -148,12 +149,24 @@ class CodedStore(KVStore):
         return (keys, values) if states is None else self._put_together(records, states)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._extend(keys, values, self.records.extend)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states like `append`, for attention to `parts`: all are on the compute device, as they are kept."""
+        self._extend(keys, values, self.records.append)
+
+    def parts(self) -> tuple[Pair, Pair]:
+        """What is in full precision, and the records, on the compute device."""
+        self.take_held()
+        return self.full.read(), self.records.read()
+
+    def _extend(self, keys: torch.Tensor, values: torch.Tensor, add_records: _AddRecords) -> None:
         self._scratch.release()
         if self._is_to_be_chosen_for(keys):
             self._hold(keys, values)
             return
         if self._blocks_to_code(keys.shape[2]) or isinstance(self.records, StreamedStore):
-            self._store(self._coded(keys, values), self.records.extend)
+            self._store(self._coded(keys, values), add_records)
             return
         held = self.full.num_tokens  # a decode step: few operations
         try:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_hybrid_cache import HybridCache, Placement, minmax
+from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
 from hf_hybrid_cache.layers import tensors_of
 from hf_hybrid_cache.planning import Candidate, Machine, ModelCost, Way, cache_cost, model_cost, predict, stock_cost
 
@@ -150,11 +150,18 @@ def test_on_a_gpu_layers_that_are_not_there_are_in_host_memory():
     assert decoded.decode.host == all_states
 
 
-def test_codes_that_are_decoded_on_the_device_move_more_than_they_are():
+def test_codes_that_no_kernel_attends_to_move_more_than_they_are_and_take_memory_in_steps():
     _, model = model_and_cost("llama")
-    on_gpu, by_kernel = (Candidate("quantized-4", way).cost(model, 8192) for way in (Way.GPU, Way.CPU))
-    assert by_kernel.moved_bytes == by_kernel.read_bytes == on_gpu.read_bytes
-    assert on_gpu.moved_bytes == on_gpu.read_bytes + 2 * stock_cost(model, 8192, on_cpu=False).read_bytes
+    on_gpu, on_cpu = (Candidate("quantized-4", way).cost(model, 8192) for way in (Way.GPU, Way.CPU))
+    assert on_cpu.moved_bytes == on_cpu.read_bytes == on_gpu.moved_bytes == on_gpu.read_bytes
+    codec = minmax(4)
+    by_token = KVCodec(codec.values, codec.values)
+    without_kernel = cache_cost(model, Placement(), by_token, 8192, on_cpu=False)
+    states = stock_cost(model, 8192, on_cpu=False).read_bytes
+    assert without_kernel.moved_bytes == without_kernel.read_bytes + 2 * states
+    # Those of one of four layers are put together at once.
+    assert on_gpu.decode.device < on_gpu.prefill.device
+    assert without_kernel.decode.device == without_kernel.prefill.device > on_gpu.decode.device + states / 4
 
 
 @pytest.mark.parametrize(
