@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test test-all soak docs lint sweep sweep-gpu report clean
+.PHONY: demo notebooks test test-all soak docs lint sweep sweep-gpu gpu gpu-wheels report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -46,6 +46,31 @@ sweep: $(VENV)/.test
 sweep-gpu: $(VENV)/.test
 	$(BIN)/python -m experiments.context_sweep --new-tokens 100 500 --repeats 3
 	$(BIN)/python -m experiments.report
+
+# All that is measured on a GPU, best worth first, in so many minutes; goes on where it was stopped. It needs no environment and no
+# network: PYTHON has torch and transformers, and WHEELS is a folder that `make gpu-wheels` has filled, if anything else is missing.
+MINUTES ?= 25
+WHEELS ?=
+GPU_OPTIONS ?=
+PACKAGES := $(CURDIR)/build/gpu-packages
+NEWEST := $(CURDIR)/build/gpu-transformers
+UNPACK := -m pip install --quiet --no-index --no-deps --upgrade --target
+gpu:
+	$(if $(WHEELS),$(PYTHON) $(UNPACK) $(PACKAGES) $(WHEELS)/*.whl)
+	$(if $(wildcard $(WHEELS)/transformers/*.whl),$(PYTHON) $(UNPACK) $(NEWEST) $(WHEELS)/transformers/*.whl)
+	PYTHONPATH=$(PACKAGES) $(PYTHON) -m experiments.gpu --minutes $(MINUTES) $(GPU_OPTIONS) \
+		$(if $(wildcard $(WHEELS)/transformers/*.whl),--other-transformers $(NEWEST))
+
+# What a machine with torch, transformers, Triton, Numba, psutil, pytest and hypothesis may lack, for its Python; and the newest
+# transformers, for the tests to run with too. Its own stays the one that is measured.
+GPU_PYTHON ?= 3.12
+DOWNLOAD := -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: -c constraints.txt \
+	--python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform any
+FILLED := $(or $(WHEELS),build/wheels)
+gpu-wheels:
+	$(PYTHON) $(DOWNLOAD) -d $(FILLED) attrs jsonschema jsonschema-specifications optimum-quanto referencing rpds-py termcolor
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt -w $(FILLED) hqq
+	$(PYTHON) $(DOWNLOAD) -d $(FILLED)/transformers transformers
 
 # Figures and pages again, from the records.
 report: $(VENV)/.test

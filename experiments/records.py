@@ -16,17 +16,18 @@ import llvmlite.binding
 import psutil
 import torch
 
+from hf_hybrid_cache import __version__
 from hf_hybrid_cache.planning import cpu_name
 
 RESULTS = Path(__file__).parent.parent / "results"
-_PACKAGES = ("hf_hybrid_cache", "torch", "transformers", "numpy", "numba")
+_PACKAGES = ("torch", "transformers", "numpy", "numba")
 
 
 def environment() -> dict[str, Any]:
     """The machine and the software that a result belongs to."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_revision": _git("rev-parse", "HEAD"),
+        "git_revision": git_revision(),
         "git_clean": _git("status", "--porcelain", "--untracked-files=no") == "",
         "cpu": cpu_name(),
         "microarchitecture": llvmlite.binding.get_host_cpu_name(),
@@ -34,8 +35,10 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu_driver": _gpu("driver_version"),
+        "gpu_bus": _gpu("pcie.link.gen.max,pcie.link.width.max"),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in _PACKAGES},
+        "versions": {"hf_hybrid_cache": __version__} | {name: version(name) for name in _PACKAGES},
     }
 
 
@@ -68,10 +71,29 @@ def written_whole(path: Path) -> Iterator[TextIO]:
         unfinished.unlink(missing_ok=True)
 
 
+def git_revision() -> str | None:
+    """Of the checkout; `None` where it is none."""
+    return _git("rev-parse", "HEAD")
+
+
 def _git(*arguments: str) -> str | None:
+    return _printed("git", *arguments)
+
+
+def _gpu(query: str) -> str | None:
+    """What the driver of NVIDIA says of the current device, such as `5, 16`: the generation and width of its bus."""
+    if not torch.cuda.is_available():
+        return None
+    return _printed("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={_gpu_number()}")
+
+
+def _gpu_number() -> str:
+    """By which `nvidia-smi` knows the current device, whatever `CUDA_VISIBLE_DEVICES` leaves to be seen."""
+    return f"GPU-{torch.cuda.get_device_properties().uuid}"
+
+
+def _printed(*command: str) -> str | None:
     try:
-        return subprocess.run(
-            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

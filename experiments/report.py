@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from experiments import pictures
+from experiments.gpu.page import write_all
 from experiments.records import RESULTS
 from experiments.sweep.drawing import draw_all
 
@@ -125,7 +126,7 @@ def main() -> None:
             path = RESULTS / folder / machine
             save(draw_record, record, path)
             print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
-    for path in draw_all():
+    for path in (*draw_all(), *write_all()):
         print(f"written: {path.relative_to(RESULTS.parent)}")
 
 

@@ -106,7 +106,7 @@ def kv_sizes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
     key = config.to_json_string()
     if key not in _KV_SIZES:
         cache = DynamicCache(config=config)
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             AutoModelForCausalLM.from_config(config)(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
         _KV_SIZES[key] = {
             index: (

@@ -16,8 +16,12 @@ import torch
 
 from hf_hybrid_cache import set_integer_kernels
 
+import interpreted
 import slow
 import soak
+
+# Before anything imports Triton.
+interpreted.load()
 
 _COUNTS = pytest.StashKey[Counter[str]]()
 _STARTED = pytest.StashKey[float]()

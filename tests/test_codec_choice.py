@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_contract import MODES, NOT_IN_TRANSFORMERS
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -13,6 +12,7 @@ from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placemen
 from hf_hybrid_cache.layers import layer_stores
 from hf_hybrid_cache.storage import CodedStore
 
+from modes import MODES, NOT_IN_TRANSFORMERS
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 # A prompt of so many tokens and one more has its first block coded.

@@ -14,7 +14,7 @@ import torch
 import transformers
 from accelerate import dispatch_model
 from packaging.version import Version
-from test_contract import FAMILIES, MODES, NOT_IN_TRANSFORMERS, expected, similar_model
+from test_contract import expected
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -34,8 +34,9 @@ from hf_hybrid_cache.weights.coded_weight import CodedWeight
 
 from caches import dynamic, offloaded, stock
 from interruptions import Interruption
+from modes import MODES, NOT_IN_TRANSFORMERS, similar_model
 from soak import budget, count
-from tiny_models import gemma3, llama, random_prompt, tiny_model
+from tiny_models import FAMILIES, gemma3, llama, random_prompt, tiny_model
 
 # Another dtype on the CPU makes the CPU a place to move to: weights, keys and values are exchanged as between devices.
 IN_FLOAT64 = decode_on_cpu.configure(dtype=torch.float64)

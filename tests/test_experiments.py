@@ -287,14 +287,6 @@ def test_needles_need_room():
         needles.retrieve(tiny_model("llama"), tokenizer, random_prompt(1, 1), random_prompt(1, 400), 100, ["full"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_the_gpu_experiment_says_that_there_is_no_gpu():
-    command = [sys.executable, "-m", "experiments.offload_speed"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 1
-    assert result.stderr.strip() == ("This measures copies over the bus of a GPU, and no CUDA device is available.")
-
-
 def test_a_peer_that_is_not_installed_is_left_out_with_its_pip_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(peers.PACKAGES, "hqq", "no-such-package")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

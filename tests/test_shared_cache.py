@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from groups import Group
-from test_contract import FOR_CODED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result
 from torch import distributed
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedConfig
@@ -29,6 +28,7 @@ from hf_hybrid_cache import (
 )
 
 from caches import balanced_codecs, stock
+from modes import FOR_CODED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 if not distributed.is_available() or not distributed.is_gloo_available():

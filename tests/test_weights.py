@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from kernels.programs import run_program
-from test_contract import MODES
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,6 +21,7 @@ from hf_hybrid_cache.weights.coded_weight import CodedWeight
 from architectures import CONFIGS, small_model
 from caches import dynamic, stock
 from interruptions import Interruption
+from modes import MODES
 from slow import slow_but
 from tiny_models import FAMILIES, random_prompt, tiny_model
 

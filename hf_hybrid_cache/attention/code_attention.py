@@ -2,12 +2,10 @@
 
 import torch
 
-from ..codecs import MinMaxCodec, is_foldable, map_to_states
-from ..device_kernels import LONGEST_HEAD, Codes, Parts, attend_in_parts, runs_on
+from ..codecs import MinMaxCodec, as_written, is_foldable, map_to_states
+from ..device_kernels import LONGEST_HEAD, Codes, attend_in_parts, merged, runs_on
 from ..storage import CodedStore, KVCodec, KVShape, KVStore
 from .layer_selection import LayerSelection
-
-_LOWEST = torch.finfo(torch.float32).min
 
 
 def has_code_kernel(codec: KVCodec, shape: KVShape) -> bool:
@@ -32,6 +30,7 @@ class CodeAttention:
         self.is_declined = False
         # Of the codec that the layer had last.
         self._codec: KVCodec | None = None
+        self._device: torch.device | None = None
         self._query_map: torch.Tensor | None = None
         self._result_map: torch.Tensor | None = None
 
@@ -59,7 +58,6 @@ class CodeAttention:
         self._follow(codec, store)
         batch, query_heads, length, key_dim = query.shape
         rows = query.reshape(batch, query_heads // group, group * length, key_dim)
-        turned = rows.float() if self._query_map is None else rows.float() @ self._query_map
         codes = Codes(
             *records,
             min(store.num_tokens, store.sink_tokens),
@@ -67,17 +65,28 @@ class CodeAttention:
             codec.values.layout(shape.value_dim),
         )
         scale = key_dim**-0.5 if scale is None else scale
-        parts = attend_in_parts(rows, turned, keys, values, codes, length, mask, scale)
-        return self._merged(parts).to(query.dtype).reshape(batch, query_heads, length, -1)
+        parts = attend_in_parts(rows, self._turned(rows), keys, values, codes, length, mask, scale)
+        return merged(parts, self._result_map, query.dtype).reshape(batch, query_heads, length, -1)
 
     def decline(self) -> None:
         """Note that something needs the states themselves."""
         self.is_declined = True
 
+    def reset(self) -> None:
+        """Forget that."""
+        self.is_declined = False
+
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        """Queries as products with codes need them, float32."""
+        if self._query_map is None:
+            return rows.float()
+        with as_written(rows.device):
+            return rows.float() @ self._query_map
+
     def _follow(self, codec: KVCodec, store: CodedStore) -> None:
         """Have the maps of `codec` on the device; it changes once, when it is chosen."""
         device = store.shape.device
-        if self._codec is codec and (self._query_map is None or self._query_map.device == device):
+        if self._codec is codec and self._device == device:
             return
         assert isinstance(codec.keys, MinMaxCodec)
         assert isinstance(codec.values, MinMaxCodec)
@@ -86,12 +95,4 @@ class CodeAttention:
         # A product with a key that is mapped is one of the query, mapped the other way round.
         self._query_map = None if of_keys is None else of_keys.mT.contiguous().to(device)
         self._result_map = None if of_values is None else of_values.to(device)
-        self._codec = codec
-
-    def _merged(self, parts: Parts) -> torch.Tensor:
-        """float32 `[batch, num_kv_heads, rows, value_dim]`; zeros where no token is seen."""
-        # Where no part has a token that is seen the weights are any, of zeros.
-        weights = parts.log_sums.clamp_min(_LOWEST).softmax(dim=-1)
-        coded = (weights[..., None, :-1] @ parts.outs[..., :-1, :]).squeeze(-2)
-        full = weights[..., -1:] * parts.outs[..., -1, :]
-        return full + (coded if self._result_map is None else coded @ self._result_map)
+        self._codec, self._device = codec, device

@@ -4,12 +4,14 @@ from .balance import Balance
 from .description import describe, described_codec, weights_of
 from .folding import is_foldable, map_to_states
 from .minmax import MinMaxCodec, Rotate, minmax
+from .precision import as_written
 from .quanto import quanto
 
 __all__ = [
     "Balance",
     "MinMaxCodec",
     "Rotate",
+    "as_written",
     "describe",
     "described_codec",
     "is_foldable",

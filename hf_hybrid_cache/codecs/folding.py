@@ -5,6 +5,7 @@ import torch
 from ..storage import KVCodec
 from .minmax import MinMaxCodec
 from .packing import rotated
+from .precision import as_written
 
 
 def is_foldable(codec: KVCodec) -> bool:
@@ -32,5 +33,7 @@ def map_to_states(codec: MinMaxCodec, head_dim: int) -> torch.Tensor | None:
     layout = codec.layout(head_dim)
     if layout.rotation == 1 and codec.balance is None:
         return None
-    turned = rotated(torch.eye(head_dim).expand(1, 1, -1, -1), layout)
-    return turned[0] if codec.balance is None else codec.balance.undone(turned)[0]
+    plain = torch.eye(head_dim).expand(1, 1, -1, -1)
+    with as_written(plain.device):
+        turned = rotated(plain, layout)
+        return turned[0] if codec.balance is None else codec.balance.undone(turned)[0]

@@ -9,6 +9,7 @@ from ..kernels import BITS, CHUNK, RecordLayout, decode_blocks, encode_blocks
 from ..storage import GRANULE, Codec, KVCodec, kernel_array
 from .balance import Balance, factors_for_keys, mixing_for_values
 from .packing import pack, unpack
+from .precision import as_written
 
 Rotate = bool | Literal["auto"]
 
@@ -92,6 +93,14 @@ class MinMaxCodec(Codec):
             self.balance.require_fit(num_kv_heads, head_dim)
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
+        with as_written(states.device):
+            return self._encoded(states)
+
+    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
+        with as_written(states.device):
+            self._decode(records, states)
+
+    def _encoded(self, states: torch.Tensor) -> torch.Tensor:
         batch, heads, _, head_dim = states.shape
         layout, factors, balance = self.layout(head_dim), None, self.balance
         on_cpu = states.device.type == "cpu"
@@ -104,7 +113,7 @@ class MinMaxCodec(Codec):
             return records.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
         return pack(states, layout, self._share)
 
-    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
+    def _decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
         batch, heads, blocks, _ = records.shape
         layout, balance = self.layout(states.shape[3]), self.balance
         if states.device.type == "cpu":

@@ -26,12 +26,20 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _order(positions, BITS: tl.constexpr):
-    """The index, along the axis that a product sums over, of the code at each position after `_codes`."""
+def _order(positions, BITS: tl.constexpr, IS_TOLD: tl.constexpr):
+    """
+    The index, along the axis that a product sums over, of the code at each position after `_codes`.
+
+    `IS_TOLD`: Triton is told that runs of indices follow each other, which it does not see, and loads them together.
+    Said of what a function returns, it is lost when the function is inlined.
+    """
     HALF: tl.constexpr = 16 // BITS  # codes in half a word
     word, place = positions // (2 * HALF), positions % (2 * HALF)
     pair = word * HALF + place % HALF
-    return pair // 8 * 16 + place // HALF * 8 + pair % 8
+    index = pair // 8 * 16 + place // HALF * 8 + pair % 8
+    if IS_TOLD:
+        index = tl.max_contiguous(tl.multiple_of(index, HALF), HALF)
+    return index
 
 
 @triton.jit
@@ -68,11 +76,11 @@ def _decoded(
     codes = _codes(tl.load(words, mask=(rows < WORDS)[:, None] & is_lane[None, :], other=0), BITS)
     scales = (record + 4 * WORDS * LANES).to(tl.pointer_type(tl.bfloat16))
     GROUPS: tl.constexpr = (LANES + GROUP - 1) // GROUP
-    if GROUPS == 1:
-        numbers, is_number = indices[:, None], is_index[:, None]
-    else:
-        numbers = (lanes // GROUP)[None, :] * INNER + indices[:, None]
-        is_number = is_index[:, None] & is_lane[None, :]
+    # As wide as the codes: a column of numbers would be loaded by every thread that has one of its row.
+    numbers = tl.broadcast_to(indices[:, None], [INNER_TILE, lanes.shape[0]])
+    if GROUPS > 1:
+        numbers += (lanes // GROUP)[None, :] * INNER
+    is_number = is_index[:, None] & is_lane[None, :]
     scale = tl.load(scales + numbers, mask=is_number, other=0.0).to(tl.float32)
     low = tl.load(scales + GROUPS * INNER + numbers, mask=is_number, other=0.0).to(tl.float32)
     return low + scale * codes.to(tl.float32)
@@ -141,14 +149,14 @@ def _attend_to_codes(
 ):
     """Attend to blocks `start` to `end`, whose records follow each other in steps."""
     # Tokens in the order that the codes of values have, channels in that of the codes of keys.
-    tokens, channels = _order(tl.arange(0, BLOCK), VALUE_BITS), _order(tl.arange(0, KEY_TILE), KEY_BITS)
-    columns = tl.arange(0, VALUE_TILE)
+    tokens, channels = _order(tl.arange(0, BLOCK), VALUE_BITS, False), _order(tl.arange(0, KEY_TILE), KEY_BITS, False)
+    lanes, columns = _order(tl.arange(0, BLOCK), VALUE_BITS, True), tl.arange(0, VALUE_TILE)
     asked_of = is_row[:, None] & (channels < KEY_DIM)[None, :]
     query = tl.load(asked[:, None] + channels[None, :], mask=asked_of, other=0.0).to(TYPE)
     is_here = is_row[:, None] & (tokens < BLOCK)[None, :]
     top, total, out = _nothing(is_row.shape[0], VALUE_TILE)
     for block in range(start, end):
-        keys = _decoded(key_records, channels, tokens, KEY_BITS, KEY_INNER, KEY_TILE, BLOCK, KEY_GROUP)
+        keys = _decoded(key_records, channels, lanes, KEY_BITS, KEY_INNER, KEY_TILE, BLOCK, KEY_GROUP)
         scores = tl.dot(query, keys.to(TYPE), input_precision="ieee") * scale
         scores = _masked(scores, mask, first + block * BLOCK + tokens, is_here, MASK)
         values = _decoded(value_records, tokens, columns, VALUE_BITS, BLOCK, BLOCK, VALUE_LANES, VALUE_GROUP)
@@ -197,7 +205,12 @@ def _attend_to_states(
     return top, total, out
 
 
-@triton.jit(do_not_specialize=["num_blocks", "first", "num_full", "blocks_each"])
+# What changes from step to step, or from call to call: a kernel for each would be compiled while tokens wait.
+_CHANGING = ["num_blocks", "first", "num_full", "blocks_each", "num_rows", "heads", "length"]
+_CHANGING += ["mask_batch", "mask_head", "mask_query"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def attend_kernel(
     query,
     turned,
@@ -214,6 +227,8 @@ def attend_kernel(
     num_full,
     blocks_each,
     num_rows,
+    heads,
+    length,
     query_batch,
     query_head,
     query_row,
@@ -232,8 +247,6 @@ def attend_kernel(
     mask_batch,
     mask_head,
     mask_query,
-    HEADS: tl.constexpr,
-    LENGTH: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_INNER: tl.constexpr,
@@ -250,13 +263,15 @@ def attend_kernel(
     OF_STATES: tl.constexpr,
 ):
     """See `parts.attend_in_parts`; the program `(batch * heads, part, tile of rows)`."""
-    batch, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
-    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    batch, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    num_parts = tl.num_programs(1)
+    # The tokens in full precision, which take the longest, begin first.
+    part = num_parts - 1 - tl.program_id(1)
     rows = tl.program_id(2) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     is_row = rows < num_rows
-    query_heads = head * (num_rows // LENGTH) + rows // LENGTH
-    mask += batch * mask_batch + query_heads * mask_head + rows % LENGTH * mask_query
-    all_rows = (batch * HEADS + head) * num_rows + rows
+    query_heads = head * (num_rows // length) + rows // length
+    mask += batch * mask_batch + query_heads * mask_head + rows % length * mask_query
+    all_rows = (batch * heads + head) * num_rows + rows
     start = part * blocks_each
     first_block = start.to(tl.int64)
     key_records += batch * key_records_batch + head * key_records_head + first_block * key_records_block

@@ -1,4 +1,4 @@
-"""Attention to a layer's tokens in parts, each of which gives what merging needs: the launch of the kernel."""
+"""Attention to a layer's tokens in parts, and the parts merged: the launches of the kernels."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from .placing import on_device
 _PROGRAMS_EACH = 4
 # With larger tiles a program takes more memory than its threads can share on desktop GPUs (99 KiB).
 _LEAST_TILE, _MOST_BYTES_A_COLUMN, LONGEST_HEAD = 16, 64, 256
+# Triton's, said because its default changes.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 class Codes(NamedTuple):
@@ -81,7 +83,8 @@ def attend_in_parts(
     value_dim, num_blocks = values.shape[3], codes.keys.shape[2]
     shape, options = shape_arguments(query.dtype, num_rows, (key_dim, value_dim), codes.key_layout, codes.value_layout)
     row_tiles = -(-num_rows // shape["ROWS_TILE"])
-    wanted = -(-_PROGRAMS_EACH * _num_processors(query.device) // (batch * heads * row_tiles))
+    # All programs at once, the one for the tokens in full precision too.
+    wanted = max(1, _PROGRAMS_EACH * _num_processors(query.device) // (batch * heads * row_tiles) - 1)
     blocks_each = max(1, -(-num_blocks // wanted))
     num_parts = -(-num_blocks // blocks_each) + 1
     query, keys, values = (_in_rows(each) for each in (query, keys, values))
@@ -106,14 +109,14 @@ def attend_in_parts(
             keys.shape[2],
             blocks_each,
             num_rows,
+            heads,
+            length,
             *query.stride()[:3],
             *keys.stride()[:3],
             *values.stride()[:3],
             *codes.keys.stride()[:3],
             *codes.values.stride()[:3],
             *mask_strides,
-            HEADS=heads,
-            LENGTH=length,
             MASK=kind,
             OF_CODES=of_codes,
             OF_STATES=of_states,
@@ -121,6 +124,42 @@ def attend_in_parts(
             **options,
         )
     return Parts(outs, log_sums)
+
+
+def merged(parts: Parts, result_map: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """
+    All parts in one.
+
+    Args:
+        parts: of one call.
+        result_map: float32 `[num_kv_heads, value_dim, value_dim]`, or `[1, value_dim, value_dim]` for all heads, what
+            results of codes are multiplied with from the right; `None` for nothing.
+        dtype: of the result.
+
+    Returns:
+        `[batch, num_kv_heads, rows, value_dim]`; zeros where no token is seen.
+    """
+    from .merging import merge_kernel
+
+    batch, heads, num_rows, num_parts, value_dim = parts.outs.shape
+    result = parts.outs.new_empty((batch, heads, num_rows, value_dim), dtype=dtype)
+    has_one_each = result_map is not None and result_map.shape[0] > 1
+    with on_device(result.device):
+        merge_kernel[(batch * heads * num_rows,)](
+            parts.outs,
+            parts.log_sums,
+            parts.outs if result_map is None else result_map,
+            result,
+            num_rows,
+            heads,
+            num_parts,
+            value_dim * value_dim if has_one_each else 0,
+            VALUE_DIM=value_dim,
+            VALUE_TILE=_filled(value_dim),
+            IS_MAPPED=result_map is not None,
+            **OPTIONS,
+        )
+    return result
 
 
 def shape_arguments(
@@ -141,8 +180,8 @@ def shape_arguments(
         "ROWS_TILE": min(_filled(num_rows), _MOST_BYTES_A_COLUMN // dtype.itemsize),
     }
     # Blocks that are read ahead take memory that threads share, of which numbers of 32 bits take twice as much.
-    options = {"num_stages": 1 if dtype == torch.float32 else 3, "enable_fp_fusion": True}
-    return constants, options
+    is_large = max(dims) > 128 and key_layout.bits + value_layout.bits > 12
+    return constants, OPTIONS | {"num_stages": 1 if dtype == torch.float32 else 2 if is_large else 3}
 
 
 def _filled(dim: int) -> int:
@@ -169,4 +208,4 @@ def _mask_arguments(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[str
 @cache
 def _num_processors(device: torch.device) -> int:
     # The interpreter runs one program after the other; some parts are made there, too, to be merged.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

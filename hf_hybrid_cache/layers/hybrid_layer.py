@@ -184,6 +184,7 @@ class HybridLayer(CacheLayerMixin):
             self.store = None
         if self._selection is not None:
             self._selection.reset()
+        self._code_attention.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from balanced import balanced
 
 from hf_hybrid_cache import KVCodec, minmax, quanto
 from hf_hybrid_cache.codecs.minmax import MinMaxCodec
@@ -77,6 +78,18 @@ def test_both_ways_refuse_what_is_not_finite(bad: float):
 def test_arguments_that_make_no_codec_are_refused(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         minmax(**arguments)
+
+
+def test_autocast_changes_neither_codes_nor_what_they_stand_for():
+    states = torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(0))
+    codec = balanced(minmax(8), num_kv_heads=2, key_dim=16, value_dim=16).values  # a matrix for each head
+    given = []
+    for is_enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            records, read = codec.encode(states), torch.empty_like(states)
+            codec.decode(records, read)
+        given.append((records, read))
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*given, strict=True))
 
 
 @pytest.mark.parametrize(("sink_tokens", "kept"), [(0, 0), (1, 64), (4, 64), (64, 64), (65, 128)])

@@ -1,7 +1,8 @@
-"""Compiles the kernel for GPUs that are not here: `python -m device_kernels.ahead CAPABILITY...` from tests/."""
+"""Compiles the kernels for GPUs that are not here: `python -m device_kernels.ahead CAPABILITY...` from tests/."""
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_hybrid_cache.device_kernels.coded_attention import attend_kernel, types_of_products
-from hf_hybrid_cache.device_kernels.parts import shape_arguments
+from hf_hybrid_cache.device_kernels.merging import merge_kernel
+from hf_hybrid_cache.device_kernels.parts import OPTIONS, shape_arguments
 from hf_hybrid_cache.kernels import RecordLayout
 
 # By bits, head_dim of keys and values, rows, the kind of mask and the type of the states.
@@ -19,37 +21,70 @@ CASES = [
     ((8, 2), (128, 128), 32, "bias", torch.float16),
     ((4, 2), (256, 256), 32, "visible", torch.bfloat16),
     ((8, 8), (256, 256), 32, "none", torch.float32),
+    ((8, 8), (256, 256), 32, "bias", torch.bfloat16),
+]
+# By head_dim of values, whether results are mapped, and their type.
+MERGED = [
+    (64, True, torch.bfloat16),
+    (80, True, torch.float16),
+    (256, True, torch.float32),
+    (128, False, torch.bfloat16),
 ]
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _STRIDES = ("batch", "head", "token", "block", "row", "query")
 
 
-def compiled(capability: int, case: Any) -> dict[str, int]:
+def attention(capability: int, case: Any) -> dict[str, int]:
     """Bytes of memory that a program shares between its threads."""
     bits, dims, rows, mask, dtype = case
     layouts = RecordLayout.of_keys(bits[0], dims[0], 64, True), RecordLayout.of_values(bits[1], dims[1], 64, True)
     of_codes, of_states = types_of_products(dtype)
     constants, options = shape_arguments(dtype, rows, dims, *layouts)
-    constants |= {"HEADS": 8, "LENGTH": 1, "MASK": mask, "OF_CODES": of_codes, "OF_STATES": of_states}
+    constants |= {"MASK": mask, "OF_CODES": of_codes, "OF_STATES": of_states}
     states = f"*{_NAMES[dtype]}"
     pointers = {"query": states, "turned": "*fp32", "keys": states, "values": states, "mask": states}
     pointers |= {"key_records": "*u8", "value_records": "*u8", "outs": "*fp32", "log_sums": "*fp32"}
     if mask == "visible":
         pointers["mask"] = "*u8"
-    names = attend_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    signature["scale"] = "fp32"
-    # As Triton finds them in a model: addresses and strides are multiples of 16.
-    aligned = [index for index, name in enumerate(names) if name in pointers or name.endswith(_STRIDES)]
+    # Strides, as Triton finds them in a model, are multiples of 16, but those of masks.
+    strides = [name for name in attend_kernel.arg_names if name.endswith(_STRIDES) and not name.startswith("mask")]
+    return compiled(attend_kernel, capability, pointers | {"scale": "fp32"}, constants, options, strides)
+
+
+def merging(capability: int, case: Any) -> dict[str, int]:
+    """Likewise."""
+    value_dim, is_mapped, dtype = case
+    pointers = {"outs": "*fp32", "log_sums": "*fp32", "result_map": "*fp32", "merged": f"*{_NAMES[dtype]}"}
+    constants = {"VALUE_DIM": value_dim, "VALUE_TILE": triton.next_power_of_2(value_dim), "IS_MAPPED": is_mapped}
+    return compiled(merge_kernel, capability, pointers, constants, OPTIONS, [])
+
+
+def compiled(
+    kernel: Any,
+    capability: int,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: dict[str, Any],
+    strides: list[str],
+) -> dict[str, int]:
+    """What a kernel takes; `types` are of arguments that are no whole numbers, and addresses are multiples of 16."""
+    names = kernel.arg_names
+    aligned = [name for name in names if types.get(name, "").startswith("*") or name in strides]
     source = ASTSource(
-        fn=attend_kernel,
-        signature=signature,
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"capability": capability, "shared": done.metadata.shared, "rows": rows}
+    return {"capability": capability, "shared": done.metadata.shared}
 
 
 if __name__ == "__main__":
-    print(json.dumps([compiled(int(capability), case) for capability in sys.argv[1:] for case in CASES]))
+    found = [
+        compile_case(int(capability), case)
+        for capability in sys.argv[1:]
+        for compile_case, cases in ((attention, CASES), (merging, MERGED))
+        for case in cases
+    ]
+    print(json.dumps(found))

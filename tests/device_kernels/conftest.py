@@ -5,8 +5,6 @@ import torch
 
 import interpreted
 
-interpreted.load()
-
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:

@@ -180,3 +180,32 @@ def test_where_triton_is_installed_and_runs_no_kernel_one_warning_says_so():
     with pytest.warns(UserWarning, match=r"Triton is installed, but runs no kernel on cuda: .* put together"):
         assert not runs_on(torch.device("cuda"))
     assert not runs_on(torch.device("cuda"))
+
+
+def test_autocast_does_not_round_what_queries_and_results_are_mapped_by(device):
+    model = model_on(device)
+    config = model.config
+    codec = balanced(minmax((8, 8)), config.num_key_value_heads, config.head_dim, config.head_dim)
+    heads, states = config.num_attention_heads, torch.randn(1, config.num_key_value_heads, 200, 16, device=device)
+    results = []
+    for is_enabled in (False, True):
+        cache = HybridCache(config, Placement(cpu_decode=False), codec=codec)
+        cache.update(states, states, 0)
+        keys, values = cache.update(states[:, :, :1], states[:, :, :1], 0)
+        query = torch.ones(1, heads, 1, 16, device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_enabled):
+            results.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+    torch.testing.assert_close(*results, rtol=0, atol=0, check_dtype=False)
+
+
+def test_a_reset_cache_hands_out_handles_again(device, launches):
+    model = model_on(device)
+    cache = quantized(model.config)
+    states = torch.randn(1, model.config.num_key_value_heads, 200, 16, device=device)
+    cache.update(states, states, 0)
+    keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert keys.sum().isfinite()
+    assert not isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)
+    cache.reset()
+    cache.update(states, states, 0)
+    assert isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)

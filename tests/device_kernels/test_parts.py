@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from kernels.reference import Case, attention, hadamard, random_coded, random_masks
 
-from hf_hybrid_cache.device_kernels import Codes, Parts, attend_in_parts
+from hf_hybrid_cache.device_kernels import Codes, Parts, attend_in_parts, merged
 from hf_hybrid_cache.kernels import RecordLayout
 
 from slow import slow_but
@@ -94,7 +94,7 @@ def run(made: Made, mask: torch.Tensor | None = None, dtype: torch.dtype = torch
     return attend_in_parts(query, turned, keys, values, made.codes, made.length, mask, SCALE)
 
 
-def merged(made: Made, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+def merged_plainly(made: Made, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     """All parts in one, the plain way, in float64."""
     outs, log_sums = (each.double().cpu().numpy() for each in parts)
     if made.codes.value_layout.rotation > 1:
@@ -114,7 +114,7 @@ def require_same(
 ) -> None:
     assert parts.outs.dtype == parts.log_sums.dtype == torch.float32
     bound = BOUNDS[dtype]
-    for ours, exact in zip(merged(made, parts), attention(made.case, SCALE, **(masks or {})), strict=True):
+    for ours, exact in zip(merged_plainly(made, parts), attention(made.case, SCALE, **(masks or {})), strict=True):
         seen = np.isfinite(exact)
         assert np.array_equal(np.isfinite(ours), seen)
         largest = max(1.0, np.abs(exact[seen]).max(initial=0))
@@ -192,5 +192,28 @@ def test_where_nothing_is_seen_the_result_is_zero(device):
 def test_what_is_not_finite_is_not_hidden(device, role: int):
     made = make(device)
     made.ends[role][0, 0, 3, 5] = torch.nan
-    out, _ = merged(made, run(made))
+    parts = run(made)
+    out, _ = merged_plainly(made, parts)
     assert np.isnan(out).any()
+    assert merged(parts, None, torch.float32).isnan().any()
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 64, 65, 66, 130])
+@pytest.mark.parametrize("form", slow_but([(0, 64), (2, 80)], [(0, 64), (1, 64), (2, 80), (2, 256)]))
+def test_parts_are_merged_by_what_was_seen_of_them(device, num_parts: int, form: tuple[int, int]):
+    maps, value_dim = form
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 2, 3, num_parts, value_dim, generator=generator)
+    log_sums = 4 * torch.randn(2, 2, 3, num_parts, generator=generator)
+    log_sums[torch.rand(log_sums.shape, generator=generator) < 0.3] = -torch.inf
+    log_sums[0, 0, 0] = -torch.inf
+    outs[log_sums == -torch.inf] = 0  # as of a part of which nothing is seen
+    result_map = torch.randn(maps, value_dim, value_dim, generator=generator).to(device) if maps else None
+    ours = merged(Parts(outs.to(device), log_sums.to(device)), result_map, torch.float32)
+    weights = log_sums.double().clamp_min(-1e300).softmax(dim=-1)[..., None]
+    exact = (weights * outs.double()).nan_to_num(0)
+    coded = exact[..., :-1, :].sum(dim=-2)
+    coded = coded if result_map is None else coded @ result_map.cpu().double()
+    expected = coded + exact[..., -1, :]
+    torch.testing.assert_close(ours.double().cpu(), expected, rtol=1e-5, atol=2e-5)
+    assert not ours[0, 0, 0].any()

@@ -1,0 +1,161 @@
+"""The aims for a machine with a GPU, and what its records say of each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.gpu.found import Found, decode_records
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    An aim and what was measured for it.
+
+    Attributes:
+        figure: what is measured.
+        aim: what it should be.
+        measured: what it is; `None` where there is no record of it.
+        is_met: whether it is as it should be.
+    """
+
+    figure: str
+    aim: str
+    measured: str | None
+    is_met: bool
+
+
+def answers(found: Found) -> list[Answer]:
+    """To all aims, in order."""
+    return [answer(found) for answer in _ANSWERS]
+
+
+def table(found: Sequence[Answer]) -> str:
+    """In Markdown."""
+    lines = ["| figure | aim | measured |", "|---|---|---|"]
+    for answer in found:
+        measured = NOT_MEASURED if answer.measured is None else answer.measured + ("" if answer.is_met else " (missed)")
+        lines.append(f"| {answer.figure} | {answer.aim} | {measured} |")
+    return "\n".join(lines) + "\n"
+
+
+def _tests(found: Found) -> Answer:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in found.get("suites", {"runs": []})["runs"]:
+        runs.setdefault(run["transformers"], []).append(run)
+    counts = {
+        version: (sum(run["passed"] for run in some), sum(len(run["failed"]) for run in some))
+        for version, some in runs.items()
+    }
+    shown = "; ".join(
+        f"{passed} passed, {failed} failed with {version}" for version, (passed, failed) in counts.items()
+    )
+    passes = len(counts) >= 2 and all(passed and not failed for passed, failed in counts.values())
+    return Answer("tests that need a GPU, two versions of transformers", "pass", shown or None, passes)
+
+
+def _ratio(
+    figure: str, pair: str, least: float, aim: str, contexts: Callable[[int], bool]
+) -> Callable[[Found], Answer]:
+    """The least of the ratios of a pair, at some contexts."""
+
+    def answer(found: Found) -> Answer:
+        ratios = {
+            record["context_tokens"]: record["ratios"][pair]
+            for record in decode_records(found)
+            if pair in record["ratios"] and contexts(record["context_tokens"])
+        }
+        return Answer(figure, aim, _at_each(ratios, "{:.2f}x"), bool(ratios) and min(ratios.values()) >= least)
+
+    return answer
+
+
+def _bus(found: Found) -> Answer:
+    shares = {
+        record["context_tokens"]: record["share_of_bus"]["offloaded"]
+        for record in decode_records(found)
+        if "offloaded" in record["share_of_bus"]
+    }
+    return Answer(
+        "streaming, of a plain pinned copy's rate",
+        "85%",
+        _at_each(shares, "{:.0%}"),
+        bool(shares) and min(shares.values()) >= 0.85,
+    )
+
+
+def _few_bytes(found: Found) -> Answer:
+    shares = {}
+    for record in decode_records(found):
+        memory, context = record["memory"], record["context_tokens"]
+        if "codes-4" in memory and context >= 100_000:
+            shares[context] = memory["codes-4"]["device_bytes"] / record["bfloat16_kv_bytes"]
+    return Answer(
+        "4 bits resident, bytes of bfloat16's",
+        "28%",
+        _at_each(shares, "{:.1%}"),
+        bool(shares) and max(shares.values()) < 0.285,
+    )
+
+
+def _cpu_attention(found: Found) -> Answer:
+    speeds = {}
+    for record in decode_records(found):
+        turns = {
+            name: speed for name, speed in record["tokens_per_second"].items() if name.startswith("cpu-attention-4")
+        }
+        if turns and record["context_tokens"] >= 100_000:
+            speeds[record["context_tokens"]] = max(turns.values())
+    cores = {record["environment"]["cores"] for record in decode_records(found)}
+    shown = _at_each(speeds, "{:.1f}")
+    return Answer(
+        "attention on the CPU in 4 bits, tokens a second at 131,072",
+        "20 with 16 cores",
+        None if shown is None else f"{shown} ({', '.join(map(str, cores))} cores)",
+        bool(speeds) and min(speeds.values()) >= 20,
+    )
+
+
+def _decode_on_cpu(found: Found) -> Answer:
+    held = found.get("peaks", {}).get("decode_on_cpu", {}).get("allocated_bytes")
+    return Answer(
+        "device memory during decode_on_cpu",
+        "64 MiB at most",
+        None if held is None else f"{held / 2**20:.1f} MiB",
+        held is not None and held <= 64 * 2**20,
+    )
+
+
+def _prefill(found: Found) -> Answer:
+    prefill = found.get("peaks", {}).get("prefill", {})
+    above = prefill.get("above_expected")
+    return Answer(
+        "peak of an offloaded prefill, over weights, 2 layers and activations",
+        "5% at most",
+        None if above is None else f"{above:+.1%} at {prefill['context_tokens']:,}",
+        above is not None and above <= 0.05,
+    )
+
+
+_ANSWERS: tuple[Callable[[Found], Answer], ...] = (
+    _tests,
+    _ratio("streaming, against transformers' offloading", "offloaded / stock-offloaded", 3, "3x", lambda _: True),
+    _bus,
+    _ratio(
+        "4 bits streamed, against bfloat16 streamed", "streamed-4 / offloaded", 3, "3x", lambda context: context > 2**15
+    ),
+    _ratio(
+        "4 bits resident, against bfloat16 resident", "codes-4 / dynamic", 1, "1x", lambda context: context > 100_000
+    ),
+    _few_bytes,
+    _cpu_attention,
+    _decode_on_cpu,
+    _prefill,
+)
+
+
+def _at_each(figures: Mapping[int, float], form: str) -> str | None:
+    """By context; `None` where there are none."""
+    return ", ".join(f"{form.format(value)} at {context:,}" for context, value in sorted(figures.items())) or None

@@ -1,0 +1,125 @@
+"""What takes turns on a machine with a GPU, by name: a cache, where the model is, and what it needs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import LlamaConfig
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
+
+from experiments.gpu.machine import has_gpu
+from experiments.quality_caches import installed_version
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.planning import Candidate, Way
+
+Bits = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """
+    A way to decode.
+
+    Attributes:
+        make: an empty cache for a model.
+        plan: what the planner calls it; `None` for what it does not plan.
+        package: that must be installed.
+        streams: keys and values cross the bus in every step.
+        on_host: the model is on the CPU, too.
+        attends_on_host: the CPU attends, with as many threads as it is told.
+        weight_bits: of a model on the CPU; `None` for weights as they are.
+        codes_all_anew: with every update, so that it must be filled at once.
+        needs_gpu: it does not run on a CPU.
+    """
+
+    make: Callable[[LlamaConfig], Cache]
+    plan: Candidate | None = None
+    package: str | None = None
+    streams: bool = False
+    on_host: bool = False
+    attends_on_host: bool = False
+    weight_bits: int | None = None
+    codes_all_anew: bool = False
+    needs_gpu: bool = False
+
+    def why_not(self) -> str | None:
+        """Why it cannot be measured here, if so."""
+        if self.package is not None and installed_version(self.package) is None:
+            return f"{self.package} is not installed"
+        return "needs a GPU" if self.needs_gpu and not has_gpu() else None
+
+
+def _resident(bits: Bits, plan: str) -> Measured:
+    return Measured(partial(QuantizedHybridCache, bits=bits, cpu_decode=False), Candidate(plan, Way.GPU))
+
+
+def _streamed(bits: Bits, plan: str) -> Measured:
+    make = partial(QuantizedHybridCache, bits=bits, offload=True, cpu_decode=False)
+    return Measured(make, Candidate(plan, Way.STREAMED), streams=True)
+
+
+def _offloaded(resident_share: float = 0.0, pin_memory: bool | None = None, prefetch_layers: int = 1) -> Measured:
+    def make(config: LlamaConfig) -> Cache:
+        return OffloadedHybridCache(
+            config,
+            resident_layers=round(resident_share * config.num_hidden_layers),
+            pin_memory=pin_memory,
+            prefetch_layers=prefetch_layers,
+            cpu_decode=False,
+        )
+
+    return Measured(make, streams=True)
+
+
+def _cpu_attention(make: Callable[..., Cache], plan: str) -> Measured:
+    return Measured(partial(make, cpu_decode=True), Candidate(plan, Way.CPU_ATTENTION), attends_on_host=True)
+
+
+def _on_host(make: Callable[[LlamaConfig], Cache], plan: str, weight_bits: int | None = None) -> Measured:
+    planned = Candidate(plan, Way.CPU, weight_bits)
+    return Measured(make, planned, on_host=True, attends_on_host=True, weight_bits=weight_bits)
+
+
+def _peer(backend: str, package: str) -> Measured:
+    # HQQ has groups along one axis, which transformers wants to be told.
+    axes = {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}
+
+    def make(config: LlamaConfig) -> Cache:
+        return QuantizedCache(backend, config, nbits=4, **axes)
+
+    return Measured(make, package=package, codes_all_anew=True)
+
+
+_OF_4_BITS = partial(QuantizedHybridCache, bits=4)
+
+CACHES: Mapping[str, Measured] = {
+    "stock": Measured(lambda config: DynamicCache(config=config), Candidate("stock", Way.GPU)),
+    "dynamic": Measured(partial(DynamicHybridCache, cpu_decode=False), Candidate("dynamic", Way.GPU)),
+    "codes-8": _resident(8, "quantized-8"),
+    "codes-4": _resident(4, "quantized-4"),
+    "codes-4-2": _resident((4, 2), "quantized-4-2"),
+    "codes-2": _resident(2, "quantized-2"),
+    "quanto-4": _peer("quanto", "optimum-quanto"),
+    "hqq-4": _peer("hqq", "hqq"),
+    "stock-offloaded": Measured(
+        lambda config: DynamicCache(config=config, offloading=True), streams=True, needs_gpu=True
+    ),
+    "offloaded": Measured(
+        partial(OffloadedHybridCache, cpu_decode=False), Candidate("offloaded", Way.STREAMED), streams=True
+    ),
+    "offloaded-pageable": _offloaded(pin_memory=False),
+    "offloaded-2-ahead": _offloaded(prefetch_layers=2),
+    "offloaded-resident-25%": _offloaded(resident_share=0.25),
+    "offloaded-resident-50%": _offloaded(resident_share=0.5),
+    "offloaded-resident-75%": _offloaded(resident_share=0.75),
+    "offloaded-resident-100%": _offloaded(resident_share=1.0),
+    "streamed-8": _streamed(8, "quantized-8"),
+    "streamed-4": _streamed(4, "quantized-4"),
+    "streamed-2": _streamed(2, "quantized-2"),
+    "cpu-attention": _cpu_attention(DynamicHybridCache, "dynamic"),
+    "cpu-attention-4": _cpu_attention(_OF_4_BITS, "quantized-4"),
+    "host": _on_host(DynamicHybridCache, "dynamic"),
+    "host-4": _on_host(_OF_4_BITS, "quantized-4"),
+    "host-weights-4": _on_host(DynamicHybridCache, "dynamic", 4),
+    "host-4-weights-4": _on_host(_OF_4_BITS, "quantized-4", 4),
+}

@@ -1,0 +1,104 @@
+"""The device that is measured, and what stands in for it where there is no GPU: the CPU, for a rehearsal."""
+
+import argparse
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_hybrid_cache.models import llama_3_2_1b_config, random_llama
+
+NEEDED = "This measures a GPU, and no CUDA device is available: pass --rehearse to try it out on the CPU."
+_COPIED_BYTES = 2**28
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> str:
+    return "cuda" if has_gpu() else "cpu"
+
+
+def gpu_parser(record: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every measurement of a GPU; `record` is the name of its folder of records."""
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(description or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rehearse", action="store_true", help="small, and on the CPU where there is no GPU")
+    parser.add_argument("--out", type=Path, help=f"folder of the record (default: results/gpu/{record})")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; without a GPU only those of a rehearsal, which says where it writes."""
+    given = parser.parse_args()
+    if not has_gpu():
+        if not given.rehearse:
+            sys.exit(NEEDED)
+        if given.out is None:
+            parser.error("a rehearsal is no result: say with --out where its record goes.")
+    return given
+
+
+def config_of(is_rehearsal: bool) -> LlamaConfig:
+    """The shape of Llama-3.2-1B; for a rehearsal with two layers and few words."""
+    config = llama_3_2_1b_config()
+    if is_rehearsal:
+        config.num_hidden_layers, config.vocab_size = 2, 512
+        config.eos_token_id = config.bos_token_id = 1
+    return config
+
+
+def model_of(is_rehearsal: bool, on: str | None = None) -> LlamaForCausalLM:
+    """With random weights in bfloat16, on the device unless something else is said."""
+    return random_llama(config_of(is_rehearsal), torch.bfloat16, on or device())
+
+
+def allocated() -> int:
+    """Bytes of device memory in use; 0 without a GPU."""
+    return torch.cuda.memory_allocated() if has_gpu() else 0
+
+
+def synchronize() -> None:
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def seconds_on_device(action: Callable[[], object]) -> float:
+    """Of an action that the device has finished."""
+    synchronize()
+    start = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def kernels_launched(action: Callable[[], object]) -> int | None:
+    """On the GPU, without copies and fills; `None` without one."""
+    if not has_gpu():
+        return None
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        action()
+        synchronize()
+    on_gpu = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
+    return sum(not event.name.startswith("Mem") for event in on_gpu)
+
+
+class PlainCopy:
+    """One copy from page-locked memory to the device, the ceiling of whatever streams."""
+
+    def __init__(self, num_bytes: int = _COPIED_BYTES):
+        self.num_bytes = num_bytes
+        self._host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=has_gpu())
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device())
+
+    def __call__(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)

@@ -1,0 +1,121 @@
+"""What pages of the project say of GPUs, and the figure that they show: from records only."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from experiments import pictures
+from experiments.gpu.answers import answers, table
+from experiments.gpu.found import FOLDER, Found, all_found, decode_records
+from experiments.records import RESULTS
+
+README, RESULTS_PAGE = RESULTS.parent / "README.md", RESULTS.parent / "docs" / "results.md"
+# What is said stands between these in each page.
+START, END = "<!-- measured on a GPU -->", "<!-- end -->"
+# A figure of all would be hard to read.
+_DRAWN = ("stock", "dynamic", "codes-4", "codes-2", "stock-offloaded", "offloaded", "streamed-4", "quanto-4", "hqq-4")
+
+
+def write_all() -> Iterator[Path]:
+    """Draw the figures and write what was measured into the pages; the paths of what was written."""
+    found = all_found()
+    for machine, records in found.items():
+        if decode_records(records):
+            pictures.write(figure(records), FOLDER / machine)
+            yield (FOLDER / machine).with_suffix(".svg")
+    for path, said in pages(found):
+        path.write_text(written(path.read_text(), said))
+        yield path
+
+
+def pages(found: Mapping[str, Found]) -> Iterator[tuple[Path, str]]:
+    """What each page says of GPUs, by its path."""
+    if not found:
+        yield (
+            README,
+            "Nothing has been measured on a GPU yet: what needs one has tests, which skip where there is none.\n",
+        )
+        yield RESULTS_PAGE, "**Nothing has been measured on a GPU yet.** `make gpu` does it.\n"
+        return
+    cards = ", ".join(sorted({str(_environment(records)["gpu"]) for records in found.values()}))
+    yield README, f"What was measured on a GPU ({cards}) stands in [the results](docs/results.md#on-a-gpu).\n"
+    yield RESULTS_PAGE, "\n".join(_section(machine, records) for machine, records in found.items())
+
+
+def written(text: str, said: str) -> str:
+    """
+    A page with what is said of GPUs in its place.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"there must be {START!r} and {END!r} after it")
+    return f"{before}{START}\n{said}{END}{after}"
+
+
+def decode_table(found: Found) -> str:
+    """Milliseconds of a token by context, in Markdown."""
+    measured = _seconds(found)
+    contexts = sorted({context for at in measured.values() for context in at})
+    lines = [
+        f"| milliseconds a token | {' | '.join(f'{context:,}' for context in contexts)} |",
+        f"|---|{'---:|' * len(contexts)}",
+    ]
+    for name, at in measured.items():
+        row = (f"{at[context] * 1e3:,.2f}" if context in at else "" for context in contexts)
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(found: Found) -> Figure:
+    """Milliseconds of a token by context."""
+    drawn, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    measured = _seconds(found)
+    for name in _DRAWN:
+        if at := measured.get(name):
+            contexts = sorted(at)
+            axes.plot(contexts, [at[context] * 1e3 for context in contexts], marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("milliseconds a token, whole model")
+    axes.set_title(f"Llama-3.2-1B shape, bfloat16, {_environment(found)['gpu']}", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return drawn
+
+
+def _seconds(found: Found) -> dict[str, dict[int, float]]:
+    """Of a token, by what takes turns and context; the least of those that were measured in several steps."""
+    measured: dict[str, dict[int, float]] = {}
+    for record in decode_records(found):
+        for name, seconds in record["median_seconds"].items():
+            at = measured.setdefault(name, {})
+            at[record["context_tokens"]] = min(seconds, at.get(record["context_tokens"], seconds))
+    return measured
+
+
+def _section(machine: str, found: Found) -> str:
+    where = _environment(found)
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    parts = [
+        f"**{where['gpu']}**, driver {where['gpu_driver']}, bus (generation of PCIe, lanes) {where['gpu_bus']}; "
+        f"{where['cpu']}, {where['cores']} cores; {versions}. Records: `results/gpu/*/{machine}.json`.\n",
+        table(answers(found)),
+    ]
+    if decode_records(found):
+        parts += [f"![Time a token by context](../results/gpu/{machine}.png)\n", decode_table(found)]
+    return "\n".join(parts)
+
+
+def _environment(found: Found) -> dict[str, Any]:
+    environment: dict[str, Any] = next(iter(found.values()))["environment"]
+    return environment

@@ -1,0 +1,98 @@
+"""
+The tests that need a GPU, with the transformers that is installed and with other versions of it.
+
+What fails is a result, with its name, and ends nothing. Warnings fail no test here: versions of other packages are
+those that the machine has.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from experiments import records
+from experiments.gpu.machine import gpu_parser, has_gpu, parsed
+
+# The first fill the device, or count what is on it; the others can run beside each other.
+ALONE = ("tests/test_cuda.py",)
+TOGETHER = ("tests/accelerator", "tests/device_kernels")
+_PROCESSES = 4
+_VERSION = "import transformers; print(transformers.__version__)"
+
+
+def suites(is_rehearsal: bool) -> list[list[str]]:
+    """Arguments of pytest; in a rehearsal only of what skips without a GPU."""
+    together = list(TOGETHER[:1] if is_rehearsal else TOGETHER)
+    if importlib.util.find_spec("xdist"):
+        together += ["-n", str(_PROCESSES), "--dist", "loadgroup"]
+    return [list(ALONE), together]
+
+
+def run(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """What became of the tests, by the report of pytest."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default", "--disable-warnings"]
+        process = subprocess.run(
+            [*command, f"--junitxml={report}", *arguments], cwd=records.RESULTS.parent, env=environment, check=False
+        )
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return {
+        "tests": " ".join(arguments),
+        "exit_status": process.returncode,
+        "passed": len(cases) - len(failed) - len(skipped),
+        "skipped": len(skipped),
+        "failed": [f"{case.get('classname')}::{case.get('name')}" for case in failed],
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def environments(others: list[Path]) -> list[dict[str, str]]:
+    """Of the installed transformers, and of each other version, which is in a folder of its own."""
+    plain = dict(os.environ)
+    before = [path for path in (plain.get("PYTHONPATH"),) if path]
+    return [plain] + [plain | {"PYTHONPATH": os.pathsep.join([str(folder.absolute()), *before])} for folder in others]
+
+
+def main() -> None:
+    parser = gpu_parser("suites", __doc__)
+    parser.add_argument(
+        "--other-transformers",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="another version in a folder, as `pip install --target FOLDER` puts it there",
+    )
+    given = parsed(parser)
+    for folder in given.other_transformers:
+        if not (folder / "transformers").is_dir():
+            parser.error(f"{folder} holds no transformers: pip install --target {folder} transformers==VERSION")
+    runs = []
+    for environment in environments(given.other_transformers):
+        version = subprocess.run(
+            [sys.executable, "-c", _VERSION], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for arguments in suites(given.rehearse and not has_gpu()):
+            runs.append({"transformers": version, **run(arguments, environment)})
+            path = records.save("gpu/suites", {"rehearsal": given.rehearse, "runs": runs}, given.out)
+            for name in runs[-1]["failed"]:
+                print(f"failed: {name}", flush=True)
+    print(f"record: {path}")
+    answers = [
+        {"transformers": run["transformers"], "passed": run["passed"], "failed": len(run["failed"])} for run in runs
+    ]
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The ways to generate that every cache is held to. A new way is one function here."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from tiny_models import VOCAB_SIZE, random_prompt
+
+NEW_TOKENS = 24
+MakeCache = Callable[[PreTrainedConfig], Cache]
+Result = list[Any]
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options: Any) -> Result:
+    """Tokens and logits of one call, where the model is; greedy unless the options say otherwise."""
+    ids = ids.to(model.device)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    output = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
+    return [output.sequences, torch.stack(output.logits)]
+
+
+def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config))
+
+
+def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(1, 1 + more), make_cache(model.config))
+
+
+def sampling(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    set_seed(1)
+    return generate(
+        model, random_prompt(2, 30 + more), make_cache(model.config), do_sample=True, top_k=20, num_return_sequences=2
+    )
+
+
+def beams(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), num_beams=3, num_return_sequences=2)
+
+
+def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
+    return generate(model, repetitive, make_cache(model.config), prompt_lookup_num_tokens=4)
+
+
+def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(1, 30 + more), make_cache(model.config), assistant_model=similar_model(model))
+
+
+@functools.cache
+def similar_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that agrees with `model` often, not always, so that guesses are both kept and rolled back."""
+    twin = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator).to(weight)
+    return twin
+
+
+def left_padding(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    ids = random_prompt(3, 30 + more)
+    mask = torch.ones_like(ids)
+    mask[0, :13], mask[1, :1] = 0, 0
+    return generate(model, ids, make_cache(model.config), attention_mask=mask.to(model.device))
+
+
+def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    """A second question after the first answer, without computing the first again."""
+    cache = make_cache(model.config)
+    first = generate(model, random_prompt(2, 20 + more), cache)
+    longer = torch.cat([first[0], random_prompt(2, 7, seed=1).to(model.device)], dim=1)
+    return first + generate(model, longer, cache)
+
+
+def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), prefill_chunk_size=7)
+
+
+def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    """One prefilled prefix, copied for two questions."""
+    prefix = random_prompt(1, 25 + more)
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        model(prefix.to(model.device), past_key_values=cache)
+    results = []
+    for seed in (1, 2):
+        ids = torch.cat([prefix, random_prompt(1, 6, seed)], dim=1)
+        results += generate(model, ids, copy.deepcopy(cache))
+    return results
+
+
+class ListStreamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def streamer(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    listener = ListStreamer()
+    result = generate(model, random_prompt(1, 20 + more), make_cache(model.config), streamer=listener)
+    return [*result, listener.tokens]
+
+
+def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pipe = pipeline(
+        "text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
+    )
+    prompt = " ".join(f"w{index}" for index in random_prompt(1, 20 + more)[0].tolist())
+    cache = make_cache(model.config)
+    return [pipe(prompt, past_key_values=cache, max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False)]
+
+
+# Each takes how many tokens more than usual the prompt has.
+MODES: dict[str, Callable[[PreTrainedModel, MakeCache, int], Result]] = {
+    "greedy": greedy,
+    "one_token_prompt": one_token_prompt,
+    "sampling": sampling,
+    "beams": beams,
+    "prompt_lookup": prompt_lookup,
+    "assistant": assistant,
+    "left_padding": left_padding,
+    "continued": continued,
+    "chunked_prefill": chunked_prefill,
+    "copied_prefix": copied_prefix,
+    "streamer": streamer,
+    "text_pipeline": text_pipeline,
+}
+# transformers refuses to roll back recurrent states.
+NOT_IN_TRANSFORMERS = {("qwen3_next", "prompt_lookup"), ("qwen3_next", "assistant")}
+# With so many tokens more than usual, blocks are coded in the prefill, and others while tokens are decoded.
+FOR_CODED_BLOCKS = 152
