@@ -54,11 +54,13 @@ WHEELS ?=
 GPU_OPTIONS ?=
 PACKAGES := $(CURDIR)/build/gpu-packages
 NEWEST := $(CURDIR)/build/gpu-transformers
+# The environment of the other targets, where there is one.
+RUNNER := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 UNPACK := -m pip install --quiet --no-index --no-deps --upgrade --target
 gpu:
-	$(if $(WHEELS),$(PYTHON) $(UNPACK) $(PACKAGES) $(WHEELS)/*.whl)
-	$(if $(wildcard $(WHEELS)/transformers/*.whl),$(PYTHON) $(UNPACK) $(NEWEST) $(WHEELS)/transformers/*.whl)
-	PYTHONPATH=$(PACKAGES) $(PYTHON) -m experiments.gpu --minutes $(MINUTES) $(GPU_OPTIONS) \
+	$(if $(WHEELS),$(RUNNER) $(UNPACK) $(PACKAGES) $(WHEELS)/*.whl)
+	$(if $(wildcard $(WHEELS)/transformers/*.whl),$(RUNNER) $(UNPACK) $(NEWEST) $(WHEELS)/transformers/*.whl)
+	PYTHONPATH=$(PACKAGES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(RUNNER) -m experiments.gpu --minutes $(MINUTES) $(GPU_OPTIONS) \
 		$(if $(wildcard $(WHEELS)/transformers/*.whl),--other-transformers $(NEWEST))
 
 # What a machine with torch, transformers, Triton, Numba, psutil, pytest and hypothesis may lack, for its Python; and the newest

@@ -101,8 +101,8 @@ def kernels_of_a_step(make) -> float:
 MOST_KERNELS = {
     "dynamic": (DynamicHybridCache, 0),
     "offloaded": (OffloadedHybridCache, 0),
-    "codes": (partial(QuantizedHybridCache, bits=4, rotate=True), 9),
-    "streamed codes": (partial(QuantizedHybridCache, bits=4, rotate=True, offload=True), 9),
+    "codes": (partial(QuantizedHybridCache, bits=4, rotate=True), 6),
+    "streamed codes": (partial(QuantizedHybridCache, bits=4, rotate=True, offload=True), 6),
 }
 
 

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
@@ -29,6 +28,7 @@ from experiments.gpu.machine import (
     has_gpu,
     kernels_launched,
     model_of,
+    num_cores,
     parsed,
     seconds_on_device,
 )
@@ -205,10 +205,9 @@ def main() -> None:
         "--threads", type=int, nargs="+", default=[], help="of the CPU, each with a turn of its own (default: all)"
     )
     given = parsed(parser)
-    cores = psutil.cpu_count(logical=False) or 1
     for threads in given.threads:
-        if not 1 <= threads <= cores:
-            parser.error(f"{threads} threads, and there are {cores} cores.")
+        if not 1 <= threads <= num_cores():
+            parser.error(f"{threads} threads, and there are {num_cores()} cores.")
     all_threads = torch.get_num_threads()
     models, left_out = Models(given.rehearse), dict[str, str]()
     made = list(decoders(models, given.caches, given.context, left_out))

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from experiments import records
-from experiments.gpu.machine import has_gpu
+from experiments.gpu.machine import has_gpu, num_cores
 
 FOLDER = "gpu"
 # Memory that a card is held to for the table of the source: a desktop card of today, and a small one.
@@ -107,5 +105,5 @@ def _tables(root: Path, sizes: Sizes, is_rehearsal: bool) -> list[Step]:
 
 def _thread_counts() -> list[int]:
     """One, twice as many, and so on, and all."""
-    cores = psutil.cpu_count(logical=False) or 1
+    cores = num_cores()
     return sorted({*(2**power for power in range(cores.bit_length())), cores})
