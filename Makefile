@@ -56,12 +56,20 @@ PACKAGES := $(CURDIR)/build/gpu-packages
 NEWEST := $(CURDIR)/build/gpu-transformers
 # The environment of the other targets, where there is one.
 RUNNER := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-UNPACK := -m pip install --quiet --no-index --no-deps --upgrade --target
-gpu:
-	$(if $(WHEELS),$(RUNNER) $(UNPACK) $(PACKAGES) $(WHEELS)/*.whl)
-	$(if $(wildcard $(WHEELS)/transformers/*.whl),$(RUNNER) $(UNPACK) $(NEWEST) $(WHEELS)/transformers/*.whl)
+UNPACK := -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target
+GPU_WHEELS := $(if $(WHEELS),$(wildcard $(WHEELS)/*.whl))
+GPU_TRANSFORMERS := $(if $(WHEELS),$(wildcard $(WHEELS)/transformers/*.whl))
+gpu: $(if $(GPU_WHEELS),$(PACKAGES)/.unpacked) $(if $(GPU_TRANSFORMERS),$(NEWEST)/.unpacked)
 	PYTHONPATH=$(PACKAGES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(RUNNER) -m experiments.gpu --minutes $(MINUTES) $(GPU_OPTIONS) \
-		$(if $(wildcard $(WHEELS)/transformers/*.whl),--other-transformers $(NEWEST))
+		$(if $(GPU_TRANSFORMERS),--other-transformers $(NEWEST))
+
+$(PACKAGES)/.unpacked: $(GPU_WHEELS)
+	$(RUNNER) $(UNPACK) $(PACKAGES) $^
+	touch $@
+
+$(NEWEST)/.unpacked: $(GPU_TRANSFORMERS)
+	$(RUNNER) $(UNPACK) $(NEWEST) $^
+	touch $@
 
 # What a machine with torch, transformers, Triton, Numba, psutil, pytest and hypothesis may lack, for its Python; and the newest
 # transformers, for the tests to run with too. Its own stays the one that is measured.

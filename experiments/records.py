@@ -16,7 +16,7 @@ import llvmlite.binding
 import psutil
 import torch
 
-from hf_hybrid_cache import __version__
+import hf_hybrid_cache
 from hf_hybrid_cache.planning import cpu_name
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -28,23 +28,25 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_revision": git_revision(),
-        "git_clean": _git("status", "--porcelain", "--untracked-files=no") == "",
+        "git_clean": None
+        if (changes := _git("status", "--porcelain", "--untracked-files=no")) is None
+        else changes == "",
         "cpu": cpu_name(),
         "microarchitecture": llvmlite.binding.get_host_cpu_name(),
-        "cores": psutil.cpu_count(logical=False),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "gpu_driver": _gpu("driver_version"),
         "gpu_bus": _gpu("pcie.link.gen.max,pcie.link.width.max"),
         "python": platform.python_version(),
-        "versions": {"hf_hybrid_cache": __version__} | {name: version(name) for name in _PACKAGES},
+        "versions": {"hf_hybrid_cache": hf_hybrid_cache.__version__} | {name: version(name) for name in _PACKAGES},
     }
 
 
 def machine_name() -> str:
     """A name for results of this machine, such as `amd-epyc-znver3-2-cores`: brands tell no generation."""
-    parts = [cpu_name(), llvmlite.binding.get_host_cpu_name(), f"{psutil.cpu_count(logical=False)} cores"]
+    parts = [cpu_name(), llvmlite.binding.get_host_cpu_name(), f"{num_cores()} cores"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)", "", " ".join(parts).lower())).strip("-")
@@ -71,9 +73,14 @@ def written_whole(path: Path) -> Iterator[TextIO]:
         unfinished.unlink(missing_ok=True)
 
 
+def num_cores() -> int:
+    """Of the CPU; of a virtual machine that does not tell, its processors."""
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
 def git_revision() -> str | None:
-    """Of the checkout; `None` where it is none."""
-    return _git("rev-parse", "HEAD")
+    """Of the checkout; of one without Git's folder what `GIT_REVISION` says, if anything."""
+    return _git("rev-parse", "HEAD") or os.environ.get("GIT_REVISION")
 
 
 def _git(*arguments: str) -> str | None:

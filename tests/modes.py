@@ -76,7 +76,7 @@ def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> R
     """A second question after the first answer, without computing the first again."""
     cache = make_cache(model.config)
     first = generate(model, random_prompt(2, 20 + more), cache)
-    longer = torch.cat([first[0], random_prompt(2, 7, seed=1).to(model.device)], dim=1)
+    longer = torch.cat([first[0], random_prompt(2, 7, seed=1).to(first[0].device)], dim=1)
     return first + generate(model, longer, cache)
 
 

@@ -29,14 +29,14 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "experiments.gpu", *arguments], **options)
 
 
-def test_what_has_ended_is_not_run_again_and_what_failed_is(tmp_path: Path):
+def test_what_is_done_is_not_run_again_and_what_failed_is(tmp_path: Path):
     done, failing = program("done", "pass"), program("failing", "raise SystemExit(3)")
     journal = Journal(tmp_path)
     assert run_all([done, failing], journal, 1, again=False) == {"done": Ended.DONE, "failing": Ended.FAILED}
     journal = Journal(tmp_path)  # as another command finds it
-    assert journal.is_settled(done)
-    assert not journal.is_settled(failing)
-    assert not journal.is_settled(program("done", "print()"))  # another program by the same name
+    assert journal.is_done(done)
+    assert not journal.is_done(failing)
+    assert not journal.is_done(program("done", "print()"))  # another program by the same name
     noisy = program("done", "raise SystemExit(3)")
     assert run_all([noisy], journal, 1, again=True) == {"done": Ended.FAILED}
 
@@ -51,7 +51,7 @@ def test_a_step_is_stopped_with_all_that_it_started(stubborn: str, tmp_path: Pat
     slow = program("slow", ignore + code if stubborn == "program" else code, limit_minutes=0.05)
     journal = Journal(tmp_path)
     assert run_all([slow], journal, 1, again=False) == {"slow": Ended.OVER_LIMIT}
-    assert journal.is_settled(slow)
+    assert not journal.is_done(slow)
     # Nobody waits for the child, so what is left of it may be a zombie.
     process = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     deadline = time.monotonic() + 30
@@ -64,7 +64,7 @@ def test_what_there_is_no_time_for_is_not_begun(tmp_path: Path):
     step = program("step", "raise AssertionError")
     journal = Journal(tmp_path)
     assert run_all([step], journal, 0.1, again=False) == {"step": None}
-    assert not journal.is_settled(step)
+    assert not journal.is_done(step)
 
 
 def test_every_step_is_a_program_that_knows_its_options(tmp_path: Path):
@@ -106,7 +106,7 @@ def test_a_rehearsal_runs_to_the_end_and_is_not_run_twice(tmp_path: Path):
     assert {"dynamic", "offloaded", "streamed-4", "host-4-weights-4"} <= predicted
     assert set(found["host"]["median_seconds"]) >= {"host, threads 1", "cpu-attention-4, threads 1"}
     again = command(*arguments)
-    assert again.stdout.count("ended before") == len(names)
+    assert again.stdout.count("done before") == len(names)
 
 
 def decode_record(context: int, seconds: dict[str, float]) -> dict[str, Any]:
@@ -136,7 +136,9 @@ def found_of_a_good_machine() -> dict[str, dict[str, Any]]:
     streaming = {"stock-offloaded": 0.9, "offloaded": 0.25, "streamed-4": 0.08}
     quantized = {"dynamic": 0.02, "codes-4": 0.015, "cpu-attention-4, threads 16": 0.04}
     environment = decode_record(1, {})["environment"]
-    suites = [{"transformers": version, "passed": 9, "failed": [], "skipped": 0} for version in ("5.17.0", "5.23.0")]
+    suites = [
+        {"transformers": version, "passed": 9, "failed": [], "exit_status": 0} for version in ("5.17.0", "5.23.0")
+    ]
     peaks = {
         "prefill": {"context_tokens": 131_072, "above_expected": 0.03},
         "decode_on_cpu": {"allocated_bytes": 8 * 2**20},
@@ -159,6 +161,12 @@ def test_aims_are_met_by_a_machine_that_meets_them_and_missed_by_one_that_does_n
     good = found_of_a_good_machine()
     assert all(answer.is_met and answer.measured for answer in answers(good))
     assert "(missed)" not in table(answers(good))
+    crashed = found_of_a_good_machine()
+    crashed["suites"]["runs"][0] |= {"passed": 0, "exit_status": -11}
+    assert not answers(crashed)[0].is_met
+    stopped = found_of_a_good_machine()
+    stopped["suites"]["runs"] += stopped["suites"]["runs"][:1]
+    assert not answers(stopped)[0].is_met
     bad = found_of_a_good_machine()
     bad["suites"]["runs"][0]["failed"] = ["a test"]
     bad["peaks"]["prefill"]["above_expected"] = 0.2

@@ -73,13 +73,8 @@ def contract(name: str, family: str, mode: str, more: int) -> Result:
     [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) not in NOT_IN_TRANSFORMERS],
 )
 @pytest.mark.parametrize(
-    ("cache", "more", "group"),
-    # Of short prompts nothing is coded. Three processes have few caches: who has which block is not the codec's.
-    [
-        *((cache, more, 2) for cache, more in [("dynamic", 0), *((name, FOR_CODED_BLOCKS) for name in CACHES)]),
-        *[("dynamic", 0, 3), ("quantized_8", FOR_CODED_BLOCKS, 3)],
-    ],
-    indirect=["group"],
+    ("cache", "more"),
+    [("dynamic", 0), *((cache, FOR_CODED_BLOCKS) for cache in CACHES)],  # of short prompts nothing is coded
 )
 def test_tokens_and_logits_are_those_of_one_process(
     cache: str, family: str, mode: str, more: int, group: Group, exact_kernels: None

@@ -8,6 +8,7 @@ what needs a package that is not there.
 
 import argparse
 import json
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -18,6 +19,7 @@ from experiments.gpu.found import found_in
 from experiments.gpu.machine import has_gpu
 from experiments.gpu.running import Ended, Journal, run_all
 from experiments.gpu.steps import FOLDER, all_steps
+from experiments.gpu.suites import add_other_transformers
 
 _REHEARSAL = records.RESULTS.parent / "build" / "gpu-rehearsal"
 
@@ -30,23 +32,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="in all (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone; --list names them")
-    parser.add_argument("--force", action="store_true", help="measure again what has ended")
+    parser.add_argument("--force", action="store_true", help="measure again what is done")
     parser.add_argument("--list", action="store_true", help="name the steps, and do nothing")
     parser.add_argument(
         "--rehearse", action="store_true", help="all of it with small sizes, on the CPU where there is no GPU"
     )
     parser.add_argument("--out", type=Path, help="folder of all results (default: results; of a rehearsal, in build)")
-    parser.add_argument(
-        "--other-transformers",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="other versions for the tests, each as `pip install --target FOLDER` puts it there",
-    )
+    add_other_transformers(parser)
     given = parser.parse_args()
     given.out = (given.out or (_REHEARSAL if given.rehearse else records.RESULTS)).absolute()
-    given.steps = all_steps(given.out, given.rehearse, [folder.absolute() for folder in given.other_transformers])
+    given.steps = all_steps(given.out, given.rehearse, given.other_transformers)
     known = [step.name for step in given.steps]
     if unknown := set(given.only or ()).difference(known):
         parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
@@ -62,6 +57,8 @@ def main() -> None:
     if given.list:
         print("\n".join(step.name for step in given.steps))
         return
+    # As Ctrl-C does: the step that runs is ended too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         ended = run_all(given.steps, Journal(given.out / FOLDER), given.minutes, given.force)
     except KeyboardInterrupt:
@@ -69,7 +66,7 @@ def main() -> None:
         sys.exit(130)
     print(f"\nrecords: {given.out / FOLDER}\n")
     print(table(answers(found_in(given.out / FOLDER, records.machine_name()))))
-    if None in ended.values() or Ended.STOPPED in ended.values():
+    if set(ended.values()) != {Ended.DONE}:
         print("There is more to measure: the same command goes on.")
     print(json.dumps(ended))
     if Ended.FAILED in ended.values():

@@ -2,8 +2,9 @@
 Attention of one decode step on a GPU: over codes as they are, and torch's over bfloat16, taking turns.
 
 Layers of the Llama-3.2-1B shape with random states, as many as make their keys and values larger than the caches of the
-device; times are of one layer. Bytes a second are those of keys and values, or of their codes. Copying as many bytes as
-bfloat16 has within the device says how fast its memory is: a copy reads and writes.
+device. Times are of one layer: the new token's update, attention, and launching both, which is what short contexts wait
+for. Bytes a second are those of keys and values, or of their codes. A copy within the device, which reads and writes,
+says how fast its memory is.
 """
 
 import json
@@ -18,7 +19,7 @@ from experiments.gpu.machine import config_of, device, gpu_parser, parsed, secon
 from experiments.quality_caches import stored_bytes
 from experiments.synthetic import kv_bytes, kv_heads, random_states
 from experiments.timing import medians, samples_in_turns
-from hf_hybrid_cache import QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 
 COPY, STATES = "plain copy", "bfloat16"
 BITS: dict[str, int | tuple[int, int] | None] = {"codes-8": 8, "codes-4": 4, "codes-4-2": (4, 2), "codes-2": 2}
@@ -35,27 +36,23 @@ class Layers:
         heads, head_dim = config.num_attention_heads, kv_heads(config)[1]
         self._query = torch.randn(1, heads, queries, head_dim, device=device(), dtype=torch.bfloat16)
         self._new = random_states(config, queries, torch.bfloat16, device())
-        self._cache = None if bits is None else QuantizedHybridCache(config, bits, cpu_decode=False)
-        self._states = []
+        self._cache = (
+            DynamicHybridCache(config, cpu_decode=False)
+            if bits is None
+            else QuantizedHybridCache(config, bits, cpu_decode=False)
+        )
         for layer in range(num_layers):
-            keys, values = (random_states(config, num_tokens, torch.bfloat16, device()) for _ in range(2))
-            if self._cache is None:
-                self._states.append((keys, values))
-            else:
-                self._cache.update(keys, values, layer)
+            self._cache.update(*(random_states(config, num_tokens, torch.bfloat16, device()) for _ in range(2)), layer)
         self._num_layers = num_layers
         self.attend()
-        # Of all layers; what is in full precision is counted too.
-        size = kv_bytes(config, num_tokens, torch.bfloat16) if self._cache is None else stored_bytes(self._cache)
+        # Of one layer; what is in full precision is counted too.
+        size = kv_bytes(config, num_tokens, torch.bfloat16) if bits is None else stored_bytes(self._cache)
         self.layer_bytes = size // num_layers
 
     @torch.inference_mode()
     def attend(self) -> None:
         for layer in range(self._num_layers):
-            if self._cache is None:
-                keys, values = self._states[layer]
-            else:
-                keys, values = self._cache.update(self._new, self._new, layer)
+            keys, values = self._cache.update(self._new, self._new, layer)
             scaled_dot_product_attention(self._query, keys, values, enable_gqa=True)
 
     def seconds(self) -> float:
@@ -75,7 +72,8 @@ def measure(num_tokens: int, queries: int, rounds: int, is_rehearsal: bool) -> d
     # Codes of 2 bits are an eighth and a little.
     num_layers = 2 if is_rehearsal else max(2, -(-8 * _LEAST_BYTES // layer_bytes))
     made = {name: Layers(num_tokens, num_layers, bits, queries) for name, bits in [(STATES, None), *BITS.items()]}
-    source = torch.empty(layer_bytes, dtype=torch.uint8, device=device())
+    copied_bytes = layer_bytes if is_rehearsal else max(layer_bytes, 4 * _LEAST_BYTES)
+    source = torch.empty(copied_bytes, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
 
     def copy_seconds() -> float:
@@ -85,7 +83,7 @@ def measure(num_tokens: int, queries: int, rounds: int, is_rehearsal: bool) -> d
     before: dict[str, Callable[[], object]] = {name: layers.attend for name, layers in made.items()}
     samples = samples_in_turns({COPY: copy_seconds, **measures}, rounds, lambda name: before.get(name, synchronize)())
     seconds = medians(samples)
-    copied = 2 * layer_bytes / seconds[COPY]
+    copied = 2 * copied_bytes / seconds[COPY]
     rates = {name: made[name].layer_bytes / seconds[name] for name in made}
     return {
         "context_tokens": num_tokens,

@@ -20,7 +20,9 @@ def found_in(folder: Path, machine: str) -> Found:
 def all_found() -> dict[str, Found]:
     """Committed records, by machine."""
     machines = sorted({path.stem for path in FOLDER.glob("*/*.json") if path.parent.name != "steps"})
-    return {machine: found_in(FOLDER, machine) for machine in machines}
+    found = {machine: found_in(FOLDER, machine) for machine in machines}
+    assert not any(record["rehearsal"] for records in found.values() for record in records.values())
+    return found
 
 
 def decode_records(found: Found) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +27,7 @@ def device() -> str:
 
 
 def gpu_parser(record: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every measurement of a GPU; `record` is the name of its folder of records."""
+    """A parser with the options of every measurement of a GPU; `record` names its folder of records."""
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(description or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,11 +59,6 @@ def config_of(is_rehearsal: bool) -> LlamaConfig:
 def model_of(is_rehearsal: bool, on: str | None = None) -> LlamaForCausalLM:
     """With random weights in bfloat16, on the device unless something else is said."""
     return random_llama(config_of(is_rehearsal), torch.bfloat16, on or device())
-
-
-def num_cores() -> int:
-    """Of the CPU; of a virtual machine that does not tell, its processors."""
-    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def allocated() -> int:
@@ -99,7 +93,7 @@ def kernels_launched(action: Callable[[], object]) -> int | None:
         print(f"kernels are not counted: {error}")
         return None
     on_gpu = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
-    return sum(not event.name.startswith("Mem") for event in on_gpu)
+    return sum(not event.name.startswith("Mem") for event in on_gpu) or None
 
 
 class PlainCopy:

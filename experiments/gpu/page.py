@@ -94,12 +94,12 @@ def figure(found: Found) -> Figure:
 
 
 def _seconds(found: Found) -> dict[str, dict[int, float]]:
-    """Of a token, by what takes turns and context; the least of those that were measured in several steps."""
+    """Of a token, by what takes turns and context; the most of what several steps have measured."""
     measured: dict[str, dict[int, float]] = {}
     for record in decode_records(found):
         for name, seconds in record["median_seconds"].items():
             at = measured.setdefault(name, {})
-            at[record["context_tokens"]] = min(seconds, at.get(record["context_tokens"], seconds))
+            at[record["context_tokens"]] = max(seconds, at.get(record["context_tokens"], seconds))
     return measured
 
 

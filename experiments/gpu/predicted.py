@@ -28,15 +28,24 @@ def compared(measured: list[dict[str, Any]], model: ModelCost, speeds: Speeds) -
     machine = this_machine(None, None, speeds)
     for record in measured:
         context = record["context_tokens"]
-        for name, kept in record["memory"].items():
-            candidate, seconds = CACHES[name].plan, _seconds_with_all_threads(record, name)
-            if candidate is None:
+        for name in dict.fromkeys(turn.partition(",")[0] for turn in record["median_seconds"]):
+            if (candidate := CACHES[name].plan) is None:
                 continue
             plan = make_plan(model, candidate, context, machine)
             predicted = {"seconds": plan.seconds_per_token, "kv_bytes": plan.kv_device_bytes + plan.kv_host_bytes}
-            found = {"seconds": seconds, "kv_bytes": kept["device_bytes"] + kept["host_bytes"]}
-            off = {key: None if value is None else value / found[key] - 1 for key, value in predicted.items()}
+            found = {"seconds": _seconds_with_all_threads(record, name), "kv_bytes": _kv_bytes(record, name)}
+            off = {key: _off(predicted[key], found[key]) for key in found}
             yield {"cache": name, "context_tokens": context, "predicted": predicted, "measured": found, "off": off}
+
+
+def _off(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or measured is None else predicted / measured - 1
+
+
+def _kv_bytes(record: dict[str, Any], name: str) -> int | None:
+    """What a cache of ours holds; others do not tell."""
+    kept = record["memory"].get(name)
+    return None if kept is None else kept["device_bytes"] + kept["host_bytes"]
 
 
 def _seconds_with_all_threads(record: dict[str, Any], name: str) -> float:
@@ -60,8 +69,8 @@ def main() -> None:
     for cell in cells:
         predicted, took, off = cell["predicted"]["seconds"], cell["measured"]["seconds"], cell["off"]
         times = "" if predicted is None else f"{predicted * 1e3:.2f}"
-        shown = "" if off["seconds"] is None else f"{off['seconds']:+.0%}"
-        row = f"{times:>13} {took * 1e3:>12.2f} {shown:>7} {off['kv_bytes']:>+7.1%}"
+        seconds, kept = ("" if off[key] is None else f"{off[key]:+.1%}" for key in ("seconds", "kv_bytes"))
+        row = f"{times:>13} {took * 1e3:>12.2f} {seconds:>7} {kept:>7}"
         print(f"{cell['cache']:<20} {cell['context_tokens']:>8,} {row}")
     largest = {
         key: max((abs(cell["off"][key]) for cell in cells if cell["off"][key] is not None), default=None)

@@ -28,10 +28,6 @@ class Ended(StrEnum):
     STOPPED = "stopped"
 
 
-# The others are run again by the next command.
-_SETTLED = (Ended.DONE, Ended.OVER_LIMIT)
-
-
 class Journal:
     """What has become of the steps on this machine; written after each."""
 
@@ -39,9 +35,9 @@ class Journal:
         self.path = folder / "steps" / f"{records.machine_name()}.json"
         self._entries: dict[str, dict[str, Any]] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
-    def is_settled(self, step: Step) -> bool:
+    def is_done(self, step: Step) -> bool:
         entry = self._entries.get(step.name)
-        return entry is not None and entry["ended"] in _SETTLED and entry["command"] == list(step.command)
+        return entry is not None and entry["ended"] == Ended.DONE and entry["command"] == list(step.command)
 
     def note(self, step: Step, ended: Ended, seconds: float) -> None:
         self._entries[step.name] = {
@@ -70,8 +66,8 @@ def run_all(steps: Iterable[Step], journal: Journal, minutes: float, again: bool
     deadline = time.monotonic() + 60 * minutes
     found: dict[str, Ended | None] = {}
     for step in steps:
-        if journal.is_settled(step) and not again:
-            print(f"== {step.name}: ended before", flush=True)
+        if journal.is_done(step) and not again:
+            print(f"== {step.name}: done before", flush=True)
             found[step.name] = Ended.DONE
             continue
         left = deadline - time.monotonic()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import records
-from experiments.gpu.machine import has_gpu, num_cores
+from experiments.gpu.machine import has_gpu
 
 FOLDER = "gpu"
 # Memory that a card is held to for the table of the source: a desktop card of today, and a small one.
@@ -12,8 +12,10 @@ _CARDS = ("24GiB", "8GiB")
 _STREAMING = ("dynamic", "stock-offloaded", "offloaded", "streamed-8", "streamed-4", "streamed-2")
 _QUANTIZED = (
     *("stock", "dynamic", "codes-8", "codes-4", "codes-4-2", "codes-2"),
-    *("quanto-4", "hqq-4", "offloaded", "streamed-8", "streamed-4", "streamed-2"),
+    *("offloaded", "streamed-8", "streamed-4", "streamed-2"),
 )
+# By themselves: quanto compiles code when it is first used, which takes minutes and may fail.
+_PEERS = ("stock", "codes-4", "hqq-4", "quanto-4")
 _HOST = ("cpu-attention", "cpu-attention-4", "host", "host-4", "host-weights-4", "host-4-weights-4")
 _PLACEMENTS = (
     *("offloaded", "offloaded-pageable", "offloaded-2-ahead"),
@@ -80,13 +82,15 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
     return [
         step("suites", "suites", 8, *others),
         *(decode(f"streaming-{context}", context, _STREAMING) for context in sizes.streaming),
-        *_tables(root, sizes, is_rehearsal),
-        step("attention", "attention", 3, "--contexts", *sizes.attention, *few_rounds),
-        *(decode(f"quantized-{context}", context, _QUANTIZED) for context in sizes.quantized),
+        *(decode(f"quantized-{context}", context, _QUANTIZED) for context in reversed(sizes.quantized)),
         step("peaks", "peaks", 4, "--context", sizes.prompt, "--decoded-context", sizes.prompt_before_cpu),
+        step("attention", "attention", 3, "--contexts", *sizes.attention, *few_rounds),
         decode("host", sizes.host, _HOST, "--rounds", 3, "--steps", 2, "--threads", *_thread_counts(), limit=6),
-        decode("placements", sizes.placements, _PLACEMENTS),
         step("predicted", "predicted", 4, "--records", root / FOLDER),
+        *(decode(f"peers-{context}", context, _PEERS, limit=6) for context in sizes.quantized),
+        # The longest; what is above answers all aims.
+        *_tables(root, sizes, is_rehearsal),
+        decode("placements", sizes.placements, _PLACEMENTS),
     ]
 
 
@@ -96,6 +100,7 @@ def _tables(root: Path, sizes: Sizes, is_rehearsal: bool) -> list[Step]:
     for card in _CARDS[:1] if is_rehearsal else _CARDS:
         name = f"{records.machine_name()}-as-{card.lower()}"
         options: list[object] = ["--caches", "dynamic", *([] if is_rehearsal else ["offloaded"])]
+        options += ["--decode-devices", "gpu", "cpu"]
         options += ["--contexts", *sizes.table, "--new-tokens", sizes.new_tokens, "--prefill", "real"]
         options += ["--time-limit", 120, "--out", root / "context_sweep" / name]
         options += ["--gpu-memory", card] if has_gpu() else []
@@ -105,5 +110,5 @@ def _tables(root: Path, sizes: Sizes, is_rehearsal: bool) -> list[Step]:
 
 def _thread_counts() -> list[int]:
     """One, twice as many, and so on, and all."""
-    cores = num_cores()
+    cores = records.num_cores()
     return sorted({*(2**power for power in range(cores.bit_length())), cores})

@@ -5,6 +5,7 @@ What fails is a result, with its name, and ends nothing. Warnings fail no test h
 those that the machine has.
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -22,7 +23,8 @@ from experiments.gpu.machine import gpu_parser, has_gpu, parsed
 # The first fill the device, or count what is on it; the others can run beside each other.
 ALONE = ("tests/test_cuda.py",)
 TOGETHER = ("tests/accelerator", "tests/device_kernels")
-_PROCESSES = 4
+_MOST_PROCESSES = 12  # that use one GPU
+_TEST_SECONDS = 300
 _VERSION = "import transformers; print(transformers.__version__)"
 
 
@@ -30,7 +32,7 @@ def suites(is_rehearsal: bool) -> list[list[str]]:
     """Arguments of pytest; in a rehearsal only of what skips without a GPU."""
     together = list(TOGETHER[:1] if is_rehearsal else TOGETHER)
     if importlib.util.find_spec("xdist"):
-        together += ["-n", str(_PROCESSES), "--dist", "loadgroup"]
+        together += ["-n", str(min(_MOST_PROCESSES, records.num_cores())), "--dist", "loadgroup"]
     return [list(ALONE), together]
 
 
@@ -40,6 +42,8 @@ def run(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default", "--disable-warnings"]
+        if importlib.util.find_spec("pytest_timeout"):
+            command.append(f"--timeout={_TEST_SECONDS}")
         process = subprocess.run(
             [*command, f"--junitxml={report}", *arguments], cwd=records.RESULTS.parent, env=environment, check=False
         )
@@ -56,32 +60,47 @@ def run(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def version_in(environment: dict[str, str]) -> str:
+    """Of transformers, or why it cannot be imported; the tests then say so too."""
+    command = [sys.executable, "-c", _VERSION]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return (found.stdout if found.returncode == 0 else found.stderr).strip().splitlines()[-1]
+
+
 def environments(others: list[Path]) -> list[dict[str, str]]:
     """Of the installed transformers, and of each other version, which is in a folder of its own."""
     plain = dict(os.environ)
     before = [path for path in (plain.get("PYTHONPATH"),) if path]
-    return [plain] + [plain | {"PYTHONPATH": os.pathsep.join([str(folder.absolute()), *before])} for folder in others]
+    return [plain] + [plain | {"PYTHONPATH": os.pathsep.join([str(folder), *before])} for folder in others]
+
+
+def add_other_transformers(parser: argparse.ArgumentParser) -> None:
+    """Give it the option that names folders with other versions."""
+    parser.add_argument(
+        "--other-transformers",
+        type=_folder_with_transformers,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="other versions for the tests, each as `pip install --target FOLDER` puts it there",
+    )
+
+
+def _folder_with_transformers(text: str) -> Path:
+    folder = Path(text).absolute()
+    if not (folder / "transformers").is_dir():
+        advice = f"pip install --target {text} transformers==VERSION"
+        raise argparse.ArgumentTypeError(f"{text} holds no transformers: {advice}")
+    return folder
 
 
 def main() -> None:
     parser = gpu_parser("suites", __doc__)
-    parser.add_argument(
-        "--other-transformers",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="another version in a folder, as `pip install --target FOLDER` puts it there",
-    )
+    add_other_transformers(parser)
     given = parsed(parser)
-    for folder in given.other_transformers:
-        if not (folder / "transformers").is_dir():
-            parser.error(f"{folder} holds no transformers: pip install --target {folder} transformers==VERSION")
     runs = []
     for environment in environments(given.other_transformers):
-        version = subprocess.run(
-            [sys.executable, "-c", _VERSION], env=environment, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        version = version_in(environment)
         for arguments in suites(given.rehearse and not has_gpu()):
             runs.append({"transformers": version, **run(arguments, environment)})
             path = records.save("gpu/suites", {"rehearsal": given.rehearse, "runs": runs}, given.out)
