@@ -92,6 +92,14 @@ def test_autocast_changes_neither_codes_nor_what_they_stand_for():
     assert all(torch.equal(plain, cast) for plain, cast in zip(*given, strict=True))
 
 
+def test_a_device_that_autocast_does_not_know_has_codes_too():
+    codec = balanced(minmax(8), num_kv_heads=2, key_dim=16, value_dim=16).values
+    states = torch.empty(1, 2, 64, 16, device="meta")
+    records = torch.empty(1, 2, 1, codec.layout(16).num_bytes, dtype=torch.uint8, device="meta")
+    codec.decode(records, states)
+    assert states.shape == (1, 2, 64, 16)
+
+
 @pytest.mark.parametrize(("sink_tokens", "kept"), [(0, 0), (1, 64), (4, 64), (64, 64), (65, 128)])
 def test_first_tokens_are_filled_up_to_whole_blocks(sink_tokens: int, kept: int):
     assert minmax(4, sink_tokens=sink_tokens).sink_tokens == kept
