@@ -167,6 +167,9 @@ def test_aims_are_met_by_a_machine_that_meets_them_and_missed_by_one_that_does_n
     stopped = found_of_a_good_machine()
     stopped["suites"]["runs"] += stopped["suites"]["runs"][:1]
     assert not answers(stopped)[0].is_met
+    skipped = found_of_a_good_machine()
+    skipped["suites"]["runs"] = [run | {"passed": 0} for run in skipped["suites"]["runs"]]
+    assert answers(skipped)[0].measured is None
     bad = found_of_a_good_machine()
     bad["suites"]["runs"][0]["failed"] = ["a test"]
     bad["peaks"]["prefill"]["above_expected"] = 0.2

@@ -60,7 +60,8 @@ def _tests(found: Found) -> Answer:
     are_whole = len({len(some) for some in runs.values()}) == 1
     are_whole &= all(run["passed"] and run["exit_status"] == 0 for some in runs.values() for run in some)
     passes = len(counts) >= 2 and are_whole and not any(failed for _, failed in counts.values())
-    return Answer("tests that need a GPU, two versions of transformers", "pass", shown or None, passes)
+    has_run = any(passed or failed for passed, failed in counts.values())  # and not only skipped
+    return Answer("tests that need a GPU, two versions of transformers", "pass", shown if has_run else None, passes)
 
 
 def _ratio(
