@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+# Before transformers had it, models took some states out of the layers themselves, of which the cache hears nothing.
+HEARS_OF_LINEAR_STATES = hasattr(Cache, "get_conv_state")
 
 
 class ForwardPasses:
@@ -18,6 +21,8 @@ class ForwardPasses:
 
     def __init__(self, layers: Sequence[object]):
         linear = [index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        if not HEARS_OF_LINEAR_STATES:
+            linear = []
         # Those between may read what others hold.
         attention = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._linear = set(linear)
