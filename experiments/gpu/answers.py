@@ -145,9 +145,7 @@ _ANSWERS: tuple[Callable[[Found], Answer], ...] = (
     _ratio(
         "4 bits streamed, against bfloat16 streamed", "streamed-4 / offloaded", 3, "3x", lambda context: context > 2**15
     ),
-    _ratio(
-        "4 bits resident, against bfloat16 resident", "codes-4 / dynamic", 1, "1x", lambda context: context > 100_000
-    ),
+    _ratio("4 bits resident, against bfloat16 resident", "codes-4 / dynamic", 1, "1x", _is_long),
     _few_bytes,
     _cpu_attention,
     _decode_on_cpu,

@@ -1,4 +1,4 @@
-"""Runs one step after the other until time is up; what has ended is not run again."""
+"""Runs one step after the other until time is up; what is done is not run again."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def run_all(steps: Iterable[Step], journal: Journal, minutes: float, again: bool
         steps: in this order.
         journal: of what was run before.
         minutes: after which no step goes on.
-        again: also what has ended.
+        again: also what is done.
 
     Returns:
         by name how each ended, `None` where there was no time to begin it.

@@ -20,9 +20,11 @@ class ForwardPasses:
     """
 
     def __init__(self, layers: Sequence[object]):
-        linear = [index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-        if not HEARS_OF_LINEAR_STATES:
-            linear = []
+        linear = [
+            index
+            for index, layer in enumerate(layers)
+            if HEARS_OF_LINEAR_STATES and isinstance(layer, LinearAttentionCacheLayerMixin)
+        ]
         # Those between may read what others hold.
         attention = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._linear = set(linear)
