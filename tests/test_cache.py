@@ -19,7 +19,7 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.storage import CodedStore
 
 from caches import CACHES
-from tiny_models import gemma3, llama, mistral_sliding, random_prompt, tiny_model
+from tiny_models import FAMILIES, gemma3, llama, mistral_sliding, random_prompt, tiny_model
 
 CONFIG = llama()
 SHAPE = (2, 2, 5, 16)
@@ -95,6 +95,20 @@ def test_reset_gives_memory_back_and_the_cache_serves_other_inputs(cache: Hybrid
     assert cache.stats.bytes_to_host == 0
     fill(cache, (3, 2, 7, 16))
     assert cache.get_seq_length() == 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_reset_a_prompt_is_answered_as_by_a_new_cache(family: str):
+    model = tiny_model(family)
+    cache = DynamicHybridCache(model.config)
+    first, second = random_prompt(2, 40), random_prompt(1, 23, seed=1)
+    model.generate(first, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    cache.reset()
+    answers = [
+        model.generate(second, past_key_values=used, max_new_tokens=8, do_sample=False)
+        for used in (cache, DynamicHybridCache(model.config))
+    ]
+    assert torch.equal(*answers)
 
 
 def test_a_cache_that_is_dropped_gives_memory_back_at_once(cache: HybridCache):

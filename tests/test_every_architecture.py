@@ -1,5 +1,5 @@
 """
-Every causal architecture of transformers gives the same tokens with our caches as with its own.
+Every causal architecture of transformers gives the same tokens with our caches as with its own, also after `reset`.
 
 What stock cannot do with a shrunk config is listed with its error, so that a new failure is seen.
 """
@@ -77,3 +77,5 @@ def test_an_architecture_gives_the_tokens_that_it_gives_with_stock(name: str):
         pytest.skip(f"stock cannot: {type(error).__name__}: {str(error)[:100]}")
     for cache in (DynamicHybridCache(model.config), OffloadedHybridCache(model.config, cpu_decode=False)):
         assert torch.equal(generated(model, cache), expected)
+    cache.reset()
+    assert torch.equal(generated(model, cache), expected)

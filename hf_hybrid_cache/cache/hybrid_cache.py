@@ -22,6 +22,7 @@ from ..layers import (
     LayerStores,
     Placement,
     Selection,
+    forget_states_of,
     move_tensors_of,
     require_count,
     tensors_of,
@@ -516,6 +517,8 @@ class HybridCache(DynamicCache):
     def reset(self) -> None:
         """Forget all tokens and give their memory back; the cache can be used again."""
         super().reset()
+        for layer in self.layers:
+            forget_states_of(layer)
         self._stores.unfinished = None
         self._passes.reset()
         self._was_asked_half_way = False

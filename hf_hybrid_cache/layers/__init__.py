@@ -5,7 +5,7 @@ from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .placement import OnOom, Placement, require_count
 from .selection import Selection
-from .stock_layers import move_tensors_of, tensors_of
+from .stock_layers import forget_states_of, move_tensors_of, tensors_of
 
 __all__ = [
     "MOST_HELD_BYTES",
@@ -16,6 +16,7 @@ __all__ = [
     "OnOom",
     "Placement",
     "Selection",
+    "forget_states_of",
     "move_tensors_of",
     "require_count",
     "tensors_of",

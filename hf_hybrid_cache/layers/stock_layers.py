@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionCacheLayerMixin
 
 
 def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
@@ -28,3 +29,23 @@ def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None)
         )
     if getattr(layer, "is_initialized", False) and hasattr(layer, "device"):
         layer.device, layer.dtype = device, dtype or layer.dtype
+
+
+def forget_states_of(layer: Any) -> None:
+    """
+    Drop the states of a layer that was reset, so that it takes other inputs.
+
+    `reset` of transformers keeps states of linear attention, which fit one batch size. With 5.17 it also keeps what a
+    layer grows by concatenation, as zeros that would be tokens of the next prompt.
+    """
+    if isinstance(layer, DynamicLayer):
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    if isinstance(layer, DynamicIndexedLayer):
+        layer.indexer_keys = None
+        layer.is_indexer_initialized = False
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for states in (layer.conv_states, layer.recurrent_states):
+            states.update(dict.fromkeys(states))
+        for are_initialized in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+            are_initialized.update(dict.fromkeys(are_initialized, False))
