@@ -14,10 +14,11 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .compiled import jit_part
-from .vector_ir import FLOAT, FLOATS, INT64, LANES
+from .vector_ir import FLOAT, FLOATS, INT32, INT64, LANES
 
 # Vectors that are rotated together in registers.
 _LONGEST = 8
+_BITS_OF_ONE = 0x3F800000
 
 
 def rotation_size(dim: int) -> int:
@@ -35,8 +36,10 @@ def rotate(typing_context: Any, numbers: Any, dim: Any, size: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         numbers, dim, size = arguments
-        root = vec.call(builder, "llvm.sqrt.f32", FLOAT, builder.sitofp(size, FLOAT))
-        factor = vec.splat(builder, builder.fdiv(FLOAT(1.0), root))
+        # The root of a reciprocal, by its exponent: the reciprocal of a root is an estimate on some processors.
+        exponent = builder.bitcast(builder.sitofp(size, FLOAT), INT32)
+        reciprocal = builder.bitcast(builder.sub(INT32(2 * _BITS_OF_ONE), exponent), FLOAT)
+        factor = vec.splat(builder, vec.call(builder, "llvm.sqrt.f32", FLOAT, reciprocal))
 
         def in_vector(vector: ir.Value, half: int) -> ir.Value:
             """Sums in the lower ones of lanes that are `half` apart, differences in the others."""
