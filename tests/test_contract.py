@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
@@ -15,19 +13,22 @@ from hf_hybrid_cache import set_integer_kernels
 from hf_hybrid_cache.attention import CpuAttention
 
 from caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, stock
-from modes import FOR_CODED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, greedy, prompt_lookup
+from modes import (
+    FOR_CODED_BLOCKS,
+    MODES,
+    NOT_IN_TRANSFORMERS,
+    Result,
+    greedy,
+    prompt_lookup,
+    skipped_where_stock_fails,
+)
 from tiny_models import FAMILIES, tiny_model
 
 
 @functools.cache
 def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
-    try:
+    with skipped_where_stock_fails():
         return MODES[mode](tiny_model(family, dtype), stock, 0)
-    except RuntimeError as error:
-        if Version(transformers.__version__) >= Version("5.23"):
-            raise
-        # Assisted decoding over sliding windows, for one, was mended between 5.17 and 5.23.
-        return pytest.skip(f"DynamicCache of transformers {transformers.__version__} fails here itself: {error}")
 
 
 EVERY_MODE = pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from typer.testing import CliRunner
 
 from hf_hybrid_cache import HostMemoryError
@@ -147,6 +149,9 @@ def test_a_folder_of_any_model_will_do(tmp_path: Path):
     assert held == pytest.approx(6 * held_by_one, rel=0.01)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"), reason="this transformers leaves soft-capping out with sdpa"
+)
 def test_attention_that_is_not_measured_is_named():
     result = invoke("--model", "google/gemma-2-2b", *CARD, "--host-bandwidth", "30GB/s")
     assert "The attention of this model is of a kind that is not measured" in result.stderr

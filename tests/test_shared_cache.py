@@ -28,7 +28,7 @@ from hf_hybrid_cache import (
 )
 
 from caches import balanced_codecs, stock
-from modes import FOR_CODED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result
+from modes import FOR_CODED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
 if not distributed.is_available() or not distributed.is_gloo_available():
@@ -80,7 +80,8 @@ def test_tokens_and_logits_are_those_of_one_process(
     cache: str, family: str, mode: str, more: int, group: Group, exact_kernels: None
 ):
     model = tiny_model(family)
-    alone = MODES[mode](model, stock if cache in IN_FULL else CACHES[cache], more)
+    with skipped_where_stock_fails():
+        alone = MODES[mode](model, stock if cache in IN_FULL else CACHES[cache], more)
     answers = group.call(contract, cache, family, mode, more)
     for answer in answers:
         for ours, first, theirs in zip(answer, answers[0], alone, strict=True):

@@ -131,6 +131,8 @@ class KVHandle(torch.Tensor):
             result = _attend(*args, **kwargs)
             if result is not None:
                 return result
+        elif func is torch.Tensor.to and _is_there(*args, **kwargs):
+            return args[0]
         elif func in _REPEATING and isinstance(args[0], KVHandle) and not kwargs:
             handle, *arguments = args
             shape = _REPEATING[func](handle, *arguments)
@@ -211,6 +213,12 @@ def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool
         and (mask.dtype == torch.bool or mask.dtype.is_floating_point)
         and not isinstance(mask, KVHandle)
     )
+
+
+def _is_there(handle: object, *target: Any, **options: Any) -> bool:
+    """Whether a handle that is moved to a device would stay on it: models that share keys and values ask for that."""
+    device = target[0] if len(target) == 1 and not options else None
+    return isinstance(handle, KVHandle) and isinstance(device, torch.device) and device == handle.device
 
 
 def _new_axis(handle: KVHandle, index: Any) -> torch.Size | None:

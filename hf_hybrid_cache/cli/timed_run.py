@@ -1,5 +1,6 @@
 """One timed generation with any of the caches."""
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,12 +130,16 @@ def timed_generate(
     try:
         _synchronize(model)
         start = time.perf_counter()
+        chunk_size: int | None = min(prefill_chunk_size, input_ids.shape[1])
+        if cache.get_seq_length():
+            _fill_up_to_the_last_chunk(model, input_ids, cache, prefill_chunk_size)
+            chunk_size = None
         model.generate(  # type: ignore[operator]
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
-            prefill_chunk_size=min(prefill_chunk_size, input_ids.shape[1]),
+            prefill_chunk_size=chunk_size,
             streamer=recorder,
             do_sample=temperature > 0,
             num_beams=1,
@@ -151,6 +156,23 @@ def timed_generate(
     return Run(
         recorder.tokens, recorder.first_token - start, end - recorder.first_token, *_memory(cache), _share_read(cache)
     )
+
+
+@torch.no_grad()
+def _fill_up_to_the_last_chunk(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, prefill_chunk_size: int
+) -> None:
+    """
+    Compute the tokens that follow those of `cache`, chunk by chunk.
+
+    `generate` of transformers before 5.21 takes its chunks from the start of the prompt, whatever the cache holds.
+    """
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    starts = range(cache.get_seq_length(), input_ids.shape[1] - prefill_chunk_size, prefill_chunk_size)
+    for start in starts:
+        end = start + prefill_chunk_size
+        mask = torch.ones_like(input_ids[:, :end])
+        model(input_ids=input_ids[:, start:end], attention_mask=mask, past_key_values=cache, use_cache=True, **options)
 
 
 def _share_read(cache: Cache) -> float | None:

@@ -5,7 +5,9 @@ import copy
 import psutil
 import pytest
 import torch
+import transformers
 from kernels.programs import wait_for_compilation
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -138,6 +140,9 @@ def test_the_kernel_attends_where_attention_is_over_the_states_themselves(family
     assert model_cost(FAMILIES[family](), chunk=CHUNK).has_kernel is has_kernel
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"), reason="this transformers leaves soft-capping out with sdpa"
+)
 def test_soft_capping_is_not_what_the_kernel_computes():
     assert not model_cost(load_config("google/gemma-2-2b")).has_kernel
 
