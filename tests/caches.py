@@ -83,7 +83,15 @@ OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "cpu_decode_partly": cpu_decode_partly,
     "shared_with_nobody": shared_with_nobody,
 }
-CACHES = SAME_ATTENTION | OWN_ATTENTION
+# Both ends of the context on the device, the middle in host memory, attended to by the kernel or streamed.
+SPLIT: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
+    "split": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=True),
+    "split_selected": lambda config: OffloadedHybridCache(
+        config, device_tokens=128, cpu_decode=True, selection=Selection(mass=1 - 1e-7, most=1)
+    ),
+    "split_streamed": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=False),
+}
+CACHES = SAME_ATTENTION | OWN_ATTENTION | SPLIT
 
 
 def quantized_last_layers(config: PreTrainedConfig) -> HybridCache:
@@ -160,6 +168,16 @@ QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Ca
     "quantized_shared_with_nobody": (
         lambda config: QuantizedHybridCache(config, bits=8, sink_tokens=0, rotate=True, group=group_of_one()),
         lambda config: coded_reference(config, minmax(8, sink_tokens=0, rotate=True)),
+    ),
+    "quantized_split": (
+        lambda config: QuantizedHybridCache(config, bits=8, rotate=True, cpu_decode=True, device_tokens=128),
+        lambda config: coded_reference(config, minmax(8, rotate=True), device_tokens=128),
+    ),
+    "quantized_split_streamed": (
+        lambda config: QuantizedHybridCache(
+            config, bits=4, sink_tokens=0, rotate=True, offload=True, cpu_decode=False, device_tokens=128
+        ),
+        lambda config: coded_reference(config, minmax(4, sink_tokens=0, rotate=True), device_tokens=128),
     ),
     "quantized_last_layers": (
         quantized_last_layers,

@@ -13,20 +13,30 @@ BLOCK = 64
 
 
 class CodedDynamicLayer(DynamicLayer):
-    """transformers' own layer, which replaces a block by what its codes stand for once 64 tokens came after it."""
+    """
+    transformers' own layer, which replaces a block by what its codes stand for once 64 tokens came after it.
 
-    def __init__(self, codec: KVCodec):
+    With `device_tokens` the sinks and the last tokens do not count: they are elsewhere, in full precision, until there
+    are more of them, when blocks leave from the front.
+    """
+
+    def __init__(self, codec: KVCodec, device_tokens: int = 0):
         super().__init__()
         self.codec = codec
-        self.coded_tokens = 0
+        self.coded_tokens = self.tokens_that_left = 0
+        self.device_tokens = device_tokens
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         only_these = self.get_seq_length() == 0
         super().update(key_states, value_states, *args, **kwargs)
-        first = self.codec.sink_tokens
-        while self.get_seq_length() - first - self.coded_tokens >= 2 * BLOCK:
+        first, end = self.codec.sink_tokens, self.get_seq_length()
+        if self.device_tokens:
+            while end - self.tokens_that_left > self.device_tokens:
+                self.tokens_that_left += BLOCK
+            end = first + self.tokens_that_left
+        while end - first - self.coded_tokens >= 2 * BLOCK:
             start = first + self.coded_tokens
             block = slice(start, start + BLOCK)
             for codec, name in ((self.codec.keys, "keys"), (self.codec.values, "values")):
@@ -38,19 +48,22 @@ class CodedDynamicLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        whole_blocks = max(0, self.get_seq_length() - self.codec.sink_tokens) // BLOCK
-        self.coded_tokens = min(self.coded_tokens, whole_blocks * BLOCK)
+        after_sinks = max(0, self.get_seq_length() - self.codec.sink_tokens)
+        self.coded_tokens = min(self.coded_tokens, after_sinks // BLOCK * BLOCK)
+        self.tokens_that_left = min(self.tokens_that_left, after_sinks)
 
     def reset(self) -> None:
         super().reset()
-        self.coded_tokens = 0
+        self.coded_tokens = self.tokens_that_left = 0
 
 
-def coded_reference(config: PreTrainedConfig, codecs: KVCodec | Mapping[int, KVCodec]) -> DynamicCache:
+def coded_reference(
+    config: PreTrainedConfig, codecs: KVCodec | Mapping[int, KVCodec], device_tokens: int = 0
+) -> DynamicCache:
     """A `DynamicCache` whose layers of full attention are coded."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         codec = codecs.get(index) if isinstance(codecs, Mapping) else codecs
         if type(layer) is DynamicLayer and codec is not None:
-            cache.layers[index] = CodedDynamicLayer(codec)
+            cache.layers[index] = CodedDynamicLayer(codec, device_tokens)
     return cache

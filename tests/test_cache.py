@@ -16,7 +16,7 @@ from hf_hybrid_cache import (
     Placement,
     QuantizedHybridCache,
 )
-from hf_hybrid_cache.storage import CodedStore
+from hf_hybrid_cache.storage import CodedStore, SplitStore
 
 from caches import CACHES
 from tiny_models import FAMILIES, gemma3, llama, mistral_sliding, random_prompt, tiny_model
@@ -168,9 +168,12 @@ def test_a_copy_is_independent(cache: HybridCache):
 
 def test_a_copy_does_not_ask_again_for_what_it_holds(cache: HybridCache):
     twin = copy.deepcopy(fill(cache))
-    stores = [getattr(layer.store, "local", layer.store) for layer in twin.layers]
-    assert {store._budget for store in stores} == {twin._stores.budget}
-    assert list(twin._stores.budget._held.values()) == [(5, TOKEN_BYTES)] * 4
+    stores = [layer.store for layer in twin.layers]
+    is_split = isinstance(stores[0], SplitStore)
+    budget = twin._stores.device_budget if is_split else twin._stores.budget
+    parts = [store.device if is_split else getattr(store, "local", store) for store in stores]
+    assert {part._budget for part in parts} == {budget}
+    assert list(budget._held.values()) == [(5, TOKEN_BYTES)] * 4
 
 
 def test_selection_takes_masks_lists_and_negative_indices(cache: HybridCache):

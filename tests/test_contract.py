@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import set_integer_kernels
-from hf_hybrid_cache.attention import CpuAttention
+from hf_hybrid_cache.attention import StoredAttention
 
-from caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, stock
+from caches import CACHES, OWN_ATTENTION, QUANTIZED, QUANTIZED_OWN_ATTENTION, SAME_ATTENTION, SPLIT, stock
 from modes import (
     FOR_CODED_BLOCKS,
     MODES,
@@ -26,9 +26,9 @@ from tiny_models import FAMILIES, tiny_model
 
 
 @functools.cache
-def expected(family: str, mode: str, dtype: torch.dtype) -> Result:
+def expected(family: str, mode: str, dtype: torch.dtype, more: int = 0) -> Result:
     with skipped_where_stock_fails():
-        return MODES[mode](tiny_model(family, dtype), stock, 0)
+        return MODES[mode](tiny_model(family, dtype), stock, more)
 
 
 EVERY_MODE = pytest.mark.parametrize(
@@ -60,10 +60,16 @@ def test_tokens_and_logits_equal_those_of_dynamic_cache(cache: str, family: str,
 @pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE
-@pytest.mark.parametrize("cache", OWN_ATTENTION)
-def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str, family: str, mode: str):
-    reference = expected(family, mode, torch.float32)
-    actual = MODES[mode](tiny_model(family), OWN_ATTENTION[cache], 0)
+@pytest.mark.parametrize(
+    ("cache", "more"),
+    # Of short contexts nothing would leave the device.
+    [*((cache, 0) for cache in OWN_ATTENTION), *((cache, FOR_CODED_BLOCKS) for cache in SPLIT)],
+)
+def test_tokens_equal_those_of_dynamic_cache_when_attention_is_not_its_own(
+    cache: str, more: int, family: str, mode: str
+):
+    reference = expected(family, mode, torch.float32, more)
+    actual = MODES[mode](tiny_model(family), CACHES[cache], more)
     for ours, theirs in zip(actual, reference, strict=True):
         if isinstance(theirs, torch.Tensor) and theirs.is_floating_point():
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
@@ -74,7 +80,7 @@ def test_tokens_equal_those_of_dynamic_cache_when_the_kernel_attends(cache: str,
 
 
 # For codes of fewer bits kernels with integer products round queries and weights to 8 bits.
-OF_8_BITS = ("quantized_8", "quantized_balanced", "quantized_shared_with_nobody")
+OF_8_BITS = ("quantized_8", "quantized_balanced", "quantized_shared_with_nobody", "quantized_split")
 
 
 @pytest.mark.covering(2)
@@ -103,7 +109,7 @@ def test_quantized_caches_give_what_the_codes_of_their_blocks_give(
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=False)
 
 
-class ComparedAttention(CpuAttention):
+class ComparedAttention(StoredAttention):
     """Attends with integers, and then to the same codes without rounding; a test reads by how much they differ."""
 
     differences: list[float]

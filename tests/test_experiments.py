@@ -96,6 +96,11 @@ each_experiment = pytest.mark.parametrize(
             ],
             {"16 bits, 300 tokens", "4 bits, 300 tokens"},
         ),
+        (
+            "split_attention",
+            ["--tokens", "300", "--device-tokens", "128", "--repeats", "2", *SMALL_BUFFER],
+            {"300, 16 bits", "300, 4 bits"},
+        ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (

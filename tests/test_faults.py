@@ -76,12 +76,18 @@ def contents(cache: Cache) -> States:
     return [(layer.keys.clone(), layer.values.clone()) for layer in twin.layers]
 
 
-def same(found: States, *allowed: States) -> bool:
-    """Whether each layer holds what it does in one of those that are allowed."""
+def same(found: States, *allowed: States, block: int | None = None) -> bool:
+    """Whether each layer, or each block of so many tokens of it, is as in one of those that are allowed."""
     return all(
-        any(torch.equal(layer[0], other[0]) and torch.equal(layer[1], other[1]) for other in others)
-        for layer, *others in zip(found, *allowed, strict=True)
-    )
+        any(all(map(torch.equal, piece, other)) for other in others)
+        for layers in zip(found, *allowed, strict=True)
+        for piece, *others in zip(*(_pieces(states, block) for states in layers), strict=False)
+    ) and {states[0].shape for states in found} <= {states[0].shape for other in allowed for states in other}
+
+
+def _pieces(states: tuple[torch.Tensor, torch.Tensor], block: int | None) -> list[tuple[torch.Tensor, ...]]:
+    """Keys and values, cut into blocks."""
+    return list(zip(*(each.split(block or max(1, each.shape[2]), dim=2) for each in states), strict=True))
 
 
 class Trial:
@@ -95,6 +101,8 @@ class Trial:
 
     def __init__(self, variant: str, operation: str):
         self._make, make_reference = MAKERS[variant]
+        # Tokens that leave the device let blocks be coded before the operation is taken back, only some of which stay.
+        self._block = 64 if "split" in variant else None
         self._operation = OPERATIONS[operation]
         self._first, self._second = random_states(TOKENS - 1, seed=0), random_states(1, seed=1)
         reference = make_reference()
@@ -128,7 +136,7 @@ class Trial:
                 with pytest.raises(IncompleteCacheError, match=r"drop_unfinished|reset"):
                     forward(cache, self._second)
                 cache.drop_unfinished()
-                assert same(contents(cache), self._before, self._taken_back), place
+                assert same(contents(cache), self._before, self._taken_back, block=self._block), place
                 forward(cache, self._second)
                 return True
             found = contents(cache)

@@ -112,7 +112,11 @@ def test_a_rehearsal_runs_to_the_end_and_is_not_run_twice(tmp_path: Path):
 def decode_record(context: int, seconds: dict[str, float]) -> dict[str, Any]:
     """As `experiments.gpu.decode` writes it, of a machine that moves 10 GB/s."""
     memory = {name: {"device_bytes": 280 if name == "codes-4" else 1000, "host_bytes": 0} for name in seconds}
-    pairs = (("offloaded", "stock-offloaded"), ("streamed-4", "offloaded"), ("codes-4", "dynamic"))
+    half = "half-cpu-attention"
+    pairs = (
+        *(("offloaded", "stock-offloaded"), ("streamed-4", "offloaded"), ("codes-4", "dynamic")),
+        *((half, "offloaded"), (half, "cpu-attention")),
+    )
     return {
         "context_tokens": context,
         "median_seconds": seconds,
@@ -148,6 +152,9 @@ def found_of_a_good_machine() -> dict[str, dict[str, Any]]:
         "peaks": peaks | {"environment": environment},
         "streaming-65536": decode_record(65_536, streaming),
         "quantized-131072": decode_record(131_072, quantized),
+        "both-places-131072": decode_record(
+            131_072, {"offloaded": 0.1, "cpu-attention": 0.1, "half-cpu-attention": 0.06}
+        ),
     }
 
 
@@ -178,6 +185,8 @@ def test_aims_are_met_by_a_machine_that_meets_them_and_missed_by_one_that_does_n
     bad["streaming-65536"] = decode_record(65_536, slow) | {"share_of_bus": {"offloaded": 0.5}}
     bad["quantized-131072"] = decode_record(131_072, {"dynamic": 0.01, "codes-4": 0.015, "cpu-attention-4": 0.1})
     bad["quantized-131072"]["memory"]["codes-4"]["device_bytes"] = 500
+    no_gain = {"offloaded": 0.1, "cpu-attention": 0.1, "half-cpu-attention": 0.11}
+    bad["both-places-131072"] = decode_record(131_072, no_gain)
     assert not any(answer.is_met for answer in answers(bad))
     assert table(answers(bad)).count("(missed)") == len(answers(bad))
 
@@ -201,4 +210,4 @@ def test_pages_take_up_a_machine_with_its_card_bus_and_driver():
         written("a page without a place", "new\n")
     lines = figure(found).axes[0].get_lines()
     assert {line.get_label() for line in lines} == {"dynamic", "codes-4", "stock-offloaded", "offloaded", "streamed-4"}
-    assert [record["context_tokens"] for record in decode_records(found)] == [65_536, 131_072]
+    assert [record["context_tokens"] for record in decode_records(found)] == [65_536, 131_072, 131_072]

@@ -285,7 +285,7 @@ def test_memory_for_many_shapes_of_queries_is_given_back():
     for new in range(1, 17):
         keys, values = cache.update(*states(new, 0), 0)
         scaled_dot_product_attention(torch.zeros(2, HEADS, new, HEAD_DIM), keys, values, enable_gqa=True)
-    assert len(cache._stores.attention._workspaces) <= 8
+    assert len(cache._stores.attention._kernel._workspaces) <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

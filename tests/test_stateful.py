@@ -39,8 +39,9 @@ def with_lazy_streams(
     host_tokens: int = 131_072,
     cpu_decode: bool | tuple[int, ...] = False,
     codec: KVCodec | None = None,
+    device_tokens: int = 0,
 ) -> HybridCache:
-    placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode)
+    placement = Placement(True, prefetch_layers, resident_layers, cpu_decode=cpu_decode, device_tokens=device_tokens)
     cache = HybridCache(CONFIG, placement, codec=codec)
     cache._stores.capacity = InitialCapacity(host_tokens=host_tokens)
     copy_late(cache)
@@ -56,6 +57,10 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
     "lazy_copies_partly": lambda: with_lazy_streams(2, 1),
     "lazy_copies_growing": lambda: with_lazy_streams(1, 2, host_tokens=70),
     "lazy_copies_cpu_decode": lambda: with_lazy_streams(1, 0, cpu_decode=True),
+    "split_of_more": lambda: HybridCache(CONFIG, Placement(cpu_decode=True, device_tokens=321)),
+    "lazy_copies_split": lambda: with_lazy_streams(1, 0, cpu_decode=True, device_tokens=192),
+    "lazy_copies_split_streamed": lambda: with_lazy_streams(1, 1, host_tokens=70, device_tokens=150),
+    "lazy_copies_split_partly": lambda: with_lazy_streams(0, 0, cpu_decode=(1, 3), device_tokens=128),
     "lazy_copies_cpu_decode_partly": lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=(1, 3)),
 }
 QUANTIZED_VARIANTS = {name: tuple(partial(make, CONFIG) for make in pair) for name, pair in QUANTIZED.items()} | {
@@ -66,6 +71,14 @@ QUANTIZED_VARIANTS = {name: tuple(partial(make, CONFIG) for make in pair) for na
     "lazy_copies_of_codes_growing": (
         lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8, rotate=True)),
         lambda: coded_reference(CONFIG, minmax(8, rotate=True)),
+    ),
+    "lazy_copies_of_codes_split": (
+        lambda: with_lazy_streams(1, 0, cpu_decode=True, codec=minmax(4, rotate=True), device_tokens=192),
+        lambda: coded_reference(CONFIG, minmax(4, rotate=True), device_tokens=192),
+    ),
+    "lazy_copies_of_codes_split_streamed": (
+        lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
+        lambda: coded_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
     ),
     "lazy_copies_of_codes_cpu_decode": (
         lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=True, codec=minmax(4, rotate=True)),

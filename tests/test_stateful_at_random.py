@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import HybridCache, set_integer_kernels
-from hf_hybrid_cache.attention.cpu_attention import MAX_QUERIES
 from hf_hybrid_cache.attention.handles import KVHandle
+from hf_hybrid_cache.attention.host_kernel import MAX_QUERIES
 from hf_hybrid_cache.codecs import MinMaxCodec
 
 from soak import count, search_at_random

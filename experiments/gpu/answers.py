@@ -148,6 +148,20 @@ _ANSWERS: tuple[Callable[[Found], Answer], ...] = (
     _ratio("4 bits resident, against bfloat16 resident", "codes-4 / dynamic", 1, "1x", _is_long),
     _few_bytes,
     _cpu_attention,
+    _ratio(
+        "half of the tokens on the device, the CPU attends to the others: against streaming all",
+        "half-cpu-attention / offloaded",
+        1,
+        "1x",
+        lambda _: True,
+    ),
+    _ratio(
+        "the same against attention on the CPU to all",
+        "half-cpu-attention / cpu-attention",
+        1,
+        "1x",
+        lambda _: True,
+    ),
     _decode_on_cpu,
     _prefill,
 )

@@ -12,6 +12,7 @@ from experiments.quality_caches import installed_version
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.planning import Candidate, Way
 
+LEAST_DEVICE_TOKENS = 128
 Bits = int | tuple[int, int]
 
 
@@ -21,26 +22,33 @@ class Measured:
     A way to decode.
 
     Attributes:
-        make: an empty cache for a model.
+        make: an empty cache for a model; `empty` calls it.
         plan: what the planner calls it; `None` for what it does not plan.
         package: that must be installed.
         streams: keys and values cross the bus in every step.
         on_host: the model is on the CPU, too.
         attends_on_host: the CPU attends, with as many threads as it is told.
+        share_on_device: of the tokens, with the others in host memory; 0 where that is not a question.
         weight_bits: of a model on the CPU; `None` for weights as they are.
         codes_all_anew: with every update, so that it must be filled at once.
         needs_gpu: it does not run on a CPU.
     """
 
-    make: Callable[[LlamaConfig], Cache]
+    make: Callable[..., Cache]
     plan: Candidate | None = None
     package: str | None = None
     streams: bool = False
     on_host: bool = False
     attends_on_host: bool = False
+    share_on_device: float = 0.0
     weight_bits: int | None = None
     codes_all_anew: bool = False
     needs_gpu: bool = False
+
+    def empty(self, config: LlamaConfig, context: int) -> Cache:
+        """A cache for a model of `config` and so many tokens."""
+        on_device = max(LEAST_DEVICE_TOKENS, int(context * self.share_on_device))
+        return self.make(config, **({"device_tokens": on_device} if self.share_on_device else {}))
 
     def why_not(self) -> str | None:
         """Why it cannot be measured here, if so."""
@@ -90,6 +98,11 @@ def _peer(backend: str, package: str) -> Measured:
     return Measured(make, package=package, codes_all_anew=True)
 
 
+def _half(make: Callable[..., Cache]) -> Measured:
+    """Half of the tokens on the device, the others attended to on the CPU at the same time."""
+    return Measured(partial(make, cpu_decode=True), attends_on_host=True, share_on_device=0.5)
+
+
 _OF_4_BITS = partial(QuantizedHybridCache, bits=4)
 
 CACHES: Mapping[str, Measured] = {
@@ -118,6 +131,9 @@ CACHES: Mapping[str, Measured] = {
     "streamed-2": _streamed(2, "quantized-2"),
     "cpu-attention": _cpu_attention(DynamicHybridCache, "dynamic"),
     "cpu-attention-4": _cpu_attention(_OF_4_BITS, "quantized-4"),
+    "half-cpu-attention": _half(OffloadedHybridCache),
+    "half-cpu-attention-4": _half(_OF_4_BITS),
+    "half-streamed": Measured(partial(OffloadedHybridCache, cpu_decode=False), streams=True, share_on_device=0.5),
     "host": _on_host(DynamicHybridCache, "dynamic"),
     "host-4": _on_host(_OF_4_BITS, "quantized-4"),
     "host-weights-4": _on_host(DynamicHybridCache, "dynamic", 4),

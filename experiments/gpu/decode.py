@@ -48,6 +48,8 @@ PAIRS = (
     ("codes-4", "hqq-4"),
     ("dynamic", "stock"),
     ("offloaded", "offloaded-pageable"),
+    ("half-cpu-attention", "offloaded"),
+    ("half-cpu-attention", "cpu-attention"),
 )
 
 
@@ -79,7 +81,7 @@ class Decoder:
         on = str(model.device)
         self._token = torch.ones(1, 1, dtype=torch.long, device=on)
         before = allocated()
-        self.cache: Cache = CACHES[name].make(model.config)
+        self.cache: Cache = CACHES[name].empty(model.config, context)
         at_once = context if CACHES[name].codes_all_anew else FILL_CHUNK
         fill(self.cache, model.config, context, torch.bfloat16, on, at_once)
         self.step()

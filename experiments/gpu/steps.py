@@ -17,6 +17,10 @@ _QUANTIZED = (
 # By themselves: quanto compiles code when it is first used, which takes minutes and may fail.
 _PEERS = ("stock", "codes-4", "hqq-4", "quanto-4")
 _HOST = ("cpu-attention", "cpu-attention-4", "host", "host-4", "host-weights-4", "host-4-weights-4")
+_BOTH_PLACES = (
+    *("dynamic", "offloaded", "cpu-attention", "cpu-attention-4"),
+    *("half-streamed", "half-cpu-attention", "half-cpu-attention-4"),
+)
 _PLACEMENTS = (
     *("offloaded", "offloaded-pageable", "offloaded-2-ahead"),
     *(f"offloaded-resident-{share}%" for share in (25, 50, 75, 100)),
@@ -86,6 +90,7 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
         step("peaks", "peaks", 4, "--context", sizes.prompt, "--decoded-context", sizes.prompt_before_cpu),
         step("attention", "attention", 3, "--contexts", *sizes.attention, *few_rounds),
         decode("host", sizes.host, _HOST, "--rounds", 3, "--steps", 2, "--threads", *_thread_counts(), limit=6),
+        *(decode(f"both-places-{context}", context, _BOTH_PLACES) for context in sizes.quantized),
         step("predicted", "predicted", 4, "--records", root / FOLDER),
         *(decode(f"peers-{context}", context, _PEERS, limit=6) for context in sizes.quantized),
         # The longest; what is above answers all aims.

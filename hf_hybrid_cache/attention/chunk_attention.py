@@ -4,12 +4,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..storage import CodedStore, HostStore, KVStore
-from .merging import MergedAttention
+from .merging import Found, MergedAttention
+from .part import rows_of_mask
+from .torch_attention import attend_by_torch
 
 # Of one piece: long enough for torch, and short enough for the caches of a processor to hold what is taken out.
 PIECE_TOKENS = 4096
-# What `scaled_dot_product_attention` calls on the CPU; this way it also says by how much each row was divided.
-_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_to_chunk(
@@ -31,7 +31,7 @@ def attend_to_chunk(
 
 
 def has_log_sums(store: KVStore, mask: torch.Tensor | None) -> bool:
-    """Whether torch says by how much it divided the rows, so that `attend_in_pieces` can attend to `store`."""
+    """Whether torch's fast attention says by how much it divided the rows of `attend_in_pieces`."""
     return store.shape.key_dim == store.shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
@@ -42,7 +42,7 @@ def attend_in_pieces(
     mask: torch.Tensor | None,
     scale: float | None,
     first_of_chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Found:
     """
     Attend to all tokens of `store`, whose states are never all outside of their blocks at once.
 
@@ -51,39 +51,25 @@ def attend_in_pieces(
 
     Args:
         query: `[batch, query_heads, query_length, head_dim]`, on the CPU.
-        store: its keys and values share batch, type and head_dim with the query; not empty.
+        store: its keys and values share batch and type with the query; not empty.
         group: query heads that share a KV head.
-        mask: boolean, true where a token is seen; `[batch, query_heads, query_length, tokens]`, where any of the first
-            three may be 1.
+        mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length,
+            tokens]`, where any of the first three may be 1.
         scale: of the scores; `None` for `head_dim ** -0.5`.
         first_of_chunk: token from which on the mask hides some.
 
     Returns:
-        `[batch, query_heads, query_length, value_dim]`, and, without the last axis, natural logs of what rows were
-        divided by.
+        `[batch, query_heads, query_length, value_dim]`, see `Found`.
     """
     batch, heads, length, head_dim = query.shape
     rows = query.reshape(batch, heads // group, group * length, head_dim)
     merged = MergedAttention()
     for start, (keys, values) in store.pieces(PIECE_TOKENS, first_of_chunk):
         seen = None if mask is None else mask[..., start : start + keys.shape[2]]
-        if seen is None or bool(seen.all()):
-            merged.add(*_flash_attention(rows, keys, values, scale=scale))
-            continue
-        seen = _of_rows(seen, query.shape, group)
-        bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
-        out, log_sums = _flash_attention(rows, keys, values, attn_mask=bias, scale=scale)
-        # Where no token is seen torch says 0 for both. A weight of 0 does not hide what is not finite.
-        out += 0 * values.abs().amax(dim=2, keepdim=True)
-        merged.add(out, log_sums.masked_fill(~seen.any(dim=-1), -torch.inf))
-    assert merged.out is not None
-    assert merged.log_sums is not None
-    return merged.out.reshape(batch, heads, length, -1), merged.log_sums.reshape(batch, heads, length)
-
-
-def _of_rows(mask: torch.Tensor, shape: torch.Size, group: int) -> torch.Tensor:
-    """A mask of queries `[..., query_length, tokens]` as one of the rows that share a KV head."""
-    _, heads, length, _ = shape
-    if mask.shape[1] == 1:
-        return mask.expand(-1, -1, length, -1).repeat(1, 1, group, 1)
-    return mask.expand(-1, -1, length, -1).reshape(-1, heads // group, group * length, mask.shape[3])
+        if seen is not None:
+            hides = seen.dtype != torch.bool or not seen.all()
+            seen = rows_of_mask(seen, query.shape, group) if hides else None
+        merged.add(attend_by_torch(rows, keys, values, seen, scale))
+    assert merged.found is not None
+    out, log_sums = merged.found
+    return Found(out.reshape(batch, heads, length, -1), log_sums.reshape(batch, heads, length))

@@ -46,7 +46,7 @@ class CodeAttention:
         """
         Attend to the tokens of `store`, all of them.
 
-        Arguments and result are those of `CpuAttention`; the query and what is stored are on one device.
+        Arguments and result are those of `StoredAttention`; the query and what is stored are on one device.
         """
         assert isinstance(store, CodedStore)
         if store.wants_queries:

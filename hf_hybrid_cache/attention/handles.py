@@ -35,7 +35,7 @@ class HandledAttention(Protocol):
         scale: float | None,
         selection: LayerSelection | None = None,
     ) -> torch.Tensor:
-        """See `CpuAttention`."""
+        """See `StoredAttention`."""
 
     def decline(self) -> None:
         """Note that something needs the states themselves."""

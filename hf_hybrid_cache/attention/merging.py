@@ -5,25 +5,41 @@ What a part gives, and the log of the sum of its exponentials, say all that is n
 https://arxiv.org/abs/2205.14135).
 """
 
+from typing import NamedTuple
+
 import torch
 
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+class Found(NamedTuple):
+    """
+    What attention to a part gives.
+
+    Attributes:
+        out: `[batch, heads, rows, head_dim]`, softmax of the part's scores times its values.
+        log_sums: float32 `[batch, heads, rows]`, natural log of the sum of the exponentials of the part's scores; minus
+            infinity where none of its tokens is seen.
+    """
+
+    out: torch.Tensor
+    log_sums: torch.Tensor
+
+
+def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> Found:
     """
     What attention to all parts gives, of parts that are all there.
 
     Args:
-        outs: float32 `[parts, ..., head_dim]`, see `MergedAttention.add`.
+        outs: float32 `[parts, ..., head_dim]`, see `Found`.
         log_sums: float32 `[parts, ...]`.
 
     Returns:
-        float32 `[..., head_dim]`; zeros where no part has a token that is seen.
+        float32 `[..., head_dim]`, zeros where no part has a token that is seen, and `[...]`.
     """
     # Where no part has a token that is seen the weights are any, of zeros.
     weights = log_sums.clamp_min(_LOWEST).softmax(dim=0)
-    return (outs * weights.unsqueeze(-1)).sum(dim=0)
+    return Found((outs * weights.unsqueeze(-1)).sum(dim=0), log_sums.logsumexp(dim=0))
 
 
 class MergedAttention:
@@ -31,26 +47,31 @@ class MergedAttention:
     What attention to all parts so far gives.
 
     Attributes:
-        out: `[batch, heads, rows, head_dim]`; `None` before the first part.
-        log_sums: `[batch, heads, rows]`, natural log of the sum of the exponentials of all scores; likewise.
+        found: of all; `None` before the first part.
     """
 
     def __init__(self) -> None:
-        self.out: torch.Tensor | None = None
-        self.log_sums: torch.Tensor | None = None
+        self.found: Found | None = None
 
-    def add(self, out: torch.Tensor, log_sums: torch.Tensor) -> None:
+    def add(self, part: Found) -> None:
+        """Attend to another part, too; what the first one gave may be written to."""
+        if self.found is None:
+            self.found = part
+            return
+        log_sums = torch.logaddexp(self.found.log_sums, part.log_sums)
+        self.found = Found(self.out_with(part), log_sums)
+
+    def out_with(self, last: Found, is_masked: bool = True) -> torch.Tensor:
         """
-        Attend to another part, too.
+        What attention to all parts and a last one gives.
 
         Args:
-            out: `[batch, heads, rows, head_dim]`, softmax of that part's scores times its values.
-            log_sums: `[batch, heads, rows]`, natural log of the sum of the exponentials of that part's scores; minus
-                infinity where none of its tokens is seen.
+            last: that part.
+            is_masked: some row may see no token of a part. Each operation counts where attention has just taken all
+                caches of the processor.
         """
-        if self.out is None or self.log_sums is None:
-            self.out, self.log_sums = out, log_sums
-            return
-        share = torch.sigmoid(log_sums - self.log_sums).masked_fill_(log_sums.isneginf(), 0)
-        self.out = self.out.float().lerp_(out.float(), share.unsqueeze(-1))
-        self.log_sums = torch.logaddexp(self.log_sums, log_sums)
+        assert self.found is not None
+        share = torch.sigmoid(last.log_sums - self.found.log_sums)
+        if is_masked:
+            share.masked_fill_(last.log_sums.isneginf(), 0)
+        return self.found.out.float().lerp_(last.out.float(), share.unsqueeze(-1))

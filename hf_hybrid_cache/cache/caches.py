@@ -57,6 +57,8 @@ class OffloadedHybridCache(HybridCache):
             `None` (if the model is on the CPU) or the indices of some layers.
         on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
             resident ones for good, and tries once more, with the same tokens; `"raise"` does not.
+        device_tokens: tokens of each layer that are on the device, at most: the first and the most recent ones. The
+            device attends to them, with `cpu_decode` while the CPU attends to the others. 0 for none.
         selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
 
     Example:
@@ -72,9 +74,10 @@ class OffloadedHybridCache(HybridCache):
         pin_memory: bool | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         on_oom: OnOom = "evict",
+        device_tokens: int = 0,
         selection: Selection | None = None,
     ):
-        placement = Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom)
+        placement = Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom, device_tokens)
         super().__init__(config, placement, selection=selection)
 
 
@@ -107,6 +110,8 @@ class QuantizedHybridCache(HybridCache):
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
             `None` (if the model is on the CPU) or the indices of some layers.
         prefetch_layers: with `offload`, layers that are on their way while one is attended to.
+        device_tokens: with `offload` or `cpu_decode`, tokens of each layer that are on the device in full precision, at
+            most: the first and the most recent ones. 0 for none.
         group: processes that keep a share each, see `HybridCache`.
         selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
 
@@ -130,6 +135,7 @@ class QuantizedHybridCache(HybridCache):
         max_length: int | None = None,
         cpu_decode: bool | Collection[int] | None = None,
         prefetch_layers: int = 1,
+        device_tokens: int = 0,
         group: "ProcessGroup | None" = None,
         selection: Selection | None = None,
     ):
@@ -140,7 +146,7 @@ class QuantizedHybridCache(HybridCache):
             codec = {index: minmax(each, group_size, sink_tokens, rotate, auto_bits) for index, each in bits.items()}
         else:
             codec = minmax(bits, group_size, sink_tokens, rotate, auto_bits)
-        placement = Placement(offload, prefetch_layers, cpu_decode=cpu_decode)
+        placement = Placement(offload, prefetch_layers, cpu_decode=cpu_decode, device_tokens=device_tokens)
         super().__init__(config, placement, max_length, codec, group, selection)
 
 

@@ -396,6 +396,8 @@ class HybridCache(DynamicCache):
             yield f"share {peers.rank + 1} of {peers.size}"
         if self._stores.placement.offload:
             yield "offloaded"
+        if device_tokens := self._stores.placement.device_tokens:
+            yield f"up to {device_tokens:,} tokens of each on the device"
         if any(isinstance(layer, HybridLayer) and layer.is_attended_on_cpu for layer in self.layers):
             yield "attended to on the CPU"
 
@@ -694,10 +696,10 @@ def require_config(config: object) -> None:
 
 def _shared_placement(placement: Placement) -> Placement:
     """The placement of a share: in host memory, where it is attended to."""
-    if placement.offload or placement.cpu_decode not in (None, True):
+    if placement.offload or placement.device_tokens or placement.cpu_decode not in (None, True):
         raise ValueError(
-            "With group= all layers are kept in host memory and attended to there: leave out offload, and cpu_decode "
-            "unless it is True."
+            "With group= all layers are kept in host memory and attended to there: leave out offload, device_tokens, "
+            "and cpu_decode unless it is True."
         )
     return replace(placement, cpu_decode=True)
 

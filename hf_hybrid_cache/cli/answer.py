@@ -53,6 +53,7 @@ def answer(
     prefill_chunk_size: int,
     prefetch_layers: int | None,
     resident_layers: int | None,
+    device_tokens: int | None,
     bits: int | None,
     mass: float | None,
     weights: int | None,
@@ -70,7 +71,12 @@ def answer(
         name = cache or _default_cache(bits)
         if num_processes() > 1:
             _check_shareable(name, compare, document)
-        of_caches = {"bits": bits, "prefetch_layers": prefetch_layers, "resident_layers": resident_layers}
+        of_caches = {
+            "bits": bits,
+            "prefetch_layers": prefetch_layers,
+            "resident_layers": resident_layers,
+            "device_tokens": device_tokens,
+        }
         given: dict[str, Any] = {field: value for field, value in of_caches.items() if value is not None}
         _check_cache_options(given, name, cache, compare, load_cache)
         selection = None if mass is None else _selection_of(mass, name, compare)

@@ -56,6 +56,10 @@ def generate(
     resident_layers: Annotated[
         int | None, typer.Option(min=0, help="offloaded: layers that stay on the device. Default: 0.")
     ] = None,
+    device_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="offloaded: first and last tokens of each layer on the device, at most. Default: 0."),
+    ] = None,
     bits: Bits = None,
     mass: Annotated[
         float | None,

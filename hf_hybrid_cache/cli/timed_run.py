@@ -27,6 +27,7 @@ class CacheOptions:
 
     prefetch_layers: int = 1
     resident_layers: int = 0
+    device_tokens: int = 0
     bits: int = 4
     group: "ProcessGroup | None" = None
     selection: Selection | None = None
@@ -36,7 +37,11 @@ CACHES: dict[str, Callable[[PreTrainedConfig, CacheOptions], Cache]] = {
     "stock": lambda config, options: DynamicCache(config=config),
     "dynamic": lambda config, options: DynamicHybridCache(config, group=options.group, selection=options.selection),
     "offloaded": lambda config, options: OffloadedHybridCache(
-        config, options.prefetch_layers, options.resident_layers, selection=options.selection
+        config,
+        options.prefetch_layers,
+        options.resident_layers,
+        device_tokens=options.device_tokens,
+        selection=options.selection,
     ),
     "quantized": lambda config, options: QuantizedHybridCache(
         config, options.bits, group=options.group, selection=options.selection

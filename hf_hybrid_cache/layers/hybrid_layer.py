@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import CodeAttention, KeyIndex, handles_of, observed
-from ..storage import CodedStore, KVShape, KVStore, StreamedStore, TokenBuffer
+from ..storage import CodedStore, KVShape, KVStore, SplitStore, StreamedStore, TokenBuffer
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
 
@@ -121,6 +121,10 @@ class HybridLayer(CacheLayerMixin):
             store.extend(key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
         try:
+            if as_handles and are_few and self._is_attended_in_parts(store, key_states.shape[2]):
+                assert isinstance(store, SplitStore)
+                store.stage(key_states, value_states)
+                return handles_of(store, self._stores.attention)
             if as_handles and are_few and self.is_attended_in_codes and not self._code_attention.is_declined:
                 assert isinstance(store, CodedStore)
                 store.stage(key_states, value_states)
@@ -159,7 +163,7 @@ class HybridLayer(CacheLayerMixin):
         if store is not None:
             kept = max(0, store.num_tokens + tokens_to_remove)
             if self._selection is not None:
-                self._selection.index.truncate(kept)
+                self._selection.index.truncate(store.tokens_on_host(kept) if isinstance(store, SplitStore) else kept)
             store.truncate(kept)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -273,6 +277,12 @@ class HybridLayer(CacheLayerMixin):
             )
         return store
 
+    def _is_attended_in_parts(self, store: KVStore, new_tokens: int) -> bool:
+        """Whether the device attends to its tokens, and to those of host memory where they are streamed to."""
+        if not isinstance(store, SplitStore) or self.is_attended_on_cpu or self._stores.attention.is_declined:
+            return False
+        return not store.fits_on_device(new_tokens)
+
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self.store is not None
         if self._stores.placement.offload:
@@ -318,4 +328,6 @@ class HybridLayer(CacheLayerMixin):
 
 def _is_streamed(store: KVStore) -> bool:
     """Whether there is an accelerator, which is the better place for attention of many tokens."""
+    if isinstance(store, SplitStore):
+        store = store.host
     return isinstance(store.records if isinstance(store, CodedStore) else store, StreamedStore)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import CpuAttention, KeyIndex, LayerSelection, has_code_kernel
+from ..attention import KeyIndex, LayerSelection, StoredAttention, has_code_kernel
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -28,9 +28,11 @@ from ..storage import (
     Scratch,
     Share,
     SharedStore,
+    SplitStore,
     Staging,
     StreamedStore,
     can_page_lock,
+    first_tokens_on_device,
     full_tokens,
     streams_for,
 )
@@ -89,9 +91,10 @@ class LayerStores:
         self.ends_budget = HostBudget(len(self._choices))
         self.record_budget = HostBudget(len(self._choices), GRANULE, expected_length)
         reading_all = () if selection is None else selection.dense_layers
+        self.device_budget = HostBudget(num_layers, expected_length=expected_length)
         self._index_budget = HostBudget(num_layers - len(reading_all), GRANULE, expected_length)
         self.stats = CacheStats()
-        self.attention = CpuAttention(self.stats, placement.cpu_decode is not None, self._share)
+        self.attention = StoredAttention(self.stats, placement.cpu_decode not in (None, False), self._share)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
@@ -178,12 +181,36 @@ class LayerStores:
         """
         choice = self._choices.get(layer_idx)
         on_cpu = self.attends_on_cpu(layer_idx, shape)
+        if choice is not None:
+            choice.codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
+            choice.codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
+        if not self._is_split(ordinal, on_cpu):
+            return self._in_one_place(ordinal, shape, choice, on_cpu)
+        device_tokens = self.placement.device_tokens
+        sink_tokens = GRANULE if choice is None else choice.codec.sink_tokens
+        first_tokens = first_tokens_on_device(device_tokens, sink_tokens)
+        capacity = InitialCapacity(min(self.capacity.device_tokens, device_tokens), device_tokens)
+        device = ResidentStore(shape, capacity, self.device_budget)
+        host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
+        assert isinstance(host, HostStore | CodedStore)
+        return SplitStore(shape, device, host, first_tokens, device_tokens, self._scratch_of(shape))
+
+    def _is_split(self, ordinal: int, on_cpu: bool) -> bool:
+        """Whether both ends of a layer are on the device, and the middle in host memory."""
+        in_host_memory = on_cpu or (self.placement.offload and ordinal not in self._resident)
+        return self.placement.device_tokens > 0 and in_host_memory
+
+    def _scratch_of(self, shape: KVShape) -> Scratch:
+        return self.scratches.setdefault(shape.device, Scratch(shape.device))
+
+    def _in_one_place(
+        self, ordinal: int, shape: KVShape, choice: CodecChoice | None, on_cpu: bool, first_elsewhere: int = 0
+    ) -> KVStore:
+        """A store for all tokens, or for those after the first ones."""
         if choice is None:
             store = self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
             return store if self.peers is None else self._shared(store, ordinal)
         codec = choice.codec
-        codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
-        codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
         capacity, budget = InitialCapacity(full_tokens(codec), full_tokens(codec)), self.ends_budget
         # What is in full precision is small: without attention on the CPU it stays on the device.
         full = (
@@ -192,9 +219,9 @@ class LayerStores:
             else ResidentStore(shape, capacity, budget)
         )
         records = RecordStores(self, ordinal, on_cpu)
-        scratch = self.scratches.setdefault(shape.device, Scratch(shape.device))
+        scratch = self._scratch_of(shape)
         if self.peers is None:
-            return CodedStore(shape, choice, full, records, scratch)
+            return CodedStore(shape, choice, full, records, scratch, first_elsewhere)
         return self._shared(CodedShare(shape, choice, full, records, scratch, self._share), ordinal)
 
     def make_records(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:

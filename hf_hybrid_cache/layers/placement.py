@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+# A block of 64 for the first ones, and one for the most recent ones.
+LEAST_DEVICE_TOKENS = 128
 OnOom = Literal["evict", "raise"]
 
 
@@ -32,9 +34,12 @@ class Placement:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
         on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
             resident ones for good, and tries once more; `"raise"` does not.
+        device_tokens: of each layer that is in host memory, tokens that are on the device instead, at most: the first
+            and the most recent ones. What attention finds there is merged with what it finds in the others. 0 for none.
 
     Raises:
-        ValueError: a negative count or index, or an unknown `on_oom`.
+        ValueError: a negative count or index, an unknown `on_oom`, or `device_tokens` that are too few, or of layers
+            that are on the device anyway.
     """
 
     offload: bool = False
@@ -43,6 +48,7 @@ class Placement:
     pin_memory: bool | None = None
     cpu_decode: bool | Collection[int] | None = None
     on_oom: OnOom = "evict"
+    device_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.on_oom not in get_args(OnOom):
@@ -56,6 +62,17 @@ class Placement:
             object.__setattr__(self, "cpu_decode", layers)
         require_count("prefetch_layers", self.prefetch_layers)
         require_count("resident_layers", self.resident_layers)
+        require_count("device_tokens", self.device_tokens)
+        if 0 < self.device_tokens < LEAST_DEVICE_TOKENS:
+            raise ValueError(
+                f"device_tokens={self.device_tokens} leaves no room for the first and the most recent tokens. Use at "
+                f"least {LEAST_DEVICE_TOKENS}, or 0 to keep none on the device."
+            )
+        if self.device_tokens and not self.offload and self.cpu_decode in (None, False):
+            raise ValueError(
+                f"device_tokens={self.device_tokens} is for layers in host memory, and all tokens would be on the "
+                "device. Pass offload=True or cpu_decode=True too, or leave it out."
+            )
 
     @property
     def cpu_layers(self) -> frozenset[int]:

@@ -7,7 +7,17 @@ from typing import NamedTuple
 import torch
 
 from ..layers import LayerStores, Placement
-from ..storage import CodedStore, InitialCapacity, KVCodec, KVShape, Scratch, StreamedStore, coded_blocks
+from ..storage import (
+    CodedStore,
+    InitialCapacity,
+    KVCodec,
+    KVShape,
+    KVStore,
+    Scratch,
+    SplitStore,
+    StreamedStore,
+    coded_blocks,
+)
 from .model_cost import ModelCost
 
 HOST = torch.device("cpu")
@@ -125,10 +135,19 @@ class LayerCost(NamedTuple):
         all_states = lengths[-1] * sum(_token_bytes(shape))
         # Attention of a chunk then takes a few thousand tokens at a time out of the blocks, which is little.
         in_pieces = attends_on_cpu and shape.device == HOST and shape.key_dim == shape.value_dim
-        slots = scratch = copied = moved = 0
-        entries, sizes = store, lengths
-        if isinstance(store, CodedStore):
-            entries, sizes = store.records, [coded_blocks(store.codec, length) for length in lengths]
+        slots = scratch = of_middle = copied = moved = 0
+        entries: KVStore = store
+        sizes = lengths
+        if isinstance(store, SplitStore):
+            # All states are put together for a chunk of a prompt, where it is not attended to in pieces.
+            if not in_pieces:
+                scratch = sum(Scratch.planned_bytes([n * size for n in lengths[1:]]) for size in _token_bytes(shape))
+            entries, sizes = store.host, store.planned_host_tokens(lengths)
+            if isinstance(entries, CodedStore) and not in_pieces:
+                of_middle = sum(Scratch.planned_bytes([n * size for n in sizes]) for size in _token_bytes(shape))
+        if isinstance(entries, CodedStore):
+            sizes = [coded_blocks(entries.codec, length) for length in sizes]
+            entries = entries.records
             moved = 0 if attends_in_place else 2 * all_states
             # The first chunk is attended to as it comes.
             later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
@@ -138,8 +157,9 @@ class LayerCost(NamedTuple):
             copied = all_states
         if isinstance(entries, StreamedStore):
             slots = entries.staging.planned_bytes(entries.shape, num_layers, sizes)
-        while_decoding = 0 if attends_on_cpu else slots + (0 if attends_in_place else scratch)
-        return cls(kept, slots + scratch, while_decoding, copied, moved)
+        is_put_together = not attends_in_place and not isinstance(store, SplitStore)
+        while_decoding = 0 if attends_on_cpu else slots + of_middle + (scratch if is_put_together else 0)
+        return cls(kept, slots + scratch + of_middle, while_decoding, copied, moved)
 
 
 def _token_bytes(shape: KVShape) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..codecs import describe, described_codec
@@ -93,13 +93,15 @@ class CacheDescription:
         Raises:
             ValueError: a codec, or a value, that cannot be described.
         """
-        cpu_decode = self.placement.cpu_decode
+        placement, cpu_decode = dict(vars(self.placement)), self.placement.cpu_decode
+        placement["cpu_decode"] = sorted(cpu_decode) if isinstance(cpu_decode, frozenset) else cpu_decode
+        if not self.placement.device_tokens:
+            del placement["device_tokens"]  # versions that do not know it read the file
         tree = {
             "package_version": self.package_version,
             "transformers_version": self.transformers_version,
             "model": self.model,
-            "placement": asdict(replace(self.placement, cpu_decode=None))
-            | {"cpu_decode": sorted(cpu_decode) if isinstance(cpu_decode, frozenset) else cpu_decode},
+            "placement": placement,
             "max_length": self.max_length,
             "codecs": [[layer, describe(codec)] for layer, codec in self.codecs.items()],
             "layers": [asdict(layer) for layer in self.layers],

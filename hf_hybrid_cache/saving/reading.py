@@ -12,13 +12,13 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import CodedStore, HostStore, KVCodec, KVStore, SharedStore
+from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore, LocalStore, SharedStore, SplitStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, READABLE, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
-from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, index_name, layer_name, part_names, parts_of
+from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, index_name, layer_name, part_names
 from .writing import bytes_of, checksum_of_header, pieces
 
 # For hundreds of KV heads of 512.
@@ -227,16 +227,25 @@ class CacheFile:
                 f"mmap=True is for layers that are attended to on the CPU, and layer {index} is not. Pass "
                 "placement=Placement(cpu_decode=True), or mmap=False"
             )
-        name, parts, entries = layer_name(index), parts_of(store), saved.states.entries
+        if mmap and isinstance(store, SplitStore):
+            raise ValueError(
+                f"mmap=True leaves a layer where it is in the file, and of layer {index} some tokens are to be on the "
+                "device. Pass a placement without device_tokens, or mmap=False"
+            )
+        assert isinstance(store, LocalStore)
+        name, parts, entries = layer_name(index), store.whole_parts(), saved.states.entries
         if parts.keys() != entries.keys():
             raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
         in_part = layer.always_chooses and len(self._header.section(index_name(index))) > 0
         rows: dict[str, torch.Tensor] = {}
         mapped: set[str] = set()
-        hosts: dict[str, HostStore] = {}
-        for part, target in parts.items():
+        filled: dict[str, BufferedStore] = {}
+        for part, whole in parts.items():
             names = part_names(name, part)
-            host = hosts[part] = target if isinstance(target, HostStore) else HostStore.like(target)
+            is_in_place = whole.is_own and isinstance(whole.form, HostStore)
+            host = whole.form if is_in_place else HostStore.like(whole.form, entries[part])
+            assert isinstance(host, HostStore)
+            filled[part] = host
             placed = self._placed(names, forms_of(host, entries[part]))
             offsets = placed[0].start + self._data_start, placed[1].start + self._data_start
             if mmap and host.map_rows(self._file.fileno(), offsets, entries[part], in_part):
@@ -245,18 +254,14 @@ class CacheFile:
                 host.make_rows(entries[part])
             rows |= dict(zip(names, host.rows(), strict=True))
         self._read_section(name, rows, mapped, verify)
-        for part, target in parts.items():
-            if target is not hosts[part]:
-                target.take_from(hosts[part])
-        if isinstance(store, CodedStore):
-            store.follow_parts()
+        store.take_parts(filled)
         self._fill_index(index, layer, store, mmap, verify)
 
     def _fill_index(self, index: int, layer: HybridLayer, store: KVStore, mmap: bool, verify: bool) -> None:
         """The index of a layer's keys, if there is one and it is wanted; where none is, it will be made of the keys."""
         name, of_keys = index_name(index), layer.index
         placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
-        if of_keys is None or not placed:
+        if of_keys is None or not placed or isinstance(store, SplitStore):
             if verify:  # every byte of a file is looked at
                 self._read_section(name, {tensor.name: _empty(tensor.form) for tensor in placed})
             return

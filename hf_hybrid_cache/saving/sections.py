@@ -8,7 +8,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer
-from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore, SharedStore
+from ..storage import CodedStore, HostStore, KVCodec, LocalStore, SharedStore, SplitStore, WholePart
 from .container import TensorForm
 from .description import LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
@@ -63,6 +63,8 @@ def index_section(index: int, layer: Any) -> Section | None:
     """The index of a layer's keys, if attention chooses by one."""
     if not isinstance(layer, HybridLayer) or layer.index is None or layer.store is None:
         return None
+    if isinstance(layer.store, SplitStore):  # the index of the middle is not that of the whole
+        return None
     store, of_keys = layer.store, layer.index
     assert isinstance(store, HostStore | CodedStore)
     store.wait_for_copies()
@@ -75,15 +77,6 @@ def index_section(index: int, layer: Any) -> Section | None:
 def part_names(section: str, part: str) -> tuple[str, str]:
     """Names of the keys and the values of one part of a store."""
     return f"{section}/{part}.keys", f"{section}/{part}.values"
-
-
-def parts_of(store: KVStore) -> dict[str, BufferedStore]:
-    """What a store is made of: buffers that are kept one by one."""
-    if isinstance(store, CodedStore):
-        store.take_held()
-        return {"full": store.full, "records": store.records}
-    assert isinstance(store, BufferedStore)
-    return {"states": store}
 
 
 def forms_of(store: HostStore, num_entries: int) -> tuple[TensorForm, TensorForm]:
@@ -109,7 +102,8 @@ def described_layer(layer: Any) -> LayerDescription:
     if isinstance(layer.store, SharedStore):
         entries = {name: part.entries for name, part in layer.store.parts().items()}
     else:
-        entries = {name: store.num_tokens for name, store in parts_of(layer.store).items()}
+        assert isinstance(layer.store, LocalStore)
+        entries = {name: part.num_entries for name, part in layer.store.whole_parts().items()}
     return LayerDescription(name, States.of(layer.store.shape, entries))
 
 
@@ -122,11 +116,12 @@ def section_of(index: int, layer: Any) -> Section:
         return Section(section, forms, lambda: ([tensor.cpu()] for tensor in tensors.values()))
     if isinstance(layer.store, SharedStore):
         return _section_of_shares(section, layer.store)
-    parts = {} if layer.store is None else parts_of(layer.store)
+    assert layer.store is None or isinstance(layer.store, LocalStore)
+    parts = {} if layer.store is None else layer.store.whole_parts()
     forms = {}
-    for part, store in parts.items():
-        form = store if isinstance(store, HostStore) else HostStore.like(store)
-        forms |= dict(zip(part_names(section, part), forms_of(form, store.num_tokens), strict=True))
+    for name, part in parts.items():
+        form = part.form if isinstance(part.form, HostStore) else HostStore.like(part.form)
+        forms |= dict(zip(part_names(section, name), forms_of(form, part.num_entries), strict=True))
     return Section(section, forms, lambda: _rows_of(parts))
 
 
@@ -146,8 +141,9 @@ def _section_of_shares(section: str, store: SharedStore) -> Section:
     return Section(section, forms, lambda: (store.rows_together(part, role) for part, role in both))
 
 
-def _rows_of(parts: Mapping[str, BufferedStore]) -> Iterator[Iterable[torch.Tensor]]:
-    for store in parts.values():
+def _rows_of(parts: Mapping[str, WholePart]) -> Iterator[Iterable[torch.Tensor]]:
+    for part in parts.values():
+        store = part.made()
         store.wait_for_copies()
         rows = store
         if not isinstance(rows, HostStore):

@@ -10,6 +10,7 @@ from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore
+from .local_store import LocalStore, WholePart
 from .memory_limits import address_space_is_limited
 from .page_lock import can_page_lock
 from .record_buffer import RecordBuffer
@@ -17,10 +18,11 @@ from .resident_store import ResidentStore
 from .scratch import Scratch
 from .share import Share
 from .shared_store import MARK_SIZE, SharedStore
+from .split_store import SplitStore, first_tokens_on_device
 from .staging import Staging
 from .stats import CacheStats
 from .streamed_store import StreamedStore
-from .streams import Streams, is_accelerator, streams_for, wait_for_computation
+from .streams import Streams, is_accelerator, streams_for, wait_for_what_is_issued
 from .token_buffer import TokenBuffer
 
 __all__ = [
@@ -42,19 +44,23 @@ __all__ = [
     "KVCodec",
     "KVShape",
     "KVStore",
+    "LocalStore",
     "RecordBuffer",
     "ResidentStore",
     "Scratch",
     "Share",
     "SharedStore",
+    "SplitStore",
     "Staging",
     "StreamedStore",
     "Streams",
     "TokenBuffer",
+    "WholePart",
     "address_space_is_limited",
     "available_host_bytes",
     "can_page_lock",
     "coded_blocks",
+    "first_tokens_on_device",
     "full_tokens",
     "grown_capacity",
     "huge_page_memory",
@@ -64,5 +70,5 @@ __all__ = [
     "record_shape",
     "require_host_bytes",
     "streams_for",
-    "wait_for_computation",
+    "wait_for_what_is_issued",
 ]

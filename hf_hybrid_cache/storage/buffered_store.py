@@ -1,7 +1,7 @@
 """Keys and values in two growing buffers."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -9,13 +9,14 @@ import torch
 from .growth import grown_capacity
 from .host_buffer import HostBuffer
 from .host_memory import HostBudget, require_host_bytes
-from .kv_store import KVShape, KVStore
+from .kv_store import KVShape
+from .local_store import LocalStore, WholePart
 from .token_buffer import TokenBuffer
 
 _MOVED_TOKENS = 4096
 
 
-class BufferedStore(KVStore):
+class BufferedStore(LocalStore):
     """
     Keys and values of one layer in a buffer each. One subclass per place where they live.
 
@@ -57,12 +58,20 @@ class BufferedStore(KVStore):
         """Keys and values of tokens `start` to `end`, where they are kept; `wait_for_copies` first."""
         return self.keys.read_range(start, end), self.values.read_range(start, end)
 
-    def take_from(self, other: KVStore) -> None:
-        assert isinstance(other, BufferedStore)
+    def whole_parts(self) -> dict[str, WholePart]:
+        return {"states": WholePart.own(self)}
+
+    def take_parts(self, parts: "Mapping[str, BufferedStore]") -> None:
+        other = parts["states"]
+        if other is not self:
+            self.extend_from(other, 0, other.num_tokens)
+
+    def extend_from(self, other: "BufferedStore", start: int, end: int) -> None:
+        """Store tokens `start` to `end` of another store, a few thousand at a time."""
         other.wait_for_copies()
-        self.reserve(other.num_tokens)
-        for start in range(0, other.num_tokens, _MOVED_TOKENS):
-            keys, values = other.read_range(start, min(start + _MOVED_TOKENS, other.num_tokens))
+        self.reserve(self.num_tokens + end - start)
+        for at in range(start, end, _MOVED_TOKENS):
+            keys, values = other.read_range(at, min(at + _MOVED_TOKENS, end))
             self.extend(keys.to(self.keys.device), values.to(self.values.device))
         self.wait_for_copies()
 

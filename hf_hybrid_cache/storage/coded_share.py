@@ -100,7 +100,7 @@ class CodedShare(CodedStore):
         self.full.make_rows(self.share.tokens(sequence_tokens) - coded * GRANULE)
         self.records.make_rows(coded)
         self.sequence_tokens, self.sequence_blocks = sequence_tokens, sequence_blocks
-        self.follow_parts()
+        self.take_parts({"full": self.full, "records": self.records})
 
     def _keep_own(self) -> None:
         """Give up what others keep, before anything is coded."""

@@ -1,7 +1,7 @@
 """Keys and values of one layer of which all but the first and the last tokens are coded."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -9,7 +9,9 @@ import torch
 from .buffered_store import BufferedStore
 from .codec import Codec, CodecChoice, KVCodec
 from .growth import GRANULE
-from .kv_store import KVShape, KVStore, Pair, ranges
+from .joined_states import JoinedStates
+from .kv_store import KVShape, Pair, ranges
+from .local_store import LocalStore, WholePart
 from .scratch import Scratch
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
@@ -46,7 +48,7 @@ def coded_blocks(codec: KVCodec, num_tokens: int) -> int:
     return max(0, (num_tokens - codec.sink_tokens - RECENT_TOKENS) // GRANULE)
 
 
-class CodedStore(KVStore):
+class CodedStore(LocalStore):
     """
     Keys and values of one layer, in full precision at both ends and as records of coded blocks between them.
 
@@ -65,6 +67,8 @@ class CodedStore(KVStore):
         full: for the tokens in full precision, the last ones after the first ones.
         make_records: makes the store for records of some shape, an entry for each block.
         scratch: where all states are put together for attention on the device.
+        first_elsewhere: of the first tokens of the sequence, that would stay in full precision, those that are not
+            stored here.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class CodedStore(KVStore):
         full: BufferedStore,
         make_records: Callable[[KVShape], BufferedStore],
         scratch: Scratch,
+        first_elsewhere: int = 0,
     ):
         super().__init__(shape)
         self.full = full
@@ -81,6 +86,7 @@ class CodedStore(KVStore):
         self.records = make_records(record_shape(shape, choice.codec))
         self._choice = choice
         self._scratch = scratch
+        self._first_elsewhere = first_elsewhere
         self._held: tuple[Pair, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> "CodedStore":
@@ -107,7 +113,7 @@ class CodedStore(KVStore):
     @property
     def sink_tokens(self) -> int:
         """First tokens of this store that stay in full precision, whole blocks of 64."""
-        return self.codec.sink_tokens
+        return self.codec.sink_tokens - self._first_elsewhere
 
     @property
     def held_bytes(self) -> int:
@@ -191,16 +197,14 @@ class CodedStore(KVStore):
         if last < self.num_tokens:
             yield last, self.full.read_range(first, self.full.num_tokens)
 
-    def take_from(self, other: KVStore) -> None:
-        assert isinstance(other, CodedStore)
-        other.take_held()
-        self._fit_records()
-        self.full.take_from(other.full)
-        self.records.take_from(other.records)
-        self._set_length(other.num_tokens)
+    def whole_parts(self) -> dict[str, WholePart]:
+        self.take_held()
+        return {"full": WholePart.own(self.full), "records": WholePart.own(self.records)}
 
-    def follow_parts(self) -> None:
-        """Hold what `full` and `records` hold, after they were filled one by one."""
+    def take_parts(self, parts: Mapping[str, BufferedStore]) -> None:
+        self._fit_records()
+        self.full.take_parts({"states": parts["full"]})
+        self.records.take_parts({"states": parts["records"]})
         self._set_length(self.full.num_tokens + self.records.num_tokens * GRANULE)
 
     def buffers(self) -> Iterable[TokenBuffer]:
@@ -209,7 +213,9 @@ class CodedStore(KVStore):
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
         yield from self.full.planned_bytes([full_tokens(self.codec)])
-        yield from self.records.planned_bytes([coded_blocks(self.codec, num_tokens) for num_tokens in lengths])
+        elsewhere = self._first_elsewhere
+        blocks = [coded_blocks(self.codec, num_tokens + elsewhere) for num_tokens in lengths]
+        yield from self.records.planned_bytes(blocks)
 
     def truncate(self, num_tokens: int) -> None:
         self.take_held()
@@ -248,7 +254,8 @@ class CodedStore(KVStore):
 
     def _blocks_to_code(self, new_tokens: int) -> int:
         """Blocks that are not coded yet and will have 64 tokens after them."""
-        return max(0, coded_blocks(self.codec, self.num_tokens + new_tokens) - self.records.num_tokens)
+        due = coded_blocks(self.codec, self._first_elsewhere + self.num_tokens + new_tokens)
+        return max(0, due - self.records.num_tokens)
 
     def _is_to_be_chosen_for(self, keys: torch.Tensor) -> bool:
         return not self._choice.is_made and self._blocks_to_code(keys.shape[2]) > 0
@@ -293,12 +300,12 @@ class CodedStore(KVStore):
         self._choice.make(*sampled)
         self._fit_records()
 
-    def _sequences(self, keys: torch.Tensor, values: torch.Tensor) -> "tuple[_Sequence, _Sequence]":
+    def _sequences(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[JoinedStates, JoinedStates]:
         """What is in full precision after the first tokens, and new states after it."""
         first, held = self.sink_tokens, self.full.num_tokens
         olds = self.full.read_range(min(first, held), held)
         pairs = zip(olds, (keys, values), strict=True)
-        of_keys, of_values = (_Sequence(old.to(new.device), new[:, :, max(0, first - held) :]) for old, new in pairs)
+        of_keys, of_values = (JoinedStates(old.to(new.device), new[:, :, max(0, first - held) :]) for old, new in pairs)
         return of_keys, of_values
 
     def _fit_records(self) -> None:
@@ -419,21 +426,3 @@ class _Change(NamedTuple):
     kept: int
     full: Pair
     new_tokens: int
-
-
-class _Sequence:
-    """Two pieces of states `[batch, num_kv_heads, tokens, head_dim]` seen as one; only what is asked for is copied."""
-
-    def __init__(self, before: torch.Tensor, after: torch.Tensor):
-        self._before, self._after = before, after
-
-    def __len__(self) -> int:
-        return self._before.shape[2] + self._after.shape[2]
-
-    def __getitem__(self, tokens: slice) -> torch.Tensor:
-        border = self._before.shape[2]
-        start, end, _ = tokens.indices(len(self))
-        if start >= border:
-            return self._after[:, :, start - border : end - border]
-        first = self._before[:, :, start : min(end, border)]
-        return first if end <= border else torch.cat([first, self._after[:, :, : end - border]], dim=2)

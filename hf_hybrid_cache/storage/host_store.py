@@ -46,12 +46,15 @@ class HostStore(BufferedStore):
         super().__init__(shape, keys, values, budget)
 
     @classmethod
-    def like(cls, store: BufferedStore) -> "HostStore":
-        """An empty store that can take what another one holds, and has a budget of its own."""
+    def like(cls, store: BufferedStore, num_tokens: int = 0) -> "HostStore":
+        """An empty store that can take what another one holds, or so many, and has a budget of its own."""
         entry_tokens = store.keys.entry_tokens
         shape = store.shape._replace(device=torch.device("cpu"))
         return HostStore(
-            shape, InitialCapacity(0, store.num_tokens), HostBudget(1, entry_tokens), entry_tokens == GRANULE
+            shape,
+            InitialCapacity(0, max(num_tokens, store.num_tokens)),
+            HostBudget(1, entry_tokens),
+            entry_tokens == GRANULE,
         )
 
     def __deepcopy__(self, memo: dict) -> "HostStore":

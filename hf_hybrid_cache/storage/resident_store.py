@@ -37,6 +37,16 @@ class ResidentStore(BufferedStore):
     def __deepcopy__(self, memo: dict) -> "ResidentStore":
         return self._duplicate(memo)
 
+    def remove(self, start: int, end: int) -> None:
+        """Forget tokens `start` to `end`; those after them take their places, as many at a time as do not overlap."""
+        count = end - start
+        with self._changing():
+            for at in range(end, self.num_tokens, count):
+                keys, values = self.read_range(at, min(at + count, self.num_tokens))
+                self.keys.write(at - count, keys)
+                self.values.write(at - count, values)
+            self._set_length(self.num_tokens - count)
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.extend(keys, values)
         return self.read()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .host_memory import require_host_bytes
+
 
 @dataclass(eq=False)
 class _Piece:
@@ -47,7 +49,12 @@ class Scratch:
         return held
 
     def lend(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with any content."""
+        """
+        A tensor `[batch, num_kv_heads, tokens, head_dim]` with any content.
+
+        Raises:
+            HostMemoryError: it would be in host memory, which has no room for it.
+        """
         num_bytes = shape.numel() * dtype.itemsize
         free = [piece for piece in self._pieces if piece.is_free]
         piece = next((piece for piece in free if piece.data.nbytes >= num_bytes), None)
@@ -55,6 +62,8 @@ class Scratch:
             # What is too small now will be too small again.
             for small in free[:1]:
                 self._pieces.remove(small)
+            if self._device.type == "cpu":
+                require_host_bytes(_with_slack(num_bytes), f"All states of a layer together, {shape[2]:,} tokens need")
             with torch.inference_mode(False):
                 piece = _Piece(torch.empty(_with_slack(num_bytes), dtype=torch.uint8, device=self._device))
             self._pieces.append(piece)

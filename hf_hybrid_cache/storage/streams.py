@@ -138,12 +138,13 @@ def streams_for(device: torch.device) -> Streams:
         return OneQueue(device)
 
 
-def wait_for_computation(device: torch.device) -> None:
-    """Let the calling thread wait for the computation that it has issued on an accelerator."""
+def wait_for_what_is_issued(device: torch.device) -> Callable[[], None]:
+    """A function that lets the thread that calls it wait for what this one has issued on an accelerator by now."""
     try:
-        torch.accelerator.current_stream(device).synchronize()
+        event = torch.accelerator.current_stream(device).record_event()
     except RuntimeError:  # without streams
-        torch.accelerator.synchronize(device)
+        return lambda: torch.accelerator.synchronize(device)
+    return lambda: event.synchronize()
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -20,6 +20,8 @@ ON_CPU = {
     "dynamic, torch attends": Placement(cpu_decode=False),
     "streamed": Placement(offload=True, cpu_decode=False),
     "streamed, two ahead": Placement(offload=True, prefetch_layers=2, cpu_decode=False),
+    "split": Placement(cpu_decode=True, device_tokens=300),
+    "split, streamed": Placement(offload=True, cpu_decode=False, device_tokens=500),
 }
 CODECS = {"8": minmax(8), "4-2": minmax((4, 2)), "2": minmax(2, sink_tokens=0)}
 

@@ -85,10 +85,45 @@ def test_every_cache_of_every_family_goes_on_with_the_same_tokens_and_logits(fam
     original = filled(model, MAKERS[name], num_tokens, batch=2)
     original.save(path)
     content = path.read_bytes()
-    for mmap in (False, True) if is_attended_on_cpu(original) else (False,):
+    for mmap in (False, True) if is_attended_on_cpu(original) and "split" not in name else (False,):
         loaded = HybridCache.load(path, model.config, mmap=mmap)
         assert_goes_on_like(model, loaded, copy.deepcopy(original), num_tokens)
     assert path.read_bytes() == content
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_file_is_the_same_wherever_tokens_were_and_any_placement_loads_it(bits: int | None, tmp_path: Path):
+    model = tiny_model("llama")
+    codec = None if bits is None else minmax(bits, rotate=True)
+    whole, split = Placement(cpu_decode=True), Placement(cpu_decode=True, device_tokens=192)
+    paths = {name: tmp_path / f"{name}.kv" for name in ("whole", "split")}
+    for name, placement in (("whole", whole), ("split", split)):
+        filled(model, lambda config, p=placement: HybridCache(config, p, codec=codec), 500, batch=2).save(paths[name])
+    read = {
+        (saved, place): HybridCache.load(paths[saved], model.config, placement, device="cpu")
+        for saved in paths
+        for place, placement in (("whole", whole), ("split", split), ("streamed", Placement(True, cpu_decode=False)))
+    }
+    assert read["whole", "split"].layers[0].store.device.num_tokens <= 192
+    question = random_prompt(2, 3, seed=1)
+    for saved in paths:
+        first, *others = (read[saved, place] for place in ("whole", "split", "streamed"))
+        for other in others:
+            for ours, theirs in zip(first.layers, other.layers, strict=True):
+                assert torch.equal(ours.keys, theirs.keys)
+                assert torch.equal(ours.values, theirs.values)
+        logits = [model(question, past_key_values=cache).logits for cache in (first, *others)]
+        if bits is None:  # of codes, how many tokens are coded next depends on where they are
+            for each in logits[1:]:
+                torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_partly_on_the_device_cannot_be_mapped(tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    filled(model, CACHES["default"], 200).save(path)
+    with pytest.raises(CacheFileError, match="without device_tokens, or mmap=False"):
+        HybridCache.load(path, model.config, Placement(cpu_decode=True, device_tokens=128), mmap=True)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 191, 192, 193, 320])

@@ -1,0 +1,34 @@
+"""Tokens whose keys and values are tensors on the device that attends: resident there, or streamed to it."""
+
+import torch
+
+from ..storage.kv_store import Pair
+from .merging import Found
+from .part import AttentionPart, Queries, rows_of_mask
+from .torch_attention import attend_by_torch
+
+
+class DevicePart(AttentionPart):
+    """
+    Tokens on the device of the query.
+
+    Query heads that share a KV head are seen as more queries of one head, so that what is stored is read once.
+
+    Args:
+        queries: that attend.
+        mask: see `AttentionPart`.
+        states: keys and values, `[batch, num_kv_heads, tokens, head_dim]`, at least one token.
+    """
+
+    def __init__(self, queries: Queries, mask: torch.Tensor | None, states: Pair):
+        super().__init__(queries, mask)
+        self._states = states
+
+    def found(self) -> Found:
+        query = self._queries.states
+        batch, heads, length, key_dim = query.shape
+        keys, values = self._states
+        rows = query.reshape(batch, keys.shape[1], self._queries.group * length, key_dim)
+        mask = None if self._mask is None else rows_of_mask(self._mask, query.shape, self._queries.group)
+        out, log_sums = attend_by_torch(rows, keys, values, mask, self._queries.scale)
+        return Found(out.reshape(batch, heads, length, -1), log_sums.reshape(batch, heads, length))

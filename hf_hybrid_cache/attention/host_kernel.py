@@ -1,0 +1,153 @@
+"""Attention over a layer's blocks in host memory: from torch tensors to the kernel and back."""
+
+import copy
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..codecs import MinMaxCodec
+from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait
+from ..storage import GRANULE, CacheStats, CodedStore, HostStore, LocalStore, kernel_element
+from .kernel_thread import KernelThread
+from .layer_selection import LayerSelection
+from .masks import Arrays, LastMask, mask_arrays
+from .part import Queries
+
+# With more queries of a head, attention is bound by arithmetic, and torch's is faster.
+MAX_QUERIES = 64
+_MAX_WORKSPACES = 8
+
+
+def compile_kernels(dtype: torch.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
+    """
+    Compile attention to keys and values of `dtype`, and to codes, and wait for it.
+
+    Args:
+        dtype: nothing is compiled where there is no kernel for it.
+        is_coded: of layers that are coded.
+        on_wait: called once if it takes more than reading from disk.
+    """
+    element = kernel_element(dtype)
+    if element is not None:
+        compile_and_wait(element, is_coded, on_wait)
+
+
+class HostKernel:
+    """
+    The kernel, for all layers of a cache, with the memory that it works in.
+
+    Args:
+        stats: counted into.
+
+    Attributes:
+        thread: for what goes on beside the thread that asks for it.
+        masks: as the kernel takes them.
+    """
+
+    def __init__(self, stats: CacheStats):
+        self._stats = stats
+        self.thread = KernelThread()
+        self.masks = LastMask[Arrays](mask_arrays)
+        # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
+        self._workspaces: OrderedDict[Shape, TorchWorkspace] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict) -> "HostKernel":
+        return HostKernel(copy.deepcopy(self._stats, memo))
+
+    def attend(
+        self, queries: Queries, store: LocalStore, mask: Arrays, selection: LayerSelection | None = None
+    ) -> "TorchWorkspace":
+        """
+        Attend to the tokens of `store`, which are in host memory; the result is in the workspace until the next call.
+
+        Args:
+            queries: on the CPU, at most `MAX_QUERIES` of a head.
+            store: its keys and values share batch and head_dim with the query.
+            mask: of its tokens.
+            selection: what may be left out; `None` for nothing.
+        """
+        query, group, scale = queries
+        batch, query_heads, query_length, head_dim = query.shape
+        num_kv_heads = query_heads // group
+        workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
+        visible, bias = mask
+        store.wait_for_copies()
+        workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
+        assert isinstance(store, HostStore | CodedStore)
+        full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
+        assert isinstance(full, HostStore)
+        mass, most = (1.0, 1.0) if selection is None else (selection.mass_for(group * query_length), selection.most)
+        indexed = selection.index.of(store) if selection is not None and mass < 1 else None
+        start = time.perf_counter()
+        workspace.kernel.attend(
+            full.keys.array(),
+            full.values.array(),
+            store.num_tokens,
+            head_dim**-0.5 if scale is None else scale,
+            visible=visible,
+            bias=bias,
+            coded=coded,
+            indexed=indexed,
+            mass=mass,
+            most=most,
+        )
+        self._stats.kernel_seconds += time.perf_counter() - start
+        if selection is not None:
+            tokens, left_out = store.num_tokens * workspace.kernel.shape.heads, 0
+            if indexed is not None:
+                left_out = indexed.num_blocks * GRANULE * workspace.kernel.shape.heads - workspace.kernel.tokens_read
+            selection.note(tokens - left_out, tokens, has_rated=indexed is not None)
+        return workspace
+
+    def _workspace(self, shape: Shape) -> "TorchWorkspace":
+        if shape not in self._workspaces:
+            self._workspaces[shape] = TorchWorkspace(shape)
+            if len(self._workspaces) > _MAX_WORKSPACES:
+                self._workspaces.popitem(last=False)
+        self._workspaces.move_to_end(shape)
+        return self._workspaces[shape]
+
+
+class TorchWorkspace:
+    """
+    A kernel's workspace, seen by torch.
+
+    Attributes:
+        query: `[batch, num_kv_heads, group, query_length, head_dim]`, to be written.
+        out: `[batch, num_kv_heads, group, query_length, value_dim]`, to be read.
+        log_sums: `[batch, num_kv_heads, group, query_length]`, to be read.
+    """
+
+    def __init__(self, shape: Shape):
+        self.kernel = Workspace(shape)
+
+        def seen(array: np.ndarray, width: int) -> torch.Tensor:
+            rows = torch.from_numpy(array)[:, : shape.rows, :width]
+            return rows.unflatten(0, (shape.batch, shape.num_kv_heads)).unflatten(2, (shape.group, shape.query_length))
+
+        with torch.inference_mode(False):
+            self.query = seen(self.kernel.query, shape.key_dim)
+            self.out = seen(self.kernel.out, shape.value_dim)
+            self.log_sums = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
+
+
+def _coded_blocks(store: CodedStore) -> CodedBlocks | None:
+    records, keys, values = store.records, store.codec.keys, store.codec.values
+    assert isinstance(records, HostStore)
+    assert isinstance(keys, MinMaxCodec)
+    assert isinstance(values, MinMaxCodec)
+    if not records.num_tokens:
+        return None
+    return CodedBlocks(
+        records.keys.array(),
+        records.values.array(),
+        store.sink_tokens // GRANULE,
+        records.num_tokens,
+        keys.layout(store.shape.key_dim),
+        values.layout(store.shape.value_dim),
+        None if keys.balance is None else keys.balance.inverse_array,
+        None if values.balance is None else values.balance.inverse_array,
+    )

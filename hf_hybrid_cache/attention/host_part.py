@@ -1,0 +1,125 @@
+"""Blocks in host memory, attended to on the CPU: by the kernel, or by torch where there are many queries."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import torch
+
+from ..storage import CodedStore, HostStore, LocalStore, can_page_lock, wait_for_what_is_issued
+from .chunk_attention import attend_in_pieces, attend_to_chunk
+from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace
+from .layer_selection import LayerSelection
+from .merging import Found
+from .part import AttentionPart, Queries
+
+
+class HostPart(AttentionPart):
+    """
+    Tokens of a store in host memory.
+
+    Queries and results cross between a device and the host through page-locked memory. While an accelerator attends to
+    other parts the kernel runs on a thread of its own.
+
+    Args:
+        queries: that attend.
+        mask: see `AttentionPart`.
+        store: of the tokens.
+        kernel: that attends to them.
+        selection: what may be left out, of few queries; `None` for nothing.
+        first_of_chunk: token from which on the mask of many queries hides some.
+    """
+
+    def __init__(
+        self,
+        queries: Queries,
+        mask: torch.Tensor | None,
+        store: LocalStore,
+        kernel: HostKernel,
+        selection: LayerSelection | None = None,
+        first_of_chunk: int = 0,
+    ):
+        super().__init__(queries, mask)
+        self._store = store
+        self._kernel = kernel
+        self._selection = selection
+        self._first_of_chunk = first_of_chunk
+        self._running: Future[TorchWorkspace] | None = None
+
+    @property
+    def _has_many_queries(self) -> bool:
+        return self._queries.states.shape[2] > MAX_QUERIES
+
+    def begin(self) -> None:
+        query = self._queries.states
+        if query.is_cpu or self._has_many_queries:
+            return
+        on_host, wait_for_query = self._query_on_host()
+        mask = self._kernel.masks.of(self._mask)
+
+        def run() -> TorchWorkspace:
+            wait_for_query()
+            return self._kernel.attend(on_host, self._store, mask, self._selection)
+
+        self._running = self._kernel.thread.submit(run)
+
+    def found(self) -> Found:
+        """What was found, on the CPU in memory that the kernel works in: to be used before its next call."""
+        query = self._queries.states
+        if self._has_many_queries:
+            return self._found_in_pieces()
+        if self._running is None:
+            workspace = self._run_here()
+        else:
+            try:
+                workspace = self._running.result()
+            finally:
+                self.end()
+        if query.is_cpu:
+            return Found(workspace.out.flatten(1, 2), workspace.log_sums.flatten(1, 2))
+        return Found(self._on_device(workspace.out), self._on_device(workspace.log_sums))
+
+    def end(self) -> None:
+        if self._running is not None:
+            wait([self._running])
+
+    def attend(self) -> torch.Tensor:
+        query = self._queries.states
+        if self._has_many_queries:
+            self._store.wait_for_copies()
+            assert isinstance(self._store, HostStore | CodedStore)
+            return attend_to_chunk(query, self._store, self._queries.group, self._mask, self._queries.scale)
+        out = self._run_here().out
+        if query.is_cpu:
+            return out.to(query.dtype, copy=True).flatten(1, 2)
+        return self._on_device(out, query.dtype)
+
+    def _run_here(self) -> TorchWorkspace:
+        on_host, wait_for_query = self._query_on_host()
+        mask = self._kernel.masks.of(self._mask)
+        wait_for_query()
+        return self._kernel.attend(on_host, self._store, mask, self._selection)
+
+    def _query_on_host(self) -> tuple[Queries, Callable[[], None]]:
+        """The queries, and what waits until they are there."""
+        query = self._queries.states
+        if query.is_cpu:
+            return self._queries, _nothing_to_wait_for
+        on_host = query.to("cpu", non_blocking=can_page_lock(query.device.type))
+        return self._queries._replace(states=on_host), wait_for_what_is_issued(query.device)
+
+    def _on_device(self, result: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        device = self._queries.states.device
+        is_locked = can_page_lock(device.type)
+        on_host = torch.empty(result.shape, dtype=dtype, pin_memory=is_locked)
+        on_host.copy_(result)
+        return on_host.flatten(1, 2).to(device, non_blocking=is_locked)
+
+    def _found_in_pieces(self) -> Found:
+        query, group, scale = self._queries
+        self._store.wait_for_copies()
+        assert isinstance(self._store, HostStore | CodedStore)
+        return attend_in_pieces(query, self._store, group, self._mask, scale, self._first_of_chunk)
+
+
+def _nothing_to_wait_for() -> None:
+    pass

@@ -1,0 +1,47 @@
+"""Masks of attention, as kernels take them, made once for all layers of a step."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+Arrays = tuple[np.ndarray | None, np.ndarray | None]
+Made = TypeVar("Made")
+
+
+class LastMask(Generic[Made]):
+    """
+    What was made of the last mask: the layers of a model get the same one after each other.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[torch.Tensor | None], Made]):
+        self._make = make
+        # The mask, what tells it from others, and what was made of it: one attribute, so that all are of one mask.
+        self._last: tuple[torch.Tensor | None, object, Made] = (None, None, make(None))
+
+    def of(self, mask: torch.Tensor | None) -> Made:
+        """What `make` makes of `mask`."""
+        if mask is None:
+            return self._make(None)
+        # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
+        key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device)
+        version = None if mask.is_inference() else mask._version
+        last_mask, last_key, made = self._last
+        if last_mask is None or (key, version) != last_key or version is None:
+            made = self._make(mask)
+            self._last = mask, (key, version), made
+        return made
+
+
+def mask_arrays(mask: torch.Tensor | None) -> Arrays:
+    """`mask` as the kernel takes it, (visible, bias), of which at least one is `None`."""
+    if mask is None:
+        return None, None
+    host = mask.detach().to("cpu")
+    if host.dtype == torch.bool:
+        return host.contiguous().view(torch.uint8).numpy(), None
+    return None, host.to(torch.float32).contiguous().numpy()

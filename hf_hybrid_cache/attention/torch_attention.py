@@ -1,0 +1,87 @@
+"""Torch's own attention, where it also says by how much it divided each row."""
+
+import torch
+from torch.nn.functional import pad
+
+from .merging import Found, MergedAttention
+
+_LOWEST = torch.finfo(torch.float32).min
+# That the plain way takes at once: it puts scores, and keys and values in float32, into memory.
+_PLAIN_TOKENS = 16_384
+_LONGEST_FLASH_HEAD = 256
+_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+
+
+def attend_by_torch(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> Found:
+    """
+    Attend to keys and values on the device that they are on.
+
+    Args:
+        query: `[batch, heads, rows, key_dim]`, on that device.
+        keys: `[batch, heads, tokens, key_dim]`, at least one token.
+        values: `[batch, heads, tokens, value_dim]`.
+        mask: boolean (true where a token is seen) or added to the scores; `[batch, heads, rows, tokens]`, where any of
+            the first three may be 1.
+        scale: of the scores; `None` for `key_dim ** -0.5`.
+
+    Returns:
+        Of the query's type or float32, see `Found`.
+    """
+    key_dim, value_dim = keys.shape[3], values.shape[3]
+    if query.is_cpu and key_dim == value_dim:
+        return _attend_on_cpu(query, keys, values, mask, scale)
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.is_cuda and is_half and key_dim == value_dim <= _LONGEST_FLASH_HEAD and mask is None:
+        return _attend_on_cuda(query, keys, values, scale)
+    return attend_plainly(query, keys, values, mask, scale)
+
+
+def attend_plainly(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> Found:
+    """`attend_by_torch` as it is written, in float32, for any device, type, width and mask."""
+    rows = query.float() * (query.shape[3] ** -0.5 if scale is None else scale)
+    merged = MergedAttention()
+    for start in range(0, keys.shape[2], _PLAIN_TOKENS):
+        tokens = slice(start, start + _PLAIN_TOKENS)
+        scores = rows @ keys[:, :, tokens].float().mT
+        if mask is not None:
+            scores += _as_bias(mask[..., tokens], torch.float32)
+        log_sums = scores.logsumexp(dim=-1)
+        # Where no token is seen all weights are 0.
+        weights = torch.exp(scores - log_sums.clamp_min(_LOWEST).unsqueeze(-1))
+        merged.add(Found(weights @ values[:, :, tokens].float(), log_sums))
+    assert merged.found is not None
+    return merged.found
+
+
+def _attend_on_cpu(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> Found:
+    if mask is None:
+        return Found(*_on_cpu(query, keys, values, scale=scale))
+    bias = _as_bias(mask, query.dtype)
+    out, log_sums = _on_cpu(query, keys, values, attn_mask=bias, scale=scale)
+    # Where no token is seen torch says 0 for both. A weight of 0 does not hide what is not finite.
+    out += 0 * values.abs().amax(dim=2, keepdim=True)
+    return Found(out, log_sums.masked_fill(bias.isneginf().all(dim=-1), -torch.inf))
+
+
+def _attend_on_cuda(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> Found:
+    """Heads are filled up to whole groups of 8 channels, as `scaled_dot_product_attention` does for this kernel."""
+    head_dim = query.shape[3]
+    scale = head_dim**-0.5 if scale is None else scale
+    if missing := -head_dim % 8:
+        query, keys, values = (pad(states, (0, missing)) for states in (query, keys, values))
+    out, log_sums, *_ = _on_cuda(query, keys, values, scale=scale)
+    return Found(out[..., :head_dim], log_sums)
+
+
+def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as what is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

@@ -1,0 +1,280 @@
+"""Keys and values of one layer in two places at once: both ends on the compute device, the middle in host memory."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from .buffered_store import BufferedStore
+from .coded_store import RECENT_TOKENS, CodedStore
+from .growth import GRANULE
+from .host_store import HostStore
+from .joined_states import JoinedStates
+from .kv_store import KVShape, Pair
+from .local_store import LocalStore, WholePart
+from .resident_store import ResidentStore
+from .scratch import Scratch
+from .token_buffer import TokenBuffer
+
+# Of the tokens on the device, as many leave it at once, so that the others are seldom moved.
+_LEAVING_AT_ONCE = 1 / 8
+
+_AddToHost = Callable[[torch.Tensor, torch.Tensor], Pair | None]
+
+
+def first_tokens_on_device(device_tokens: int, sink_tokens: int) -> int:
+    """Of `device_tokens` for both ends, those for the first ones: whole sinks, or none where they leave no block."""
+    return sink_tokens if device_tokens >= sink_tokens + GRANULE else 0
+
+
+class SplitStore(LocalStore):
+    """
+    Keys and values of one layer: the first and the most recent tokens on the device, those between in host memory.
+
+    Example, first_tokens=64, device_tokens=192, 500 tokens:
+        device [0..63]   host [64..383]   device [384..499]
+
+    Tokens leave the device once, in whole blocks of 64, when there would be more than `device_tokens` on it. Where
+    tokens are removed that were in host memory, those that follow are on the device again.
+
+    Args:
+        shape: of the states.
+        device: for both ends, empty; the last tokens follow the first ones.
+        host: for the middle, empty.
+        first_tokens: that never leave the device.
+        device_tokens: on the device at most; at least a block more than `first_tokens`.
+        scratch: where all states are put together.
+
+    Attributes:
+        is_staged: what is in host memory is streamed to the device, to be attended to there.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        device: ResidentStore,
+        host: HostStore | CodedStore,
+        first_tokens: int,
+        device_tokens: int,
+        scratch: Scratch,
+    ):
+        super().__init__(shape)
+        assert device_tokens >= first_tokens + GRANULE
+        self.device, self.host = device, host
+        self._first_tokens, self._device_tokens = first_tokens, device_tokens
+        self._scratch = scratch
+        self.is_staged = False
+
+    def __deepcopy__(self, memo: dict) -> "SplitStore":
+        self.wait_for_copies()
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.device, twin.host = copy.deepcopy(self.device, memo), copy.deepcopy(self.host, memo)
+        twin._scratch = copy.deepcopy(self._scratch, memo)
+        return twin
+
+    @property
+    def is_intact(self) -> bool:
+        parts = self.device.is_intact and self.host.is_intact
+        return super().is_intact and parts and self.device.num_tokens + self.host.num_tokens == self.num_tokens
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens on the device that come before those in host memory."""
+        return min(self._first_tokens, self.device.num_tokens)
+
+    @property
+    def wants_queries(self) -> bool:
+        return self.host.wants_queries
+
+    @property
+    def held_bytes(self) -> int:
+        return self.host.held_bytes
+
+    def observe(self, query: torch.Tensor) -> None:
+        self.host.observe(query)
+
+    def take_held(self) -> None:
+        self.host.take_held()
+
+    def fits_on_device(self, new_tokens: int) -> bool:
+        """Whether all tokens are on the device, also with so many new ones."""
+        return not self.host.num_tokens and self.num_tokens + new_tokens <= self._device_tokens
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store new states; returns all, put together, or the new ones as they are if they are all."""
+        only_these, new_tokens = self.num_tokens == 0, keys.shape[2]
+        if self.fits_on_device(new_tokens):
+            self._add(keys, values, self.host.extend)
+            return (keys, values) if only_these else self.device.read()
+        # Memory that may be refused is taken before anything changes.
+        states = None if only_these else self._lend(self.num_tokens + new_tokens)
+        was_empty = self.host.num_tokens == 0
+        middle = self._add(keys, values, self.host.append)
+        if states is None:
+            return keys, values
+        if middle is None or (was_empty and not self.held_bytes):  # what comes first is returned as it came, not coded
+            middle = self.host.read()
+        return self._put_together(middle, states)
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._scratch.release()
+        self.is_staged = False
+        self._add(keys, values, self.host.extend)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states, for attention to both parts on the device: what is in host memory is on its way there."""
+        self._scratch.release()
+        self.is_staged = True
+        self._add(keys, values, self.host.append, is_staged=True)
+
+    def read(self) -> Pair:
+        if not self.host.num_tokens:
+            return self.device.read()
+        return self._put_together(self.host.read(), self._lend(self.num_tokens))
+
+    def whole_parts(self) -> dict[str, WholePart]:
+        parts = self.host.whole_parts()
+        name = self._name_of_states
+        on_host = parts[name].form
+        num_tokens = self.device.num_tokens + on_host.num_tokens
+        return parts | {name: WholePart(num_tokens, on_host, False, lambda: self._whole(on_host, num_tokens))}
+
+    def take_parts(self, parts: Mapping[str, BufferedStore]) -> None:
+        states = parts[self._name_of_states]
+        first = min(self._first_tokens, states.num_tokens)
+        middle = self._leaving(states.num_tokens)
+        if isinstance(self.host, CodedStore) and parts["records"].num_tokens:
+            # After coded blocks come tokens that are not, as when they were coded.
+            middle = max(middle, min(self.host.sink_tokens + RECENT_TOKENS, states.num_tokens - first))
+        self.device.extend_from(states, 0, first)
+        if isinstance(self.host, CodedStore):
+            full = HostStore.like(states, middle)
+            full.extend_from(states, first, first + middle)
+            self.host.take_parts({**parts, "full": full})
+        else:
+            self.host.extend_from(states, first, first + middle)
+        self.device.extend_from(states, first + middle, states.num_tokens)
+        self._set_length(self.device.num_tokens + self.host.num_tokens)
+
+    def buffers(self) -> Iterable[TokenBuffer]:
+        return *self.device.buffers(), *self.host.buffers()
+
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        on_host = self.planned_host_tokens(lengths)
+        yield from self.device.planned_bytes([each - middle for each, middle in zip(lengths, on_host, strict=True)])
+        yield from self.host.planned_bytes(on_host)
+
+    def planned_host_tokens(self, lengths: Sequence[int]) -> list[int]:
+        """How many tokens would be in host memory once this empty store had grown to each of `lengths`."""
+        on_host = [0]
+        for length in lengths:
+            on_host.append(on_host[-1] + self._leaving(length - on_host[-1]))
+        return on_host[1:]
+
+    def truncate(self, num_tokens: int) -> None:
+        middle = self.host.num_tokens
+        if num_tokens >= self.first_tokens + middle:
+            self.device.truncate(num_tokens - middle)
+        else:
+            first = min(num_tokens, self.first_tokens)
+            with self._changing():
+                self.host.truncate(num_tokens - first)
+                self.device.truncate(first)
+        self._set_length(num_tokens)
+
+    def tokens_on_host(self, num_tokens: int) -> int:
+        """Of the first `num_tokens`, those in host memory."""
+        return min(self.host.num_tokens, num_tokens - min(num_tokens, self.first_tokens))
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        with self._changing():
+            self.device.select_batch(indices)
+            self.host.select_batch(indices)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
+
+    def wait_for_copies(self) -> None:
+        self.host.wait_for_copies()
+
+    def close(self) -> None:
+        super().close()
+        self.device.close()
+        self.host.close()
+        self._scratch.release()
+
+    @property
+    def _name_of_states(self) -> str:
+        """Of the part that the tokens on the device belong to."""
+        return "full" if isinstance(self.host, CodedStore) else "states"
+
+    def _leaving(self, on_device: int) -> int:
+        """How many of so many tokens on the device have to leave it."""
+        too_many = on_device - self._device_tokens
+        if too_many <= 0:
+            return 0
+        at_once = max(1, int((self._device_tokens - self._first_tokens) * _LEAVING_AT_ONCE) // GRANULE) * GRANULE
+        return -(-too_many // at_once) * at_once
+
+    def _add(
+        self, keys: torch.Tensor, values: torch.Tensor, add_to_host: _AddToHost, is_staged: bool = False
+    ) -> Pair | None:
+        """Store new states; what does not fit on the device goes to the host, in the way that is given."""
+        new_tokens, held = keys.shape[2], self.device.num_tokens
+        count = self._leaving(held + new_tokens)
+        if not count and not is_staged:
+            self.device.reserve(held + new_tokens)
+            self.device.extend(keys, values)
+            self._set_length(self.num_tokens + new_tokens)
+            return None
+        first, missing = self.first_tokens, min(self._first_tokens - self.first_tokens, new_tokens)
+        leaving = [
+            self._kept_apart(JoinedStates(old[:, :, first:], new[:, :, missing:])[:count])
+            for old, new in zip(self.device.read(), (keys, values), strict=True)
+        ]
+        before = self.host.num_tokens
+        try:
+            middle = add_to_host(leaving[0], leaving[1])
+            self.device.reserve(held + new_tokens - count)
+        except BaseException:
+            self.host.truncate(before)  # these tokens are on the device, or new
+            raise
+        from_device = min(count, held - first)
+        skipped = count - from_device
+        with self._changing():
+            if from_device:
+                self.device.remove(first, first + from_device)
+            for start, end in ((0, missing), (missing + skipped, new_tokens)) if skipped else ((0, new_tokens),):
+                self.device.extend(keys[:, :, start:end], values[:, :, start:end])
+            self._set_length(self.num_tokens + new_tokens)
+        return middle
+
+    def _kept_apart(self, states: torch.Tensor) -> torch.Tensor:
+        """States that may be held for a while: not those that others will take the place of."""
+        return states.clone() if self.host.wants_queries else states
+
+    def _lend(self, num_tokens: int) -> Pair:
+        """Room for all states, in memory that other layers will use after this one."""
+        shape = self.shape
+        keys, values = (
+            self._scratch.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
+            for (batch, heads, head_dim), dtype in ((shape.keys, shape.key_dtype), (shape.values, shape.value_dtype))
+        )
+        return keys, values
+
+    def _put_together(self, middle: Pair, states: Pair) -> Pair:
+        """All states, written into those that were lent."""
+        first, last = self.first_tokens, self.first_tokens + self.host.num_tokens
+        for ends, between, target in zip(self.device.read(), middle, states, strict=True):
+            target[:, :, :first] = ends[:, :, :first]
+            target[:, :, first:last] = between
+            target[:, :, last:] = ends[:, :, first:]
+        return states
+
+    def _whole(self, on_host: BufferedStore, num_tokens: int) -> BufferedStore:
+        """The tokens of both ends and those of `on_host` between them, in one store in host memory."""
+        whole, first = HostStore.like(on_host, num_tokens), self.first_tokens
+        whole.extend_from(self.device, 0, first)
+        whole.extend_from(on_host, 0, on_host.num_tokens)
+        whole.extend_from(self.device, first, self.device.num_tokens)
+        return whole

@@ -1,0 +1,74 @@
+"""Attention on the device and on the CPU at the same time: what goes wrong in one place is known in the other."""
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+
+from hf_hybrid_cache import OffloadedHybridCache
+from hf_hybrid_cache.attention.device_part import DevicePart
+from hf_hybrid_cache.attention.host_kernel import HostKernel
+
+from accelerator.orders import DEVICE, ORDERS, in_order
+from tiny_models import random_prompt, tiny_model
+
+
+@pytest.fixture
+def cache_and_step():
+    """A cache with tokens in both places, and a decode step with it."""
+    model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
+    cache = OffloadedHybridCache(model.config, device_tokens=128, cpu_decode=True)
+    with torch.no_grad(), in_order(ORDERS[-1]):
+        model(random_prompt(1, 300).to(DEVICE), past_key_values=cache)
+        yield cache, lambda: model(random_prompt(1, 1).to(DEVICE), past_key_values=cache).logits
+
+
+def test_the_kernel_runs_beside_the_thread_of_the_model(cache_and_step, monkeypatch: pytest.MonkeyPatch):
+    threads, attend = set(), HostKernel.attend
+
+    def noted(*arguments, **options):
+        threads.add(threading.get_ident())
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(HostKernel, "attend", noted)
+    cache_and_step[1]()
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_an_error_of_the_kernel_reaches_the_model_and_the_cache_goes_on(cache_and_step, monkeypatch):
+    cache, step = cache_and_step
+    expected = step()
+    cache.crop(-1)
+
+    def failing(*arguments, **options):
+        raise MemoryError("no room to work in")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostKernel, "attend", failing)
+        with pytest.raises(MemoryError, match="no room to work in"):
+            step()
+    cache.drop_unfinished()
+    torch.testing.assert_close(step(), expected)
+
+
+def test_whatever_ends_attention_on_the_device_the_kernel_is_waited_for(cache_and_step, monkeypatch):
+    _, step = cache_and_step
+    ended, attend = [], HostKernel.attend
+
+    def slow(*arguments, **options):
+        time.sleep(0.2)
+        result = attend(*arguments, **options)
+        ended.append(True)
+        return result
+
+    def interrupted(part):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostKernel, "attend", slow)
+    monkeypatch.setattr(DevicePart, "found", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert ended

@@ -1,0 +1,112 @@
+"""Both ends of a sequence on the device, the middle in host memory: where tokens are, and when they leave."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_hybrid_cache import HostMemoryError, HybridCache, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
+from hf_hybrid_cache.storage import SplitStore, host_memory
+from hf_hybrid_cache.storage.memory_limits import Limit
+
+from tiny_models import llama
+
+CONFIG = llama()
+
+
+def states(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(2, 2, num_tokens, 16, generator=generator) for _ in range(2))
+    return keys, values
+
+
+def store_of(placement: Placement, bits: int | None = None) -> SplitStore:
+    cache = HybridCache(CONFIG, placement, codec=None if bits is None else minmax(bits, sink_tokens=64))
+    cache.update(*states(1), 0)
+    store = cache.layers[0].store
+    assert isinstance(store, SplitStore)
+    store.truncate(0)
+    return store
+
+
+@pytest.mark.parametrize("device_tokens", [128, 129, 192, 300, 1024])
+@pytest.mark.parametrize("steps", [[1] * 700, [64, 65, 1, 1, 63, 500, 1], [3000], [100, 2000, 1]], ids=len)
+def test_the_first_and_the_last_tokens_are_on_the_device_and_whole_blocks_in_host_memory(
+    device_tokens: int, steps: list[int]
+):
+    store = store_of(Placement(cpu_decode=True, device_tokens=device_tokens))
+    keys, values = states(sum(steps))
+    end = 0
+    for count in steps:
+        store.extend(keys[:, :, end : end + count], values[:, :, end : end + count])
+        end += count
+        middle = store.host.num_tokens
+        assert middle % 64 == 0
+        # An eighth leaves at once, so that the others are moved seldom.
+        most_missing = max(64, device_tokens // 8)
+        assert min(end, device_tokens - most_missing) <= store.device.num_tokens <= device_tokens
+        for role, whole in enumerate((keys, values)):
+            on_device, on_host = store.device.read()[role], store.host.read()[role]
+            assert torch.equal(on_device[:, :, :64], whole[:, :, : min(64, end)])
+            assert torch.equal(on_host, whole[:, :, 64 : 64 + middle])
+            assert torch.equal(on_device[:, :, 64:], whole[:, :, 64 + middle : end])
+
+
+def test_every_token_leaves_the_device_once():
+    cache = OffloadedHybridCache(CONFIG, device_tokens=256, cpu_decode=True)
+    keys, values = states(2000)
+    for at in range(2000):
+        cache.update(keys[:, :, at : at + 1], values[:, :, at : at + 1], 0)
+    store = cache.layers[0].store
+    written = store.host.version
+    assert store.host.num_tokens == 2000 - store.device.num_tokens
+    # As often as 64 tokens leave; and it has had no others.
+    assert written == store.host.num_tokens // 64
+
+
+def test_sinks_of_a_codec_stay_on_the_device_where_they_leave_a_block_for_others():
+    for device_tokens, first in ((128, 64), (191, 64)):
+        assert store_of(Placement(cpu_decode=True, device_tokens=device_tokens), bits=8)._first_tokens == first
+    cache = QuantizedHybridCache(CONFIG, sink_tokens=256, cpu_decode=True, device_tokens=256)
+    cache.update(*states(400), 0)
+    store = cache.layers[0].store
+    assert (store.first_tokens, store.host.sink_tokens) == (0, 256)
+
+
+def test_what_does_not_fit_into_host_memory_stays_on_the_device(monkeypatch: pytest.MonkeyPatch):
+    store = store_of(Placement(cpu_decode=True, device_tokens=128))
+    store.extend(*states(100))
+    before = [each.clone() for each in store.read()]
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "tightest_limit", lambda: Limit(0, ""))
+        with pytest.raises(HostMemoryError):
+            store.extend(*states(5000, seed=1))
+    assert store.is_intact
+    assert (store.num_tokens, store.host.num_tokens) == (100, 0)
+    for ours, expected in zip(store.read(), before, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_copy_has_tokens_of_its_own_in_both_places():
+    store = store_of(Placement(cpu_decode=True, device_tokens=128))
+    store.extend(*states(300))
+    twin = copy.deepcopy(store)
+    store.truncate(10)
+    store.extend(*states(200, seed=1))
+    for ours, expected in zip(twin.read(), states(300), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OffloadedHybridCache(CONFIG, device_tokens=127), "at least 128"),
+        (lambda: OffloadedHybridCache(CONFIG, device_tokens=-1), "device_tokens must be an integer of at least 0"),
+        (lambda: OffloadedHybridCache(CONFIG, device_tokens=128.0), "device_tokens must be an integer of at least 0"),
+        (lambda: QuantizedHybridCache(CONFIG, device_tokens=512), "Pass offload=True or cpu_decode=True"),
+        (lambda: HybridCache(CONFIG, Placement(device_tokens=512)), "all tokens would be on the device"),
+    ],
+)
+def test_numbers_of_tokens_that_cannot_be_are_refused_with_a_way_out(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,60 @@
+"""Torch's attention with the sums of its rows, and the plain way, against float64."""
+
+import pytest
+import torch
+
+from hf_hybrid_cache.attention import torch_attention
+from hf_hybrid_cache.attention.torch_attention import attend_by_torch, attend_plainly
+
+BATCH, HEADS, ROWS = 2, 3, 5
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "_PLAIN_TOKENS", 64)
+
+
+def masks(tokens: int) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(1)
+    random = torch.rand(BATCH, HEADS, ROWS, tokens, generator=generator) < 0.5
+    random[0, 1, 2] = False  # a row that sees nothing
+    return {
+        "none": None,
+        "causal": torch.ones(ROWS, tokens, dtype=torch.bool).tril(tokens - ROWS)[None, None],
+        "padded": (torch.arange(tokens) >= tokens // 2)[None, None, None].expand(BATCH, 1, 1, -1),
+        "random": random,
+        "added": torch.randn(1, HEADS, ROWS, tokens, generator=generator).masked_fill(~random, -torch.inf),
+    }
+
+
+@pytest.mark.parametrize("attend", [attend_by_torch, attend_plainly])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16), (7, 7)], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "padded", "random", "added"])
+@pytest.mark.parametrize("tokens", [5, 63, 64, 65, 200])
+def test_out_and_log_sums_are_those_of_float64(attend, dtype: torch.dtype, dims, mask: str, tokens: int):
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(BATCH, HEADS, n, dims[0], generator=generator).to(dtype) for n in (ROWS, tokens))
+    values = torch.randn(BATCH, HEADS, tokens, dims[1], generator=generator).to(dtype)
+    seen = masks(tokens)[mask]
+    if seen is not None and seen.dtype != torch.bool:
+        seen = seen.to(dtype)
+    scores = query.double() @ keys.double().mT * 0.3
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.double()
+    out, log_sums = attend(query, keys, values, seen, 0.3)
+    expected = scores.softmax(-1).nan_to_num(0) @ values.double()
+    atol = BOUNDS[dtype] * float(values.abs().max())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(log_sums.double(), scores.logsumexp(-1), rtol=0, atol=max(1e-5, BOUNDS[dtype]))
+
+
+@pytest.mark.parametrize("attend", [attend_by_torch, attend_plainly])
+def test_what_is_not_finite_does_not_become_plausible_even_where_it_is_hidden(attend):
+    query, keys, values = (torch.randn(1, 1, n, 8) for n in (2, 70, 70))
+    values[0, 0, 3] = torch.inf
+    mask = torch.ones(1, 1, 2, 70, dtype=torch.bool)
+    mask[..., :64] = False
+    out, _ = attend(query, keys, values, mask, None)
+    assert not out.isfinite().any()
