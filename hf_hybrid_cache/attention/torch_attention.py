@@ -9,8 +9,8 @@ _LOWEST = torch.finfo(torch.float32).min
 # That the plain way takes at once: it puts scores, and keys and values in float32, into memory.
 _PLAIN_TOKENS = 16_384
 _LONGEST_FLASH_HEAD = 256
-_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 def attend_by_torch(
