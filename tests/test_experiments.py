@@ -26,6 +26,7 @@ from experiments import (
     mapped_reads,
     needles,
     peers,
+    published_machines,
     quality_caches,
     reading,
     records,
@@ -33,6 +34,7 @@ from experiments import (
     selection,
     selection_speed,
     selection_steps,
+    simulated_step,
 )
 from experiments.quality_caches import states_of
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
@@ -100,6 +102,16 @@ each_experiment = pytest.mark.parametrize(
             "split_attention",
             ["--tokens", "300", "--device-tokens", "128", "--repeats", "2", *SMALL_BUFFER],
             {"300, 16 bits", "300, 4 bits"},
+        ),
+        pytest.param(
+            "simulated_step",
+            [],
+            {
+                f"{machine.name}, {context}"
+                for machine in published_machines.MACHINES
+                for _, context, _ in simulated_step.CASES[machine.name]
+            },
+            marks=pytest.mark.slow,
         ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),

@@ -101,7 +101,8 @@ def test_bandwidths_tell_speeds_without_a_measurement():
     small_card = ["--gpu-memory", "6GiB", "--host-memory", "32GiB"]
     bandwidths = ["--host-bandwidth", "30GB/s", "--gpu-bandwidth", "300GB/s", "--bus-bandwidth", "12GB/s"]
     result = invoke(*LLAMA, *small_card, *bandwidths)
-    assert "Recommended: dynamic, CPU attends" in result.stdout
+    assert "Recommended: offloaded, GPU + host" in result.stdout
+    assert "device_tokens=" in result.stdout
     assert "Fastest, with fewer bits: quantized-2, on the GPU" in result.stdout
     assert "real ones are lower" in result.stderr
     given = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB", "--host-bandwidth", "30GB/s")

@@ -3,11 +3,12 @@
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
-from .placement import OnOom, Placement, require_count
+from .placement import LEAST_DEVICE_TOKENS, OnOom, Placement, require_count
 from .selection import Selection
 from .stock_layers import forget_states_of, move_tensors_of, tensors_of
 
 __all__ = [
+    "LEAST_DEVICE_TOKENS",
     "MOST_HELD_BYTES",
     "DeviceMemoryError",
     "HybridLayer",

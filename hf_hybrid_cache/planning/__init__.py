@@ -11,6 +11,7 @@ from .advice import advice
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
 from .coded_weights import CodedWeights
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
+from .divided import divided_candidates
 from .machine import (
     CacheSpeed,
     DeviceSpeed,
@@ -65,6 +66,7 @@ __all__ = [
     "choose",
     "cpu_candidates",
     "cpu_name",
+    "divided_candidates",
     "farthest",
     "gpu_candidates",
     "has_room",

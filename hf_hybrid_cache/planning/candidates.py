@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from ..codecs import minmax
 from ..layers import Placement
 from ..storage import KVCodec
-from .cost import CacheCost, Held, cache_cost, stock_cost
+from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .model_cost import ModelCost
-from .speed import Way
+from .speed import Division, Way
 
 # What the process takes besides: Python and its libraries in host memory, CUDA and its libraries on the GPU.
 RUNTIME_BYTES = 2**29
@@ -32,15 +32,21 @@ class Candidate:
         cache: its name: "stock" is transformers' `DynamicCache`; "offloaded", or one of `BITS`.
         way: where it is, and who attends to it.
         weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
+        device_tokens: tokens of each layer on the GPU where others are in host memory, at most.
+        cpu_layers: indices of the layers of which the CPU attends to those others.
     """
 
     cache: str
     way: Way
     weights: int | None = None
+    device_tokens: int = 0
+    cpu_layers: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
         """As the prompt needs it."""
+        if self.way == Way.BOTH:
+            return Placement(offload=True, cpu_decode=self.cpu_layers or False, device_tokens=self.device_tokens)
         streamed = self.way in (Way.STREAMED, Way.CPU_DECODE) or self.cache == "offloaded"
         return Placement(offload=streamed, cpu_decode=True if self.way == Way.CPU_ATTENTION else None)
 
@@ -54,11 +60,25 @@ class Candidate:
         on_cpu = self.way == Way.CPU
         if self.cache == "stock":
             return stock_cost(model, context, on_cpu)
-        cost = cache_cost(model, self.placement, self.codec, context, on_cpu)
+        placement = self.placement
+        if self.way == Way.BOTH:
+            # Layers take turns in slots as soon as one is streamed.
+            placement = replace(placement, cpu_decode=len(self.cpu_layers) == len(model.shapes))
+        cost = cache_cost(model, placement, self.codec, context, on_cpu)
         if self.way == Way.CPU_DECODE:
             later = cache_cost(model, self.placement, self.codec, context, on_cpu=True)
             return replace(cost, decode=later.decode, moved_bytes=later.moved_bytes)
         return cost
+
+    def division(self, model: ModelCost, context: int) -> Division:
+        """Of a layer, on average, at the end of the context."""
+        on_device = min(self.device_tokens, context)
+        parts = (on_device, None), (context - on_device, self.codec), (context - on_device, None)
+        device, host, middle = (
+            sum(layer_bytes(shape, codec, tokens) for shape in model.shapes.values()) // len(model.shapes)
+            for tokens, codec in parts
+        )
+        return Division(device, host, middle, len(self.cpu_layers))
 
     def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """Bytes at most, at any time, weights and all."""
@@ -88,6 +108,10 @@ class Candidate:
             name = "OffloadedHybridCache" if self.placement.offload else "DynamicHybridCache"
         if self.way == Way.CPU_ATTENTION:
             options.append("cpu_decode=True")
+        elif self.way == Way.BOTH:
+            is_all = len(self.cpu_layers) == len(model.shapes)
+            options.append(f"cpu_decode={is_all if is_all or not self.cpu_layers else list(self.cpu_layers)}")
+            options.append(f"device_tokens={self.device_tokens}")
         classes = ["AutoModelForCausalLM"] + ["DynamicCache"] * (self.cache == "stock")
         ours = [] if self.cache == "stock" else [name]
         ours += ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)

@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig
 from ..storage import available_host_bytes
 from ..weights import WEIGHT_BITS
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
+from .divided import divided_candidates
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
-from .speed import Way, seconds_per_token, seconds_to_first_token
+from .speed import Way, seconds_of_division, seconds_per_token, seconds_to_first_token
 
 
 class PlanError(ValueError):
@@ -75,7 +76,11 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
     speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
-    seconds = seconds_per_token(model, cost, speed_name, candidate.way, machine.speeds, candidate.weights)
+    if candidate.way == Way.BOTH:
+        division = candidate.division(model, context)
+        seconds = seconds_of_division(model, cost, speed_name, division, machine.speeds)
+    else:
+        seconds = seconds_per_token(model, cost, speed_name, candidate.way, machine.speeds, candidate.weights)
     first = seconds_to_first_token(model, cost, speed_name, candidate.way, machine.speeds, context, candidate.weights)
     return Plan(
         cache=candidate.cache,
@@ -107,7 +112,8 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     """
     plans = []
     if has_room(model, machine):
-        plans = [make_plan(model, candidate, context, machine) for candidate in gpu_candidates(model)]
+        candidates = [*gpu_candidates(model), *divided_candidates(model, context, machine)]
+        plans = [make_plan(model, candidate, context, machine) for candidate in candidates]
     if recommended([plan for plan in plans if plan.weights is None]) is None:
         plans += [make_plan(model, candidate, context, machine) for candidate in cpu_candidates(model)]
     return plans
@@ -237,7 +243,9 @@ def choose(
         warnings.warn(str(error), stacklevel=3)
         speeds = Speeds()
     machine = Machine(device_bytes, host_bytes, speeds)
-    candidates = gpu_candidates(model) if device_bytes else cpu_candidates(model)
+    candidates = cpu_candidates(model)
+    if device_bytes:
+        candidates = [*gpu_candidates(model), *divided_candidates(model, context, machine)]
     # The weights are loaded, and stay as they are.
     taken = [each for each in candidates if each.way != Way.CPU_DECODE and each.weights is None]
     plans = [make_plan(model, each, context, machine) for each in taken]
@@ -259,7 +267,7 @@ def choose(
             f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
             f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context{otherwise}."
         )
-    return Candidate(best.cache, best.way)
+    return taken[plans.index(best)]
 
 
 def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:

@@ -1,8 +1,10 @@
 """How long a token takes, and the first one: what is read and computed, over the speeds of a machine."""
 
 from collections.abc import Set
+from dataclasses import dataclass
 from enum import StrEnum
 
+from ..layers import Placement
 from .cost import CacheCost
 from .machine import DeviceSpeed, Speeds
 from .model_cost import ModelCost
@@ -14,6 +16,7 @@ class Way(StrEnum):
     GPU = "on the GPU"
     STREAMED = "streamed"
     CPU_ATTENTION = "CPU attends"
+    BOTH = "GPU + host"
     CPU_DECODE = "CPU decodes"
     CPU = "on the CPU"
 
@@ -55,6 +58,64 @@ def seconds_per_token(
     if way == Way.STREAMED:
         return None if bus is None else max(work, _launching(model, device), cost.read_bytes / bus)
     return max(work, _launching(model, device))
+
+
+@dataclass(frozen=True)
+class Division:
+    """
+    A layer's tokens on the GPU and in host memory, and the layers whose tokens in host memory the CPU attends to.
+
+    Attributes:
+        device_bytes: of one layer on the GPU.
+        host_bytes: of one layer in host memory, as they are kept there.
+        middle_bytes: of these tokens as the GPU attends to them.
+        cpu_layers: how many the CPU attends to; those of the other layers are streamed.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    middle_bytes: int
+    cpu_layers: int
+
+
+def seconds_of_division(
+    model: ModelCost, cost: CacheCost, cache: str, division: Division, speeds: Speeds
+) -> float | None:
+    """
+    Seconds of one decode step with tokens of each layer in both places; `None` where a speed is not known.
+
+    While the CPU attends to its part of a layer the GPU attends to its own, and the bus brings the next layer that is
+    streamed. So from one of those to the next it takes as long as the bus does, or as what is computed meanwhile.
+
+    Args:
+        model: what the model costs.
+        cost: what the cache costs.
+        cache: its name, as in the speeds of the CPU.
+        division: where tokens are.
+        speeds: of the machine.
+    """
+    host, device, bus = speeds.host, speeds.device, speeds.bus_bytes_per_second
+    attended, streamed = division.cpu_layers, len(model.shapes) - division.cpu_layers
+    is_known = (host is not None or not attended) and (bus is not None or not streamed)
+    if not _is_measured_kind(model) or device is None or not is_known:
+        return None
+    reading, launching = _reading(model, cost, device), _launching(model, device)
+    # Launches run ahead of the GPU, but not past a layer that waits for the CPU.
+    besides = reading + launching if attended else max(reading, launching)
+    on_both = 0.0
+    if host is not None:
+        on_cpu = _attention(division.host_bytes, cache, host) + speeds.round_trip_seconds
+        on_both = max(on_cpu, _attention(division.device_bytes, "dynamic", device))
+    if bus is None or not streamed:
+        return besides + attended * on_both
+    # So few layers stay in the slots that layers take turns in.
+    transfer = division.host_bytes / bus if streamed > Placement().prefetch_layers + 1 else 0.0
+    each = besides / streamed + _attention(division.device_bytes + division.middle_bytes, "dynamic", device)
+    fewer, with_one_more = divmod(attended, streamed)
+    return sum(
+        number * max(transfer, each + between * on_both)
+        for number, between in ((with_one_more, fewer + 1), (streamed - with_one_more, fewer))
+    )
 
 
 def seconds_to_first_token(
@@ -109,10 +170,16 @@ def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed, bits: int | 
 
 
 def _full_attention(model: ModelCost, cost: CacheCost, cache: str, speed: DeviceSpeed) -> float:
-    if (measured := speed.caches.get(cache)) is None:
+    if speed.caches.get(cache) is None:
         return cost.moved_bytes / speed.weight_bytes_per_second
     num_layers = len(model.shapes)
-    return num_layers * measured.step_seconds(cost.read_bytes / num_layers) if num_layers else 0.0
+    return num_layers * _attention(cost.read_bytes / num_layers, cache, speed) if num_layers else 0.0
+
+
+def _attention(layer_bytes: float, cache: str, speed: DeviceSpeed) -> float:
+    """Seconds of update and attention of one layer that holds so many bytes."""
+    measured = speed.caches.get(cache)
+    return layer_bytes / speed.weight_bytes_per_second if measured is None else measured.step_seconds(layer_bytes)
 
 
 def _launching(model: ModelCost, speed: DeviceSpeed) -> float:

@@ -118,7 +118,7 @@ def test_a_gpu_without_room_for_the_weights_is_not_used(llama: ModelCost):
 def test_where_nothing_fits_the_gpu_the_cpu_is_planned_with_too(llama: ModelCost):
     machine = Machine(3 * GIB, 2**45)
     plans = plans_of(llama, 131_072, machine)
-    assert {way for _, way in plans} == set(Way)
+    assert {way for _, way in plans} == set(Way) - {Way.BOTH}  # speeds are not known
     best = recommended(list(plans.values()))
     assert best is not None
     assert best.way == Way.CPU

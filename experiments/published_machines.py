@@ -1,0 +1,60 @@
+"""Machines that are not at hand, by what is published of them: peaks of bandwidths, of which a share is reached."""
+
+from dataclasses import dataclass
+
+from hf_hybrid_cache.planning import DeviceSpeed, Machine, Speeds
+
+# Of a peak: what reading reaches on the processors that were measured (docs/log.md), assumed of the others too.
+REACHED = 0.8
+# Of a layer's operations in transformers without compiling, and of a query to the host and a result back: assumed.
+LAUNCH_SECONDS, ROUND_TRIP_SECONDS = 100e-6, 40e-6
+GB, GIB = 10**9, 2**30
+
+
+@dataclass(frozen=True)
+class PublishedMachine:
+    """
+    A GPU in a host.
+
+    Attributes:
+        name: of both.
+        gpu_gib: its memory.
+        host_gib: assumed.
+        gpu_gbs: peak of its memory, GB/s.
+        bus_gbs: peak of the bus in one direction.
+        host_gbs: peak of the host's memory.
+        source: of the peaks.
+    """
+
+    name: str
+    gpu_gib: int
+    host_gib: int
+    gpu_gbs: float
+    bus_gbs: float
+    host_gbs: float
+    source: str
+
+    @property
+    def machine(self) -> Machine:
+        """As the planner takes it."""
+        host, device, bus = (REACHED * each * GB for each in (self.host_gbs, self.gpu_gbs, self.bus_gbs))
+        speeds = Speeds(DeviceSpeed(host), DeviceSpeed(device, LAUNCH_SECONDS), bus, ROUND_TRIP_SECONDS)
+        return Machine(self.gpu_gib * GIB, self.host_gib * GIB, speeds)
+
+
+# A transfer of DDR is 8 bytes a channel; a lane of PCIe 4.0 and 5.0 carries 16 and 32 Gbit/s, of which 128 bits of 130.
+_PCIE_4, _PCIE_5 = 16 * 16 / 8 * 128 / 130, 16 * 32 / 8 * 128 / 130
+MACHINES = (
+    PublishedMachine(
+        *("RTX 3060, 2 channels of DDR4-3200", 12, 64, 360, _PCIE_4, 2 * 3.2 * 8),
+        "nvidia.com/en-us/geforce/graphics-cards/30-series/rtx-3060-3060ti: 192 bits of GDDR6, 15 Gbit/s; JESD79-4",
+    ),
+    PublishedMachine(
+        *("RTX 4090, 2 channels of DDR5-5600", 24, 96, 1008, _PCIE_4, 2 * 5.6 * 8),
+        "nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4090: 384 bits of GDDR6X, 21 Gbit/s; JESD79-5",
+    ),
+    PublishedMachine(
+        *("H100 SXM, 8 channels of DDR5-4800", 80, 512, 3350, _PCIE_5, 8 * 4.8 * 8),
+        "nvidia.com/en-us/data-center/h100: 3.35 TB/s, PCIe 5.0; JESD79-5",
+    ),
+)
