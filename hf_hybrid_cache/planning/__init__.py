@@ -40,7 +40,7 @@ from .plans import (
     recommended,
 )
 from .sizes import parse_bandwidth, parse_bytes, parse_tokens
-from .speed import Way
+from .speed import Division, Way
 
 __all__ = [
     "BITS",
@@ -52,6 +52,7 @@ __all__ = [
     "CodedWeights",
     "CostError",
     "DeviceSpeed",
+    "Division",
     "Held",
     "Machine",
     "ModelCost",
