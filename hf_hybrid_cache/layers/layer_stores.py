@@ -193,7 +193,8 @@ class LayerStores:
         device = ResidentStore(shape, capacity, self.device_budget)
         host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
         assert isinstance(host, HostStore | CodedStore)
-        return SplitStore(shape, device, host, first_tokens, device_tokens, self._scratch_of(shape))
+        gives_way = self.placement.on_oom == "evict"
+        return SplitStore(shape, device, host, first_tokens, device_tokens, self._scratch_of(shape), gives_way)
 
     def _is_split(self, ordinal: int, on_cpu: bool) -> bool:
         """Whether both ends of a layer are on the device, and the middle in host memory."""

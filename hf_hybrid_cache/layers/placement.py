@@ -33,7 +33,8 @@ class Placement:
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
         on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
-            resident ones for good, and tries once more; `"raise"` does not.
+            resident ones for good, and tries once more, and lets fewer than `device_tokens` stay there; `"raise"` does
+            not.
         device_tokens: of each layer that is in host memory, tokens that are on the device instead, at most: the first
             and the most recent ones. What attention finds there is merged with what it finds in the others. 0 for none.
 

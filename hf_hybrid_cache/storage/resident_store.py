@@ -37,6 +37,11 @@ class ResidentStore(BufferedStore):
     def __deepcopy__(self, memo: dict) -> "ResidentStore":
         return self._duplicate(memo)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return min(self.keys.capacity, self.values.capacity)
+
     def remove(self, start: int, end: int) -> None:
         """Forget tokens `start` to `end`; those after them take their places, as many at a time as do not overlap."""
         count = end - start

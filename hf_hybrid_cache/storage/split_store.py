@@ -1,6 +1,7 @@
 """Keys and values of one layer in two places at once: both ends on the compute device, the middle in host memory."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -44,9 +45,10 @@ class SplitStore(LocalStore):
         first_tokens: that never leave the device.
         device_tokens: on the device at most; at least a block more than `first_tokens`.
         scratch: where all states are put together.
+        gives_way: let fewer tokens be on the device where it has no memory for more, instead of raising that.
 
     Attributes:
-        is_staged: what is in host memory is streamed to the device, to be attended to there.
+        is_staged: what is in host memory is on the device too, or on its way, to be attended to there.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class SplitStore(LocalStore):
         first_tokens: int,
         device_tokens: int,
         scratch: Scratch,
+        gives_way: bool = True,
     ):
         super().__init__(shape)
         assert device_tokens >= first_tokens + GRANULE
         self.device, self.host = device, host
         self._first_tokens, self._device_tokens = first_tokens, device_tokens
         self._scratch = scratch
+        self._gives_way = gives_way
         self.is_staged = False
 
     def __deepcopy__(self, memo: dict) -> "SplitStore":
@@ -109,7 +113,7 @@ class SplitStore(LocalStore):
             return (keys, values) if only_these else self.device.read()
         # Memory that may be refused is taken before anything changes.
         states = None if only_these else self._lend(self.num_tokens + new_tokens)
-        was_empty = self.host.num_tokens == 0
+        was_empty, self.is_staged = self.host.num_tokens == 0, True
         middle = self._add(keys, values, self.host.append)
         if states is None:
             return keys, values
@@ -119,14 +123,15 @@ class SplitStore(LocalStore):
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._scratch.release()
-        self.is_staged = False
-        self._add(keys, values, self.host.extend)
+        # It gives up what it has on the device.
+        was_staged, self.is_staged = self.is_staged, False
+        self._add(keys, values, self.host.extend, in_any_case=was_staged)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states, for attention to both parts on the device: what is in host memory is on its way there."""
         self._scratch.release()
         self.is_staged = True
-        self._add(keys, values, self.host.append, is_staged=True)
+        self._add(keys, values, self.host.append, in_any_case=True)
 
     def read(self) -> Pair:
         if not self.host.num_tokens:
@@ -217,13 +222,16 @@ class SplitStore(LocalStore):
         return -(-too_many // at_once) * at_once
 
     def _add(
-        self, keys: torch.Tensor, values: torch.Tensor, add_to_host: _AddToHost, is_staged: bool = False
+        self, keys: torch.Tensor, values: torch.Tensor, add_to_host: _AddToHost, in_any_case: bool = False
     ) -> Pair | None:
-        """Store new states; what does not fit on the device goes to the host, in the way that is given."""
+        """
+        Store new states; what does not fit on the device goes to the host, in the way that is given.
+
+        The host is told `in_any_case`, also where nothing goes there.
+        """
         new_tokens, held = keys.shape[2], self.device.num_tokens
-        count = self._leaving(held + new_tokens)
-        if not count and not is_staged:
-            self.device.reserve(held + new_tokens)
+        count = self._make_room(new_tokens)
+        if not count and not in_any_case:
             self.device.extend(keys, values)
             self._set_length(self.num_tokens + new_tokens)
             return None
@@ -235,7 +243,6 @@ class SplitStore(LocalStore):
         before = self.host.num_tokens
         try:
             middle = add_to_host(leaving[0], leaving[1])
-            self.device.reserve(held + new_tokens - count)
         except BaseException:
             self.host.truncate(before)  # these tokens are on the device, or new
             raise
@@ -248,6 +255,30 @@ class SplitStore(LocalStore):
                 self.device.extend(keys[:, :, start:end], values[:, :, start:end])
             self._set_length(self.num_tokens + new_tokens)
         return middle
+
+    def _make_room(self, new_tokens: int) -> int:
+        """
+        Let the device have capacity for what stays there; where it has none fewer tokens stay, from now on.
+
+        Returns:
+            How many tokens have to leave it.
+        """
+        on_device = self.device.num_tokens + new_tokens
+        while True:
+            count = self._leaving(on_device)
+            try:
+                self.device.reserve(on_device - count)
+                return count
+            except torch.OutOfMemoryError:
+                fewer = max(self.device.capacity, self._device_tokens // 2) // GRANULE * GRANULE
+                if not self._gives_way or not self._first_tokens + GRANULE <= fewer < self._device_tokens:
+                    raise
+                warnings.warn(
+                    f"The device ran out of memory: of some layers it keeps {fewer:,} tokens from now on, not "
+                    f"{self._device_tokens:,}. Use fewer device_tokens, or a smaller prefill_chunk_size in generate.",
+                    stacklevel=2,
+                )
+                self._device_tokens = fewer
 
     def _kept_apart(self, states: torch.Tensor) -> torch.Tensor:
         """States that may be held for a while: not those that others will take the place of."""

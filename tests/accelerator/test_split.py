@@ -38,6 +38,14 @@ def test_the_kernel_runs_beside_the_thread_of_the_model(cache_and_step, monkeypa
     assert threading.get_ident() not in threads
 
 
+def test_slots_of_the_prompt_are_given_back_with_the_first_token_after_it(cache_and_step):
+    cache, step = cache_and_step
+    before = cache.memory().device_bytes
+    step()
+    assert not any(staging.slots for staging in cache._stores.stagings.values())
+    assert cache.memory().device_bytes < before
+
+
 def test_an_error_of_the_kernel_reaches_the_model_and_the_cache_goes_on(cache_and_step, monkeypatch):
     cache, step = cache_and_step
     expected = step()

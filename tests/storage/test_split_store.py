@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hybrid_cache import HostMemoryError, HybridCache, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
-from hf_hybrid_cache.storage import SplitStore, host_memory
+from hf_hybrid_cache.storage import ResidentStore, SplitStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
 from tiny_models import llama
@@ -85,6 +85,49 @@ def test_what_does_not_fit_into_host_memory_stays_on_the_device(monkeypatch: pyt
     assert (store.num_tokens, store.host.num_tokens) == (100, 0)
     for ours, expected in zip(store.read(), before, strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("steps", [[100] * 20, [2000], [1] * 600], ids=len)
+def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int], monkeypatch: pytest.MonkeyPatch):
+    store = store_of(Placement(cpu_decode=True, device_tokens=1024))
+    granted, reserve = [0], ResidentStore.reserve
+
+    def refusing(buffered: ResidentStore, num_tokens: int) -> None:
+        if num_tokens > 320:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        granted.append(num_tokens)
+        reserve(buffered, num_tokens)
+
+    # As an accelerator does it; address space of the host has no end.
+    monkeypatch.setattr(ResidentStore, "reserve", refusing)
+    monkeypatch.setattr(ResidentStore, "capacity", property(lambda buffered: max(granted)))
+    keys, values = states(sum(steps))
+
+    def extend_all() -> None:
+        end = 0
+        for count in steps:
+            store.extend(keys[:, :, end : end + count], values[:, :, end : end + count])
+            end += count
+
+    with pytest.warns(UserWarning, match="The device ran out of memory: of some layers it keeps .* tokens from now on"):
+        extend_all()
+    assert 128 <= store.device.num_tokens <= 320
+    assert store.is_intact
+    for ours, expected in zip(store.read(), (keys, values), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_on_oom_raise_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    store = store_of(Placement(cpu_decode=True, device_tokens=1024, on_oom="raise"))
+    store.extend(*states(100))
+
+    def refusing(buffered: ResidentStore, num_tokens: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ResidentStore, "reserve", refusing)
+    with pytest.raises(torch.OutOfMemoryError):
+        store.extend(*states(2000, seed=1))
+    assert (store.is_intact, store.num_tokens, store.host.num_tokens) == (True, 100, 0)
 
 
 def test_a_copy_has_tokens_of_its_own_in_both_places():
