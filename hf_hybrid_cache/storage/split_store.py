@@ -237,9 +237,11 @@ class SplitStore(LocalStore):
             return None
         first, missing = self.first_tokens, min(self._first_tokens - self.first_tokens, new_tokens)
         leaving = [
-            self._kept_apart(JoinedStates(old[:, :, first:], new[:, :, missing:])[:count])
+            JoinedStates(old[:, :, first:], new[:, :, missing:])[:count]
             for old, new in zip(self.device.read(), (keys, values), strict=True)
         ]
+        if count <= held - first:  # they may be on their way for a while, and others will take their places
+            leaving = [states.clone() for states in leaving]
         before = self.host.num_tokens
         try:
             middle = add_to_host(leaving[0], leaving[1])
@@ -279,10 +281,6 @@ class SplitStore(LocalStore):
                     stacklevel=2,
                 )
                 self._device_tokens = fewer
-
-    def _kept_apart(self, states: torch.Tensor) -> torch.Tensor:
-        """States that may be held for a while: not those that others will take the place of."""
-        return states.clone() if self.host.wants_queries else states
 
     def _lend(self, num_tokens: int) -> Pair:
         """Room for all states, in memory that other layers will use after this one."""

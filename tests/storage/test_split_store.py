@@ -1,6 +1,7 @@
 """Both ends of a sequence on the device, the middle in host memory: where tokens are, and when they leave."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hf_hybrid_cache import HostMemoryError, HybridCache, OffloadedHybridCache, 
 from hf_hybrid_cache.storage import ResidentStore, SplitStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
+from test_stateful import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, with_lazy_streams
 from tiny_models import llama
 
 CONFIG = llama()
@@ -62,6 +64,17 @@ def test_every_token_leaves_the_device_once():
     assert store.host.num_tokens == 2000 - store.device.num_tokens
     # As often as 64 tokens leave; and it has had no others.
     assert written == store.host.num_tokens // 64
+
+
+def test_tokens_on_their_way_to_the_host_are_not_those_that_take_their_places():
+    cache = with_lazy_streams(1, 0, cpu_decode=True, device_tokens=192)
+    keys, values = (torch.randn(1, NUM_KV_HEADS, 330, HEAD_DIM) for _ in range(2))
+    for start, end in itertools.pairwise([0, 255, *range(256, 331)]):
+        for layer in range(NUM_LAYERS):
+            cache.update(keys[:, :, start:end], values[:, :, start:end], layer)
+    for layer in cache.layers:
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
 
 
 def test_sinks_of_a_codec_stay_on_the_device_where_they_leave_a_block_for_others():
