@@ -50,6 +50,28 @@ def test_out_and_log_sums_are_those_of_float64(attend, dtype: torch.dtype, dims,
     torch.testing.assert_close(log_sums.double(), scores.logsumexp(-1), rtol=0, atol=max(1e-5, BOUNDS[dtype]))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(64, 64), (60, 60), (256, 256), (24, 16)], ids=str)
+@pytest.mark.parametrize("mask", ["none", "padded", "random"])
+@pytest.mark.parametrize("is_token_major", [False, True])
+def test_on_cuda_out_and_log_sums_are_those_of_float64(dtype: torch.dtype, dims, mask: str, is_token_major: bool):
+    tokens = 1000
+    query, keys = (torch.randn(BATCH, HEADS, n, dims[0], device="cuda").to(dtype) for n in (ROWS, tokens))
+    values = torch.randn(BATCH, HEADS, tokens, dims[1], device="cuda").to(dtype)
+    if is_token_major:  # as slots of streamed layers are
+        keys, values = (states.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for states in (keys, values))
+    seen = masks(tokens)[mask]
+    seen = None if seen is None else seen.cuda()
+    scores = query.double() @ keys.double().mT * dims[0] ** -0.5
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    out, log_sums = attend_by_torch(query, keys, values, seen, None)
+    expected = scores.softmax(-1).nan_to_num(0) @ values.double()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
+    torch.testing.assert_close(log_sums.double(), scores.logsumexp(-1), rtol=0, atol=1e-2)
+
+
 @pytest.mark.parametrize("attend", [attend_by_torch, attend_plainly])
 def test_what_is_not_finite_does_not_become_plausible_even_where_it_is_hidden(attend):
     query, keys, values = (torch.randn(1, 1, n, 8) for n in (2, 70, 70))
