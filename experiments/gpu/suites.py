@@ -22,7 +22,7 @@ from experiments.gpu.machine import gpu_parser, has_gpu, parsed
 
 # The first fill the device, or count what is on it; the others can run beside each other.
 ALONE = ("tests/test_cuda.py",)
-TOGETHER = ("tests/accelerator", "tests/device_kernels")
+TOGETHER = ("tests/accelerator", "tests/device_kernels", "tests/test_torch_attention.py")
 _MOST_PROCESSES = 12  # that use one GPU
 _TEST_SECONDS = 300
 _VERSION = "import transformers; print(transformers.__version__)"
