@@ -53,14 +53,7 @@ class HostPart(AttentionPart):
         query = self._queries.states
         if query.is_cpu or self._has_many_queries:
             return
-        on_host, wait_for_query = self._query_on_host()
-        mask = self._kernel.masks.of(self._mask)
-
-        def run() -> TorchWorkspace:
-            wait_for_query()
-            return self._kernel.attend(on_host, self._store, mask, self._selection)
-
-        self._running = self._kernel.thread.submit(run)
+        self._running = self._kernel.thread.submit(self._prepared())
 
     def found(self) -> Found:
         """What was found, on the CPU in memory that the kernel works in: to be used before its next call."""
@@ -68,7 +61,7 @@ class HostPart(AttentionPart):
         if self._has_many_queries:
             return self._found_in_pieces()
         if self._running is None:
-            workspace = self._run_here()
+            workspace = self._prepared()()
         else:
             try:
                 workspace = self._running.result()
@@ -88,16 +81,21 @@ class HostPart(AttentionPart):
             self._store.wait_for_copies()
             assert isinstance(self._store, HostStore | CodedStore)
             return attend_to_chunk(query, self._store, self._queries.group, self._mask, self._queries.scale)
-        out = self._run_here().out
+        out = self._prepared()().out
         if query.is_cpu:
             return out.to(query.dtype, copy=True).flatten(1, 2)
         return self._on_device(out, query.dtype)
 
-    def _run_here(self) -> TorchWorkspace:
+    def _prepared(self) -> Callable[[], TorchWorkspace]:
+        """What runs the kernel, on any thread, once the queries are there."""
         on_host, wait_for_query = self._query_on_host()
         mask = self._kernel.masks.of(self._mask)
-        wait_for_query()
-        return self._kernel.attend(on_host, self._store, mask, self._selection)
+
+        def run() -> TorchWorkspace:
+            wait_for_query()
+            return self._kernel.attend(on_host, self._store, mask, self._selection)
+
+        return run
 
     def _query_on_host(self) -> tuple[Queries, Callable[[], None]]:
         """The queries, and what waits until they are there."""

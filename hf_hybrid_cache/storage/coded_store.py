@@ -150,7 +150,7 @@ class CodedStore(LocalStore):
             return keys, values
         change = self._coded(keys, values)
         # Memory that may be refused is taken before anything changes.
-        states = None if only_these else self._lend(self.num_tokens + keys.shape[2])
+        states = None if only_these else self._scratch.lend_states(self.shape, self.num_tokens + keys.shape[2])
         records = self._store(change, self.records.append)
         return (keys, values) if states is None else self._put_together(records, states)
 
@@ -184,7 +184,7 @@ class CodedStore(LocalStore):
 
     def read(self) -> Pair:
         self.take_held()
-        return self._put_together(self.records.read(), self._lend(self.num_tokens))
+        return self._put_together(self.records.read(), self._scratch.lend_states(self.shape, self.num_tokens))
 
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
         """All states, as the codes have them, about `size` tokens at a time, with the first token of each piece."""
@@ -365,14 +365,6 @@ class CodedStore(LocalStore):
             self.full.extend(*change.full)
             self._set_length(self.num_tokens + change.new_tokens)
         return added
-
-    def _lend(self, num_tokens: int) -> Pair:
-        """Room for all states, in memory that other layers will use after this one."""
-        keys, values = (
-            self._scratch.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
-            for (batch, heads, head_dim), dtype in self._forms
-        )
-        return keys, values
 
     def _put_together(self, records: Pair, states: Pair) -> Pair:
         """All states, written into those that were lent."""

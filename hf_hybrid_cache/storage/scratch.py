@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .host_memory import require_host_bytes
+from .kv_store import KVShape, Pair
 
 
 @dataclass(eq=False)
@@ -71,6 +72,14 @@ class Scratch:
             view = piece.data[:num_bytes].view(dtype).view(shape)
         piece.lent.append(weakref.ref(view))
         return view
+
+    def lend_states(self, shape: KVShape, num_tokens: int) -> Pair:
+        """Room for the keys and the values of so many tokens of a layer, like `lend`."""
+        keys, values = (
+            self.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
+            for (batch, heads, head_dim), dtype in ((shape.keys, shape.key_dtype), (shape.values, shape.value_dtype))
+        )
+        return keys, values
 
     def release(self) -> None:
         """Give back what nobody holds."""

@@ -112,7 +112,7 @@ class SplitStore(LocalStore):
             self._add(keys, values, self.host.extend)
             return (keys, values) if only_these else self.device.read()
         # Memory that may be refused is taken before anything changes.
-        states = None if only_these else self._lend(self.num_tokens + new_tokens)
+        states = None if only_these else self._scratch.lend_states(self.shape, self.num_tokens + new_tokens)
         was_empty, self.is_staged = self.host.num_tokens == 0, True
         middle = self._add(keys, values, self.host.append)
         if states is None:
@@ -136,7 +136,7 @@ class SplitStore(LocalStore):
     def read(self) -> Pair:
         if not self.host.num_tokens:
             return self.device.read()
-        return self._put_together(self.host.read(), self._lend(self.num_tokens))
+        return self._put_together(self.host.read(), self._scratch.lend_states(self.shape, self.num_tokens))
 
     def whole_parts(self) -> dict[str, WholePart]:
         parts = self.host.whole_parts()
@@ -281,15 +281,6 @@ class SplitStore(LocalStore):
                     stacklevel=2,
                 )
                 self._device_tokens = fewer
-
-    def _lend(self, num_tokens: int) -> Pair:
-        """Room for all states, in memory that other layers will use after this one."""
-        shape = self.shape
-        keys, values = (
-            self._scratch.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
-            for (batch, heads, head_dim), dtype in ((shape.keys, shape.key_dtype), (shape.values, shape.value_dtype))
-        )
-        return keys, values
 
     def _put_together(self, middle: Pair, states: Pair) -> Pair:
         """All states, written into those that were lent."""
