@@ -83,13 +83,16 @@ OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "cpu_decode_partly": cpu_decode_partly,
     "shared_with_nobody": shared_with_nobody,
 }
-# Both ends of the context on the device, the middle in host memory, attended to by the kernel or streamed.
+# Both ends of the context on the device, the middle in host memory, attended to by the kernel, streamed, or half of it.
 SPLIT: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "split": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=True),
     "split_selected": lambda config: OffloadedHybridCache(
         config, device_tokens=128, cpu_decode=True, selection=Selection(mass=1 - 1e-7, most=1)
     ),
     "split_streamed": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=False),
+    "split_in_three": lambda config: OffloadedHybridCache(
+        config, device_tokens=128, cpu_decode=0.5, resident_layers=int(num_full_attention_layers(config) > 1)
+    ),
 }
 CACHES = SAME_ATTENTION | OWN_ATTENTION | SPLIT
 
@@ -178,6 +181,12 @@ QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Ca
             config, bits=4, sink_tokens=0, rotate=True, offload=True, cpu_decode=False, device_tokens=128
         ),
         lambda config: coded_reference(config, minmax(4, sink_tokens=0, rotate=True), device_tokens=128),
+    ),
+    "quantized_split_in_three": (
+        lambda config: QuantizedHybridCache(
+            config, bits=8, sink_tokens=0, rotate=True, offload=True, cpu_decode=0.5, device_tokens=128
+        ),
+        lambda config: coded_reference(config, minmax(8, sink_tokens=0, rotate=True), device_tokens=128),
     ),
     "quantized_last_layers": (
         quantized_last_layers,

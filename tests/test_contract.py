@@ -80,7 +80,13 @@ def test_tokens_equal_those_of_dynamic_cache_when_attention_is_not_its_own(
 
 
 # For codes of fewer bits kernels with integer products round queries and weights to 8 bits.
-OF_8_BITS = ("quantized_8", "quantized_balanced", "quantized_shared_with_nobody", "quantized_split")
+OF_8_BITS = (
+    "quantized_8",
+    "quantized_balanced",
+    "quantized_shared_with_nobody",
+    "quantized_split",
+    "quantized_split_in_three",
+)
 
 
 @pytest.mark.covering(2)

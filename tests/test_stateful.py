@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
-from hf_hybrid_cache.storage import InitialCapacity
+from hf_hybrid_cache.storage import CpuShare, InitialCapacity
 
 from caches import CACHES, QUANTIZED
 from lazy_streams import copy_late
@@ -37,7 +37,7 @@ def with_lazy_streams(
     prefetch_layers: int,
     resident_layers: int,
     host_tokens: int = 131_072,
-    cpu_decode: bool | tuple[int, ...] = False,
+    cpu_decode: bool | float | tuple[int, ...] = False,
     codec: KVCodec | None = None,
     device_tokens: int = 0,
 ) -> HybridCache:
@@ -45,6 +45,19 @@ def with_lazy_streams(
     cache = HybridCache(CONFIG, placement, codec=codec)
     cache._stores.capacity = InitialCapacity(host_tokens=host_tokens)
     copy_late(cache)
+    return cache
+
+
+class RestlessShare(CpuShare):
+    """Another share at each use."""
+
+    def blocks(self, num_blocks: int) -> int:
+        self._share = (self._share + 0.3) % 1
+        return super().blocks(num_blocks)
+
+
+def with_restless_share(cache: HybridCache) -> HybridCache:
+    cache._stores.cpu_share = RestlessShare(0.5, False, cache.stats)
     return cache
 
 
@@ -60,6 +73,9 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
     "split_of_more": lambda: HybridCache(CONFIG, Placement(cpu_decode=True, device_tokens=321)),
     "lazy_copies_split": lambda: with_lazy_streams(1, 0, cpu_decode=True, device_tokens=192),
     "lazy_copies_split_streamed": lambda: with_lazy_streams(1, 1, host_tokens=70, device_tokens=150),
+    "lazy_copies_split_in_three": lambda: with_restless_share(
+        with_lazy_streams(1, 0, host_tokens=70, cpu_decode=0.5, device_tokens=192)
+    ),
     "lazy_copies_split_partly": lambda: with_lazy_streams(0, 0, cpu_decode=(1, 3), device_tokens=128),
     "lazy_copies_cpu_decode_partly": lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=(1, 3)),
 }
@@ -78,6 +94,12 @@ QUANTIZED_VARIANTS = {name: tuple(partial(make, CONFIG) for make in pair) for na
     ),
     "lazy_copies_of_codes_split_streamed": (
         lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
+        lambda: coded_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
+    ),
+    "lazy_copies_of_codes_split_in_three": (
+        lambda: with_restless_share(
+            with_lazy_streams(1, 0, cpu_decode=0.5, codec=minmax(8, sink_tokens=0, rotate=True), device_tokens=130)
+        ),
         lambda: coded_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
     ),
     "lazy_copies_of_codes_cpu_decode": (

@@ -58,7 +58,12 @@ class HostKernel:
         return HostKernel(copy.deepcopy(self._stats, memo))
 
     def attend(
-        self, queries: Queries, store: LocalStore, mask: Arrays, selection: LayerSelection | None = None
+        self,
+        queries: Queries,
+        store: LocalStore,
+        mask: Arrays,
+        selection: LayerSelection | None = None,
+        elsewhere: tuple[int, int] | None = None,
     ) -> "TorchWorkspace":
         """
         Attend to the tokens of `store`, which are in host memory; the result is in the workspace until the next call.
@@ -68,6 +73,8 @@ class HostKernel:
             store: its keys and values share batch and head_dim with the query.
             mask: of its tokens.
             selection: what may be left out; `None` for nothing.
+            elsewhere: tokens, from the first to before the last, that are attended to elsewhere: the last ones, or the
+                last ones that are coded.
         """
         query, group, scale = queries
         batch, query_heads, query_length, head_dim = query.shape
@@ -77,15 +84,20 @@ class HostKernel:
         store.wait_for_copies()
         workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
         assert isinstance(store, HostStore | CodedStore)
-        full, coded = (store.full, _coded_blocks(store)) if isinstance(store, CodedStore) else (store, None)
+        num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]
+        full: LocalStore = store
+        coded = None
+        if isinstance(store, CodedStore):
+            full, coded = store.full, _coded_blocks(store, store.records.num_tokens - num_elsewhere // GRANULE)
         assert isinstance(full, HostStore)
+        num_tokens = store.num_tokens - num_elsewhere
         mass, most = (1.0, 1.0) if selection is None else (selection.mass_for(group * query_length), selection.most)
         indexed = selection.index.of(store) if selection is not None and mass < 1 else None
         start = time.perf_counter()
         workspace.kernel.attend(
             full.keys.array(),
             full.values.array(),
-            store.num_tokens,
+            num_tokens,
             head_dim**-0.5 if scale is None else scale,
             visible=visible,
             bias=bias,
@@ -96,7 +108,7 @@ class HostKernel:
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         if selection is not None:
-            tokens, left_out = store.num_tokens * workspace.kernel.shape.heads, 0
+            tokens, left_out = num_tokens * workspace.kernel.shape.heads, 0
             if indexed is not None:
                 left_out = indexed.num_blocks * GRANULE * workspace.kernel.shape.heads - workspace.kernel.tokens_read
             selection.note(tokens - left_out, tokens, has_rated=indexed is not None)
@@ -134,18 +146,19 @@ class TorchWorkspace:
             self.log_sums = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
 
 
-def _coded_blocks(store: CodedStore) -> CodedBlocks | None:
+def _coded_blocks(store: CodedStore, number: int) -> CodedBlocks | None:
+    """The first ones, so many."""
     records, keys, values = store.records, store.codec.keys, store.codec.values
     assert isinstance(records, HostStore)
     assert isinstance(keys, MinMaxCodec)
     assert isinstance(values, MinMaxCodec)
-    if not records.num_tokens:
+    if not number:
         return None
     return CodedBlocks(
         records.keys.array(),
         records.values.array(),
         store.sink_tokens // GRANULE,
-        records.num_tokens,
+        number,
         keys.layout(store.shape.key_dim),
         values.layout(store.shape.value_dim),
         None if keys.balance is None else keys.balance.inverse_array,

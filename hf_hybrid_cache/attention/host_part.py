@@ -5,7 +5,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from ..storage import CodedStore, HostStore, LocalStore, can_page_lock, wait_for_what_is_issued
+from ..storage import CodedStore, HostStore, Issued, LocalStore, can_page_lock
 from .chunk_attention import attend_in_pieces, attend_to_chunk
 from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace
 from .layer_selection import LayerSelection
@@ -27,6 +27,9 @@ class HostPart(AttentionPart):
         kernel: that attends to them.
         selection: what may be left out, of few queries; `None` for nothing.
         first_of_chunk: token from which on the mask of many queries hides some.
+        elsewhere: tokens of the store, from the first to before the last, that are attended to elsewhere, by few
+            queries: those after them are in full precision.
+        on_end: told, where the kernel runs beside an accelerator, whether all other parts had ended before it did.
     """
 
     def __init__(
@@ -37,12 +40,17 @@ class HostPart(AttentionPart):
         kernel: HostKernel,
         selection: LayerSelection | None = None,
         first_of_chunk: int = 0,
+        elsewhere: tuple[int, int] | None = None,
+        on_end: Callable[[bool], None] | None = None,
     ):
         super().__init__(queries, mask)
         self._store = store
         self._kernel = kernel
         self._selection = selection
         self._first_of_chunk = first_of_chunk
+        self._elsewhere = elsewhere
+        self._on_end = on_end
+        self._others: Issued | None = None
         self._running: Future[TorchWorkspace] | None = None
 
     @property
@@ -54,6 +62,10 @@ class HostPart(AttentionPart):
         if query.is_cpu or self._has_many_queries:
             return
         self._running = self._kernel.thread.submit(self._prepared())
+
+    def note_issued(self) -> None:
+        if self._running is not None and self._on_end is not None:
+            self._others = Issued(self._queries.states.device)
 
     def found(self) -> Found:
         """What was found, on the CPU in memory that the kernel works in: to be used before its next call."""
@@ -93,7 +105,10 @@ class HostPart(AttentionPart):
 
         def run() -> TorchWorkspace:
             wait_for_query()
-            return self._kernel.attend(on_host, self._store, mask, self._selection)
+            workspace = self._kernel.attend(on_host, self._store, mask, self._selection, self._elsewhere)
+            if self._on_end is not None and self._running is not None:
+                self._on_end(self._others is not None and self._others.is_done)
+            return workspace
 
         return run
 
@@ -103,7 +118,7 @@ class HostPart(AttentionPart):
         if query.is_cpu:
             return self._queries, _nothing_to_wait_for
         on_host = query.to("cpu", non_blocking=can_page_lock(query.device.type))
-        return self._queries._replace(states=on_host), wait_for_what_is_issued(query.device)
+        return self._queries._replace(states=on_host), Issued(query.device).wait
 
     def _on_device(self, result: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         device = self._queries.states.device

@@ -39,6 +39,9 @@ class AttentionPart(ABC):
     def begin(self) -> None:  # noqa: B027
         """Begin, where that goes on beside this thread."""
 
+    def note_issued(self) -> None:  # noqa: B027
+        """Note that all that the other parts have to do on their device is issued."""
+
     @abstractmethod
     def found(self) -> Found:
         """What attention to this part gives, `[batch, query_heads, query_length, value_dim]`, on the query's device."""

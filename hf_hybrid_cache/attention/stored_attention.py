@@ -100,7 +100,8 @@ class StoredAttention:
         self, store: SplitStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
     ) -> list[AttentionPart]:
         """Those on the device first: what they give is written to when the others are merged."""
-        first, last = store.first_tokens, store.first_tokens + store.host.num_tokens
+        on_host = store.host.num_tokens
+        first, last = store.first_tokens, store.first_tokens + on_host
         of_ends = of_middle = None
         if mask is not None:
             of_ends = torch.cat([mask[..., :first], mask[..., last:]], dim=-1)
@@ -108,12 +109,31 @@ class StoredAttention:
         parts: list[AttentionPart] = []
         if store.device.num_tokens:
             parts.append(DevicePart(queries, of_ends, store.device.read()))
-        if not store.host.num_tokens:
+        if not on_host:
             return parts
-        if store.is_staged:
-            return [*parts, DevicePart(queries, of_middle, store.host.read())]
-        first_of_chunk = min(last, store.num_tokens - queries.states.shape[2]) - first
-        return [*parts, HostPart(queries, of_middle, store.host, self._kernel, selection, max(0, first_of_chunk))]
+        if not store.is_staged:
+            first_of_chunk = min(last, store.num_tokens - queries.states.shape[2]) - first
+            host = HostPart(
+                queries,
+                of_middle,
+                store.host,
+                self._kernel,
+                selection,
+                max(0, first_of_chunk),
+                on_end=store.note_ended,
+            )
+            return [*parts, host]
+        start, end, states = store.staged()
+        if start < end:
+            of_staged = None if of_middle is None else of_middle[..., start:end]
+            parts.append(DevicePart(queries, of_staged, states))
+        if end - start < on_host:
+            of_others = None
+            if of_middle is not None:
+                of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
+            elsewhere = start, end
+            parts.append(HostPart(queries, of_others, store.host, self._kernel, None, 0, elsewhere, store.note_ended))
+        return parts
 
     def decline(self) -> None:
         """Note that something needs the states themselves; say, once, how to be fast if this was asked for."""
@@ -141,6 +161,7 @@ def _merged(parts: Sequence[AttentionPart], is_masked: bool) -> torch.Tensor:
             part.begin()
         for part in parts[:-1]:
             merged.add(part.found())
+        parts[-1].note_issued()
         return merged.out_with(parts[-1].found(), is_masked)
     finally:
         for part in parts:

@@ -1,7 +1,7 @@
 """The caches for common cases. Each is passed to a model, or to `generate`, as `past_key_values`."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from transformers import PreTrainedConfig
 
@@ -12,6 +12,10 @@ from .hybrid_cache import HybridCache, require_config
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+CpuDecode = bool | float | Collection[int] | None
+_SHARE_AT_FIRST = 0.5
 
 
 class DynamicHybridCache(HybridCache):
@@ -54,7 +58,8 @@ class OffloadedHybridCache(HybridCache):
         resident_layers: how many layers keep a copy on the device that is never given up.
         pin_memory: page-lock the host memory; `None` does so for CUDA.
         cpu_decode: attend to layers in host memory, with a kernel, when few tokens come at once: `True`, `False`,
-            `None` (if the model is on the CPU) or the indices of some layers.
+            `None` (if the model is on the CPU), the indices of some layers, a share of each layer's tokens in host
+            memory, where the others are streamed meanwhile, or `"auto"`: a share that is found while decoding.
         on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
             resident ones for good, and tries once more, with the same tokens; `"raise"` does not.
         device_tokens: tokens of each layer that are on the device, at most: the first and the most recent ones. The
@@ -72,12 +77,13 @@ class OffloadedHybridCache(HybridCache):
         prefetch_layers: int = 1,
         resident_layers: int = 0,
         pin_memory: bool | None = None,
-        cpu_decode: bool | Collection[int] | None = None,
+        cpu_decode: CpuDecode | Literal["auto"] = None,
         on_oom: OnOom = "evict",
         device_tokens: int = 0,
         selection: Selection | None = None,
     ):
-        placement = Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode, on_oom, device_tokens)
+        share, adapts = _share_of(cpu_decode)
+        placement = Placement(True, prefetch_layers, resident_layers, pin_memory, share, on_oom, device_tokens, adapts)
         super().__init__(config, placement, selection=selection)
 
 
@@ -108,8 +114,10 @@ class QuantizedHybridCache(HybridCache):
             it is printed, tell where.
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once.
         cpu_decode: attend to the codes in host memory, with a kernel, when few tokens come at once: `True`, `False`,
-            `None` (if the model is on the CPU) or the indices of some layers.
+            `None` (if the model is on the CPU), the indices of some layers, a share of each layer's tokens, or
+            `"auto"`, see `OffloadedHybridCache`.
         prefetch_layers: with `offload`, layers that are on their way while one is attended to.
+        resident_layers: with `offload`, layers that keep a copy of their codes on the device that is never given up.
         device_tokens: with `offload` or `cpu_decode`, tokens of each layer that are on the device in full precision, at
             most: the first and the most recent ones. 0 for none.
         group: processes that keep a share each, see `HybridCache`.
@@ -133,8 +141,9 @@ class QuantizedHybridCache(HybridCache):
         rotate: Rotate = "auto",
         auto_bits: bool = False,
         max_length: int | None = None,
-        cpu_decode: bool | Collection[int] | None = None,
+        cpu_decode: CpuDecode | Literal["auto"] = None,
         prefetch_layers: int = 1,
+        resident_layers: int = 0,
         device_tokens: int = 0,
         group: "ProcessGroup | None" = None,
         selection: Selection | None = None,
@@ -146,8 +155,14 @@ class QuantizedHybridCache(HybridCache):
             codec = {index: minmax(each, group_size, sink_tokens, rotate, auto_bits) for index, each in bits.items()}
         else:
             codec = minmax(bits, group_size, sink_tokens, rotate, auto_bits)
-        placement = Placement(offload, prefetch_layers, cpu_decode=cpu_decode, device_tokens=device_tokens)
+        share, adapts = _share_of(cpu_decode)
+        placement = Placement(offload, prefetch_layers, resident_layers, None, share, "evict", device_tokens, adapts)
         super().__init__(config, placement, max_length, codec, group, selection)
+
+
+def _share_of(cpu_decode: CpuDecode | Literal["auto"]) -> tuple[CpuDecode, bool]:
+    """`cpu_decode` of a placement, and whether it adapts."""
+    return (_SHARE_AT_FIRST, True) if cpu_decode == "auto" else (cpu_decode, False)
 
 
 def _bits_of_layers(config: PreTrainedConfig, bits: list[Bits | None]) -> dict[int, Bits]:

@@ -522,6 +522,8 @@ class HybridCache(DynamicCache):
         for layer in self.layers:
             forget_states_of(layer)
         self._stores.unfinished = None
+        if self._stores.cpu_share is not None:
+            self._stores.cpu_share.reset()
         self._passes.reset()
         self._was_asked_half_way = False
         self.stats.clear()
@@ -710,6 +712,11 @@ def _placement_for_selection(placement: Placement, peers: Peers | None) -> Place
         raise ValueError("selection= and group= cannot be used together: each process reads all of its share.")
     if placement.cpu_decode is False:
         raise ValueError("selection= is for attention on the CPU: leave out cpu_decode=False.")
+    if placement.cpu_share is not None:
+        raise ValueError(
+            "selection= is for attention on the CPU to all tokens in host memory, and with a share some are streamed: "
+            "use cpu_decode=True."
+        )
     return placement if placement.cpu_decode else replace(placement, cpu_decode=True)
 
 

@@ -118,7 +118,7 @@ class HybridLayer(CacheLayerMixin):
         are_few = key_states.shape[2] <= _FEW_TOKENS
         as_handles = not needs_states and store.num_tokens > 0
         if as_handles and self.is_attended_on_cpu and (are_few or not _is_streamed(store)):
-            store.extend(key_states, value_states)
+            self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
         try:
             if as_handles and are_few and self._is_attended_in_parts(store, key_states.shape[2]):
@@ -133,6 +133,19 @@ class HybridLayer(CacheLayerMixin):
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
+
+    def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states for attention on the CPU, to all or to a part of what is in host memory."""
+        if isinstance(store, SplitStore) and store.is_shared_out and not store.fits_on_device(keys.shape[2]):
+            held = store.num_tokens
+            try:
+                store.stage(keys, values)
+                return
+            except torch.OutOfMemoryError:
+                if store.num_tokens != held or not store.is_intact or store.cpu_share is None:
+                    raise
+                store.cpu_share.give_up_streaming(held)
+        store.extend(keys, values)
 
     def get_seq_length(self) -> int:
         return 0 if self.store is None else self.store.num_tokens
@@ -253,7 +266,7 @@ class HybridLayer(CacheLayerMixin):
 
     def _make_store(self, shape: KVShape) -> tuple[KVStore, bool]:
         """A store, and whether it is attended to on the CPU."""
-        on_cpu = self._stores.attends_on_cpu(self.layer_idx, shape)
+        on_cpu = self._stores.attends_on_cpu(self.layer_idx, self._ordinal, shape)
         if on_cpu:
             assert shape.element is not None
             is_coded, is_selected = self._stores.is_coded(self.layer_idx), self._selection is not None
@@ -261,7 +274,7 @@ class HybridLayer(CacheLayerMixin):
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
-        is_attended_in_codes = self._stores.attends_in_codes(self.layer_idx, store.shape)
+        is_attended_in_codes = self._stores.attends_in_codes(self.layer_idx, self._ordinal, store.shape)
         # Nothing is called between these, so that no interruption comes between them.
         self.store = store
         self.is_attended_on_cpu = is_attended_on_cpu

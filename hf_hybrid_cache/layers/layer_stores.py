@@ -17,6 +17,7 @@ from ..storage import (
     CodecChoice,
     CodedShare,
     CodedStore,
+    CpuShare,
     ExpectedLength,
     HostBudget,
     HostStore,
@@ -94,6 +95,8 @@ class LayerStores:
         self.device_budget = HostBudget(num_layers, expected_length=expected_length)
         self._index_budget = HostBudget(num_layers - len(reading_all), GRANULE, expected_length)
         self.stats = CacheStats()
+        share = placement.cpu_share
+        self.cpu_share = None if share is None else CpuShare(share, placement.adapts, self.stats)
         self.attention = StoredAttention(self.stats, placement.cpu_decode not in (None, False), self._share)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
@@ -108,7 +111,7 @@ class LayerStores:
         """How layers are coded, by index in the model, as far as it is chosen by now."""
         return {index: choice.codec for index, choice in self._choices.items()}
 
-    def attends_on_cpu(self, layer_idx: int, shape: KVShape) -> bool:
+    def attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
         """
         Whether a layer is attended to on the CPU when few tokens come at once.
 
@@ -116,6 +119,8 @@ class LayerStores:
             ValueError: it was asked for, and there is no kernel for what is stored.
         """
         if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
+            return False
+        if self.cpu_share is not None and ordinal in self._resident:
             return False
         is_asked_for = self.placement.cpu_decode is not None
         if shape.element is None and is_asked_for:
@@ -132,10 +137,10 @@ class LayerStores:
             )
         return shape.element is not None and has_kernel
 
-    def attends_in_codes(self, layer_idx: int, shape: KVShape) -> bool:
+    def attends_in_codes(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
         """Whether a layer's coded blocks are attended to as they are, on its device, when few tokens come at once."""
         choice = self._choices.get(layer_idx)
-        if choice is None or self.peers is not None or self.attends_on_cpu(layer_idx, shape):
+        if choice is None or self.peers is not None or self.attends_on_cpu(layer_idx, ordinal, shape):
             return False
         return has_code_kernel(choice.codec, shape)
 
@@ -180,7 +185,7 @@ class LayerStores:
             ValueError: its codec was chosen for other heads.
         """
         choice = self._choices.get(layer_idx)
-        on_cpu = self.attends_on_cpu(layer_idx, shape)
+        on_cpu = self.attends_on_cpu(layer_idx, ordinal, shape)
         if choice is not None:
             choice.codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
             choice.codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
@@ -194,7 +199,9 @@ class LayerStores:
         host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
         assert isinstance(host, HostStore | CodedStore)
         gives_way = self.placement.on_oom == "evict"
-        return SplitStore(shape, device, host, first_tokens, device_tokens, self._scratch_of(shape), gives_way)
+        cpu_share = self.cpu_share if on_cpu else None
+        scratch = self._scratch_of(shape)
+        return SplitStore(shape, device, host, first_tokens, device_tokens, scratch, gives_way, cpu_share)
 
     def _is_split(self, ordinal: int, on_cpu: bool) -> bool:
         """Whether both ends of a layer are on the device, and the middle in host memory."""
@@ -254,7 +261,7 @@ class LayerStores:
         budget: HostBudget,
         records: bool = False,
     ) -> BufferedStore:
-        if on_cpu and (shape.device.type == "cpu" or self.peers is not None):
+        if on_cpu and self.cpu_share is None and (shape.device.type == "cpu" or self.peers is not None):
             return HostStore(shape, capacity, budget, records)
         if not on_cpu and not self.placement.offload:
             return ResidentStore(shape, capacity, budget, records)

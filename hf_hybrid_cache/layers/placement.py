@@ -32,38 +32,53 @@ class Placement:
         pin_memory: page-lock the host memory, so that copies run beside the computation; `None` does so for CUDA.
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
+            With a share between 0 and 1 the CPU attends to so many of each layer's tokens in host memory, the oldest,
+            and the others are streamed to the device, which attends to them meanwhile. Resident layers stay there.
         on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
             resident ones for good, and tries once more, and lets fewer than `device_tokens` stay there; `"raise"` does
             not.
         device_tokens: of each layer that is in host memory, tokens that are on the device instead, at most: the first
-            and the most recent ones. What attention finds there is merged with what it finds in the others. 0 for none.
+            and the most recent ones. What attention finds there is merged with what it finds in the others. 0 for none;
+            with a share in `cpu_decode` at least 128.
+        adapts: move that share while decoding, until CPU and device end together.
 
     Raises:
-        ValueError: a negative count or index, an unknown `on_oom`, or `device_tokens` that are too few, or of layers
-            that are on the device anyway.
+        ValueError: a negative count or index, a share that is none, an unknown `on_oom`, or `device_tokens` that are
+            too few, or of layers that are on the device anyway.
     """
 
     offload: bool = False
     prefetch_layers: int = 1
     resident_layers: int = 0
     pin_memory: bool | None = None
-    cpu_decode: bool | Collection[int] | None = None
+    cpu_decode: bool | float | Collection[int] | None = None
     on_oom: OnOom = "evict"
     device_tokens: int = 0
+    adapts: bool = False
 
     def __post_init__(self) -> None:
         if self.on_oom not in get_args(OnOom):
             raise ValueError(f'on_oom must be "evict" or "raise", got {self.on_oom!r}.')
-        if self.cpu_decode is not None and not isinstance(self.cpu_decode, bool):
-            layers = layer_indices(self.cpu_decode)
-            if layers is None:
-                raise ValueError(
-                    f"cpu_decode must be True, False, None or a collection of layer indices, got {self.cpu_decode!r}."
-                )
-            object.__setattr__(self, "cpu_decode", layers)
         require_count("prefetch_layers", self.prefetch_layers)
         require_count("resident_layers", self.resident_layers)
         require_count("device_tokens", self.device_tokens)
+        if isinstance(self.cpu_decode, float):
+            if not 0 < self.cpu_decode < 1:
+                raise ValueError(
+                    f"cpu_decode={self.cpu_decode} is not a share between 0 and 1. For all tokens in host memory use "
+                    "True, for none False."
+                )
+            object.__setattr__(self, "device_tokens", self.device_tokens or LEAST_DEVICE_TOKENS)
+        elif self.cpu_decode is not None and not isinstance(self.cpu_decode, bool):
+            layers = layer_indices(self.cpu_decode)
+            if layers is None:
+                raise ValueError(
+                    "cpu_decode must be True, False, None, a share between 0 and 1 or a collection of layer indices, "
+                    f"got {self.cpu_decode!r}."
+                )
+            object.__setattr__(self, "cpu_decode", layers)
+        if self.adapts and self.cpu_share is None:
+            raise ValueError("adapts=True moves a share of tokens: pass one, such as cpu_decode=0.5.")
         if 0 < self.device_tokens < LEAST_DEVICE_TOKENS:
             raise ValueError(
                 f"device_tokens={self.device_tokens} leaves no room for the first and the most recent tokens. Use at "
@@ -80,11 +95,16 @@ class Placement:
         """Indices of layers that were named to be attended to on the CPU."""
         return self.cpu_decode if isinstance(self.cpu_decode, frozenset) else frozenset()
 
+    @property
+    def cpu_share(self) -> float | None:
+        """The share of tokens in host memory that the CPU attends to; `None` where it is all or none of a layer's."""
+        return self.cpu_decode if isinstance(self.cpu_decode, float) else None
+
     def attends_on_cpu(self, layer: int, computes_on_cpu: bool) -> bool:
         """Whether `layer` is attended to on the CPU, in a model that computes there or elsewhere."""
         if self.cpu_decode is None:
             return computes_on_cpu
-        return self.cpu_decode if isinstance(self.cpu_decode, bool) else layer in self.cpu_layers
+        return layer in self.cpu_layers if isinstance(self.cpu_decode, frozenset) else bool(self.cpu_decode)
 
     def resident_ordinals(self, num_layers: int) -> frozenset[int]:
         """

@@ -97,6 +97,8 @@ class CacheDescription:
         placement["cpu_decode"] = sorted(cpu_decode) if isinstance(cpu_decode, frozenset) else cpu_decode
         if not self.placement.device_tokens:
             del placement["device_tokens"]  # versions that do not know it read the file
+        if not self.placement.adapts:
+            del placement["adapts"]
         tree = {
             "package_version": self.package_version,
             "transformers_version": self.transformers_version,

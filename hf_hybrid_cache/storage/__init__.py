@@ -6,6 +6,7 @@ from .buffered_store import BufferedStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_share import CodedShare
 from .coded_store import RECENT_TOKENS, CodedStore, coded_blocks, full_tokens, record_shape
+from .cpu_share import LEAST_SHARE, CpuShare
 from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
@@ -20,13 +21,14 @@ from .share import Share
 from .shared_store import MARK_SIZE, SharedStore
 from .split_store import SplitStore, first_tokens_on_device
 from .staging import Staging
-from .stats import CacheStats
+from .stats import CacheStats, Decision
 from .streamed_store import StreamedStore
-from .streams import Streams, is_accelerator, streams_for, wait_for_what_is_issued
+from .streams import Issued, Streams, is_accelerator, streams_for
 from .token_buffer import TokenBuffer
 
 __all__ = [
     "GRANULE",
+    "LEAST_SHARE",
     "MARK_SIZE",
     "RECENT_TOKENS",
     "Allowance",
@@ -36,11 +38,14 @@ __all__ = [
     "CodecChoice",
     "CodedShare",
     "CodedStore",
+    "CpuShare",
+    "Decision",
     "ExpectedLength",
     "HostBudget",
     "HostMemoryError",
     "HostStore",
     "InitialCapacity",
+    "Issued",
     "KVCodec",
     "KVShape",
     "KVStore",
@@ -70,5 +75,4 @@ __all__ = [
     "record_shape",
     "require_host_bytes",
     "streams_for",
-    "wait_for_what_is_issued",
 ]

@@ -103,19 +103,34 @@ class BlockBuffer(RunBuffer):
         if offset:
             self._seen[:, :, block, offset:] = 0
 
-    def load(self, target: TokenBuffer, num_tokens: int) -> None:
-        """Copy the first `num_tokens` to a buffer on a device, where the blocks are taken apart."""
-        for first, last in self._pieces(0, self.rows(num_tokens)):
+    def load(self, target: TokenBuffer, start: int, end: int) -> None:
+        """
+        Copy tokens `start` to `end` to the begin of a buffer on a device, where the blocks are taken apart.
+
+        Args:
+            target: the buffer.
+            start: the first of a block.
+            end: any.
+        """
+        for first, last in self._pieces(start // BLOCK, self.rows(end)):
             piece = self._data[first:last].to(target.device, non_blocking=True)
             rows = self._as_seen(piece).flatten(2, 3)
-            count = min(num_tokens - first * BLOCK, rows.shape[2])
-            target.write(first * BLOCK, rows.narrow(2, 0, count))
+            count = min(end - first * BLOCK, rows.shape[2])
+            target.write(first * BLOCK - start, rows.narrow(2, 0, count))
 
-    def save(self, source: TokenBuffer, start: int, end: int) -> None:
-        """Copy the blocks that hold tokens `start` to `end` from a buffer on a device, where they are put together."""
+    def save(self, source: TokenBuffer, start: int, end: int, first_there: int = 0) -> None:
+        """
+        Copy the blocks that hold tokens `start` to `end` from a buffer on a device, where they are put together.
+
+        Args:
+            source: the buffer.
+            start: any.
+            end: any.
+            first_there: the first token in the buffer, the first of a block.
+        """
         for first, last in self._pieces(start // BLOCK, self.rows(end)):
             piece = torch.zeros_like(self._data[first:last], device=source.device)
-            rows = source.read(last * BLOCK).narrow(2, first * BLOCK, (last - first) * BLOCK)
+            rows = source.read_range(first * BLOCK - first_there, last * BLOCK - first_there)
             self._as_seen(piece).copy_(rows.unflatten(2, (last - first, BLOCK)))
             self._data[first:last].copy_(piece, non_blocking=True)
 

@@ -11,7 +11,7 @@ from .codec import Codec, CodecChoice, KVCodec
 from .growth import GRANULE
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair, ranges
-from .local_store import LocalStore, WholePart
+from .local_store import LocalStore, Staged, WholePart
 from .scratch import Scratch
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
@@ -161,6 +161,21 @@ class CodedStore(LocalStore):
         """Store new states like `append`, for attention to `parts`: all are on the compute device, as they are kept."""
         self._extend(keys, values, self.records.append)
 
+    def stage_records(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states for attention to the last records on the compute device, and to all else on the host."""
+        assert isinstance(self.records, StreamedStore)
+        self._extend(keys, values, self.records.stage)
+
+    def staged(self) -> Staged:
+        """The tokens of these records, as the codes have them."""
+        self.take_held()
+        assert isinstance(self.records, StreamedStore)
+        start, end, records = self.records.staged()
+        states = self._scratch.lend_states(self.shape, (end - start) * GRANULE)
+        for codec, coded, target in zip(self._codecs, records, states, strict=True):
+            codec.decode(coded, target)
+        return Staged(self.sink_tokens + start * GRANULE, self.sink_tokens + end * GRANULE, states)
+
     def parts(self) -> tuple[Pair, Pair]:
         """What is in full precision, and the records, on the compute device."""
         self.take_held()
@@ -183,8 +198,12 @@ class CodedStore(LocalStore):
         self._set_length(self.num_tokens + keys.shape[2])
 
     def read(self) -> Pair:
+        return self.read_into(self._scratch.lend_states(self.shape, self.num_tokens))
+
+    def read_into(self, states: Pair) -> Pair:
+        """All states, written to `states` on the compute device, `[batch, num_kv_heads, num_tokens, head_dim]`."""
         self.take_held()
-        return self._put_together(self.records.read(), self._scratch.lend_states(self.shape, self.num_tokens))
+        return self._put_together(self.records.read(), states)
 
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
         """All states, as the codes have them, about `size` tokens at a time, with the first token of each piece."""

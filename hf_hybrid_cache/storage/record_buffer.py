@@ -25,15 +25,16 @@ class RecordBuffer(RunBuffer):
         """What is stored, for a kernel: `[records, batch * heads, bytes]`, not a copy."""
         return self._array
 
-    def load(self, target: TokenBuffer, num_records: int) -> None:
-        """Copy the first `num_records` to a buffer on a device."""
-        for first, last in self._pieces(0, num_records):
-            target.write(first, self.read_range(first, last).to(target.device, non_blocking=True))
-
-    def save(self, source: TokenBuffer, start: int, end: int) -> None:
-        """Copy records `start` to `end` from a buffer on a device."""
+    def load(self, target: TokenBuffer, start: int, end: int) -> None:
+        """Copy records `start` to `end` to the begin of a buffer on a device."""
         for first, last in self._pieces(start, end):
-            self.read_range(first, last).copy_(source.read_range(first, last), non_blocking=True)
+            target.write(first - start, self.read_range(first, last).to(target.device, non_blocking=True))
+
+    def save(self, source: TokenBuffer, start: int, end: int, first_there: int = 0) -> None:
+        """Copy records `start` to `end` from a buffer on a device, whose first one is the record `first_there`."""
+        for first, last in self._pieces(start, end):
+            there = source.read_range(first - first_there, last - first_there)
+            self.read_range(first, last).copy_(there, non_blocking=True)
 
     def _adopt(self, data: torch.Tensor) -> None:
         super()._adopt(data)

@@ -8,13 +8,15 @@ import torch
 
 from .buffered_store import BufferedStore
 from .coded_store import RECENT_TOKENS, CodedStore
+from .cpu_share import CpuShare
 from .growth import GRANULE
 from .host_store import HostStore
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair
-from .local_store import LocalStore, WholePart
+from .local_store import LocalStore, Staged, WholePart
 from .resident_store import ResidentStore
 from .scratch import Scratch
+from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
 
 # Of the tokens on the device, as many leave it at once, so that the others are seldom moved.
@@ -46,9 +48,11 @@ class SplitStore(LocalStore):
         device_tokens: on the device at most; at least a block more than `first_tokens`.
         scratch: where all states are put together.
         gives_way: let fewer tokens be on the device where it has no memory for more, instead of raising that.
+        cpu_share: of what is in host memory, if the CPU attends to a part of it, and the others are streamed.
 
     Attributes:
-        is_staged: what is in host memory is on the device too, or on its way, to be attended to there.
+        is_staged: what is in host memory, or what of it is streamed, is on the device too, or on its way, to be
+            attended to there.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class SplitStore(LocalStore):
         device_tokens: int,
         scratch: Scratch,
         gives_way: bool = True,
+        cpu_share: CpuShare | None = None,
     ):
         super().__init__(shape)
         assert device_tokens >= first_tokens + GRANULE
@@ -67,6 +72,7 @@ class SplitStore(LocalStore):
         self._first_tokens, self._device_tokens = first_tokens, device_tokens
         self._scratch = scratch
         self._gives_way = gives_way
+        self.cpu_share = cpu_share
         self.is_staged = False
 
     def __deepcopy__(self, memo: dict) -> "SplitStore":
@@ -75,6 +81,7 @@ class SplitStore(LocalStore):
         memo[id(self)] = twin
         twin.device, twin.host = copy.deepcopy(self.device, memo), copy.deepcopy(self.host, memo)
         twin._scratch = copy.deepcopy(self._scratch, memo)
+        twin.cpu_share = copy.deepcopy(self.cpu_share, memo)
         return twin
 
     @property
@@ -114,12 +121,16 @@ class SplitStore(LocalStore):
         # Memory that may be refused is taken before anything changes.
         states = None if only_these else self._scratch.lend_states(self.shape, self.num_tokens + new_tokens)
         was_empty, self.is_staged = self.host.num_tokens == 0, True
-        middle = self._add(keys, values, self.host.append)
+        add_to_host: _AddToHost = self.host.append
+        if isinstance(self.host, CodedStore) and not was_empty:
+            self.host.take_held()
+            add_to_host = self.host.stage
+        middle = self._add(keys, values, add_to_host)
         if states is None:
             return keys, values
-        if middle is None or (was_empty and not self.held_bytes):  # what comes first is returned as it came, not coded
-            middle = self.host.read()
-        return self._put_together(middle, states)
+        if was_empty and not self.held_bytes:  # what comes first is returned as it came, not coded
+            middle = None
+        return self._put_together(states, middle)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._scratch.release()
@@ -128,15 +139,48 @@ class SplitStore(LocalStore):
         self._add(keys, values, self.host.extend, in_any_case=was_staged)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states, for attention to both parts on the device: what is in host memory is on its way there."""
+        """
+        Store new states, for attention to `staged` on the device: it is on its way there.
+
+        That is all that is in host memory, but for the share of the CPU.
+        """
         self._scratch.release()
         self.is_staged = True
-        self._add(keys, values, self.host.append, in_any_case=True)
+        self._add(keys, values, self.host.append if self.cpu_share is None else self._stage_on_host, in_any_case=True)
+
+    def staged(self) -> Staged:
+        """What is in host memory and is used on the device now."""
+        if self.cpu_share is None:
+            return Staged(0, self.host.num_tokens, self.host.read())
+        entries = self.host.records if isinstance(self.host, CodedStore) else self.host
+        assert isinstance(self.host, StreamedStore | CodedStore)
+        assert isinstance(entries, StreamedStore)
+        staged = self.host.staged()
+        # For the next time, which is being prepared from now on.
+        entries.stream_from(self.cpu_share.blocks(entries.num_blocks))
+        return staged
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether the CPU attends to a part of what is in host memory, and the others are streamed."""
+        return self.cpu_share is not None and self.cpu_share.share < 1
+
+    def note_ended(self, cpu_was_last: bool) -> None:
+        """Note whether the CPU was the last to end, when it attended to a part of what is in host memory."""
+        if self.cpu_share is not None:
+            self.cpu_share.note(cpu_was_last, self.num_tokens)
+
+    def _stage_on_host(self, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+        if isinstance(self.host, CodedStore):
+            self.host.stage_records(keys, values)
+            return None
+        assert isinstance(self.host, StreamedStore)
+        return self.host.stage(keys, values)
 
     def read(self) -> Pair:
         if not self.host.num_tokens:
             return self.device.read()
-        return self._put_together(self.host.read(), self._scratch.lend_states(self.shape, self.num_tokens))
+        return self._put_together(self._scratch.lend_states(self.shape, self.num_tokens))
 
     def whole_parts(self) -> dict[str, WholePart]:
         parts = self.host.whole_parts()
@@ -282,12 +326,17 @@ class SplitStore(LocalStore):
                 )
                 self._device_tokens = fewer
 
-    def _put_together(self, middle: Pair, states: Pair) -> Pair:
-        """All states, written into those that were lent."""
+    def _put_together(self, states: Pair, middle: Pair | None = None) -> Pair:
+        """All states, written into those that were lent; what is in host memory is read, or is `middle`."""
         first, last = self.first_tokens, self.first_tokens + self.host.num_tokens
-        for ends, between, target in zip(self.device.read(), middle, states, strict=True):
+        between = states[0][:, :, first:last], states[1][:, :, first:last]
+        if middle is None and isinstance(self.host, CodedStore):
+            self.host.read_into(between)
+        else:
+            for target, source in zip(between, middle or self.host.read(), strict=True):
+                target.copy_(source)
+        for target, ends in zip(states, self.device.read(), strict=True):
             target[:, :, :first] = ends[:, :, :first]
-            target[:, :, first:last] = between
             target[:, :, last:] = ends[:, :, first:]
         return states
 

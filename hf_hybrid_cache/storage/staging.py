@@ -47,12 +47,14 @@ class StagedStore(Protocol):
         values: in host memory.
         resident: the layer keeps its slot.
         is_streamed: its next use is expected on the device.
+        streamed_from: first of its tokens that are used there, the first of a row.
         copies: those of its host memory that may be under way.
     """
 
     shape: KVShape
     resident: bool
     is_streamed: bool
+    streamed_from: int
     copies: "HostCopies"
 
     @property
@@ -70,7 +72,8 @@ class Slot:
     Room on the device for one layer's keys and values, reused for one layer after another.
 
     Attributes:
-        num_tokens: how many tokens of its owner are here, or on their way.
+        first: first token of its owner that is here, or on its way.
+        num_tokens: and up to which one.
         arrived: the copy that brings them.
         saved: the copy that takes the newest of them to the host.
     """
@@ -82,7 +85,7 @@ class Slot:
     def __init__(self, shape: KVShape, streams: Streams):
         self._streams = streams
         self._owner: weakref.ref[StagedStore] | None = None
-        self.num_tokens = 0
+        self.first = self.num_tokens = 0
         self._lent: list[weakref.ref[torch.Tensor]] = []
         self._build(shape)
 
@@ -108,8 +111,13 @@ class Slot:
         values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
         self.shape, self.keys, self.values = shape, keys, values
 
+    def holds_past_of(self, store: StagedStore) -> bool:
+        """Whether all tokens of its owner that are used on the device are here, or on their way."""
+        return self.first <= store.streamed_from and self.num_tokens >= store.num_tokens
+
     def ensure_capacity(self, shape: KVShape, num_tokens: int, keep: int) -> None:
-        """Have room for `num_tokens` of `shape`, the first `keep` of which are here and stay."""
+        """Have room up to token `num_tokens` of `shape`, of which those before `keep` are here and stay."""
+        num_tokens, keep = num_tokens - self.first, max(0, keep - self.first)
         # Memory that is given back is reused by computation at once, so computation waits for copies that use it.
         if shape != self.shape or num_tokens > min(self.keys.capacity, self.values.capacity):
             self._streams.compute_after(self.arrived)
@@ -123,12 +131,13 @@ class Slot:
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new tokens from `start` on, once the copy to the host of what was there is done."""
         self._streams.compute_after(self.saved)
-        self.keys.write(start, keys)
-        self.values.write(start, values)
+        self.keys.write(start - self.first, keys)
+        self.values.write(start - self.first, values)
 
-    def lend(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the first `num_tokens`. The slot keeps its content as long as anyone holds one of them."""
-        views = self.keys.read(num_tokens), self.values.read(num_tokens)
+    def lend(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of tokens `start` to `end`. The slot keeps its content as long as anyone holds one of them."""
+        start, end = start - self.first, end - self.first
+        views = self.keys.read_range(start, end), self.values.read_range(start, end)
         self._lent = [view for view in self._lent if view() is not None] + [weakref.ref(view) for view in views]
         return views
 
@@ -193,15 +202,15 @@ class Staging:
     def count_use(self, store: StagedStore) -> None:
         """Note whether the past of `store` is here, or on its way, now that it is needed."""
         slot = self._slot_of(store)
-        if slot is None or slot.num_tokens < store.num_tokens:
+        if slot is None or not slot.holds_past_of(store):
             self.stats.waits += store.num_tokens > 0
         elif store.num_tokens > 0 and not store.resident:
             self.stats.prefetch_hits += 1
 
     def open(self, store: StagedStore, num_tokens: int) -> Slot:
-        """A slot in which computation finds the past tokens of `store`, with room for `num_tokens`."""
+        """A slot in which computation finds the past tokens of `store`, with room up to token `num_tokens`."""
         slot = self._slot_of(store)
-        if slot is None or slot.num_tokens < store.num_tokens:
+        if slot is None or not slot.holds_past_of(store):
             fetch = self._fetch if store.num_tokens > 0 else self._claim
             slot = fetch(store, current=store)
         slot.ensure_capacity(store.shape, num_tokens, keep=store.num_tokens)
@@ -212,11 +221,12 @@ class Staging:
         """Copy tokens `start` to `end` from the slot to the host, as the whole blocks that they are part of."""
 
         def copy_both() -> None:
-            store_keys.save(slot_keys, start, end)
-            store_values.save(slot_values, start, end)
+            store_keys.save(slot_keys, start, end, first)
+            store_values.save(slot_values, start, end, first)
 
         # The buffers, not their owners, which may have others by the time the copy runs.
         store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
+        first = slot.first
         store.copies.saved = slot.saved = self.streams.copy_to_host(copy_both, after=[self.streams.computed()])
         row = store.keys.row_entries
         self.stats.bytes_to_host += (store.keys.rows(end) - start // row) * row * store.bytes_per_token
@@ -229,7 +239,7 @@ class Staging:
         upcoming = [other for other in following if other.is_streamed and not other.resident]
         for other in upcoming[: self.prefetch_layers]:
             slot = self._slot_of(other)
-            if other.num_tokens > 0 and (slot is None or slot.num_tokens < other.num_tokens):
+            if other.num_tokens > 0 and (slot is None or not slot.holds_past_of(other)):
                 try:
                     self._fetch(other, current=store)
                 except torch.OutOfMemoryError:
@@ -246,7 +256,7 @@ class Staging:
         """The device copy of `store` is no longer what the host holds."""
         slot = self._slot_of(store)
         if slot is not None:
-            slot.num_tokens = 0
+            slot.first = slot.num_tokens = 0
             if slot.is_lent:
                 slot.owner = None
 
@@ -290,25 +300,27 @@ class Staging:
         return next((slot for slot in self.slots if slot.owner is store), None)
 
     def _fetch(self, store: StagedStore, current: StagedStore) -> Slot:
-        num_tokens = store.num_tokens
+        first, end = store.streamed_from, store.num_tokens
         slot = self._claim(store, current)
-        slot.ensure_capacity(store.shape, num_tokens, keep=0)
+        slot.first = first
+        slot.ensure_capacity(store.shape, end, keep=0)
 
         def copy_both() -> None:
-            store_keys.load(slot_keys, num_tokens)
-            store_values.load(slot_values, num_tokens)
+            store_keys.load(slot_keys, first, end)
+            store_values.load(slot_values, first, end)
 
         store_keys, store_values, slot_keys, slot_values = store.keys, store.values, slot.keys, slot.values
         before = [self.streams.computed(), slot.saved, store.copies.saved]
         store.copies.fetched = slot.arrived = self.streams.copy_to_device(copy_both, after=before)
-        slot.num_tokens = num_tokens
-        self.stats.bytes_to_device += num_tokens * store.bytes_per_token
+        slot.num_tokens = end
+        self.stats.bytes_to_device += (end - first) * store.bytes_per_token
         return slot
 
     def _claim(self, store: StagedStore, current: StagedStore) -> Slot:
         """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
         slot = self._slot_of(store)
         if slot is not None:
+            slot.first = slot.num_tokens = 0
             return slot
         shared = [slot for slot in self.slots if slot.owner is None or not slot.owner.resident]
         free = [slot for slot in shared if slot.owner is not current and not slot.is_lent]
@@ -318,7 +330,7 @@ class Staging:
         else:
             slot = max(free, key=lambda slot: self._steps_until(slot.owner, current))
             self.stats.evictions += slot.num_tokens > 0
-        slot.owner, slot.num_tokens = store, 0
+        slot.owner, slot.first, slot.num_tokens = store, 0, 0
         return slot
 
     def _steps_until(self, owner: StagedStore | None, current: StagedStore) -> int:

@@ -2,6 +2,22 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+
+class Decision(NamedTuple):
+    """
+    Where a cache put tokens from some moment on, while it was used.
+
+    Attributes:
+        num_tokens: of each sequence at that moment.
+        cpu_share: of the tokens in host memory, the share that the CPU attends to; the others are streamed.
+        reason: what was seen.
+    """
+
+    num_tokens: int
+    cpu_share: float
+    reason: str
 
 
 @dataclass
@@ -19,6 +35,7 @@ class CacheStats:
         tokens_held: by index of the layer, what attention with a selection could have read: tokens of all its calls,
             counted for each KV head.
         tokens_read: what it has read of these.
+        decisions: what was decided about the place of tokens, and why, in turn.
     """
 
     bytes_to_device: int = 0
@@ -29,6 +46,7 @@ class CacheStats:
     kernel_seconds: float = 0.0
     tokens_held: Counter[int] = field(default_factory=Counter)
     tokens_read: Counter[int] = field(default_factory=Counter)
+    decisions: list[Decision] = field(default_factory=list)
 
     @property
     def share_read(self) -> dict[int, float]:

@@ -10,6 +10,7 @@ from .growth import InitialCapacity
 from .host_memory import HostBudget
 from .host_store import HostStore
 from .kv_store import KVShape, Pair
+from .local_store import Staged
 from .page_lock import can_page_lock
 from .staging import HostCopies, Staging
 
@@ -33,6 +34,7 @@ class StreamedStore(HostStore):
     Attributes:
         is_streamed: the next use is expected on the device; `False` while tokens are only added and attended to on the
             host.
+        streamed_from: first token that the next use on the device needs, the first of a row.
         copies: those of the host memory that may be under way.
     """
 
@@ -50,6 +52,7 @@ class StreamedStore(HostStore):
         self.resident = resident
         self.staging = staging
         self.is_streamed = True
+        self.streamed_from = 0
         self._watch_copies()
         # Tokens on their way to the host that must be put into their blocks after it.
         self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -69,6 +72,11 @@ class StreamedStore(HostStore):
         weakref.finalize(self, _end_copies, self.copies).atexit = False
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        self.streamed_from = 0
+        return self.stage(keys, values)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store new states; returns those from `streamed_from` on."""
         return self._retried_with_less_on_device(lambda: self._append(keys, values))
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
@@ -86,7 +94,7 @@ class StreamedStore(HostStore):
         slot.num_tokens = end
         self._set_length(end)
         self.staging.prefetch_after(self)
-        return slot.lend(end)
+        return slot.lend(self.streamed_from, end)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.wait_for_copies()
@@ -103,12 +111,29 @@ class StreamedStore(HostStore):
         self._set_length(end)
 
     def read(self) -> Pair:
+        self.streamed_from = 0
+        return self.staged().states
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks that are stored, as such or as records."""
+        return self.num_tokens // self.keys.row_entries
+
+    def stream_from(self, block: int) -> None:
+        """Let the next use on the device need what is stored from `block` on, one of the whole ones or after them."""
+        self.streamed_from = block * self.keys.row_entries
+
+    def staged(self) -> Staged:
+        """What `streamed_from` says, brought to the compute device if it is not there."""
         if self._arriving:
             self.wait_for_copies()
-        return self._retried_with_less_on_device(lambda: self.staging.open(self, self.num_tokens).lend(self.num_tokens))
+        start, end = self.streamed_from, self.num_tokens
+        states = self._retried_with_less_on_device(lambda: self.staging.open(self, end).lend(start, end))
+        return Staged(start, end, states)
 
     def truncate(self, num_tokens: int) -> None:
         super().truncate(num_tokens)
+        self.streamed_from = min(self.streamed_from, self.num_blocks * self.keys.row_entries)
         self.staging.truncate(self)
 
     def select_batch(self, indices: torch.Tensor) -> None:

@@ -138,13 +138,27 @@ def streams_for(device: torch.device) -> Streams:
         return OneQueue(device)
 
 
-def wait_for_what_is_issued(device: torch.device) -> Callable[[], None]:
-    """A function that lets the thread that calls it wait for what this one has issued on an accelerator by now."""
-    try:
-        event = torch.accelerator.current_stream(device).record_event()
-    except RuntimeError:  # without streams
-        return lambda: torch.accelerator.synchronize(device)
-    return lambda: event.synchronize()
+class Issued:
+    """What this thread has issued on an accelerator by now, for any thread to ask about."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        try:
+            self._event: Event = torch.accelerator.current_stream(device).record_event()
+        except RuntimeError:  # without streams
+            self._event = None
+
+    def wait(self) -> None:
+        """Let the calling thread wait for it."""
+        if self._event is None:
+            torch.accelerator.synchronize(self._device)
+        else:
+            self._event.synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is done; not where that cannot be known without waiting."""
+        return self._event is not None and self._event.query()
 
 
 def is_accelerator(device: torch.device) -> bool:

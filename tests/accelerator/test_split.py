@@ -6,11 +6,15 @@ import time
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import OffloadedHybridCache
 from hf_hybrid_cache.attention.device_part import DevicePart
 from hf_hybrid_cache.attention.host_kernel import HostKernel
+from hf_hybrid_cache.attention.host_part import HostPart
+from hf_hybrid_cache.storage import SplitStore, cpu_share
 
+from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order
 from tiny_models import random_prompt, tiny_model
 
@@ -44,6 +48,58 @@ def test_slots_of_the_prompt_are_given_back_with_the_first_token_after_it(cache_
     step()
     assert not any(staging.slots for staging in cache._stores.stagings.values())
     assert cache.memory().device_bytes < before
+
+
+@pytest.fixture
+def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel waits until the device has ended."""
+    issued, note, attend = threading.Event(), HostPart.note_issued, HostKernel.attend
+
+    def noting(part):
+        note(part)
+        issued.set()
+
+    def waiting(*arguments, **options):
+        assert issued.wait(60)
+        issued.clear()
+        torch.accelerator.synchronize()
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(HostPart, "note_issued", noting)
+    monkeypatch.setattr(HostKernel, "attend", waiting)
+
+
+@pytest.fixture
+def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device begins when the kernel has ended."""
+    ended, note, note_issued = threading.Event(), SplitStore.note_ended, HostPart.note_issued
+
+    def noting(*arguments):
+        note(*arguments)
+        ended.set()
+
+    def waiting(part):
+        assert ended.wait(60)
+        ended.clear()
+        note_issued(part)
+
+    monkeypatch.setattr(SplitStore, "note_ended", noting)
+    monkeypatch.setattr(HostPart, "note_issued", waiting)
+
+
+@pytest.mark.parametrize(("last", "direction"), [("cpu", -1), ("device", 1)])
+def test_whichever_ends_last_gets_fewer_tokens(last: str, direction: int, request, monkeypatch: pytest.MonkeyPatch):
+    model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
+    cache = OffloadedHybridCache(model.config, cpu_decode="auto")
+    for name, number in (("_NOT_COUNTED", 4), ("_COUNTED", 12)):
+        monkeypatch.setattr(cpu_share, name, number)
+    ids = random_prompt(1, 500)
+    expected = decode(model, ids, DynamicCache(config=model.config))
+    request.getfixturevalue(f"with_{last}_last")
+    assert torch.equal(decode(model, ids, cache), expected)
+    shares = [0.5, *(decision.cpu_share for decision in cache.stats.decisions)]
+    assert len(shares) > 2
+    assert shares == sorted(shares)[::direction]
 
 
 def test_an_error_of_the_kernel_reaches_the_model_and_the_cache_goes_on(cache_and_step, monkeypatch):

@@ -117,7 +117,7 @@ def test_blocks_go_to_a_device_and_come_back(make, dtype: torch.dtype, num_token
     assert torch.equal(blocks.read(num_tokens), states)
     back = TokenBuffer(SHAPE, dtype, CPU, token_major=True)
     back.ensure(num_tokens, keep=0)
-    blocks.load(back, num_tokens)
+    blocks.load(back, 0, num_tokens)
     assert torch.equal(back.read(num_tokens), states)
 
 

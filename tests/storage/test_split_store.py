@@ -6,12 +6,21 @@ import itertools
 import pytest
 import torch
 
-from hf_hybrid_cache import HostMemoryError, HybridCache, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
-from hf_hybrid_cache.storage import ResidentStore, SplitStore, host_memory
+from hf_hybrid_cache import (
+    HostMemoryError,
+    HybridCache,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+    Selection,
+    minmax,
+)
+from hf_hybrid_cache.layers import HybridLayer
+from hf_hybrid_cache.storage import ResidentStore, SplitStore, Staging, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
 from test_stateful import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, with_lazy_streams
-from tiny_models import llama
+from tiny_models import llama, random_prompt, tiny_model
 
 CONFIG = llama()
 
@@ -75,6 +84,52 @@ def test_tokens_on_their_way_to_the_host_are_not_those_that_take_their_places():
     for layer in cache.layers:
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, bits: int | None):
+    placement = Placement(offload=True, cpu_decode=share, device_tokens=128)
+    cache = HybridCache(CONFIG, placement, codec=None if bits is None else minmax(bits, sink_tokens=0, rotate=True))
+    indices = [index for index, layer in enumerate(cache.layers) if isinstance(layer, HybridLayer)]
+    assert len(indices) > 2  # so that layers take turns in slots
+
+    def step(num_tokens: int, seed: int) -> None:
+        for index in indices:
+            keys, values = cache.update(*states(num_tokens, seed), index)
+            torch.nn.functional.scaled_dot_product_attention(torch.ones(2, 4, 1, 16), keys, values, enable_gqa=True)
+
+    step(2000, 0)
+    for seed in range(3):
+        step(1, seed)
+    before = cache.stats.bytes_to_device
+    step(1, 9)
+    store = cache.layers[indices[0]].store
+    entries = store.host if bits is None else store.host.records
+    blocks = entries.num_blocks
+    row_bytes = entries.bytes_per_token * (64 if bits is None else 1)
+    assert cache.stats.bytes_to_device - before == len(indices) * row_bytes * (blocks - int(share * blocks))
+
+
+def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_it(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama")
+    ids = random_prompt(2, 700)
+    cache = OffloadedHybridCache(model.config, cpu_decode=0.5)
+    options = {"max_new_tokens": 8, "do_sample": False}
+
+    def refusing(staging: Staging, *arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits
+        patch.setattr(Staging, "open", refusing)
+        assert torch.equal(
+            model.generate(torch.cat([ids, logits[:, -1:].argmax(dim=-1)], dim=1), past_key_values=cache, **options),
+            model.generate(ids, **options | {"max_new_tokens": 9}),
+        )
+    (decision,) = cache.stats.decisions
+    assert decision == (700, 1.0, "the device has no memory for tokens that are streamed")
+    assert not any(staging.slots for staging in cache._stores.stagings.values())
 
 
 def test_sinks_of_a_codec_stay_on_the_device_where_they_leave_a_block_for_others():
@@ -159,6 +214,15 @@ def test_a_copy_has_tokens_of_its_own_in_both_places():
         (lambda: OffloadedHybridCache(CONFIG, device_tokens=127), "at least 128"),
         (lambda: OffloadedHybridCache(CONFIG, device_tokens=-1), "device_tokens must be an integer of at least 0"),
         (lambda: OffloadedHybridCache(CONFIG, device_tokens=128.0), "device_tokens must be an integer of at least 0"),
+        (
+            lambda: OffloadedHybridCache(CONFIG, cpu_decode=1.0),
+            "For all tokens in host memory use True, for none False",
+        ),
+        (lambda: OffloadedHybridCache(CONFIG, cpu_decode=-0.5), "is not a share between 0 and 1"),
+        (lambda: OffloadedHybridCache(CONFIG, cpu_decode=float("nan")), "is not a share between 0 and 1"),
+        (lambda: OffloadedHybridCache(CONFIG, cpu_decode="all"), "a share between 0 and 1 or a collection"),
+        (lambda: OffloadedHybridCache(CONFIG, cpu_decode="auto", selection=Selection()), "use cpu_decode=True"),
+        (lambda: Placement(cpu_decode=True, adapts=True), "pass one, such as cpu_decode=0.5"),
         (lambda: QuantizedHybridCache(CONFIG, device_tokens=512), "Pass offload=True or cpu_decode=True"),
         (lambda: HybridCache(CONFIG, Placement(device_tokens=512)), "all tokens would be on the device"),
     ],
