@@ -1,8 +1,11 @@
 """Machines that are not at hand, by what is published of them: peaks of bandwidths, of which a share is reached."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from functools import cache
 
-from hf_hybrid_cache.planning import DeviceSpeed, Machine, Speeds
+from experiments.records import RESULTS
+from hf_hybrid_cache.planning import CacheSpeed, DeviceSpeed, Machine, Speeds
 
 # Of a peak: what reading reaches on the processors that were measured (docs/log.md), assumed of the others too.
 REACHED = 0.8
@@ -24,6 +27,7 @@ class PublishedMachine:
         bus_gbs: peak of the bus in one direction.
         host_gbs: peak of the host's memory.
         source: of the peaks.
+        cpu_speed: what attention on the CPU reads, of what its memory gives.
     """
 
     name: str
@@ -33,13 +37,29 @@ class PublishedMachine:
     bus_gbs: float
     host_gbs: float
     source: str
+    cpu_speed: float = 1.0
+
+    def times(self, bus: float, cpu: float) -> "PublishedMachine":
+        """The same with a bus and a CPU that are so many times as fast."""
+        return replace(self, bus_gbs=bus * self.bus_gbs, cpu_speed=cpu * self.cpu_speed)
 
     @property
     def machine(self) -> Machine:
         """As the planner takes it."""
         host, device, bus = (REACHED * each * GB for each in (self.host_gbs, self.gpu_gbs, self.bus_gbs))
-        speeds = Speeds(DeviceSpeed(host), DeviceSpeed(device, LAUNCH_SECONDS), bus, ROUND_TRIP_SECONDS)
+        rates = {"dynamic": host * self.cpu_speed, "quantized-4": host * self.cpu_speed * share_of_codes()}
+        caches = {cache: CacheSpeed(((0, 0), (GB, GB / rate)), 0) for cache, rate in rates.items()}
+        on_gpu = DeviceSpeed(device, LAUNCH_SECONDS)
+        speeds = Speeds(DeviceSpeed(host, caches=caches), on_gpu, bus, ROUND_TRIP_SECONDS)
         return Machine(self.gpu_gib * GIB, self.host_gib * GIB, speeds)
+
+
+@cache
+def share_of_codes() -> float:
+    """What attention to codes of 4 bits reads, of a plain sum: the least on the processors that were measured."""
+    found = [json.loads(path.read_text()) for path in sorted((RESULTS / "kernel_bandwidth").glob("*.json"))]
+    longest = (max(record["cells"], key=lambda cell: cell["tokens"]) for record in found)
+    return min(cell["formats"]["int4"]["share_of_read_bandwidth"] for cell in longest)
 
 
 # A transfer of DDR is 8 bytes a channel; a lane of PCIe 4.0 and 5.0 carries 16 and 32 Gbit/s, of which 128 bits of 130.

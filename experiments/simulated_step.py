@@ -1,34 +1,68 @@
 """
 Where tokens should be on machines that are not at hand: decode steps simulated on GPU, bus and CPU.
 
-Layers come one after the other. Each has its weights read by the GPU and attends to its tokens on the GPU, to those in
-host memory on the CPU at the same time, or to all on the GPU once those have crossed the bus; layers are fetched ahead
-into slots that take turns, as the cache does. Bandwidths are published ones, of which a share is reached, and nothing
-else is known of these machines: what is simulated was not measured. The division that the planner chooses is compared
-with fixed ones, and its prediction with the simulation.
+Layers come one after the other. Each has its weights read by the GPU and attends to its tokens on the GPU, to some of
+those in host memory on the CPU at the same time, and to the others on the GPU once those have crossed the bus; they are
+fetched a layer ahead, as the cache does. CPU and bus read the same memory, and are slower while both do. Bandwidths are
+published ones, of which a share is reached, and nothing else is known of these machines: what is simulated was not
+measured. The division that the planner chooses is compared with fixed ones, and its prediction with the simulation; and
+the share of the CPU is moved as the cache does it, also where machines are not as the planner believes.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from experiments import records
 from experiments.published_machines import MACHINES, PublishedMachine
+from hf_hybrid_cache import CacheStats, Placement
 from hf_hybrid_cache.models import load_config
-from hf_hybrid_cache.planning import Candidate, ModelCost, Speeds, Way, divided_candidates, make_plan, model_cost
+from hf_hybrid_cache.planning import (
+    Candidate,
+    Division,
+    ModelCost,
+    Speeds,
+    Way,
+    divided_candidates,
+    make_plan,
+    model_cost,
+    slowdown_of_both,
+    with_most_layers,
+    with_most_tokens,
+)
+from hf_hybrid_cache.storage import LEAST_SHARE, CpuShare
 
 STEPS = 12
+# In which a share has come to rest.
+STEPS_OF_MOVES = 150
 PREFETCH = 1
-# A model, its context and sequences at once, that a machine has no room for on its GPU.
-CASES: dict[str, list[tuple[str, int, int]]] = {
-    MACHINES[0].name: [("meta-llama/Llama-3.2-3B", 65_536, 1), ("meta-llama/Llama-3.2-3B", 131_072, 1)],
-    MACHINES[1].name: [("meta-llama/Llama-3.1-8B", 65_536, 1), ("meta-llama/Llama-3.1-8B", 131_072, 1)],
-    MACHINES[2].name: [("meta-llama/Llama-3.1-8B", 131_072, 6), ("Qwen/Qwen3-32B", 40_960, 4)],
+FULL, CODED = "offloaded", "quantized-4"
+# A model, its context, sequences at once and a cache, that a machine has no room for on its GPU.
+CASES: dict[str, list[tuple[str, int, int, str]]] = {
+    MACHINES[0].name: [
+        ("meta-llama/Llama-3.2-3B", 65_536, 1, FULL),
+        ("meta-llama/Llama-3.2-3B", 131_072, 1, FULL),
+        ("meta-llama/Llama-3.2-3B", 131_072, 1, CODED),
+    ],
+    MACHINES[1].name: [
+        ("meta-llama/Llama-3.1-8B", 65_536, 1, FULL),
+        ("meta-llama/Llama-3.1-8B", 131_072, 1, FULL),
+        ("meta-llama/Llama-3.1-8B", 131_072, 2, CODED),
+    ],
+    MACHINES[2].name: [
+        ("meta-llama/Llama-3.1-8B", 131_072, 6, FULL),
+        ("Qwen/Qwen3-32B", 40_960, 4, FULL),
+        ("Qwen/Qwen3-32B", 40_960, 6, CODED),
+    ],
 }
 OURS = "divided by the planner"
+# Times that a machine is as fast as the planner believes.
+SURPRISES = {"as believed": (1.0, 1.0), "the bus half as fast": (0.5, 1.0), "the CPU half as fast": (1.0, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -40,8 +74,10 @@ class Layer:
         launch: until its operations are issued.
         weights: read by the GPU.
         on_device: attention there, to all that is there then.
-        on_cpu: attention on the CPU, and the way there and back; 0 for none.
+        on_cpu: attention on the CPU; 0 for none.
         transfer: over the bus; 0 for none.
+        round_trip: of the query to the CPU and the result back.
+        slowdown: of CPU and bus while both read host memory.
     """
 
     launch: float
@@ -49,115 +85,243 @@ class Layer:
     on_device: float
     on_cpu: float = 0.0
     transfer: float = 0.0
+    round_trip: float = 0.0
+    slowdown: float = 1.0
+
+
+# What a layer does in the step that is being prepared.
+Layers = Callable[[int], Layer]
+
+
+class HostMemory:
+    """Read by the bus, for one layer after the other, and by the CPU."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        # A layer, the time from which on it may be transferred, and seconds left.
+        self._transfers: deque[tuple[int, float, float]] = deque()
+        self._arrived: dict[int, float] = {}
+
+    def fetch(self, layer: int, after: float, seconds: float) -> None:
+        """Transfer a layer, after those that are waiting."""
+        self._transfers.append((layer, after, seconds))
+
+    def arrival(self, layer: int) -> float:
+        """When it is there."""
+        while layer not in self._arrived:
+            _, after, left = self._transfers[0]
+            self._pass(max(self._now, after), 0.0)
+            self._pass(self._now + left, left)
+        return self._arrived.pop(layer)
+
+    def read_by_cpu(self, start: float, seconds: float, slowdown: float) -> float:
+        """When the CPU ends, that begins to read at `start` and takes so many seconds by itself."""
+        while self._transfers and self._now < start:
+            _, after, left = self._transfers[0]
+            begin = max(self._now, after)
+            if begin >= start:
+                break
+            end = min(start, begin + left)
+            self._pass(end, end - begin)
+        self._now = max(self._now, start)
+        while seconds > 0 and self._transfers:
+            _, after, left = self._transfers[0]
+            if after > self._now:
+                alone = min(seconds, after - self._now)
+                self._now, seconds = self._now + alone, seconds - alone
+            else:
+                both = min(seconds, left)
+                self._pass(self._now + both * slowdown, both)
+                seconds -= both
+        self._now += seconds
+        return self._now
+
+    def _pass(self, now: float, transferred: float) -> None:
+        """Let it be `now`, with so many seconds of the first transfer done."""
+        self._now = now
+        if transferred:
+            layer, after, left = self._transfers.popleft()
+            if left - transferred > 1e-12:
+                self._transfers.appendleft((layer, after, left - transferred))
+            else:
+                self._arrived[layer] = now
+
+
+def simulated_steps(
+    layers: Layers, num_layers: int, prefetch: int = PREFETCH, note: Callable[[bool], None] | None = None
+) -> Iterator[float]:
+    """
+    Seconds of a step, of the next one, and so on.
+
+    Args:
+        layers: what each does; asked when it is prepared.
+        num_layers: how many there are.
+        prefetch: layers that are fetched ahead.
+        note: told, of each layer of which the CPU attends to a part, whether the CPU was the last to end.
+    """
+    memory = HostMemory()
+    issued = device = before = 0.0
+    prepared: dict[int, Layer] = {}
+    # So few stay in the slots.
+    stays = sum(layers(index).transfer > 0 for index in range(num_layers)) <= prefetch + 1
+
+    def prepare(index: int) -> None:
+        if index not in prepared:
+            prepared[index] = layers(index)
+            if prepared[index].transfer and not stays:
+                memory.fetch(index, device, prepared[index].transfer)
+
+    while True:
+        for index in range(num_layers):
+            prepare(index)
+            layer = prepared.pop(index)
+            issued += layer.launch
+            device = max(device, issued) + layer.weights
+            begun, ahead, following = device, 0, index
+            while ahead < prefetch and (following := (following + 1) % num_layers) != index:
+                prepare(following)
+                ahead += prepared[following].transfer > 0
+            joined = begun
+            if layer.on_cpu:
+                joined = memory.read_by_cpu(begun + layer.round_trip, layer.on_cpu, layer.slowdown)
+            if layer.transfer and not stays:
+                device = max(device, memory.arrival(index))
+            device += layer.on_device
+            if layer.on_cpu:
+                if note is not None:
+                    note(joined > device)
+                device = max(device, joined)
+                issued = max(issued, joined)  # the thread waits for the CPU's part
+        yield device - before
+        before = device
 
 
 def simulated_seconds(layers: Sequence[Layer], prefetch: int = PREFETCH) -> float:
     """Of a step, after enough of them that each is as the one before."""
-    issued = device = bus = ended = before = 0.0
-    streamed = [index for index, layer in enumerate(layers) if layer.transfer]
-    if len(streamed) <= prefetch + 1:  # they stay in the slots
-        streamed = []
-    arrives: dict[int, float] = {}
-
-    def fetch(index: int) -> None:
-        nonlocal bus
-        if index not in arrives:
-            bus = max(bus, device) + layers[index].transfer
-            arrives[index] = bus
-
-    for _ in range(STEPS):
-        for index, layer in enumerate(layers):
-            issued += layer.launch
-            device = max(device, issued) + layer.weights
-            if index in streamed:
-                fetch(index)
-                position = streamed.index(index)
-                following = (streamed[position + 1 :] + streamed[:position])[:prefetch]
-                for other in following:
-                    fetch(other)
-                device = max(device, arrives.pop(index))
-            joined = device + layer.on_cpu
-            device = max(device + layer.on_device, joined)
-            if layer.on_cpu:
-                issued = max(issued, joined)  # the thread waits for the CPU's part
-        before, ended = ended, device
-    return ended - before
+    steps = simulated_steps(layers.__getitem__, len(layers), prefetch)
+    return [next(steps) for _ in range(STEPS)][-1]
 
 
-def layers_of(model: ModelCost, candidate: Candidate, context: int, speeds: Speeds) -> list[Layer]:
-    """What the layers of a model do with a cache, each token and weight read once."""
+def layer_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> Layer:
+    """What a layer of a model does with a cache that is divided so, each token and weight read once."""
     assert speeds.device is not None
     assert speeds.host is not None
     assert speeds.bus_bytes_per_second is not None
-    device, host = speeds.device.weight_bytes_per_second, speeds.host.weight_bytes_per_second
-    whole = candidate.division(model, context)
+    device, bus, share = speeds.device.weight_bytes_per_second, speeds.bus_bytes_per_second, division.cpu_share
+    on_host, streamed = division.host_bytes * share, division.host_bytes * (1 - share)
+    attention = speeds.host.caches.get("dynamic" if cache == FULL else cache)
+    on_cpu = on_host / speeds.host.weight_bytes_per_second
+    if attention is not None:
+        on_cpu = attention.step_seconds(on_host)
+    return Layer(
+        launch=speeds.device.layer_seconds,
+        weights=model.step_weight_bytes / device / model.num_layers,
+        on_device=(division.device_bytes + division.middle_bytes * (1 - share)) / device,
+        on_cpu=on_cpu,
+        transfer=streamed / bus,
+        round_trip=speeds.round_trip_seconds,
+        slowdown=slowdown_of_both(on_host / on_cpu, bus, speeds.host) if on_cpu else 1.0,
+    )
+
+
+def resident_layer_of(model: ModelCost, division: Division, speeds: Speeds) -> Layer:
+    """What a layer does that is on the GPU."""
+    assert speeds.device is not None
+    device = speeds.device.weight_bytes_per_second
     weights = model.step_weight_bytes / device / model.num_layers
-    launch = speeds.device.layer_seconds
-    found = []
-    for index in sorted(model.shapes):
-        if index in candidate.cpu_layers:
-            attended = whole.host_bytes / host + speeds.round_trip_seconds
-            found.append(Layer(launch, weights, whole.device_bytes / device, on_cpu=attended))
-        else:
-            on_device = (whole.device_bytes + whole.middle_bytes) / device
-            found.append(Layer(launch, weights, on_device, transfer=whole.host_bytes / speeds.bus_bytes_per_second))
-    return found
+    return Layer(speeds.device.layer_seconds, weights, division.resident_bytes / device)
 
 
-def fixed_policies(model: ModelCost, context: int, machine: PublishedMachine) -> dict[str, list[Layer]]:
+def layers_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> list[Layer]:
+    """What the layers of a model do with such a cache."""
+    resident = Placement(resident_layers=division.resident_layers).resident_ordinals(len(model.shapes))
+    there, divided = resident_layer_of(model, division, speeds), layer_of(model, division, cache, speeds)
+    return [there if index in resident else divided for index in range(len(model.shapes))]
+
+
+def seconds_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> float:
+    """Of a step."""
+    return simulated_seconds(layers_of(model, division, cache, speeds))
+
+
+def fixed_policies(model: ModelCost, name: str, context: int, machine: PublishedMachine) -> dict[str, list[Layer]]:
     """Layers with caches that do not ask which machine it is, but for how much fits the GPU."""
-    speeds, budget = machine.machine.speeds, machine.machine.device_bytes
-    everything = tuple(sorted(model.shapes))
-    nothing_on_gpu = {
-        "all streamed": Candidate("offloaded", Way.BOTH),
-        "the CPU attends to all": Candidate("offloaded", Way.BOTH, cpu_layers=everything),
-    }
-    found = {name: layers_of(model, each, context, speeds) for name, each in nothing_on_gpu.items()}
-    streamed = Candidate("offloaded", Way.STREAMED)
-    taken = streamed.most(model, streamed.cost(model, context), context).device
-    all_streamed = found["all streamed"]
-    layer_bytes = nothing_on_gpu["all streamed"].division(model, context).host_bytes
-    resident = min(len(everything), int((budget - taken) // layer_bytes))
-    on_gpu = {everything[index * len(everything) // resident] for index in range(resident)}
-    found["whole layers on the GPU, the others streamed"] = [
-        Layer(each.launch, each.weights, each.on_device) if index in on_gpu else each
-        for index, each in zip(everything, all_streamed, strict=True)
-    ]
-    return found
-
-
-def measure(machine: PublishedMachine, name: str, context: int, batch: int) -> dict[str, Any]:
-    """Seconds of a step by policy, and what the planner predicts of its own."""
-    model = model_cost(load_config(name), batch=batch)
-    (ours,) = [each for each in divided_candidates(model, context, machine.machine) if each.cache == "offloaded"]
-    speeds = machine.machine.speeds
-    policies = fixed_policies(model, context, machine)
-    both = Candidate(ours.cache, Way.BOTH, None, ours.device_tokens)
-    everything = tuple(sorted(model.shapes))
-    policies |= {
-        "both ends on the GPU, the middle streamed": layers_of(model, both, context, speeds),
-        "both ends on the GPU, the CPU attends to the middle": layers_of(
-            model, Candidate(ours.cache, Way.BOTH, None, ours.device_tokens, everything), context, speeds
+    streamed, attended = Candidate(name, Way.BOTH), Candidate(name, Way.BOTH, cpu_share=1.0)
+    policies = {
+        "all streamed": streamed,
+        "the CPU attends to all": attended,
+        "both ends on the GPU, the middle streamed": with_most_tokens(model, streamed, context, machine.machine),
+        "both ends on the GPU, the CPU attends to the middle": with_most_tokens(
+            model, attended, context, machine.machine
         ),
+        "whole layers on the GPU, the others streamed": with_most_layers(model, streamed, context, machine.machine),
     }
+    return {
+        policy: layers_of(model, candidate.division(model, context), name, machine.machine.speeds)
+        for policy, candidate in policies.items()
+        if candidate is not None
+    }
+
+
+def best_share(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> float:
+    """Seconds of a step with the best share, of 65."""
+    shares = [replace(division, cpu_share=number / 64) for number in range(65)]
+    return min(seconds_of(model, each, cache, speeds) for each in shares)
+
+
+def moved(model: ModelCost, division: Division, cache: str, context: int, speeds: Speeds) -> tuple[float, CacheStats]:
+    """Seconds of a step once the share of the CPU has been moved from where it is, and what was decided."""
+    stats = CacheStats()
+    share = CpuShare(division.cpu_share, True, stats)
+
+    def layer(index: int) -> Layer:
+        return layers_of(model, replace(division, cpu_share=share.share), cache, speeds)[index]
+
+    steps = simulated_steps(layer, len(model.shapes), note=lambda cpu_was_last: share.note(cpu_was_last, context))
+    return median([next(steps) for _ in range(STEPS_OF_MOVES)][-STEPS:]), stats
+
+
+def measure(machine: PublishedMachine, name: str, context: int, batch: int, cache: str) -> dict[str, Any]:
+    """Seconds of a step by policy, what the planner predicts of its own, and where the share is moved to."""
+    model = model_cost(load_config(name), batch=batch)
+    (ours,) = [each for each in divided_candidates(model, context, machine.machine) if each.cache == cache]
+    speeds = machine.machine.speeds
+    policies = fixed_policies(model, cache, context, machine)
     seconds = {policy: simulated_seconds(layers) for policy, layers in policies.items()}
     best = min(seconds, key=seconds.__getitem__)
-    seconds[OURS] = simulated_seconds(layers_of(model, ours, context, speeds))
+    division = ours.division(model, context)
+    seconds[OURS] = seconds_of(model, division, cache, speeds)
     predicted = make_plan(model, ours, context, machine.machine).seconds_per_token
     assert predicted is not None
+    surprises = {}
+    for surprise, (bus, cpu) in SURPRISES.items():
+        actual = machine.times(bus, cpu).machine.speeds
+        fastest = best_share(model, division, cache, actual)
+        # Without a part for the CPU nothing is seen.
+        for start, at_first in (("planned", division.cpu_share or LEAST_SHARE), ("half", 0.5)):
+            begun = replace(division, cpu_share=at_first)
+            after, stats = moved(model, begun, cache, context, actual)
+            surprises[f"{surprise}, from the {start} share"] = {
+                "fixed_seconds": seconds_of(model, begun, cache, actual),
+                "moved_seconds": after,
+                "best_share_seconds": fastest,
+                "shares": [at_first, *(decision.cpu_share for decision in stats.decisions)],
+            }
     return {
         "machine": machine.name,
         "model": name,
         "context_tokens": context,
         "batch": batch,
+        "cache": cache,
         "device_tokens": ours.device_tokens,
-        "layers": len(everything),
-        "cpu_layers": len(ours.cpu_layers),
+        "resident_layers": ours.resident_layers,
+        "cpu_share": ours.cpu_share,
         "simulated_seconds": seconds,
         "predicted_seconds": predicted,
         "predicted_of_simulated": predicted / seconds[OURS],
         "best_fixed": best,
         "times_as_fast_as_the_best_fixed": seconds[best] / seconds[OURS],
+        "moved": surprises,
         "source": machine.source,
     }
 
@@ -168,23 +332,32 @@ def main() -> None:
     arguments = parser.parse_args()
     cells = []
     for machine in MACHINES:
-        for name, context, batch in CASES[machine.name]:
-            cell = measure(machine, name, context, batch)
+        for name, context, batch, cache in CASES[machine.name]:
+            cell = measure(machine, name, context, batch, cache)
             cells.append(cell)
-            print(f"{machine.name}: {name}, {context:,} tokens, {batch} at once")
+            print(f"{machine.name}: {name}, {context:,} tokens, {batch} at once, {cache}")
             for policy, seconds in cell["simulated_seconds"].items():
                 print(f"  {seconds * 1e3:>8.1f} ms  {policy}")
             print(
-                f"  {cell['device_tokens']:,} tokens on the GPU, the CPU attends in {cell['cpu_layers']} of "
-                f"{cell['layers']} layers; predicted {cell['predicted_of_simulated']:.2f} of the simulated time; "
+                f"  {cell['device_tokens']:,} tokens of each layer, and {cell['resident_layers']} layers, on the GPU; "
+                f"the CPU attends to {cell['cpu_share']:.0%} of the "
+                f"others; predicted {cell['predicted_of_simulated']:.2f} of the simulated time; "
                 f"{cell['times_as_fast_as_the_best_fixed']:.2f} times as fast as the best fixed policy"
             )
+            for surprise, found in cell["moved"].items():
+                shares = " ".join(f"{share:.2f}" for share in found["shares"])
+                print(
+                    f"  {surprise}: {found['fixed_seconds'] * 1e3:.1f} ms, moved {found['moved_seconds'] * 1e3:.1f}, "
+                    f"best {found['best_share_seconds'] * 1e3:.1f}; {shares}"
+                )
     print(f"record: {records.save('simulated_step', {'cells': cells}, arguments.out)}")
-    print(
-        json.dumps(
-            {f"{cell['machine']}, {cell['context_tokens']}": cell["times_as_fast_as_the_best_fixed"] for cell in cells}
-        )
-    )
+    answers = {
+        f"{cell['machine']}, {cell['model']}, {cell['context_tokens']}, {cell['batch']}, {cell['cache']}": cell[
+            "times_as_fast_as_the_best_fixed"
+        ]
+        for cell in cells
+    }
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -107,9 +107,9 @@ each_experiment = pytest.mark.parametrize(
             "simulated_step",
             [],
             {
-                f"{machine.name}, {context}"
+                f"{machine.name}, {model}, {context}, {batch}, {cache}"
                 for machine in published_machines.MACHINES
-                for _, context, _ in simulated_step.CASES[machine.name]
+                for model, context, batch, cache in simulated_step.CASES[machine.name]
             },
             marks=pytest.mark.slow,
         ),

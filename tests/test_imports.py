@@ -108,7 +108,8 @@ def test_experiments_use_only_public_names():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
                 allowed = {
-                    f"hf_hybrid_cache{room}" for room in ("", ".jobs", ".models", ".planning", ".planning.calibration")
+                    f"hf_hybrid_cache{room}"
+                    for room in ("", ".jobs", ".models", ".planning", ".planning.calibration", ".storage")
                 }
                 assert node.module in allowed, f"{path.name}: {node.module}"
                 assert not any(alias.name.startswith("_") for alias in node.names), path.name

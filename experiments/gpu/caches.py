@@ -29,6 +29,7 @@ class Measured:
         on_host: the model is on the CPU, too.
         attends_on_host: the CPU attends, with as many threads as it is told.
         share_on_device: of the tokens, with the others in host memory; 0 where that is not a question.
+        adapts: its share of the CPU is moved, so that some steps come before any that count.
         weight_bits: of a model on the CPU; `None` for weights as they are.
         codes_all_anew: with every update, so that it must be filled at once.
         needs_gpu: it does not run on a CPU.
@@ -41,6 +42,7 @@ class Measured:
     on_host: bool = False
     attends_on_host: bool = False
     share_on_device: float = 0.0
+    adapts: bool = False
     weight_bits: int | None = None
     codes_all_anew: bool = False
     needs_gpu: bool = False
@@ -103,6 +105,11 @@ def _half(make: Callable[..., Cache]) -> Measured:
     return Measured(partial(make, cpu_decode=True), attends_on_host=True, share_on_device=0.5)
 
 
+def _in_three(make: Callable[..., Cache]) -> Measured:
+    """The same, but some of the others are streamed: as many as turns out to be best."""
+    return Measured(partial(make, cpu_decode="auto"), attends_on_host=True, share_on_device=0.5, adapts=True)
+
+
 _OF_4_BITS = partial(QuantizedHybridCache, bits=4)
 
 CACHES: Mapping[str, Measured] = {
@@ -133,6 +140,8 @@ CACHES: Mapping[str, Measured] = {
     "cpu-attention-4": _cpu_attention(_OF_4_BITS, "quantized-4"),
     "half-cpu-attention": _half(OffloadedHybridCache),
     "half-cpu-attention-4": _half(_OF_4_BITS),
+    "half-in-three": _in_three(OffloadedHybridCache),
+    "half-in-three-4": _in_three(partial(_OF_4_BITS, offload=True)),
     "half-streamed": Measured(partial(OffloadedHybridCache, cpu_decode=False), streams=True, share_on_device=0.5),
     "host": _on_host(DynamicHybridCache, "dynamic"),
     "host-4": _on_host(_OF_4_BITS, "quantized-4"),

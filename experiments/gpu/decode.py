@@ -38,6 +38,8 @@ from hf_hybrid_cache import HybridCache, quantize_weights, set_num_threads
 
 FILL_CHUNK = 8192
 COPY = "plain copy"
+# In which a share of the CPU has come to rest, with layers enough.
+_STEPS_OF_MOVES = 40
 # Who is compared with whom: a ratio of 3 is a third of the time.
 PAIRS = (
     ("offloaded", "stock-offloaded"),
@@ -50,6 +52,8 @@ PAIRS = (
     ("offloaded", "offloaded-pageable"),
     ("half-cpu-attention", "offloaded"),
     ("half-cpu-attention", "cpu-attention"),
+    ("half-in-three", "half-cpu-attention"),
+    ("half-in-three-4", "half-cpu-attention-4"),
 )
 
 
@@ -86,6 +90,8 @@ class Decoder:
         fill(self.cache, model.config, context, torch.bfloat16, on, at_once)
         self.step()
         self.device_bytes = allocated() - before
+        for _ in range(_STEPS_OF_MOVES if CACHES[name].adapts else 0):
+            self.step()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -174,6 +180,7 @@ def measure(made: list[Decoder], threads: list[int], rounds: int, steps: int) ->
         "streamed_bytes_per_second": rates,
         "share_of_bus": {name: rate / bus for name, rate in rates.items()},
         "device_bytes": {decoder.name: decoder.device_bytes for decoder in made},
+        "decisions": {each.name: each.cache.stats.decisions for each in made if isinstance(each.cache, HybridCache)},
         "memory": {each.name: asdict(each.cache.memory()) for each in made if isinstance(each.cache, HybridCache)},
         "ratios": {
             f"{ours} / {theirs}": seconds[theirs] / seconds[ours]

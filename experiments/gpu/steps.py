@@ -19,7 +19,7 @@ _PEERS = ("stock", "codes-4", "hqq-4", "quanto-4")
 _HOST = ("cpu-attention", "cpu-attention-4", "host", "host-4", "host-weights-4", "host-4-weights-4")
 _BOTH_PLACES = (
     *("dynamic", "offloaded", "cpu-attention", "cpu-attention-4"),
-    *("half-streamed", "half-cpu-attention", "half-cpu-attention-4"),
+    *("half-streamed", "half-cpu-attention", "half-cpu-attention-4", "half-in-three", "half-in-three-4"),
 )
 _PLACEMENTS = (
     *("offloaded", "offloaded-pageable", "offloaded-2-ahead"),

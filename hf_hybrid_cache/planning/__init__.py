@@ -11,7 +11,7 @@ from .advice import advice
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
 from .coded_weights import CodedWeights
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
-from .divided import divided_candidates
+from .divided import divided_candidates, with_most_layers, with_most_tokens
 from .machine import (
     CacheSpeed,
     DeviceSpeed,
@@ -40,7 +40,7 @@ from .plans import (
     recommended,
 )
 from .sizes import parse_bandwidth, parse_bytes, parse_tokens
-from .speed import Division, Way
+from .speed import Division, Way, slowdown_of_both
 
 __all__ = [
     "BITS",
@@ -84,7 +84,10 @@ __all__ = [
     "predict",
     "recommended",
     "save_speeds",
+    "slowdown_of_both",
     "speeds_path",
     "stock_cost",
     "this_machine",
+    "with_most_layers",
+    "with_most_tokens",
 ]

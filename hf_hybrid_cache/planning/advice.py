@@ -82,6 +82,8 @@ def _options(placement: Placement) -> list[str]:
     options = ["offload=True"] if placement.offload else []
     if placement.cpu_layers:
         options.append(f"cpu_decode={sorted(placement.cpu_layers)}")
+    elif placement.adapts:
+        options.append('cpu_decode="auto"')
     elif placement.cpu_decode is not None:
         options.append(f"cpu_decode={placement.cpu_decode}")
     return options

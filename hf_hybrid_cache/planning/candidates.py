@@ -33,20 +33,25 @@ class Candidate:
         way: where it is, and who attends to it.
         weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
         device_tokens: tokens of each layer on the GPU where others are in host memory, at most.
-        cpu_layers: indices of the layers of which the CPU attends to those others.
+        cpu_share: of those others, the share that the CPU attends to; the rest is streamed.
+        resident_layers: that are on the GPU whole, while others are divided so.
     """
 
     cache: str
     way: Way
     weights: int | None = None
     device_tokens: int = 0
-    cpu_layers: tuple[int, ...] = ()
+    cpu_share: float = 0.0
+    resident_layers: int = 0
 
     @property
     def placement(self) -> Placement:
         """As the prompt needs it."""
         if self.way == Way.BOTH:
-            return Placement(offload=True, cpu_decode=self.cpu_layers or False, device_tokens=self.device_tokens)
+            in_part = 0 < self.cpu_share < 1
+            cpu_decode = self.cpu_share if in_part else self.cpu_share == 1
+            tokens, layers = self.device_tokens, self.resident_layers
+            return Placement(True, 1, layers, cpu_decode=cpu_decode, device_tokens=tokens, adapts=in_part)
         streamed = self.way in (Way.STREAMED, Way.CPU_DECODE) or self.cache == "offloaded"
         return Placement(offload=streamed, cpu_decode=True if self.way == Way.CPU_ATTENTION else None)
 
@@ -60,11 +65,7 @@ class Candidate:
         on_cpu = self.way == Way.CPU
         if self.cache == "stock":
             return stock_cost(model, context, on_cpu)
-        placement = self.placement
-        if self.way == Way.BOTH:
-            # Layers take turns in slots as soon as one is streamed.
-            placement = replace(placement, cpu_decode=len(self.cpu_layers) == len(model.shapes))
-        cost = cache_cost(model, placement, self.codec, context, on_cpu)
+        cost = cache_cost(model, self.placement, self.codec, context, on_cpu)
         if self.way == Way.CPU_DECODE:
             later = cache_cost(model, self.placement, self.codec, context, on_cpu=True)
             return replace(cost, decode=later.decode, moved_bytes=later.moved_bytes)
@@ -73,12 +74,13 @@ class Candidate:
     def division(self, model: ModelCost, context: int) -> Division:
         """Of a layer, on average, at the end of the context."""
         on_device = min(self.device_tokens, context)
-        parts = (on_device, None), (context - on_device, self.codec), (context - on_device, None)
-        device, host, middle = (
+        middle = context - on_device
+        parts = (on_device, None), (middle, self.codec), (middle, None), (context, self.codec)
+        device, host, decoded, resident = (
             sum(layer_bytes(shape, codec, tokens) for shape in model.shapes.values()) // len(model.shapes)
             for tokens, codec in parts
         )
-        return Division(device, host, middle, len(self.cpu_layers))
+        return Division(device, host, decoded, self.cpu_share, self.resident_layers, resident)
 
     def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """Bytes at most, at any time, weights and all."""
@@ -109,9 +111,10 @@ class Candidate:
         if self.way == Way.CPU_ATTENTION:
             options.append("cpu_decode=True")
         elif self.way == Way.BOTH:
-            is_all = len(self.cpu_layers) == len(model.shapes)
-            options.append(f"cpu_decode={is_all if is_all or not self.cpu_layers else list(self.cpu_layers)}")
-            options.append(f"device_tokens={self.device_tokens}")
+            cpu_decode = '"auto"' if self.placement.adapts else self.placement.cpu_decode
+            options.append(f"cpu_decode={cpu_decode}")
+            options += [f"device_tokens={self.device_tokens}"] if self.device_tokens else []
+            options += [f"resident_layers={self.resident_layers}"] if self.resident_layers else []
         classes = ["AutoModelForCausalLM"] + ["DynamicCache"] * (self.cache == "stock")
         ours = [] if self.cache == "stock" else [name]
         ours += ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)

@@ -67,7 +67,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
 
     Args:
         model: whose cache it is.
-        placement: of the cache; resident layers are not counted.
+        placement: of the cache.
         codec: of all full-attention layers.
         context: tokens of each sequence.
         on_cpu: the model computes on the CPU; `False` is on a CUDA device.
@@ -75,7 +75,14 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     if not model.has_kernel:
         placement = replace(placement, cpu_decode=False)  # as a cache does once attention asks for the states
     codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
-    stores = LayerStores(placement, InitialCapacity.expecting(None, model.max_context), len(model.shapes), codecs)
+    capacity = InitialCapacity.expecting(None, model.max_context)
+    resident_ordinals = placement.resident_ordinals(len(model.shapes))
+    are_resident = (placement.offload and not placement.attends_on_cpu(0, on_cpu)) or placement.cpu_share is not None
+    resident = Counter(shape for ordinal, shape in enumerate(model.shapes.values()) if ordinal in resident_ordinals)
+    stores, stores_of_resident = (
+        LayerStores(each, capacity, len(model.shapes), codecs)
+        for each in (replace(placement, resident_layers=0), Placement(offload=True, cpu_decode=False))
+    )
     others = model.held_by_others(context)
     kept = Counter({HOST.type if on_cpu else "meta": others})
     # Layers take turns in what they share, so that the largest counts.
@@ -83,8 +90,16 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     for meta_shape, num_layers in Counter(model.shapes.values()).items():
         index = next(index for index, shape in model.shapes.items() if shape == meta_shape)
         shape = meta_shape._replace(device=HOST) if on_cpu else meta_shape
-        layer = LayerCost.of(stores, index, shape, num_layers, model.lengths(context))
-        kept.update({device: num_layers * num_bytes for device, num_bytes in layer.kept.items()})
+        lengths = model.lengths(context)
+        num_resident = resident[meta_shape] if are_resident else 0
+        layer = LayerCost.of(stores, index, shape, num_layers - num_resident, lengths)
+        kept.update({device: (num_layers - num_resident) * num_bytes for device, num_bytes in layer.kept.items()})
+        if num_resident:
+            each = LayerCost.of(stores_of_resident, index, shape, 1, lengths)
+            kept.update({device: num_resident * num_bytes for device, num_bytes in each.kept.items()})
+            kept.update({shape.device.type: num_resident * each.slots})
+            shared_prefill = max(shared_prefill, each.shared_prefill - each.slots)
+            shared_decode = max(shared_decode, each.shared_decode - each.slots)
         stored = layer_bytes(shape, codec, context)
         read += num_layers * stored
         moved += num_layers * (stored + layer.moved)
@@ -115,6 +130,7 @@ class LayerCost(NamedTuple):
         shared_decode: likewise, while tokens are decoded.
         copied: see `CacheCost`.
         moved: bytes of states that a step decodes, which writes and reads them.
+        slots: of `shared_prefill`, the copies of layers that are streamed.
     """
 
     kept: Counter[str]
@@ -122,6 +138,7 @@ class LayerCost(NamedTuple):
     shared_decode: int
     copied: int
     moved: int
+    slots: int
 
     @classmethod
     def of(cls, stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: list[int]) -> "LayerCost":
@@ -130,11 +147,12 @@ class LayerCost(NamedTuple):
         kept: Counter[str] = Counter()
         for device, num_bytes in store.planned_bytes(lengths):
             kept[device.type] += num_bytes
-        attends_on_cpu = stores.attends_on_cpu(index, shape)
-        attends_in_place = attends_on_cpu or stores.attends_in_codes(index, shape)
+        attends_on_cpu = stores.attends_on_cpu(index, 0, shape)
+        attends_in_place = attends_on_cpu or stores.attends_in_codes(index, 0, shape)
         all_states = lengths[-1] * sum(_token_bytes(shape))
         # Attention of a chunk then takes a few thousand tokens at a time out of the blocks, which is little.
-        in_pieces = attends_on_cpu and shape.device == HOST and shape.key_dim == shape.value_dim
+        is_streamed = not attends_on_cpu or stores.cpu_share is not None
+        in_pieces = not is_streamed and shape.device == HOST and shape.key_dim == shape.value_dim
         slots = scratch = of_middle = copied = moved = 0
         entries: KVStore = store
         sizes = lengths
@@ -158,8 +176,8 @@ class LayerCost(NamedTuple):
         if isinstance(entries, StreamedStore):
             slots = entries.staging.planned_bytes(entries.shape, num_layers, sizes)
         is_put_together = not attends_in_place and not isinstance(store, SplitStore)
-        while_decoding = 0 if attends_on_cpu else slots + of_middle + (scratch if is_put_together else 0)
-        return cls(kept, slots + scratch + of_middle, while_decoding, copied, moved)
+        while_decoding = slots + of_middle + (scratch if is_put_together else 0) if is_streamed else 0
+        return cls(kept, slots + scratch, while_decoding, copied, moved, slots)
 
 
 def _token_bytes(shape: KVShape) -> tuple[int, int]:

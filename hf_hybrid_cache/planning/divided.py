@@ -1,6 +1,7 @@
 """How to divide a cache between the GPU and host memory, so that GPU, bus and CPU finish together."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..layers import LEAST_DEVICE_TOKENS
@@ -10,6 +11,7 @@ from .model_cost import ModelCost
 from .speed import Way, seconds_of_division
 
 _GRANULE = 64
+_SHARES = 32
 # Of what the GPU has room for: an allocator needs more than what is allocated.
 USED_SHARE = 15 / 16
 
@@ -28,44 +30,51 @@ def divided_candidates(model: ModelCost, context: int, machine: Machine) -> list
 
 
 def _fastest(model: ModelCost, name: str, speed_name: str, context: int, machine: Machine) -> Candidate | None:
-    """Of no layer the CPU attends to what is in host memory, of one, and so on; spread, so that the bus works too."""
-    layers = sorted(model.shapes)
+    """Of those in which the CPU attends to nothing in host memory, to a 32nd of it, and so on."""
     timed: list[tuple[float, Candidate]] = []
-    for numbers in (range(len(layers)), [len(layers)]):
-        all_on_cpu = numbers[0] == len(layers)
-        device_tokens = _most_device_tokens(model, name, context, machine, all_on_cpu)
-        if not device_tokens:
+    in_part = [number / _SHARES for number in range(_SHARES)]
+    of_codes = [(with_most_layers, Candidate(name, Way.BOTH, None, LEAST_DEVICE_TOKENS), in_part)]
+    for with_most, least, shares in (
+        (with_most_tokens, Candidate(name, Way.BOTH), in_part),
+        # There are no slots while decoding, so that more tokens fit.
+        (with_most_tokens, Candidate(name, Way.BOTH, cpu_share=1.0), [1.0]),
+        # Nothing is put together of parts for the prompt, so that more fits.
+        (with_most_layers, Candidate(name, Way.BOTH), [0.0]),
+        # Whole layers are as large as their tokens, but where they are coded.
+        *(of_codes if of_codes[0][1].codec is not None else []),
+    ):
+        candidate = with_most(model, least, context, machine)
+        if candidate is None:
             continue
-        costs = None
-        for number in numbers:
-            on_cpu = tuple(layers[index * len(layers) // number] for index in range(number))
-            candidate = Candidate(name, Way.BOTH, None, device_tokens, on_cpu)
-            costs = costs or candidate.cost(model, context)
-            division = candidate.division(model, context)
-            seconds = seconds_of_division(model, costs, speed_name, division, machine.speeds)
+        cost, division = candidate.cost(model, context), candidate.division(model, context)
+        for share in shares:
+            each = replace(division, cpu_share=share)
+            seconds = seconds_of_division(model, cost, speed_name, each, machine.speeds)
             if seconds is not None:
-                timed.append((seconds, candidate))
+                timed.append((seconds, replace(candidate, cpu_share=share)))
     return min(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
-def _most_device_tokens(model: ModelCost, name: str, context: int, machine: Machine, all_on_cpu: bool) -> int:
-    """
-    Whole blocks that fit the GPU beside everything else, with some room left; 0 if all do, or too few.
+def with_most_tokens(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Candidate | None:
+    """With as many tokens of each layer on the GPU as it has room for; `None` if that is all, or too few."""
+    sizes = range(LEAST_DEVICE_TOKENS, max(context, LEAST_DEVICE_TOKENS) + _GRANULE, _GRANULE)
+    number = _fitting(model, [replace(candidate, device_tokens=size) for size in sizes], context, machine)
+    return replace(candidate, device_tokens=sizes[number - 1]) if 0 < number < len(sizes) else None
 
-    Where no layer is streamed there are no slots, so that more tokens fit.
-    """
-    candidate = Candidate(name, Way.BOTH, cpu_layers=tuple(model.shapes) if all_on_cpu else ())
 
-    def device_bytes(device_tokens: int) -> int:
-        tried = replace(candidate, device_tokens=device_tokens)
-        return tried.most(model, tried.cost(model, context), context).device
+def with_most_layers(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Candidate | None:
+    """With as many whole layers there, as they are coded; `None` if that is all, or none."""
+    numbers = range(len(model.shapes) + 1)
+    fitting = _fitting(model, [replace(candidate, resident_layers=number) for number in numbers], context, machine)
+    return replace(candidate, resident_layers=fitting - 1) if 1 < fitting < len(numbers) else None
 
-    least = device_bytes(LEAST_DEVICE_TOKENS)
+
+def _fitting(model: ModelCost, candidates: Sequence[Candidate], context: int, machine: Machine) -> int:
+    """How many of the candidates, each of which takes more, fit the GPU beside everything else, with some room left."""
+
+    def device_bytes(candidate: Candidate) -> int:
+        return candidate.most(model, candidate.cost(model, context), context).device
+
+    least = device_bytes(candidates[0])
     room = least + USED_SHARE * (machine.device_bytes - least)
-
-    def is_too_much(device_tokens: int) -> bool:
-        return device_bytes(device_tokens) > room
-
-    sizes = range(LEAST_DEVICE_TOKENS, context + _GRANULE, _GRANULE)
-    number = bisect_right(sizes, False, key=is_too_much)
-    return sizes[number - 1] if 0 < number < len(sizes) else 0
+    return bisect_right(candidates, False, key=lambda candidate: device_bytes(candidate) > room)

@@ -63,19 +63,23 @@ def seconds_per_token(
 @dataclass(frozen=True)
 class Division:
     """
-    A layer's tokens on the GPU and in host memory, and the layers whose tokens in host memory the CPU attends to.
+    A layer's tokens on the GPU and in host memory, and to how many of these the CPU attends.
 
     Attributes:
         device_bytes: of one layer on the GPU.
         host_bytes: of one layer in host memory, as they are kept there.
         middle_bytes: of these tokens as the GPU attends to them.
-        cpu_layers: how many the CPU attends to; those of the other layers are streamed.
+        cpu_share: of the tokens in host memory, those that the CPU attends to; the others are streamed.
+        resident_layers: on the GPU whole, instead.
+        resident_bytes: of such a layer, as it is kept there.
     """
 
     device_bytes: int
     host_bytes: int
     middle_bytes: int
-    cpu_layers: int
+    cpu_share: float
+    resident_layers: int
+    resident_bytes: int
 
 
 def seconds_of_division(
@@ -84,8 +88,8 @@ def seconds_of_division(
     """
     Seconds of one decode step with tokens of each layer in both places; `None` where a speed is not known.
 
-    While the CPU attends to its part of a layer the GPU attends to its own, and the bus brings the next layer that is
-    streamed. So from one of those to the next it takes as long as the bus does, or as what is computed meanwhile.
+    While the CPU attends to its part of a layer the GPU attends to its own, and the bus brings what is streamed of the
+    next layer. CPU and bus read the same memory: together no faster than the faster of them does alone.
 
     Args:
         model: what the model costs.
@@ -94,28 +98,36 @@ def seconds_of_division(
         division: where tokens are.
         speeds: of the machine.
     """
-    host, device, bus = speeds.host, speeds.device, speeds.bus_bytes_per_second
-    attended, streamed = division.cpu_layers, len(model.shapes) - division.cpu_layers
-    is_known = (host is not None or not attended) and (bus is not None or not streamed)
+    host, device, bus, share = speeds.host, speeds.device, speeds.bus_bytes_per_second, division.cpu_share
+    is_known = (host is not None or not share) and (bus is not None or share == 1)
     if not _is_measured_kind(model) or device is None or not is_known:
         return None
-    reading, launching = _reading(model, cost, device), _launching(model, device)
-    # Launches run ahead of the GPU, but not past a layer that waits for the CPU.
-    besides = reading + launching if attended else max(reading, launching)
-    on_both = 0.0
-    if host is not None:
-        on_cpu = _attention(division.host_bytes, cache, host) + speeds.round_trip_seconds
-        on_both = max(on_cpu, _attention(division.device_bytes, "dynamic", device))
-    if bus is None or not streamed:
-        return besides + attended * on_both
+    num_layers = len(model.shapes) - division.resident_layers
+    resident = division.resident_layers * _attention(division.resident_bytes, cache, device)
+    streamed_bytes = division.host_bytes * (1 - share)
+    on_device = division.device_bytes + round(division.middle_bytes * (1 - share))
+    on_gpu = _attention(on_device, "dynamic", device)
     # So few layers stay in the slots that layers take turns in.
-    transfer = division.host_bytes / bus if streamed > Placement().prefetch_layers + 1 else 0.0
-    each = besides / streamed + _attention(division.device_bytes + division.middle_bytes, "dynamic", device)
-    fewer, with_one_more = divmod(attended, streamed)
-    return sum(
-        number * max(transfer, each + between * on_both)
-        for number, between in ((with_one_more, fewer + 1), (streamed - with_one_more, fewer))
-    )
+    has_transfers = bus is not None and num_layers > Placement().prefetch_layers + 1
+    transfer = streamed_bytes / bus if has_transfers and bus is not None else 0.0
+    reading, launching = _reading(model, cost, device), _launching(model, device)
+    if host is None or not share:
+        return max(num_layers * transfer, max(reading, launching) + resident + num_layers * on_gpu)
+    work = _attention(round(division.host_bytes * share), cache, host)
+    slower = slowdown_of_both(work and division.host_bytes * share / work, bus, host) if transfer else 1.0
+    both = slower * min(work, transfer)
+    on_cpu, transfer = both + max(0.0, work - transfer), both + max(0.0, transfer - work)
+    # Launches run ahead of the GPU, but not past a layer that waits for the CPU.
+    computed = reading + launching + resident + num_layers * max(on_cpu + speeds.round_trip_seconds, on_gpu)
+    return max(num_layers * transfer, computed)
+
+
+def slowdown_of_both(cpu_bytes_per_second: float, bus_bytes_per_second: float | None, host: DeviceSpeed) -> float:
+    """By how much CPU and bus are slower while both read host memory, which gives what the fastest reader gets."""
+    if bus_bytes_per_second is None:
+        return 1.0
+    memory = max(cpu_bytes_per_second, bus_bytes_per_second, host.weight_bytes_per_second)
+    return max(1.0, (cpu_bytes_per_second + bus_bytes_per_second) / memory)
 
 
 def seconds_to_first_token(

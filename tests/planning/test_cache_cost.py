@@ -19,6 +19,7 @@ ON_CPU = {
     "dynamic": Placement(),
     "dynamic, torch attends": Placement(cpu_decode=False),
     "streamed": Placement(offload=True, cpu_decode=False),
+    "streamed, one resident": Placement(offload=True, resident_layers=1, cpu_decode=False),
     "streamed, two ahead": Placement(offload=True, prefetch_layers=2, cpu_decode=False),
     "split": Placement(cpu_decode=True, device_tokens=300),
     "split, streamed": Placement(offload=True, cpu_decode=False, device_tokens=500),
@@ -107,6 +108,17 @@ def test_bytes_at_the_end_of_the_prompt_are_those_that_the_cache_reports_then(pl
         for ids in torch.ones(1, 1100, dtype=torch.long).split(CHUNK, dim=1):
             model(ids, past_key_values=cache, logits_to_keep=1)
     assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+def test_where_the_cpu_attends_to_a_share_no_more_is_held_than_is_planned(codec: str | None):
+    """A slot may be smaller, which has held what is in full precision, or is filled with a share only."""
+    model, costs = model_and_cost("llama")
+    made = Placement(offload=True, cpu_decode=0.5, device_tokens=300), CODECS.get(codec or "")
+    cost = cache_cost(costs, *made, 1100, on_cpu=True)
+    cache = HybridCache(model.config, made[0], codec=made[1])
+    fill(model, cache, 1100)
+    assert cost.decode.host / 2 <= cache.memory().host_bytes <= cost.decode.host
 
 
 @pytest.mark.covering(1)
