@@ -186,6 +186,15 @@ def test_a_share_of_the_attention_is_read_also_of_a_saved_document(tmp_path):
 
 
 @needs_smollm2
+@pytest.mark.parametrize("cpu_decode", ["auto", "0.3", "no"])
+def test_attention_on_the_cpu_to_a_share_gives_the_same_answer(cpu_decode: str):
+    options = [*SHORT, "--context", "400", "--question", "Which statement is this about?"]
+    result = invoke(*options, "--cache", "offloaded", "--cpu-decode", cpu_decode)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == invoke(*options).stdout
+
+
+@needs_smollm2
 def test_a_saved_document_is_refused_where_another_is_asked_about(long_text, tmp_path):
     path = tmp_path / "document.kv"
     (tmp_path / "short.txt").write_text("A short text.")
@@ -318,6 +327,14 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
         (["--weights", "2"], "--weights must be 8 or 4, got 2. Leave it out for the weights as they are."),
         (["--mass", "1.5"], "--mass must be a number above 0 and at most 1, a share of the attention, got 1.5."),
+        (
+            ["--cpu-decode", "maybe", "--cache", "offloaded"],
+            "--cpu-decode must be yes, no, auto or a share such as 0.6",
+        ),
+        (["--cpu-decode", "1.5", "--cache", "offloaded"], "cpu_decode=1.5 is not a share between 0 and 1"),
+        (["--cpu-decode", "auto", "--cache", "dynamic"], "--cpu-decode auto is for --cache offloaded"),
+        (["--cpu-decode", "yes", "--cache", "stock"], "--cache stock is transformers' own: drop --cpu-decode"),
+        (["--cpu-decode", "yes", "--compare"], "--compare is of caches as they are: drop --cpu-decode"),
         (["--mass", "0.9", "--compare"], "--compare is of caches that read all: drop --mass"),
         (["--mass", "0.9", "--cache", "stock"], "--cache stock is transformers' own, which reads all: drop --mass"),
         (["--save-cache", "a", "--load-cache", "b"], "--save-cache and --load-cache do not go together"),

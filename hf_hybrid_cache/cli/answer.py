@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -54,6 +54,7 @@ def answer(
     prefetch_layers: int | None,
     resident_layers: int | None,
     device_tokens: int | None,
+    cpu_decode: str | None,
     bits: int | None,
     mass: float | None,
     weights: int | None,
@@ -76,6 +77,7 @@ def answer(
             "prefetch_layers": prefetch_layers,
             "resident_layers": resident_layers,
             "device_tokens": device_tokens,
+            "cpu_decode": None if cpu_decode is None else _cpu_decode_of(cpu_decode, name, compare),
         }
         given: dict[str, Any] = {field: value for field, value in of_caches.items() if value is not None}
         _check_cache_options(given, name, cache, compare, load_cache)
@@ -293,6 +295,23 @@ def _check_files(
         require_place(save_cache)
 
 
+def _cpu_decode_of(text: str, name: str, compare: bool) -> bool | float | Literal["auto"]:
+    """What `--cpu-decode` says, if the cache takes it."""
+    if compare or name == "stock":
+        which = "--compare is of caches as they are" if compare else "--cache stock is transformers' own"
+        raise UsageError(f"{which}: drop --cpu-decode.")
+    if text in ("yes", "no"):
+        return text == "yes"
+    if name != "offloaded":
+        raise UsageError(f"--cpu-decode {text} is for --cache offloaded, and the cache is {name}: use yes or no.")
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--cpu-decode must be yes, no, auto or a share such as 0.6, got {text!r}.") from None
+
+
 def _check_cache_options(
     given: Collection[str], name: str, cache: str | None, compare: bool, load_cache: Path | None
 ) -> None:
@@ -305,5 +324,5 @@ def _check_cache_options(
         option, kind = f"--{field.replace('_', '-')}", "quantized" if field == "bits" else "offloaded"
         if load_cache:
             raise UsageError(f"--load-cache gives the cache that was saved: drop {option}.")
-        if name != kind:
+        if name != kind and field != "cpu_decode":
             raise UsageError(f"{option} is for --cache {kind}, and the cache is {name}: drop one of them.")

@@ -60,6 +60,14 @@ def generate(
         int | None,
         typer.Option(min=0, help="offloaded: first and last tokens of each layer on the device, at most. Default: 0."),
     ] = None,
+    cpu_decode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="yes|no|auto|SHARE",
+            help="Attend on the CPU to what is in host memory: to all, none, a share such as 0.6, while the rest is "
+            "streamed, or the share that turns out to be best (offloaded). Default: yes for a model on the CPU.",
+        ),
+    ] = None,
     bits: Bits = None,
     mass: Annotated[
         float | None,

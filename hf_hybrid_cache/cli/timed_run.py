@@ -4,7 +4,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
@@ -28,23 +28,32 @@ class CacheOptions:
     prefetch_layers: int = 1
     resident_layers: int = 0
     device_tokens: int = 0
+    cpu_decode: bool | float | Literal["auto"] | None = None
     bits: int = 4
     group: "ProcessGroup | None" = None
     selection: Selection | None = None
 
+    @property
+    def of_layers(self) -> bool | None:
+        """`cpu_decode` of a cache that is in one place."""
+        return self.cpu_decode if isinstance(self.cpu_decode, bool) else None
+
 
 CACHES: dict[str, Callable[[PreTrainedConfig, CacheOptions], Cache]] = {
     "stock": lambda config, options: DynamicCache(config=config),
-    "dynamic": lambda config, options: DynamicHybridCache(config, group=options.group, selection=options.selection),
+    "dynamic": lambda config, options: DynamicHybridCache(
+        config, cpu_decode=options.of_layers, group=options.group, selection=options.selection
+    ),
     "offloaded": lambda config, options: OffloadedHybridCache(
         config,
         options.prefetch_layers,
         options.resident_layers,
+        cpu_decode=options.cpu_decode,
         device_tokens=options.device_tokens,
         selection=options.selection,
     ),
     "quantized": lambda config, options: QuantizedHybridCache(
-        config, options.bits, group=options.group, selection=options.selection
+        config, options.bits, cpu_decode=options.of_layers, group=options.group, selection=options.selection
     ),
 }
 
