@@ -305,7 +305,7 @@ def measure(machine: PublishedMachine, name: str, context: int, batch: int, cach
                 "fixed_seconds": seconds_of(model, begun, cache, actual),
                 "moved_seconds": after,
                 "best_share_seconds": fastest,
-                "shares": [at_first, *(decision.cpu_share for decision in stats.decisions)],
+                "shares": [at_first, *(decision.value for decision in stats.decisions)],
             }
     return {
         "machine": machine.name,

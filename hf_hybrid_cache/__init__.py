@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from .layers import DeviceMemoryError, IncompleteCacheError, Placement, Selection
     from .processes import LostProcessError, OutOfStepError
     from .saving import CacheFileError, saved_token_ids
-    from .storage import CacheStats, HostMemoryError, KVCodec
+    from .storage import CacheStats, Decision, HostMemoryError, KVCodec
     from .weights import WeightsReport, quantize_weights, weights_in_bits
 
 __all__ = [
     "CacheFileError",
     "CacheStats",
+    "Decision",
     "DecodeOnCPU",
     "DeviceMemoryError",
     "DynamicHybridCache",
@@ -75,7 +76,7 @@ __getattr__ = lazy_names(
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement", "Selection"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "saving": ("CacheFileError", "saved_token_ids"),
-        "storage": ("CacheStats", "HostMemoryError", "KVCodec"),
+        "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
         "weights": ("WeightsReport", "quantize_weights", "weights_in_bits"),
     },
 )

@@ -27,7 +27,7 @@ from ..layers import (
     require_count,
     tensors_of,
 )
-from ..planning import advice, choose, parse_bytes
+from ..planning import Way, advice, choose, parse_bytes
 from ..processes import Peers
 from ..saving import CacheFile, CacheFileError, save_layers, traits_of
 from ..storage import (
@@ -206,7 +206,12 @@ class HybridCache(DynamicCache):
             None if memory is None else parse_bytes(memory) for memory in (gpu_memory, host_memory)
         )
         candidate = choose(config, context, device_bytes, host_bytes, batch_size, prefill_chunk_size)
-        return HybridCache(config, candidate.placement, codec=candidate.codec)
+        cache = HybridCache(config, candidate.placement, codec=candidate.codec)
+        if candidate.way == Way.BOTH:
+            reason = f"the fastest of its quality with {context:,} tokens, by the speeds of this machine"
+            cache.stats.note_decision(0, "device_tokens", candidate.device_tokens, reason)
+            cache.stats.note_decision(0, "cpu_decode", candidate.cpu_share, reason)
+        return cache
 
     @outside_of_graphs
     def update(

@@ -200,8 +200,8 @@ class LayerStores:
         assert isinstance(host, HostStore | CodedStore)
         gives_way = self.placement.on_oom == "evict"
         cpu_share = self.cpu_share if on_cpu else None
-        scratch = self._scratch_of(shape)
-        return SplitStore(shape, device, host, first_tokens, device_tokens, scratch, gives_way, cpu_share)
+        shared = self._scratch_of(shape), self.stats
+        return SplitStore(shape, device, host, first_tokens, device_tokens, *shared, gives_way, cpu_share)
 
     def _is_split(self, ordinal: int, on_cpu: bool) -> bool:
         """Whether both ends of a layer are on the device, and the middle in host memory."""

@@ -2,7 +2,7 @@
 
 import copy
 
-from .stats import CacheStats, Decision
+from .stats import CacheStats
 
 # Layers are watched after a move: at first those whose tokens were on their way already, which do not count.
 _NOT_COUNTED, _COUNTED = 64, 128
@@ -100,4 +100,4 @@ class CpuShare:
 
     def _move_to(self, share: float, num_tokens: int, reason: str) -> None:
         self._share = share
-        self._stats.decisions.append(Decision(num_tokens, share, reason))
+        self._stats.note_decision(num_tokens, "cpu_decode", share, reason)

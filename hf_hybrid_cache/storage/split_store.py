@@ -16,6 +16,7 @@ from .kv_store import KVShape, Pair
 from .local_store import LocalStore, Staged, WholePart
 from .resident_store import ResidentStore
 from .scratch import Scratch
+from .stats import CacheStats
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
 
@@ -47,6 +48,7 @@ class SplitStore(LocalStore):
         first_tokens: that never leave the device.
         device_tokens: on the device at most; at least a block more than `first_tokens`.
         scratch: where all states are put together.
+        stats: told where fewer tokens are on the device than there should be.
         gives_way: let fewer tokens be on the device where it has no memory for more, instead of raising that.
         cpu_share: of what is in host memory, if the CPU attends to a part of it, and the others are streamed.
 
@@ -63,6 +65,7 @@ class SplitStore(LocalStore):
         first_tokens: int,
         device_tokens: int,
         scratch: Scratch,
+        stats: CacheStats,
         gives_way: bool = True,
         cpu_share: CpuShare | None = None,
     ):
@@ -71,6 +74,7 @@ class SplitStore(LocalStore):
         self.device, self.host = device, host
         self._first_tokens, self._device_tokens = first_tokens, device_tokens
         self._scratch = scratch
+        self._stats = stats
         self._gives_way = gives_way
         self.cpu_share = cpu_share
         self.is_staged = False
@@ -80,7 +84,7 @@ class SplitStore(LocalStore):
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.device, twin.host = copy.deepcopy(self.device, memo), copy.deepcopy(self.host, memo)
-        twin._scratch = copy.deepcopy(self._scratch, memo)
+        twin._scratch, twin._stats = copy.deepcopy((self._scratch, self._stats), memo)
         twin.cpu_share = copy.deepcopy(self.cpu_share, memo)
         return twin
 
@@ -325,6 +329,8 @@ class SplitStore(LocalStore):
                     stacklevel=2,
                 )
                 self._device_tokens = fewer
+                reason = "the device has no memory for more"
+                self._stats.note_decision(self.num_tokens, "device_tokens", fewer, reason)
 
     def _put_together(self, states: Pair, middle: Pair | None = None) -> Pair:
         """All states, written into those that were lent; what is in host memory is read, or is `middle`."""

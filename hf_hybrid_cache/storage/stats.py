@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 class Decision(NamedTuple):
     """
-    Where a cache put tokens from some moment on, while it was used.
+    Where tokens are from some moment on, as the cache has decided.
 
     Attributes:
         num_tokens: of each sequence at that moment.
-        cpu_share: of the tokens in host memory, the share that the CPU attends to; the others are streamed.
-        reason: what was seen.
+        option: which argument of the cache would have said so: `cpu_decode` or `device_tokens`.
+        value: its value.
+        reason: why.
     """
 
     num_tokens: int
-    cpu_share: float
+    option: str
+    value: float
     reason: str
 
 
@@ -57,6 +59,12 @@ class CacheStats:
         """Count one call of attention with a selection."""
         self.tokens_read[layer_idx] += read
         self.tokens_held[layer_idx] += held
+
+    def note_decision(self, num_tokens: int, option: str, value: float, reason: str) -> None:
+        """Add to `decisions`, unless the layer before has decided the same."""
+        decision = Decision(num_tokens, option, value, reason)
+        if decision not in self.decisions[-1:]:
+            self.decisions.append(decision)
 
     def clear(self) -> None:
         unused = CacheStats()

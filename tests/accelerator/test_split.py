@@ -97,7 +97,7 @@ def test_whichever_ends_last_gets_fewer_tokens(last: str, direction: int, reques
     expected = decode(model, ids, DynamicCache(config=model.config))
     request.getfixturevalue(f"with_{last}_last")
     assert torch.equal(decode(model, ids, cache), expected)
-    shares = [0.5, *(decision.cpu_share for decision in cache.stats.decisions)]
+    shares = [0.5, *(decision.value for decision in cache.stats.decisions)]
     assert len(shares) > 2
     assert shares == sorted(shares)[::direction]
 

@@ -173,6 +173,8 @@ def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(
     cache = HybridCache.for_budget(config, context, machine.device_bytes, "1GiB")
     placement = cache._stores.placement
     assert placement.device_tokens >= 128
+    decided = [(decision.num_tokens, decision.option, decision.value) for decision in cache.stats.decisions]
+    assert decided == [(0, "device_tokens", placement.device_tokens), (0, "cpu_decode", float(placement.cpu_decode))]
     best = recommended(make_plans(cost, context, machine))
     assert (best.way, best.cache) == (Way.BOTH, "offloaded")
     line = next(line for line in best.code.splitlines() if line.startswith("cache = "))

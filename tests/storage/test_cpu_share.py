@@ -61,8 +61,8 @@ def test_at_rest_it_stays_until_the_context_is_a_quarter_longer():
 def test_each_move_says_when_where_to_and_why():
     share, stats = watched(0.3, layers=300)
     (decision,) = stats.decisions
-    assert decision == (TOKENS, 0.25, "the CPU was the last to end in 128 of 128 layers")
-    assert share.share == decision.cpu_share
+    assert decision == (TOKENS, "cpu_decode", 0.25, "the CPU was the last to end in 128 of 128 layers")
+    assert share.share == decision.value
 
 
 def test_a_share_that_does_not_adapt_stays():
@@ -78,7 +78,7 @@ def test_without_memory_for_what_is_streamed_the_cpu_attends_to_all_until_the_ca
     for _ in range(1000):
         share.note(True, 10 * TOKENS)
     assert share.share == 1
-    assert stats.decisions[-1] == (TOKENS, 1, "the device has no memory for tokens that are streamed")
+    assert stats.decisions[-1] == (TOKENS, "cpu_decode", 1, "the device has no memory for tokens that are streamed")
     share.reset()
     assert share.share == 0.5
 

@@ -128,7 +128,7 @@ def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_
             model.generate(ids, **options | {"max_new_tokens": 9}),
         )
     (decision,) = cache.stats.decisions
-    assert decision == (700, 1.0, "the device has no memory for tokens that are streamed")
+    assert decision == (700, "cpu_decode", 1.0, "the device has no memory for tokens that are streamed")
     assert not any(staging.slots for staging in cache._stores.stagings.values())
 
 
@@ -181,6 +181,8 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
         extend_all()
     assert 128 <= store.device.num_tokens <= 320
     assert store.is_intact
+    decision = store._stats.decisions[-1]
+    assert (decision.option, decision.value) == ("device_tokens", store._device_tokens)
     for ours, expected in zip(store.read(), (keys, values), strict=True):
         assert torch.equal(ours, expected)
 
