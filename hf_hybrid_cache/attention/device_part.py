@@ -1,5 +1,7 @@
 """Tokens whose keys and values are tensors on the device that attends: resident there, or streamed to it."""
 
+from collections.abc import Callable
+
 import torch
 
 from ..storage.kv_store import Pair
@@ -17,17 +19,18 @@ class DevicePart(AttentionPart):
     Args:
         queries: that attend.
         mask: see `AttentionPart`.
-        states: keys and values, `[batch, num_kv_heads, tokens, head_dim]`, at least one token.
+        read: gives keys and values, `[batch, num_kv_heads, tokens, head_dim]`, at least one token; asked when all other
+            parts have begun, because computation may wait for the bus from then on.
     """
 
-    def __init__(self, queries: Queries, mask: torch.Tensor | None, states: Pair):
+    def __init__(self, queries: Queries, mask: torch.Tensor | None, read: Callable[[], Pair]):
         super().__init__(queries, mask)
-        self._states = states
+        self._read = read
 
     def found(self) -> Found:
         query = self._queries.states
         batch, heads, length, key_dim = query.shape
-        keys, values = self._states
+        keys, values = self._read()
         rows = query.reshape(batch, keys.shape[1], self._queries.group * length, key_dim)
         mask = None if self._mask is None else rows_of_mask(self._mask, query.shape, self._queries.group)
         out, log_sums = attend_by_torch(rows, keys, values, mask, self._queries.scale)

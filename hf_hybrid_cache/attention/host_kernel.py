@@ -81,7 +81,7 @@ class HostKernel:
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
         visible, bias = mask
-        store.wait_for_copies()
+        store.wait_until_stored()
         workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
         assert isinstance(store, HostStore | CodedStore)
         num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]

@@ -108,7 +108,7 @@ class StoredAttention:
             of_middle = mask[..., first:last]
         parts: list[AttentionPart] = []
         if store.device.num_tokens:
-            parts.append(DevicePart(queries, of_ends, store.device.read()))
+            parts.append(DevicePart(queries, of_ends, store.device.read))
         if not on_host:
             return parts
         if not store.is_staged:
@@ -123,10 +123,10 @@ class StoredAttention:
                 on_end=store.note_ended,
             )
             return [*parts, host]
-        start, end, states = store.staged()
+        start, end = store.staged_range()
         if start < end:
             of_staged = None if of_middle is None else of_middle[..., start:end]
-            parts.append(DevicePart(queries, of_staged, states))
+            parts.append(DevicePart(queries, of_staged, store.read_staged))
         if end - start < on_host:
             of_others = None
             if of_middle is not None:

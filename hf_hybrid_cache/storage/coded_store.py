@@ -11,7 +11,7 @@ from .codec import Codec, CodecChoice, KVCodec
 from .growth import GRANULE
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair, ranges
-from .local_store import LocalStore, Staged, WholePart
+from .local_store import LocalStore, WholePart
 from .scratch import Scratch
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
@@ -23,7 +23,7 @@ _CODED_AT_ONCE = 64 * GRANULE
 _SAMPLED_BLOCKS = 16
 
 Added = TypeVar("Added")
-_AddRecords = Callable[[torch.Tensor, torch.Tensor], Pair | None]
+_AddRecords = Callable[[torch.Tensor, torch.Tensor], object]
 # Of keys, or of values: `(batch, num_kv_heads, head_dim)`, and their type.
 _Form = tuple[tuple[int, int, int], torch.dtype]
 
@@ -158,23 +158,30 @@ class CodedStore(LocalStore):
         self._extend(keys, values, self.records.extend)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states like `append`, for attention to `parts`: all are on the compute device, as they are kept."""
-        self._extend(keys, values, self.records.append)
+        """Store new states like `append`, for attention to `parts`, or to what `read_staged` gives, on the device."""
+        self._extend(keys, values, self._stage_records)
 
-    def stage_records(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states for attention to the last records on the compute device, and to all else on the host."""
-        assert isinstance(self.records, StreamedStore)
-        self._extend(keys, values, self.records.stage)
+    def _stage_records(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if isinstance(self.records, StreamedStore):
+            self.records.stage(keys, values)
+        else:
+            self.records.append(keys, values)
 
-    def staged(self) -> Staged:
-        """The tokens of these records, as the codes have them."""
+    def staged_range(self) -> tuple[int, int]:
+        """Of all tokens, the first one of the records that are streamed, and the one after the last."""
         self.take_held()
         assert isinstance(self.records, StreamedStore)
-        start, end, records = self.records.staged()
-        states = self._scratch.lend_states(self.shape, (end - start) * GRANULE)
-        for codec, coded, target in zip(self._codecs, records, states, strict=True):
+        start, end = self.records.staged_range()
+        return self.sink_tokens + start * GRANULE, self.sink_tokens + end * GRANULE
+
+    def read_staged(self) -> Pair:
+        """These tokens, as the codes have them, on the compute device."""
+        start, end = self.staged_range()
+        assert isinstance(self.records, StreamedStore)
+        states = self._scratch.lend_states(self.shape, end - start)
+        for codec, coded, target in zip(self._codecs, self.records.read_staged(), states, strict=True):
             codec.decode(coded, target)
-        return Staged(self.sink_tokens + start * GRANULE, self.sink_tokens + end * GRANULE, states)
+        return states
 
     def parts(self) -> tuple[Pair, Pair]:
         """What is in full precision, and the records, on the compute device."""
@@ -263,6 +270,11 @@ class CodedStore(LocalStore):
         self.take_held()
         self.full.wait_for_copies()
         self.records.wait_for_copies()
+
+    def wait_until_stored(self) -> None:
+        self.take_held()
+        self.full.wait_until_stored()
+        self.records.wait_until_stored()
 
     def close(self) -> None:
         super().close()

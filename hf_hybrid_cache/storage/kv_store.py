@@ -157,6 +157,10 @@ class KVStore(ABC):
     def wait_for_copies(self) -> None:  # noqa: B027
         """Let the calling thread wait until no copy reads or writes the truth, and all of it is there."""
 
+    def wait_until_stored(self) -> None:
+        """Let the calling thread wait until all of the truth is there; others may still read it."""
+        self.wait_for_copies()
+
     def close(self) -> None:
         """Give back what is shared with other layers. The store must not be used afterwards."""
         self.version += 1

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from .kv_store import KVStore, Pair
+from .kv_store import KVStore
 
 if TYPE_CHECKING:
     from .buffered_store import BufferedStore
@@ -30,21 +30,6 @@ class WholePart(NamedTuple):
     def own(cls, store: "BufferedStore") -> "WholePart":
         """What `store` holds."""
         return cls(store.num_tokens, store, True, lambda: store)
-
-
-class Staged(NamedTuple):
-    """
-    What of the tokens of a store in host memory is used on the device.
-
-    Attributes:
-        start: the first.
-        end: after the last.
-        states: theirs, on the device.
-    """
-
-    start: int
-    end: int
-    states: Pair
 
 
 class LocalStore(KVStore):

@@ -13,7 +13,7 @@ from .growth import GRANULE
 from .host_store import HostStore
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair
-from .local_store import LocalStore, Staged, WholePart
+from .local_store import LocalStore, WholePart
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .stats import CacheStats
@@ -143,26 +143,40 @@ class SplitStore(LocalStore):
         self._add(keys, values, self.host.extend, in_any_case=was_staged)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """
-        Store new states, for attention to `staged` on the device: it is on its way there.
-
-        That is all that is in host memory, but for the share of the CPU.
-        """
+        """Store new states; what is in host memory, but for the share of the CPU, is on its way to the device then."""
         self._scratch.release()
-        self.is_staged = True
-        self._add(keys, values, self.host.append if self.cpu_share is None else self._stage_on_host, in_any_case=True)
-
-    def staged(self) -> Staged:
-        """What is in host memory and is used on the device now."""
-        if self.cpu_share is None:
-            return Staged(0, self.host.num_tokens, self.host.read())
-        entries = self.host.records if isinstance(self.host, CodedStore) else self.host
         assert isinstance(self.host, StreamedStore | CodedStore)
+        # Memory that may be refused is taken before anything changes, and is there when it is asked for again.
+        room = self._room_for_staged(keys.shape[2])
+        self.is_staged = True
+        self._add(keys, values, self.host.stage, in_any_case=True)
+        del room
+
+    def staged_range(self) -> tuple[int, int]:
+        """Of the tokens in host memory, the first that is used on the device now, and the one after the last."""
+        if self.cpu_share is None:
+            return 0, self.host.num_tokens
+        assert isinstance(self.host, StreamedStore | CodedStore)
+        return self.host.staged_range()
+
+    def read_staged(self) -> Pair:
+        """These tokens, on the device; once for each `stage`, because the next time is prepared from then on."""
+        if self.cpu_share is None:
+            return self.host.read()
+        assert isinstance(self.host, StreamedStore | CodedStore)
+        states = self.host.read_staged()
+        entries = self.host.records if isinstance(self.host, CodedStore) else self.host
         assert isinstance(entries, StreamedStore)
-        staged = self.host.staged()
-        # For the next time, which is being prepared from now on.
         entries.stream_from(self.cpu_share.blocks(entries.num_blocks))
-        return staged
+        return states
+
+    def _room_for_staged(self, new_tokens: int) -> Pair | None:
+        """Where codes that are streamed will be put together."""
+        if not isinstance(self.host, CodedStore) or self.host.held_bytes:
+            return None
+        start, end = self.staged_range()
+        more = self._leaving(self.device.num_tokens + new_tokens)
+        return self._scratch.lend_states(self.shape, end - start + more)
 
     @property
     def is_shared_out(self) -> bool:
@@ -173,13 +187,6 @@ class SplitStore(LocalStore):
         """Note whether the CPU was the last to end, when it attended to a part of what is in host memory."""
         if self.cpu_share is not None:
             self.cpu_share.note(cpu_was_last, self.num_tokens)
-
-    def _stage_on_host(self, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
-        if isinstance(self.host, CodedStore):
-            self.host.stage_records(keys, values)
-            return None
-        assert isinstance(self.host, StreamedStore)
-        return self.host.stage(keys, values)
 
     def read(self) -> Pair:
         if not self.host.num_tokens:

@@ -33,8 +33,12 @@ class HostCopies:
 
     def wait(self) -> None:
         """Let the calling thread wait for all of them."""
-        self._streams.wait(self.saved)
+        self.wait_for_saved()
         self._streams.wait(self.fetched)
+
+    def wait_for_saved(self) -> None:
+        """Let it wait for those that write."""
+        self._streams.wait(self.saved)
 
 
 class StagedStore(Protocol):
@@ -207,14 +211,19 @@ class Staging:
         elif store.num_tokens > 0 and not store.resident:
             self.stats.prefetch_hits += 1
 
-    def open(self, store: StagedStore, num_tokens: int) -> Slot:
-        """A slot in which computation finds the past tokens of `store`, with room up to token `num_tokens`."""
+    def open(self, store: StagedStore, num_tokens: int, waits: bool = True) -> Slot:
+        """
+        A slot in which computation finds the past tokens of `store`, with room up to token `num_tokens`.
+
+        Without `waits` it may not find them there yet, and the slot is to be opened again before they are used.
+        """
         slot = self._slot_of(store)
         if slot is None or not slot.holds_past_of(store):
             fetch = self._fetch if store.num_tokens > 0 else self._claim
             slot = fetch(store, current=store)
         slot.ensure_capacity(store.shape, num_tokens, keep=store.num_tokens)
-        self.streams.compute_after(slot.arrived)
+        if waits:
+            self.streams.compute_after(slot.arrived)
         return slot
 
     def save(self, store: StagedStore, slot: Slot, start: int, end: int) -> None:

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -10,9 +11,10 @@ from .growth import InitialCapacity
 from .host_memory import HostBudget
 from .host_store import HostStore
 from .kv_store import KVShape, Pair
-from .local_store import Staged
 from .page_lock import can_page_lock
 from .staging import HostCopies, Staging
+
+Used = TypeVar("Used")
 
 
 class StreamedStore(HostStore):
@@ -73,13 +75,14 @@ class StreamedStore(HostStore):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         self.streamed_from = 0
-        return self.stage(keys, values)
+        self.stage(keys, values)
+        return self.read_staged()
 
-    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new states; returns those from `streamed_from` on."""
-        return self._retried_with_less_on_device(lambda: self._append(keys, values))
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states, and let those from `streamed_from` on be on their way to the device, for `read_staged`."""
+        self._retried_with_less_on_device(lambda: self._stage(keys, values))
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+    def _stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         if self._arriving or end > min(self.keys.capacity, self.values.capacity):
             # Growing copies host memory on this thread, so the newest tokens must have arrived there.
@@ -87,14 +90,13 @@ class StreamedStore(HostStore):
         self.is_streamed = True
         self.reserve(end)
         self.staging.count_use(self)
-        slot = self.staging.open(self, end)
+        slot = self.staging.open(self, end, waits=end > start)
         if end > start:  # records come once in 64 steps
             slot.write(start, keys, values)
             self.staging.save(self, slot, start, end)
         slot.num_tokens = end
         self._set_length(end)
         self.staging.prefetch_after(self)
-        return slot.lend(self.streamed_from, end)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.wait_for_copies()
@@ -112,7 +114,7 @@ class StreamedStore(HostStore):
 
     def read(self) -> Pair:
         self.streamed_from = 0
-        return self.staged().states
+        return self.read_staged()
 
     @property
     def num_blocks(self) -> int:
@@ -123,13 +125,16 @@ class StreamedStore(HostStore):
         """Let the next use on the device need what is stored from `block` on, one of the whole ones or after them."""
         self.streamed_from = block * self.keys.row_entries
 
-    def staged(self) -> Staged:
-        """What `streamed_from` says, brought to the compute device if it is not there."""
+    def staged_range(self) -> tuple[int, int]:
+        """The first token that is streamed, and the one after the last."""
+        return self.streamed_from, self.num_tokens
+
+    def read_staged(self) -> Pair:
+        """These tokens, brought to the compute device if they are not there."""
         if self._arriving:
             self.wait_for_copies()
-        start, end = self.streamed_from, self.num_tokens
-        states = self._retried_with_less_on_device(lambda: self.staging.open(self, end).lend(start, end))
-        return Staged(start, end, states)
+        start, end = self.staged_range()
+        return self._retried_with_less_on_device(lambda: self.staging.open(self, end).lend(start, end))
 
     def truncate(self, num_tokens: int) -> None:
         super().truncate(num_tokens)
@@ -151,11 +156,17 @@ class StreamedStore(HostStore):
             self.values.write(start, values)
         self._arriving = []
 
+    def wait_until_stored(self) -> None:
+        if self._arriving:
+            self.wait_for_copies()
+        else:
+            self.copies.wait_for_saved()
+
     def close(self) -> None:
         super().close()
         self.staging.release(self)
 
-    def _retried_with_less_on_device(self, use: Callable[[], Pair]) -> Pair:
+    def _retried_with_less_on_device(self, use: Callable[[], Used]) -> Used:
         """The result of `use`, tried again with other layers' device copies given up if the device has no capacity."""
         held = self.num_tokens
         try:

@@ -15,10 +15,14 @@ from hf_hybrid_cache import (
     Selection,
     minmax,
 )
+from hf_hybrid_cache.attention.host_kernel import HostKernel, TorchWorkspace
+from hf_hybrid_cache.attention.host_part import HostPart
+from hf_hybrid_cache.attention.part import Queries
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.storage import ResidentStore, SplitStore, Staging, host_memory
+from hf_hybrid_cache.storage import LocalStore, ResidentStore, Scratch, SplitStore, Staging, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
+from lazy_streams import Job, LazyStreams
 from test_stateful import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, with_lazy_streams
 from tiny_models import llama, random_prompt, tiny_model
 
@@ -29,6 +33,15 @@ def states(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, 2, num_tokens, 16, generator=generator) for _ in range(2))
     return keys, values
+
+
+def step_through(cache: HybridCache, num_tokens: int) -> None:
+    """A step of a model with that many tokens, each layer of which attends with one query."""
+    for index in range(NUM_LAYERS):
+        new = (torch.randn(1, NUM_KV_HEADS, num_tokens, HEAD_DIM) for _ in range(2))
+        keys, values = cache.update(*new, index)
+        query = torch.ones(1, 2 * NUM_KV_HEADS, 1, HEAD_DIM)
+        torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
 
 def store_of(placement: Placement, bits: int | None = None) -> SplitStore:
@@ -111,22 +124,76 @@ def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, bits: int 
     assert cache.stats.bytes_to_device - before == len(indices) * row_bytes * (blocks - int(share * blocks))
 
 
-def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_it(monkeypatch: pytest.MonkeyPatch):
-    model = tiny_model("llama")
-    ids = random_prompt(2, 700)
-    cache = OffloadedHybridCache(model.config, cpu_decode=0.5)
-    options = {"max_new_tokens": 8, "do_sample": False}
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, monkeypatch: pytest.MonkeyPatch):
+    codec = None if bits is None else minmax(bits, sink_tokens=0, rotate=True)
+    cache = with_lazy_streams(1, 0, cpu_decode=0.5, device_tokens=128, codec=codec)
+    under_way, attend = [], HostKernel.attend
 
-    def refusing(staging: Staging, *arguments: object) -> None:
+    def noted(kernel: HostKernel, queries: Queries, store: LocalStore, *arguments: object) -> TorchWorkspace:
+        fetched = (store if bits is None else store.records).copies.fetched
+        workspace = attend(kernel, queries, store, *arguments)
+        under_way.append(fetched.copy is not None)
+        return workspace
+
+    def late(streams: LazyStreams, event: Job | None) -> None:
+        """As an accelerator, which computes later than it is told to."""
+
+    step_through(cache, 1000)
+    step_through(cache, 1)
+    monkeypatch.setattr(HostKernel, "attend", noted)
+    monkeypatch.setattr(LazyStreams, "compute_after", late)
+    step_through(cache, 1)
+    assert under_way == [True] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_cpu_has_begun_before_the_device_waits_for_the_bus(bits: int | None, monkeypatch: pytest.MonkeyPatch):
+    codec = None if bits is None else minmax(bits, sink_tokens=0, rotate=True)
+    cache = with_lazy_streams(1, 0, cpu_decode=0.5, device_tokens=128, codec=codec)
+    seen, begin, wait = [], HostPart.begin, LazyStreams.compute_after
+
+    def beginning(part: HostPart) -> None:
+        seen.append("begin")
+        begin(part)
+
+    def waiting(streams: LazyStreams, event: Job | None) -> None:
+        if event is not None and event.copy is not None:
+            seen.append("wait")
+        wait(streams, event)
+
+    step_through(cache, 1000)
+    for _ in range(2):
+        step_through(cache, 1)
+    monkeypatch.setattr(HostPart, "begin", beginning)
+    monkeypatch.setattr(LazyStreams, "compute_after", waiting)
+    step_through(cache, 1)
+    assert seen == ["begin", "wait"] * NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("bits", "refused"), [(None, (Staging, "open")), (8, (Staging, "open")), (8, (Scratch, "lend"))]
+)
+def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_it(
+    bits: int | None, refused: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+):
+    model, codec = tiny_model("llama"), None if bits is None else minmax(bits, rotate=True)
+    ids = random_prompt(2, 700)
+    whole, cache = (
+        HybridCache(model.config, Placement(cpu_decode=share, device_tokens=128), codec=codec) for share in (True, 0.5)
+    )
+
+    def refusing(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with monkeypatch.context() as patch, torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
-        patch.setattr(Staging, "open", refusing)
-        assert torch.equal(
-            model.generate(torch.cat([ids, logits[:, -1:].argmax(dim=-1)], dim=1), past_key_values=cache, **options),
-            model.generate(ids, **options | {"max_new_tokens": 9}),
-        )
+    with torch.no_grad(), monkeypatch.context() as patch:
+        expected, _ = (model(ids, past_key_values=each).logits for each in (whole, cache))
+        token = expected[:, -1:].argmax(dim=-1)
+        patch.setattr(*refused, refusing)
+        for _ in range(8):
+            theirs, ours = (model(token, past_key_values=each).logits for each in (whole, cache))
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            token = theirs.argmax(dim=-1)
     (decision,) = cache.stats.decisions
     assert decision == (700, "cpu_decode", 1.0, "the device has no memory for tokens that are streamed")
     assert not any(staging.slots for staging in cache._stores.stagings.values())
