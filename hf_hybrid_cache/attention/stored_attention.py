@@ -111,18 +111,11 @@ class StoredAttention:
             parts.append(DevicePart(queries, of_ends, store.device.read))
         if not on_host:
             return parts
+        on_end = store.note_ended if store.cpu_share is not None and store.cpu_share.adapts else None
         if not store.is_staged:
-            first_of_chunk = min(last, store.num_tokens - queries.states.shape[2]) - first
-            host = HostPart(
-                queries,
-                of_middle,
-                store.host,
-                self._kernel,
-                selection,
-                max(0, first_of_chunk),
-                on_end=store.note_ended,
-            )
-            return [*parts, host]
+            first_of_chunk = max(0, min(last, store.num_tokens - queries.states.shape[2]) - first)
+            middle = HostPart(queries, of_middle, store.host, self._kernel, selection, first_of_chunk, None, on_end)
+            return [*parts, middle]
         start, end = store.staged_range()
         if start < end:
             of_staged = None if of_middle is None else of_middle[..., start:end]
@@ -132,7 +125,7 @@ class StoredAttention:
             if of_middle is not None:
                 of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
             elsewhere = start, end
-            parts.append(HostPart(queries, of_others, store.host, self._kernel, None, 0, elsewhere, store.note_ended))
+            parts.append(HostPart(queries, of_others, store.host, self._kernel, None, 0, elsewhere, on_end))
         return parts
 
     def decline(self) -> None:

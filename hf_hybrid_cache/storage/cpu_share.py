@@ -30,7 +30,7 @@ class CpuShare:
     """
 
     def __init__(self, share: float, adapts: bool, stats: CacheStats):
-        self._at_first, self._adapts = share, adapts
+        self._at_first, self.adapts = share, adapts
         self._stats = stats
         self.reset()
 
@@ -48,7 +48,7 @@ class CpuShare:
     def reset(self) -> None:
         """Forget what was found out."""
         self._share = self._at_first
-        self._is_moved = self._adapts
+        self._is_moved = self.adapts
         self._step: float = _FIRST_STEP
         self._direction = 0
         self._rests_until = 0

@@ -184,9 +184,9 @@ class SplitStore(LocalStore):
         return self.cpu_share is not None and self.cpu_share.share < 1
 
     def note_ended(self, cpu_was_last: bool) -> None:
-        """Note whether the CPU was the last to end, when it attended to a part of what is in host memory."""
-        if self.cpu_share is not None:
-            self.cpu_share.note(cpu_was_last, self.num_tokens)
+        """Note whether the CPU was the last to end, where its share adapts."""
+        assert self.cpu_share is not None
+        self.cpu_share.note(cpu_was_last, self.num_tokens)
 
     def read(self) -> Pair:
         if not self.host.num_tokens:
