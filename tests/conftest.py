@@ -61,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow.mark_all_but_covering(items)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if session.config.getoption("loadgroup", False) and grouped and "@" not in grouped[0].nodeid:
+        raise pytest.UsageError("This pytest-xdist does not keep groups of tests together with this pytest.")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and there is none")

@@ -168,12 +168,12 @@ def test_a_copy_is_independent(cache: HybridCache):
 
 def test_a_copy_does_not_ask_again_for_what_it_holds(cache: HybridCache):
     twin = copy.deepcopy(fill(cache))
-    stores = [layer.store for layer in twin.layers]
-    is_split = isinstance(stores[0], SplitStore)
-    budget = twin._stores.device_budget if is_split else twin._stores.budget
-    parts = [store.device if is_split else getattr(store, "local", store) for store in stores]
-    assert {part._budget for part in parts} == {budget}
-    assert list(budget._held.values()) == [(5, TOKEN_BYTES)] * 4
+    are_split = [isinstance(layer.store, SplitStore) for layer in twin.layers]
+    for kind, budget in ((True, twin._stores.device_budget), (False, twin._stores.budget)):
+        stores = [layer.store for layer, is_split in zip(twin.layers, are_split, strict=True) if is_split == kind]
+        parts = [store.device if kind else getattr(store, "local", store) for store in stores]
+        assert all(part._budget is budget for part in parts)
+        assert [budget._held[part] for part in parts] == [(5, TOKEN_BYTES)] * len(parts)
 
 
 def test_selection_takes_masks_lists_and_negative_indices(cache: HybridCache):

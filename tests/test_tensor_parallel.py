@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,27 +75,34 @@ def run_everything(folder: Path, sharing_heads: int, sharing_tokens: int) -> Non
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict]]:
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")
+def results(request: pytest.FixtureRequest) -> tuple[int, list[dict]]:
     """How many processes share heads, and the results of each process."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo, which this torch was built without")
     sharing_heads, sharing_tokens = request.param
     if min(request.param) > 1 and "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters:
         pytest.skip("this transformers has no groups of processes that share heads")
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
+    return sharing_heads, results_of_processes(sharing_heads, sharing_tokens)
+
+
+@functools.cache
+def results_of_processes(sharing_heads: int, sharing_tokens: int) -> list[dict]:
+    """What each process has written."""
     processes = sharing_heads * sharing_tokens
     options = [f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, __file__, folder, *map(str, request.param)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_TO_END,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return sharing_heads, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model("llama").save_pretrained(folder)
+        arguments = [__file__, folder, str(sharing_heads), str(sharing_tokens)]
+        ended = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *options, *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_TO_END,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 def test_tokens_are_those_of_one_process(results: tuple[int, list[dict]]):

@@ -199,7 +199,7 @@ class LayerStores:
         host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
         assert isinstance(host, HostStore | CodedStore)
         gives_way = self.placement.on_oom == "evict"
-        cpu_share = self.cpu_share if on_cpu else None
+        cpu_share = self.cpu_share if on_cpu and self._shares_out(shape) else None
         shared = self._scratch_of(shape), self.stats
         return SplitStore(shape, device, host, first_tokens, device_tokens, *shared, gives_way, cpu_share)
 
@@ -207,6 +207,12 @@ class LayerStores:
         """Whether both ends of a layer are on the device, and the middle in host memory."""
         in_host_memory = on_cpu or (self.placement.offload and ordinal not in self._resident)
         return self.placement.device_tokens > 0 and in_host_memory
+
+    def _shares_out(self, shape: KVShape) -> bool:
+        """Whether the CPU attends to a share; where the model is there, too, none is better than all."""
+        if self.cpu_share is None:
+            return False
+        return shape.device.type != "cpu" or not self.cpu_share.adapts
 
     def _scratch_of(self, shape: KVShape) -> Scratch:
         return self.scratches.setdefault(shape.device, Scratch(shape.device))
@@ -261,7 +267,8 @@ class LayerStores:
         budget: HostBudget,
         records: bool = False,
     ) -> BufferedStore:
-        if on_cpu and self.cpu_share is None and (shape.device.type == "cpu" or self.peers is not None):
+        is_whole = shape.device.type == "cpu" or self.peers is not None
+        if on_cpu and is_whole and not self._shares_out(shape):
             return HostStore(shape, capacity, budget, records)
         if not on_cpu and not self.placement.offload:
             return ResidentStore(shape, capacity, budget, records)

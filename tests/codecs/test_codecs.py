@@ -105,6 +105,7 @@ def test_first_tokens_are_filled_up_to_whole_blocks(sink_tokens: int, kept: int)
     assert minmax(4, sink_tokens=sink_tokens).sink_tokens == kept
 
 
+@pytest.mark.xdist_group("quanto")  # which compiles code when it is first used
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_quanto_codes_each_block_by_itself(bits: int, dim: int):

@@ -19,7 +19,7 @@ from hf_hybrid_cache.attention.host_kernel import HostKernel, TorchWorkspace
 from hf_hybrid_cache.attention.host_part import HostPart
 from hf_hybrid_cache.attention.part import Queries
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.storage import LocalStore, ResidentStore, Scratch, SplitStore, Staging, host_memory
+from hf_hybrid_cache.storage import LocalStore, ResidentStore, Scratch, SplitStore, Staging, StreamedStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
 from lazy_streams import Job, LazyStreams
@@ -122,6 +122,15 @@ def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, bits: int 
     blocks = entries.num_blocks
     row_bytes = entries.bytes_per_token * (64 if bits is None else 1)
     assert cache.stats.bytes_to_device - before == len(indices) * row_bytes * (blocks - int(share * blocks))
+
+
+def test_a_model_on_the_cpu_has_nothing_to_find_out():
+    cache = OffloadedHybridCache(CONFIG, device_tokens=128, cpu_decode="auto")
+    for _ in range(2):
+        cache.update(*states(300), 0)
+    store = cache.layers[0].store
+    assert store.cpu_share is None
+    assert not isinstance(store.host, StreamedStore)
 
 
 @pytest.mark.parametrize("bits", [None, 8])
