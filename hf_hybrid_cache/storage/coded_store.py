@@ -205,6 +205,7 @@ class CodedStore(LocalStore):
         self._set_length(self.num_tokens + keys.shape[2])
 
     def read(self) -> Pair:
+        self.take_held()  # of which a share is less
         return self.read_into(self._scratch.lend_states(self.shape, self.num_tokens))
 
     def read_into(self, states: Pair) -> Pair:
