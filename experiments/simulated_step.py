@@ -10,6 +10,7 @@ the share of the CPU is moved as the cache does it, also where machines are not 
 """
 
 import argparse
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -209,10 +210,7 @@ def layer_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -
     assert speeds.bus_bytes_per_second is not None
     device, bus, share = speeds.device.weight_bytes_per_second, speeds.bus_bytes_per_second, division.cpu_share
     on_host, streamed = division.host_bytes * share, division.host_bytes * (1 - share)
-    attention = speeds.host.caches.get("dynamic" if cache == FULL else cache)
-    on_cpu = on_host / speeds.host.weight_bytes_per_second
-    if attention is not None:
-        on_cpu = attention.step_seconds(on_host)
+    on_cpu = speeds.host.caches["dynamic" if cache == FULL else cache].step_seconds(on_host)
     return Layer(
         launch=speeds.device.layer_seconds,
         weights=model.step_weight_bytes / device / model.num_layers,
@@ -224,18 +222,13 @@ def layer_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -
     )
 
 
-def resident_layer_of(model: ModelCost, division: Division, speeds: Speeds) -> Layer:
-    """What a layer does that is on the GPU."""
-    assert speeds.device is not None
-    device = speeds.device.weight_bytes_per_second
-    weights = model.step_weight_bytes / device / model.num_layers
-    return Layer(speeds.device.layer_seconds, weights, division.resident_bytes / device)
-
-
 def layers_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> list[Layer]:
     """What the layers of a model do with such a cache."""
     resident = Placement(resident_layers=division.resident_layers).resident_ordinals(len(model.shapes))
-    there, divided = resident_layer_of(model, division, speeds), layer_of(model, division, cache, speeds)
+    assert speeds.device is not None
+    on_device = division.resident_bytes / speeds.device.weight_bytes_per_second
+    divided = layer_of(model, division, cache, speeds)
+    there = replace(divided, on_device=on_device, on_cpu=0.0, transfer=0.0)
     return [there if index in resident else divided for index in range(len(model.shapes))]
 
 
@@ -274,10 +267,15 @@ def moved(model: ModelCost, division: Division, cache: str, context: int, speeds
     stats = CacheStats()
     share = CpuShare(division.cpu_share, True, stats)
 
-    def layer(index: int) -> Layer:
-        return layers_of(model, replace(division, cpu_share=share.share), cache, speeds)[index]
+    @functools.cache
+    def layers_with(cpu_share: float) -> list[Layer]:
+        return layers_of(model, replace(division, cpu_share=cpu_share), cache, speeds)
 
-    steps = simulated_steps(layer, len(model.shapes), note=lambda cpu_was_last: share.note(cpu_was_last, context))
+    steps = simulated_steps(
+        lambda index: layers_with(share.share)[index],
+        len(model.shapes),
+        note=lambda cpu_was_last: share.note(cpu_was_last, context),
+    )
     return median([next(steps) for _ in range(STEPS_OF_MOVES)][-STEPS:]), stats
 
 

@@ -114,7 +114,7 @@ class StoredAttention:
         on_end = store.note_ended if store.cpu_share is not None and store.cpu_share.adapts else None
         if not store.is_staged:
             first_of_chunk = max(0, min(last, store.num_tokens - queries.states.shape[2]) - first)
-            middle = HostPart(queries, of_middle, store.host, self._kernel, selection, first_of_chunk, None, on_end)
+            middle = HostPart(queries, of_middle, store.host, self._kernel, selection, first_of_chunk, on_end=on_end)
             return [*parts, middle]
         start, end = store.staged_range()
         if start < end:
@@ -124,8 +124,8 @@ class StoredAttention:
             of_others = None
             if of_middle is not None:
                 of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
-            elsewhere = start, end
-            parts.append(HostPart(queries, of_others, store.host, self._kernel, None, 0, elsewhere, on_end))
+            others = HostPart(queries, of_others, store.host, self._kernel, elsewhere=(start, end), on_end=on_end)
+            parts.append(others)
         return parts
 
     def decline(self) -> None:

@@ -199,7 +199,7 @@ class LayerStores:
         host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
         assert isinstance(host, HostStore | CodedStore)
         gives_way = self.placement.on_oom == "evict"
-        cpu_share = self.cpu_share if on_cpu and self._shares_out(shape) else None
+        cpu_share = self._share_for(shape) if on_cpu else None
         shared = self._scratch_of(shape), self.stats
         return SplitStore(shape, device, host, first_tokens, device_tokens, *shared, gives_way, cpu_share)
 
@@ -208,11 +208,10 @@ class LayerStores:
         in_host_memory = on_cpu or (self.placement.offload and ordinal not in self._resident)
         return self.placement.device_tokens > 0 and in_host_memory
 
-    def _shares_out(self, shape: KVShape) -> bool:
-        """Whether the CPU attends to a share; where the model is there, too, none is better than all."""
-        if self.cpu_share is None:
-            return False
-        return shape.device.type != "cpu" or not self.cpu_share.adapts
+    def _share_for(self, shape: KVShape) -> CpuShare | None:
+        """What the CPU attends to, if not all; none is to be found that is better where the model is there, too."""
+        is_all = self.cpu_share is not None and self.cpu_share.adapts and shape.device.type == "cpu"
+        return None if is_all else self.cpu_share
 
     def _scratch_of(self, shape: KVShape) -> Scratch:
         return self.scratches.setdefault(shape.device, Scratch(shape.device))
@@ -267,8 +266,8 @@ class LayerStores:
         budget: HostBudget,
         records: bool = False,
     ) -> BufferedStore:
-        is_whole = shape.device.type == "cpu" or self.peers is not None
-        if on_cpu and is_whole and not self._shares_out(shape):
+        stays_on_host = shape.device.type == "cpu" or self.peers is not None
+        if on_cpu and stays_on_host and self._share_for(shape) is None:
             return HostStore(shape, capacity, budget, records)
         if not on_cpu and not self.placement.offload:
             return ResidentStore(shape, capacity, budget, records)

@@ -108,24 +108,22 @@ def seconds_of_division(
     on_device = division.device_bytes + round(division.middle_bytes * (1 - share))
     on_gpu = _attention(on_device, "dynamic", device)
     # So few layers stay in the slots that layers take turns in.
-    has_transfers = bus is not None and num_layers > Placement().prefetch_layers + 1
-    transfer = streamed_bytes / bus if has_transfers and bus is not None else 0.0
+    transfer = streamed_bytes / bus if bus is not None and num_layers > Placement().prefetch_layers + 1 else 0.0
     reading, launching = _reading(model, cost, device), _launching(model, device)
     if host is None or not share:
         return max(num_layers * transfer, max(reading, launching) + resident + num_layers * on_gpu)
     work = _attention(round(division.host_bytes * share), cache, host)
-    slower = slowdown_of_both(work and division.host_bytes * share / work, bus, host) if transfer else 1.0
-    both = slower * min(work, transfer)
+    both = min(work, transfer)
+    if both and bus is not None:
+        both *= slowdown_of_both(division.host_bytes * share / work, bus, host)
     on_cpu, transfer = both + max(0.0, work - transfer), both + max(0.0, transfer - work)
     # Launches run ahead of the GPU, but not past a layer that waits for the CPU.
     computed = reading + launching + resident + num_layers * max(on_cpu + speeds.round_trip_seconds, on_gpu)
     return max(num_layers * transfer, computed)
 
 
-def slowdown_of_both(cpu_bytes_per_second: float, bus_bytes_per_second: float | None, host: DeviceSpeed) -> float:
+def slowdown_of_both(cpu_bytes_per_second: float, bus_bytes_per_second: float, host: DeviceSpeed) -> float:
     """By how much CPU and bus are slower while both read host memory, which gives what the fastest reader gets."""
-    if bus_bytes_per_second is None:
-        return 1.0
     memory = max(cpu_bytes_per_second, bus_bytes_per_second, host.weight_bytes_per_second)
     return max(1.0, (cpu_bytes_per_second + bus_bytes_per_second) / memory)
 
