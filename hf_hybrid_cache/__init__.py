@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from .processes import LostProcessError, OutOfStepError
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
-    from .weights import WeightsReport, quantize_weights, weights_in_bits
+    from .weights import (
+        ExpertsReport,
+        WeightsReport,
+        host_experts,
+        move_experts_to_host,
+        quantize_weights,
+        weights_in_bits,
+    )
 
 __all__ = [
     "CacheFileError",
@@ -31,6 +38,7 @@ __all__ = [
     "DecodeOnCPU",
     "DeviceMemoryError",
     "DynamicHybridCache",
+    "ExpertsReport",
     "HostMemoryError",
     "HybridCache",
     "IncompleteCacheError",
@@ -48,7 +56,9 @@ __all__ = [
     "__version__",
     "decode_on_cpu",
     "get_num_threads",
+    "host_experts",
     "minmax",
+    "move_experts_to_host",
     "quantize_weights",
     "quanto",
     "saved_token_ids",
@@ -77,7 +87,14 @@ __getattr__ = lazy_names(
         "processes": ("LostProcessError", "OutOfStepError"),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
-        "weights": ("WeightsReport", "quantize_weights", "weights_in_bits"),
+        "weights": (
+            "ExpertsReport",
+            "WeightsReport",
+            "host_experts",
+            "move_experts_to_host",
+            "quantize_weights",
+            "weights_in_bits",
+        ),
     },
 )
 

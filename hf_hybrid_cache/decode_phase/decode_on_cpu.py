@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ..cache import HybridCache
-from ..weights import Width
+from ..weights import Width, chosen_experts_if_any
 from .movable_weights import HOST, HostCopy, MovableWeights
 from .phase_switch import PhaseSwitch, on_device
 from .plain_weights import require_plain_weights
@@ -154,13 +154,15 @@ class DecodeOnCPU:
 
         dtype = None if self.dtype == model.dtype else self.dtype
         if model.device.type == "cpu" and dtype is None and self.weights is None:
-            return on_device(loop(model, **inputs), caller)
+            with chosen_experts_if_any(model):
+                return on_device(loop(model, **inputs), caller)
         _require_movable(model)
         kept = self._kept.setdefault(model, {}) if self.keep_weights else None
         width = None if self.weights is None else Width.checked(self.weights)
         weights = MovableWeights(model, dtype, self.restore, kept, width)
         switch = PhaseSwitch(model, cache, weights, dtype, self.restore, prompt_length)
-        return on_device(switch.run(loop, inputs), caller)
+        with chosen_experts_if_any(model):
+            return on_device(switch.run(loop, inputs), caller)
 
 
 decode_on_cpu = DecodeOnCPU()

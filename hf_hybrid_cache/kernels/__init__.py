@@ -9,6 +9,7 @@ from .key_index import encode_index, index_bytes
 from .page_workspace import IndexedBlocks
 from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
+from .row_products import RowWeights, multiply_rows
 from .threads import get_num_threads, set_num_threads
 from .vector_ir import CACHE_LINE
 from .workspace import CodedBlocks, Shape, Workspace
@@ -26,6 +27,7 @@ __all__ = [
     "PanelLayout",
     "PanelProducts",
     "RecordLayout",
+    "RowWeights",
     "Shape",
     "Workspace",
     "compile_and_wait",
@@ -39,6 +41,7 @@ __all__ = [
     "factor_of",
     "get_num_threads",
     "index_bytes",
+    "multiply_rows",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

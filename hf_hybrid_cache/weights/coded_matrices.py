@@ -17,6 +17,7 @@ from ..kernels import (
     factor_of,
 )
 from ..storage import huge_page_memory
+from .matrices import Matrices
 
 # With more tokens the products are bound by arithmetic, and torch's are faster.
 MOST_TOKENS = 64
@@ -28,7 +29,7 @@ _MANY_TOKENS = 256
 _CONVERTED_BYTES = 2**26
 
 
-class CodedMatrices:
+class CodedMatrices(Matrices):
     """
     One weight, or several of one shape such as a layer's experts, in few bits.
 
@@ -39,12 +40,12 @@ class CodedMatrices:
 
     Attributes:
         layout: of each of them.
-        token_sizes: `(columns,)`.
-        out_sizes: `(rows,)`.
 
     Raises:
         ValueError: some of the weights are infinite or not a number.
     """
+
+    most_tokens = MOST_TOKENS
 
     def __init__(self, weights: torch.Tensor, bits: int, group_size: int):
         count, rows, columns = weights.shape
@@ -52,25 +53,13 @@ class CodedMatrices:
         self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
         self._factors = [self._encode(weights[index].detach(), self._data[index].numpy()) for index in range(count)]
         self._products = PanelProducts(self._data.data_ptr(), self.layout, self._factors)
-        # Tuples, because products compare and join them.
-        self.token_sizes, self.out_sizes = (columns,), (rows,)
+        super().__init__(count, rows, columns)
 
     @property
     def num_bytes(self) -> int:
         return self._data.nbytes
 
     def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        `tokens @ matrix.T + bias`.
-
-        Args:
-            tokens: `[..., columns]`, float32, bfloat16 or float16.
-            index: of the matrix.
-            bias: `[rows]`, of the same type.
-
-        Returns:
-            `[..., rows]`, likewise.
-        """
         dtype, shape = tokens.dtype, tokens.shape
         num_tokens = tokens.numel() // self.layout.columns
         # The kernels do not read float16; without instructions for it, torch takes bfloat16 three times as long.
@@ -88,6 +77,14 @@ class CodedMatrices:
             is_bfloat16 = dtype == torch.bfloat16
             self._products.multiply(index, tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr())
         return out
+
+    def multiply_chosen(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        dtype = tokens.dtype
+        if dtype == torch.float16:  # which the kernels do not read
+            return self.multiply_chosen(tokens.float(), chosen, None if bias is None else bias.float()).to(dtype)
+        return self._chosen_by(self._products.multiply_chosen, tokens, chosen, bias)
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What rows of the first matrix stand for, `[*indices, columns]`."""

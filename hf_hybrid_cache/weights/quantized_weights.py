@@ -11,6 +11,8 @@ from transformers.utils import logging
 from ..storage import require_host_bytes
 from .coded_weight import CodedWeight
 from .coverage import Covered, coverage
+from .expert_layers import expert_modules
+from .experts_implementation import chosen_experts_if_any, use_chosen_experts
 from .width import GROUP_SIZE, HEAD_BITS, Width
 
 # Seconds after which a bar is shown.
@@ -84,18 +86,8 @@ def weights_in_bits(
     """
     width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)
-    require_host_bytes(sum(each.coded_bytes(width) for each in covered), f"Weights in {bits} bits need")
-    pairs = list(_coded_one_by_one(covered, width, report))
-    try:
-        try:
-            for each, twin in pairs:
-                each.hold(twin)
-            yield report
-        finally:
-            _hold_originals(pairs)
-    except BaseException:
-        _hold_originals(pairs)  # another Ctrl-C may have come while they were put back
-        raise
+    with coded_for_a_while(covered, width, report), chosen_experts_if_any(model):
+        yield report
 
 
 def quantize_weights(
@@ -114,10 +106,44 @@ def quantize_weights(
     """
     width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)
-    require_host_bytes(max(each.coded_bytes(width) for each in covered), f"Weights in {bits} bits need")
+    code_for_good(covered, width, report)
+    if expert_modules(model):
+        use_chosen_experts(model)
+    return report
+
+
+@contextmanager
+def coded_for_a_while(covered: list[Covered], width: Width, report: WeightsReport) -> Iterator[None]:
+    """
+    Let modules hold their weights in few bits; afterwards they have their own again.
+
+    Raises:
+        HostMemoryError: host memory would not suffice for both.
+    """
+    require_host_bytes(sum(each.coded_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
+    pairs = list(_coded_one_by_one(covered, width, report))
+    try:
+        try:
+            for each, twin in pairs:
+                each.hold(twin)
+            yield
+        finally:
+            _hold_originals(pairs)
+    except BaseException:
+        _hold_originals(pairs)  # another Ctrl-C may have come while they were put back
+        raise
+
+
+def code_for_good(covered: list[Covered], width: Width, report: WeightsReport) -> None:
+    """
+    Let modules hold their weights in few bits; each is given back as soon as its codes are made.
+
+    Raises:
+        HostMemoryError: host memory would not suffice for the codes of one.
+    """
+    require_host_bytes(max(each.coded_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
     for each, twin in _coded_one_by_one(covered, width, report):
         each.hold(twin)
-    return report
 
 
 def _hold_originals(pairs: list[tuple[Covered, CodedWeight]]) -> None:

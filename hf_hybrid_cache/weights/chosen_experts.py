@@ -1,0 +1,82 @@
+"""
+Experts on the CPU: only those that a token has chosen are read, all of a layer by one call of a kernel.
+
+Transformers' own ways loop over experts, or copy those that are chosen first, and all multiply token by token with
+products that are made for many tokens.
+"""
+
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from .coded_weight import outside_of_graphs
+from .expert_layers import ExpertLayer
+
+
+@outside_of_graphs
+def chosen_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    What transformers' `ExpertsInterface` asks of an implementation.
+
+    Args:
+        module: one of `expert_modules`, in host memory.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: `[tokens, choices]`; the number of experts means none.
+        top_k_weights: `[tokens, choices]`, of the choices.
+
+    Returns:
+        `[tokens, hidden]`, the weighted sum of what the chosen experts give.
+    """
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not hidden_states.is_cpu:
+        theirs: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
+        return theirs
+    if not len(hidden_states):
+        return torch.zeros_like(hidden_states)
+    layer = ExpertLayer(module)
+    dtype = module.down_proj.dtype
+    few = min(layer.up.most_tokens, layer.down.most_tokens)
+    result = (_few if len(hidden_states) <= few else _many)(layer, hidden_states.to(dtype), top_k_index, top_k_weights)
+    return result.to(hidden_states.dtype)
+
+
+def _few(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """No expert can have more tokens than the kernel is made for."""
+    states = _through(layer, tokens, chosen)
+    return (states.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def _through(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """What experts give for the tokens that chose them, `[tokens * choices, hidden]`."""
+    states = layer.activated(layer.up.multiply_chosen(tokens, chosen, layer.up_bias))
+    return layer.finished(layer.down.multiply_chosen(states, chosen, layer.down_bias))
+
+
+def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Experts with many tokens one by one; the others, which few tokens chose, all at once."""
+    choices = chosen.shape[1]
+    # Sums are of float32: transformers' loop rounds them once for every expert of a token.
+    precise = torch.promote_types(weights.dtype, torch.float32)
+    flat, flat_weights = chosen.flatten(), weights.flatten().to(precise)
+    pairs = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=layer.up.count + 1)[: layer.up.count]
+    out = torch.zeros(tokens.shape, dtype=precise)
+
+    def add(states: torch.Tensor, of: torch.Tensor) -> None:
+        out.index_add_(0, of // choices, states * flat_weights[of].unsqueeze(-1))
+
+    is_few = counts <= min(layer.up.most_tokens, layer.down.most_tokens)
+    of_few = pairs[is_few.repeat_interleave(counts).nonzero()[:, 0]]
+    if len(of_few):
+        add(_through(layer, tokens[of_few // choices], flat[of_few].unsqueeze(-1)), of_few)
+    start = 0
+    for index, count in enumerate(counts.tolist()):
+        if not is_few[index]:
+            of = pairs[start : start + count]
+            up_bias, down_bias = (None if each is None else each[index] for each in (layer.up_bias, layer.down_bias))
+            states = layer.activated(layer.up.multiply(tokens[of // choices], index, up_bias))
+            add(layer.finished(layer.down.multiply(states, index, down_bias)), of)
+        start += count
+    return out

@@ -1,0 +1,67 @@
+"""Experts of a model: modules that keep them as stacked matrices, as transformers' `ExpertsInterface` knows them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .coded_weight import CodedWeight
+from .matrices import Matrices
+from .plain_matrices import PlainMatrices
+
+
+class ExpertLayer:
+    """
+    The experts of one layer, by what transformers notes on their module.
+
+    Args:
+        module: one of `expert_modules`.
+
+    Attributes:
+        up: what tokens are multiplied with first: gate and up projections, or up projections alone.
+        down: what is then multiplied.
+        up_bias: `[experts, rows]`, if there is one.
+        down_bias: likewise.
+    """
+
+    def __init__(self, module: Any):
+        self._module = module
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        parameters = module._parameters
+        self.up, self.down = (_matrices(parameters[each], module.is_transposed) for each in (name, "down_proj"))
+        self.up_bias, self.down_bias = (
+            parameters[f"{each}_bias"].detach() if module.has_bias else None for each in (name, "down_proj")
+        )
+
+    def activated(self, states: torch.Tensor) -> torch.Tensor:
+        """What goes from the first to the second product, `[..., down's columns]`."""
+        module = self._module
+        result: torch.Tensor = module._apply_gate(states) if module.has_gate else module.act_fn(states)
+        return result
+
+    def finished(self, states: torch.Tensor) -> torch.Tensor:
+        """What comes out of an expert, before it is weighted."""
+        result: torch.Tensor = self._module.post_expert_norm(states) if self._module.has_post_expert_norm else states
+        return result
+
+
+def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules of a model that hold stacked experts, by name; those that `ExpertLayer` understands."""
+    return {name: module for name, module in model.named_modules() if _is_stack(module)}
+
+
+def _is_stack(module: Any) -> bool:
+    # What transformers' `use_experts_implementation` notes on the modules that it decorates.
+    noted = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")
+    if not all(isinstance(getattr(module, name, None), bool) for name in noted):
+        return False
+    weights = [module._parameters.get(name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
+    return hasattr(module, "num_experts") and all(weight is not None and weight.dim() == 3 for weight in weights)
+
+
+def _matrices(weight: torch.Tensor, is_transposed: bool) -> Matrices:
+    if isinstance(weight, CodedWeight):
+        return weight.matrices
+    weight = weight.detach()
+    return PlainMatrices(weight.transpose(1, 2) if is_transposed else weight)

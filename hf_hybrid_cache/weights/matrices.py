@@ -1,0 +1,88 @@
+"""What matrices in host memory, of any precision, are asked for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+
+class Matrices(ABC):
+    """
+    One weight, or several of one shape such as a layer's experts, in host memory.
+
+    Attributes:
+        count: how many there are.
+        most_tokens: of a matrix, up to which `multiply_chosen` is the faster way.
+        token_sizes: `(columns,)`.
+        out_sizes: `(rows,)`.
+    """
+
+    most_tokens: int
+
+    def __init__(self, count: int, rows: int, columns: int):
+        self.count = count
+        # Tuples, because products compare and join them.
+        self.token_sizes, self.out_sizes = (columns,), (rows,)
+
+    @abstractmethod
+    def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        `tokens @ matrix.T + bias`.
+
+        Args:
+            tokens: `[..., columns]`, float32, bfloat16 or float16.
+            index: of the matrix.
+            bias: `[rows]`, of the same type.
+
+        Returns:
+            `[..., rows]`, likewise.
+        """
+
+    @abstractmethod
+    def multiply_chosen(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """
+        The products of each token with the matrices that it has chosen. Others are not read.
+
+        Args:
+            tokens: `[tokens, columns]`, or of each chosen matrix its own, `[tokens * choices, columns]`; few.
+            chosen: int64 `[tokens, choices]`, indices of matrices; `count` for none.
+            bias: `[count, rows]`, of the type of the tokens.
+
+        Returns:
+            `[tokens * choices, rows]`, likewise; zeros where no matrix was chosen.
+
+        Raises:
+            IndexError: there is no such matrix.
+        """
+
+    def _chosen_by(
+        self,
+        kernel: Callable[[int, int, int, int, bool, int, int], int],
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same by a kernel that is told addresses, for float32 and bfloat16."""
+        num_pairs = chosen.numel()
+        out = tokens.new_empty((num_pairs, *self.out_sizes))
+        if not num_pairs:
+            return out
+        tokens, chosen = tokens.contiguous(), chosen.contiguous()
+        bias_at = 0
+        if bias is not None:
+            bias = bias.contiguous()
+            bias_at = bias.data_ptr()
+        wrong = kernel(
+            chosen.data_ptr(),
+            num_pairs,
+            tokens.data_ptr(),
+            num_pairs // len(tokens),
+            tokens.dtype == torch.bfloat16,
+            bias_at,
+            out.data_ptr(),
+        )
+        if wrong:
+            raise IndexError(f"{wrong} of {num_pairs} indices are of no matrix: there are {self.count}.")
+        return out

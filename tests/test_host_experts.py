@@ -1,0 +1,339 @@
+"""Experts in host memory: models compute what transformers' own implementation does, and read only chosen experts."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    ExpertsReport,
+    OffloadedHybridCache,
+    QuantizedHybridCache,
+    decode_on_cpu,
+    host_experts,
+    move_experts_to_host,
+    quantize_weights,
+    weights_in_bits,
+)
+from hf_hybrid_cache.weights.coded_matrices import CodedMatrices
+from hf_hybrid_cache.weights.coded_weight import CodedWeight
+from hf_hybrid_cache.weights.expert_layers import expert_modules
+from hf_hybrid_cache.weights.matrices import Matrices
+from hf_hybrid_cache.weights.plain_matrices import PlainMatrices
+
+from architectures import CONFIGS, small_model
+from caches import stock
+from modes import MODES, NOT_IN_TRANSFORMERS, skipped_where_stock_fails
+from tiny_models import random_prompt, tiny_model
+
+# Whose experts transformers' `ExpertsInterface` does not know.
+OTHER_FORMS = {
+    "JetMoeConfig": "JetMoeParallelExperts",
+    "Llama4TextConfig": "Llama4TextExperts",
+    "LongcatFlashConfig": "LongcatFlashExperts",
+}
+CACHES = {
+    "dynamic": DynamicHybridCache,
+    "offloaded": OffloadedHybridCache,
+    "quantized": lambda config: QuantizedHybridCache(config, bits=8, group_size=32),
+}
+# One token, few, and more than an expert takes at once.
+TOKEN_COUNTS = [1, 7, 40]
+
+
+def may_have_experts(name: str) -> bool:
+    return "Moe" in name or name in (
+        "MixtralConfig",
+        "GptOssConfig",
+        "DeepseekV2Config",
+        "NemotronHConfig",
+        "AriaTextConfig",
+    )
+
+
+def logits(model: PreTrainedModel, num_tokens: int = 7) -> torch.Tensor:
+    ids = random_prompt(2, num_tokens).clamp(max=model.config.get_text_config().vocab_size - 1)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, share: float) -> None:
+    assert (ours - theirs).abs().max() <= share * theirs.abs().max()
+
+
+def with_dense_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose experts are the numbers that the codes stand for, one after the other."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, CodedWeight):
+                module._parameters[name] = nn.Parameter(weight.dense())
+    model.set_experts_implementation("eager")
+    return model
+
+
+# --- what a model computes
+
+
+@pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_model_computes_what_it_does_with_its_experts_one_after_the_other(family, num_tokens):
+    model = expert_model(family)
+    theirs = logits(model, num_tokens)
+    with host_experts(model):
+        ours = logits(model, num_tokens)
+    assert_close(ours, theirs, 1e-5)
+    assert torch.equal(logits(model, num_tokens), theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if may_have_experts(name)])
+def test_every_architecture_computes_what_it_does_with_its_experts_one_after_the_other(name, num_tokens):
+    try:
+        model = small_model(name)
+        model.set_experts_implementation("eager")
+        theirs = logits(model, num_tokens)
+    except Exception as error:
+        pytest.skip(f"not small, or not to be run with tokens alone: {error}")
+    if not expert_modules(model):
+        pytest.skip(f"{name} has no stacked experts")
+    with host_experts(model):
+        ours = logits(model, num_tokens)
+    # Choices of experts that come close to each other change with the last bits.
+    assert_close(ours, theirs, 1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_model_computes_with_what_the_codes_of_its_experts_stand_for(family, bits, num_tokens):
+    model = expert_model(family)
+    with host_experts(model, bits):
+        assert any(isinstance(weight, CodedWeight) for weight in model.parameters())
+        ours = logits(model, num_tokens)
+        theirs = logits(with_dense_experts(model), num_tokens)
+    # Choices of experts that come close to each other change with the last bits.
+    errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
+    assert errors.median() < 2e-3
+    assert not any(isinstance(weight, CodedWeight) for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_experts_of_any_type_compute_as_precisely_as_one_after_the_other(family, dtype):
+    model = expert_model(family, torch.float64)
+    [first, *_] = expert_modules(model).values()
+    tokens, chosen = torch.randn(5, 64).to(dtype), torch.tensor([[0, 1], [3, 2], [1, 0], [2, 0], [0, 3]])
+    weights = torch.rand(5, 2).to(dtype)
+    module: Any = copy.deepcopy(first).to(dtype)
+    exact = copy.deepcopy(module).double()(tokens.double(), chosen, weights.double())
+    with torch.no_grad():
+        theirs = module(tokens, chosen, weights)
+        with host_experts(model):
+            ours = module(tokens, chosen, weights)
+    assert ours.dtype == dtype
+    assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max() + 1e-12
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_tokens_are_those_of_dynamic_cache_in_every_mode(family, mode, cache):
+    if (family, mode) in NOT_IN_TRANSFORMERS:
+        pytest.skip("transformers refuses to roll back recurrent states")
+    model = expert_model(family)
+    with skipped_where_stock_fails():
+        theirs = MODES[mode](model, stock, 0)
+    make = CACHES[cache] if cache != "quantized" or mode != "beams" else CACHES["dynamic"]
+    with host_experts(model):
+        ours = MODES[mode](model, make, 0)
+    tolerance = 5e-2 if cache == "quantized" else 1e-3
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(other, torch.Tensor) and other.is_floating_point():
+            assert_close(mine, other, tolerance)
+        elif cache != "quantized":
+            assert torch.equal(mine, other) if isinstance(other, torch.Tensor) else mine == other
+
+
+def test_gradients_are_those_of_experts_one_after_the_other():
+    model = expert_model("qwen3_moe")
+    ids = random_prompt(2, 12)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    theirs = gradients()
+    with host_experts(model):
+        ours = gradients()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other, 1e-4)
+
+
+def test_autocast_is_followed():
+    model = expert_model("qwen3_moe")
+    with host_experts(model), torch.autocast("cpu", torch.bfloat16):
+        assert logits(model).dtype == torch.bfloat16
+
+
+def test_a_compiled_model_computes_the_same():
+    model = expert_model("mixtral")
+    move_experts_to_host(model)
+    torch.testing.assert_close(logits(torch.compile(model, backend="aot_eager")), logits(model), rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
+
+
+# --- which experts are read
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+def test_experts_that_no_token_chose_are_not_multiplied(num_tokens):
+    model = expert_model("mixtral")
+    module: Any = next(iter(expert_modules(model).values()))
+    tokens, chosen = torch.randn(num_tokens, 64), torch.tensor([[2, 0]]).repeat(num_tokens, 1)
+    weights = torch.rand(num_tokens, 2)
+    with torch.no_grad(), host_experts(model):
+        before = module(tokens, chosen, weights)
+        for weight in (module.gate_up_proj, module.down_proj):
+            weight[[1, 3, 4, 5]] = float("nan")
+        assert torch.equal(module(tokens, chosen, weights), before)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_nothing_is_added_for_an_expert_that_is_none(bits, num_tokens):
+    model = expert_model("mixtral")
+    module: Any = next(iter(expert_modules(model).values()))
+    tokens, chosen = torch.randn(num_tokens, 64), torch.tensor([[2, NUM_EXPERTS]]).repeat(num_tokens, 1)
+    weights = torch.rand(num_tokens, 2)
+    with torch.no_grad(), host_experts(model, bits):
+        ours = module(tokens, chosen, weights)
+        alone = module(tokens, chosen[:, :1], weights[:, :1])
+    torch.testing.assert_close(ours, alone)
+
+
+@pytest.mark.parametrize(
+    "matrices", [PlainMatrices(torch.randn(3, 16, 32)), CodedMatrices(torch.randn(3, 16, 32), 8, 32)]
+)
+def test_an_index_of_no_expert_is_refused_with_the_numbers(matrices: Matrices):
+    with pytest.raises(IndexError, match=r"1 of 4 indices are of no matrix: there are 3\."):
+        matrices.multiply_chosen(torch.randn(2, 32), torch.tensor([[0, 1], [4, 2]]))
+
+
+def test_no_tokens_give_no_tokens():
+    model = expert_model("mixtral")
+    module: Any = next(iter(expert_modules(model).values()))
+    with torch.no_grad(), host_experts(model):
+        assert module(torch.empty(0, 64), torch.empty(0, 2, dtype=torch.long), torch.empty(0, 2)).shape == (0, 64)
+
+
+# --- for how long, and which models
+
+
+def test_the_own_experts_and_implementation_are_back_afterwards_whatever_ends_it():
+    model = expert_model("qwen3_moe")
+    model.set_experts_implementation("batched_mm")
+    before = dict(model.named_parameters())
+
+    def interrupted() -> None:
+        with host_experts(model, 4):
+            assert model.config._experts_implementation == "hf_hybrid_cache"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert model.config._experts_implementation == "batched_mm"
+    assert all(weight is before[name] for name, weight in model.named_parameters())
+
+
+def test_for_good_and_for_a_while_compute_the_same():
+    model = expert_model("qwen3_moe")
+    with host_experts(model, 4) as report:
+        theirs = logits(model)
+    moved = move_experts_to_host(model, 4)
+    assert torch.equal(logits(model), theirs)
+    assert moved == report
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_the_report_counts_experts_and_bytes(bits):
+    model = expert_model("qwen3_moe")
+    experts = [weight for module in expert_modules(model).values() for weight in module.parameters()]
+    original, everything = (sum(each.nbytes for each in of) for of in (experts, model.parameters()))
+    report = move_experts_to_host(model, bits)
+    assert (report.layers, report.experts, report.bits) == (3, NUM_EXPERTS, bits)
+    assert report.original_bytes == original
+    assert report.other_bytes == everything - original
+    assert report.host_bytes == (original if bits is None else coded_bytes(model))
+    assert "3 layers of 6 experts in host memory" in str(report)
+
+
+def coded_bytes(model: PreTrainedModel) -> int:
+    return sum(weight.matrices.num_bytes for weight in model.parameters() if isinstance(weight, CodedWeight))
+
+
+def test_experts_that_have_few_bits_already_are_counted_and_used_as_they_are():
+    model = expert_model("qwen3_moe")
+    quantize_weights(model, 8)
+    theirs = logits(model)
+    report: ExpertsReport = move_experts_to_host(model)
+    assert report.host_bytes < report.other_bytes
+    assert torch.equal(logits(model), theirs)
+    with pytest.raises(ValueError, match=r"can be of few bits: .* is of few bits already"):
+        move_experts_to_host(model, 4)
+
+
+def test_weights_in_bits_compute_experts_so_too_and_put_the_implementation_back():
+    model = expert_model("qwen3_moe")
+    with weights_in_bits(model, 8):
+        assert model.config._experts_implementation == "hf_hybrid_cache"
+    assert model.config._experts_implementation == "eager"
+
+
+@pytest.mark.parametrize("use", [host_experts, move_experts_to_host])
+def test_a_dense_model_is_refused_by_name(use):
+    with (
+        pytest.raises(ValueError, match=r"LlamaForCausalLM has no experts .*: it is dense\."),
+        use(tiny_model("llama")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("name", "kind"), OTHER_FORMS.items())
+def test_experts_of_another_form_are_refused_by_name(name, kind):
+    model = small_model(name)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} has no experts .*{kind}"):
+        move_experts_to_host(model)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(5, ValueError), ("4", TypeError), (True, TypeError)])
+def test_other_bits_are_refused_before_anything_changes(bits, error):
+    model = expert_model("mixtral")
+    with pytest.raises(error, match="bits must be"):
+        move_experts_to_host(model, bits)
+    assert model.config._experts_implementation == "eager"
+
+
+def test_weights_that_are_elsewhere_are_refused():
+    model = expert_model("mixtral").to("meta")
+    with pytest.raises(ValueError, match="Weights are on meta"):
+        move_experts_to_host(model)
+
+
+def test_decode_on_cpu_computes_experts_so():
+    model = expert_model("qwen3_moe")
+    ids = random_prompt(1, 20)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    theirs = model.generate(ids, **options)
+    ours = model.generate(
+        ids, past_key_values=DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options
+    )
+    assert torch.equal(ours, theirs)
