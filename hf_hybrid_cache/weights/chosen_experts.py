@@ -12,6 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .coded_weight import outside_of_graphs
 from .expert_layers import ExpertLayer
+from .streamed_experts import experts_across_the_bus
 
 
 @outside_of_graphs
@@ -22,23 +23,37 @@ def chosen_experts(
     What transformers' `ExpertsInterface` asks of an implementation.
 
     Args:
-        module: one of `expert_modules`, in host memory.
-        hidden_states: `[tokens, hidden]`.
+        module: one of `expert_modules`.
+        hidden_states: `[tokens, hidden]`, on the device of the experts, or on another one while they are in host
+            memory.
         top_k_index: `[tokens, choices]`; the number of experts means none.
         top_k_weights: `[tokens, choices]`, of the choices.
 
     Returns:
         `[tokens, hidden]`, the weighted sum of what the chosen experts give.
+
+    Raises:
+        RuntimeError: gradients are asked for that would have to cross the bus.
     """
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not hidden_states.is_cpu:
+    layer = ExpertLayer(module)
+    is_here = hidden_states.device == layer.device
+    if is_here and (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not hidden_states.is_cpu):
         theirs: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
         return theirs
     if not len(hidden_states):
         return torch.zeros_like(hidden_states)
-    layer = ExpertLayer(module)
-    dtype = module.down_proj.dtype
-    few = min(layer.up.most_tokens, layer.down.most_tokens)
-    result = (_few if len(hidden_states) <= few else _many)(layer, hidden_states.to(dtype), top_k_index, top_k_weights)
+    tokens = hidden_states.to(layer.dtype)
+    if not is_here:
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            raise RuntimeError(
+                "Experts in host memory give no gradients to a model on another device. Use torch.no_grad(), or "
+                "move_experts_to_host with a model on the CPU."
+            )
+        result = experts_across_the_bus(layer, tokens, top_k_index, top_k_weights)
+    elif len(tokens) <= min(layer.up.most_tokens, layer.down.most_tokens):
+        result = _few(layer, tokens, top_k_index, top_k_weights)
+    else:
+        result = _many(layer, tokens, top_k_index, top_k_weights)
     return result.to(hidden_states.dtype)
 
 

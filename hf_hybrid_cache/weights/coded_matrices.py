@@ -97,10 +97,16 @@ class CodedMatrices(Matrices):
 
     def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """What a matrix stands for, `[rows, columns]`."""
+        out = torch.empty(self.layout.rows, self.layout.columns, dtype=dtype)
+        self.write(index, out)
+        return out
+
+    def write(self, index: int, out: torch.Tensor) -> None:
         layout = self.layout
-        is_written = dtype in (torch.float32, torch.bfloat16)
-        out = torch.empty(layout.rows, layout.columns, dtype=dtype if is_written else torch.float32)
-        return self._decoded(index, 0, layout.panels, out).to(dtype)
+        if out.dtype in (torch.float32, torch.bfloat16):
+            self._decoded(index, 0, layout.panels, out)
+        else:
+            out.copy_(self._decoded(index, 0, layout.panels, torch.empty(layout.rows, layout.columns)))
 
     def _multiply_many(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
         """Of many tokens `[tokens, columns]`: torch multiplies them with some panels at a time."""

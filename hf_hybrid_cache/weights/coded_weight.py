@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from .coded_matrices import CodedMatrices
+from .host_weight import MOVES, asked_dtype
 
 _HOST = torch.device("cpu")
 
@@ -30,11 +31,13 @@ class CodedWeight(torch.Tensor):
         matrices: the codes.
         which: of them; `None` for all, `[matrices, rows, columns]`.
         is_transposed: columns come before rows.
+        stays: it remains what it is, in host memory, when its model is moved to a device.
     """
 
     matrices: CodedMatrices
     which: int | None
     is_transposed: bool
+    stays: bool
     _shape: torch.Size
     _dtype: torch.dtype
 
@@ -48,6 +51,7 @@ class CodedWeight(torch.Tensor):
         weight = torch.Tensor._make_wrapper_subclass(CodedWeight, shape, dtype=dtype, device=_HOST)
         weight.matrices, weight.which, weight.is_transposed, weight._shape = matrices, which, is_transposed, shape
         weight._dtype = dtype
+        weight.stays = False
         weight._is_param = True  # what makes it an `nn.Parameter` to `isinstance`
         return weight
 
@@ -91,9 +95,11 @@ class CodedWeight(torch.Tensor):
         # Codes never change, so copies of a model share them.
         return self._again(self.is_transposed)
 
-    def _again(self, is_transposed: bool) -> "CodedWeight":
+    def _again(self, is_transposed: bool, dtype: torch.dtype | None = None) -> "CodedWeight":
         count = self._shape[0] if self.is_stacked else None
-        return CodedWeight.make(self.matrices, count, self.which, is_transposed, self.dtype)
+        weight = CodedWeight.make(self.matrices, count, self.which, is_transposed, dtype or self.dtype)
+        weight.stays = self.stays
+        return weight
 
     @classmethod
     @outside_of_graphs
@@ -224,6 +230,18 @@ def _cannot_adopt(*_: Any) -> bool:
     return False
 
 
+def _moved(func: Any) -> Callable[..., torch.Tensor | None]:
+    def moved(weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        if not isinstance(weight, CodedWeight) or not weight.stays:
+            return None
+        dtype = asked_dtype(func, args, kwargs)
+        if dtype is not None and not dtype.is_floating_point:
+            return None
+        return weight if dtype in (None, weight.dtype) else weight._again(weight.is_transposed, dtype)
+
+    return moved
+
+
 def _same(weight: CodedWeight, *_: Any) -> CodedWeight:
     return weight
 
@@ -248,6 +266,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _same,
     torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
     torch._has_compatible_shallow_copy_type: _cannot_adopt,
+    **{func: _moved(func) for func in MOVES},
     functional.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
     "transformers::grouped_mm_fallback": _grouped_mm,

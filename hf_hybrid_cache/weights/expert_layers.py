@@ -19,6 +19,8 @@ class ExpertLayer:
         module: one of `expert_modules`.
 
     Attributes:
+        dtype: of what they compute.
+        device: where they are.
         up: what tokens are multiplied with first: gate and up projections, or up projections alone.
         down: what is then multiplied.
         up_bias: `[experts, rows]`, if there is one.
@@ -29,10 +31,13 @@ class ExpertLayer:
         self._module = module
         name = "gate_up_proj" if module.has_gate else "up_proj"
         parameters = module._parameters
-        self.up, self.down = (_matrices(parameters[each], module.is_transposed) for each in (name, "down_proj"))
-        self.up_bias, self.down_bias = (
-            parameters[f"{each}_bias"].detach() if module.has_bias else None for each in (name, "down_proj")
-        )
+        # Parameters of our own kinds are asked for what any tensor has.
+        with torch._C.DisableTorchFunctionSubclass():
+            self.dtype, self.device = parameters["down_proj"].dtype, parameters["down_proj"].device
+            self.up, self.down = (_matrices(parameters[each], module.is_transposed) for each in (name, "down_proj"))
+            self.up_bias, self.down_bias = (
+                parameters[f"{each}_bias"].detach() if module.has_bias else None for each in (name, "down_proj")
+            )
 
     def activated(self, states: torch.Tensor) -> torch.Tensor:
         """What goes from the first to the second product, `[..., down's columns]`."""

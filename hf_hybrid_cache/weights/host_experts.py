@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..storage import require_host_bytes
 from .coded_weight import CodedWeight
 from .coverage import Covered, coverage
 from .experts_implementation import chosen_experts_used, require_experts, use_chosen_experts
+from .host_weight import HostWeight
 from .quantized_weights import WeightsReport, code_for_good, coded_for_a_while, require_some
 from .width import GROUP_SIZE, Width
 
@@ -75,7 +77,8 @@ def host_experts(
         >>> with host_experts(model, 4):
         ...     model.generate(**inputs, past_key_values=cache)
     """
-    width = _checked(model, bits, group_size)
+    width = _checked(bits, group_size)
+    _require_cpu(model)
     with chosen_experts_used(model):
         if width is None:
             yield _report(model, None)
@@ -89,33 +92,77 @@ def move_experts_to_host(
     model: PreTrainedModel, bits: int | None = None, group_size: int = GROUP_SIZE
 ) -> ExpertsReport:
     """
-    The same as `host_experts`, for good: with `bits`, each weight is given back as soon as its codes are made.
+    Keep a mixture-of-experts model's experts in host memory for good, whatever device the rest of it is on or is moved
+    to: `model.to(device)` leaves them there.
+
+    On the CPU they are computed as by `host_experts`. With the rest on an accelerator, few tokens go to the experts:
+    only activations cross the bus. Of many tokens, as in a prompt, experts that at least 32 of them have chosen are
+    brought to the device, the next one while this one computes. With `bits`, each weight is given back as soon as its
+    codes are made. If this is interrupted, some experts have been moved already.
+
+    Args:
+        model: of a family whose experts transformers' `ExpertsInterface` knows.
+        bits: 8 or 4, of an expert's weight; `None` for experts as they are.
+        group_size: weights of a row that share a scale: 32, 64 or 128.
 
     Returns:
         What was done; `print` it.
 
+    Raises:
+        TypeError: one of the numbers is not an integer.
+        ValueError: they are others; the model has no such experts, or accelerate manages where its weights are.
+        HostMemoryError: host memory would not suffice.
+
     Example:
         >>> print(move_experts_to_host(model, 4))
+        >>> model.to("cuda")
     """
-    width = _checked(model, bits, group_size)
+    width = _checked(bits, group_size)
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            "accelerate manages where this model's weights are (several devices, or offloading). Load it onto the CPU, "
+            "move its experts, then use model.to(device)."
+        )
+    if any(weight.is_meta for module in require_experts(model).values() for weight in module.parameters()):
+        raise ValueError("Weights are on meta: load the model's weights first.")
     before = use_chosen_experts(model)
-    if width is None:
-        return _report(model, None)
+    report = None
     try:
-        covered, report = _prepared(model, width)
-        code_for_good(covered, width, report)
+        if width is not None:
+            covered, report = _prepared(model, width)
+            code_for_good(covered, width, report)
+        _let_stay(model)
     except BaseException:
         model.set_experts_implementation(before)
         raise
     return _report(model, report)
 
 
-def _checked(model: PreTrainedModel, bits: int | None, group_size: int) -> Width | None:
-    width = None if bits is None else Width.checked(bits, group_size)
+def _let_stay(model: PreTrainedModel) -> None:
+    """Have all weights of experts in host memory, also when the model is moved."""
+    modules = require_experts(model).values()
+    elsewhere = [weight for module in modules for weight in module.parameters() if not weight.is_cpu]
+    require_host_bytes(sum(weight.nbytes for weight in elsewhere), "Experts in host memory need")
+    del elsewhere
+    for module in modules:
+        for name, weight in module._parameters.items():
+            if isinstance(weight, CodedWeight):
+                weight.stays = True
+            elif weight is not None:
+                module._parameters[name] = HostWeight.of(weight)
+
+
+def _checked(bits: int | None, group_size: int) -> Width | None:
+    return None if bits is None else Width.checked(bits, group_size)
+
+
+def _require_cpu(model: PreTrainedModel) -> None:
     devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu"})
     if devices:
-        raise ValueError(f"Weights are on {' and '.join(devices)}; use model.to('cpu') first.")
-    return width
+        raise ValueError(
+            f"Weights are on {' and '.join(devices)}, and experts go to host memory for a while only where all of the "
+            "model is on the CPU. Use move_experts_to_host."
+        )
 
 
 def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], WeightsReport]:

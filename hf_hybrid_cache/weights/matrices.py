@@ -57,6 +57,10 @@ class Matrices(ABC):
             IndexError: there is no such matrix.
         """
 
+    @abstractmethod
+    def write(self, index: int, out: torch.Tensor) -> None:
+        """Write what a matrix stands for to `out`, `[rows, columns]` in host memory, of a floating type."""
+
     def _chosen_by(
         self,
         kernel: Callable[[int, int, int, int, bool, int, int], int],

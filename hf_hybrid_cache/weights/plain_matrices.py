@@ -39,6 +39,9 @@ class PlainMatrices(Matrices):
         of = RowWeights(weights.data_ptr(), *weights.shape)
         return self._chosen_by(partial(multiply_rows, of), tokens, chosen, bias)
 
+    def write(self, index: int, out: torch.Tensor) -> None:
+        out.copy_(self._weights[index])
+
     def _multiply_one_by_one(
         self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

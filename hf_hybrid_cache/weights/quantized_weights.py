@@ -198,7 +198,7 @@ def _coded_one_by_one(
             each = covered.pop(0)
             num_bytes = each.parameter.nbytes
             try:
-                twin = each.coded(each.parameter.data, width)
+                twin = each.coded(each.parameter.data.to("cpu"), width)
             except ValueError as error:
                 report.left[each.name] = str(error)
                 report.other_bytes += num_bytes

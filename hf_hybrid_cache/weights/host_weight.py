@@ -1,0 +1,44 @@
+"""A parameter that stays in host memory when its model is moved to a device."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class HostWeight(nn.Parameter):
+    """
+    A parameter in host memory, for models of which the rest is on a device.
+
+    `model.to(device)` leaves it where it is; a type that it is converted to it takes. `weight.detach().to(device)`
+    gives a copy on a device.
+    """
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> "HostWeight":
+        """The same numbers, in host memory, without gradient."""
+        data: HostWeight = torch.Tensor._make_subclass(HostWeight, weight.detach().to("cpu"), False)
+        return data
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in MOVES and isinstance(args[0], HostWeight):
+            dtype = asked_dtype(func, args[1:], kwargs)
+            if dtype in (None, args[0].dtype):
+                return args[0]
+            func, args, kwargs = torch.Tensor.to, (args[0], dtype), {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+# What models call of their parameters when they are moved.
+MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+
+
+def asked_dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """The type that one of `MOVES` is asked for; `None` for none."""
+    if func is not torch.Tensor.to:
+        return None
+    dtype: torch.dtype | None = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
+    return dtype

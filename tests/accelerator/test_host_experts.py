@@ -1,0 +1,129 @@
+"""Experts in host memory while the rest of a model is on an accelerator."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
+
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
+from hf_hybrid_cache.weights import streamed_experts
+from hf_hybrid_cache.weights.coded_weight import CodedWeight
+from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
+
+import simulated
+from accelerator.decoding import decode
+from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order
+from caches import stock
+from tiny_models import random_prompt
+
+CACHES = {"dynamic": DynamicHybridCache, "offloaded": OffloadedHybridCache, "quantized": QuantizedHybridCache}
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest) -> Iterator[str]:
+    with in_order(request.param):
+        yield request.param
+
+
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids.to(model.device)).logits.cpu()
+
+
+# Few tokens, more than an expert takes at once, and so many that all experts are streamed.
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("num_tokens", [1, 20, 60, 300])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_model_computes_on_the_device_what_it_computes_on_the_cpu(family, bits, num_tokens, order):
+    model = expert_model(family)
+    ids = random_prompt(1, num_tokens)
+    move_experts_to_host(model, bits)
+    theirs = logits(model, ids)
+    model.to(DEVICE)
+    errors = (logits(model, ids) - theirs).abs().amax(-1) / theirs.abs().max()
+    # Choices of experts that come close to each other change with the last bits.
+    assert errors.median() < (1e-5 if bits is None else 2e-3)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_tokens_are_those_of_the_cpu(family, cache):
+    model = expert_model(family)
+    move_experts_to_host(model)
+    ids = random_prompt(2, 60)
+    theirs = decode(model, ids, CACHES[cache](model.config, cpu_decode=False))
+    model.to(DEVICE)
+    with in_order(ORDERS[-1]):
+        ours = decode(model, ids, CACHES[cache](model.config, cpu_decode=False))
+    assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_experts_stay_in_host_memory_wherever_the_model_goes(bits):
+    model = expert_model("gpt_oss")
+    move_experts_to_host(model, bits)
+    theirs = logits(model, random_prompt(1, 9))
+    experts = {
+        name for module in expert_modules(model) for name, _ in model.named_parameters() if name.startswith(module)
+    }
+    for target in (DEVICE, "cpu", torch.device(DEVICE, 0)):
+        model.to(target)
+        kind = torch.device(target).type
+        for name, weight in model.named_parameters():
+            assert weight.device.type == ("cpu" if name in experts else kind)
+    model.to("cpu")
+    assert torch.equal(logits(model, random_prompt(1, 9)), theirs)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_experts_on_the_device_are_moved_to_host_memory(bits):
+    model = expert_model("qwen3_moe").to(DEVICE)
+    expected = expert_model("qwen3_moe")
+    move_experts_to_host(expected, bits)
+    report = move_experts_to_host(model, bits)
+    assert all(weight.is_cpu for module in expert_modules(model).values() for weight in module.parameters())
+    assert report.layers == 3
+    ids = random_prompt(1, 9)
+    torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_whose_experts_are_on_the_device_decodes_there_as_before():
+    model = expert_model("qwen3_moe")
+    ids = random_prompt(1, 40)
+    theirs = decode(model, ids, stock(model.config))
+    model.to(DEVICE)
+    assert torch.equal(decode(model, ids, stock(model.config)).cpu(), theirs)
+
+
+def test_gradients_across_the_bus_are_refused():
+    model = expert_model("qwen3_moe")
+    move_experts_to_host(model)
+    model.to(DEVICE)
+    with pytest.raises(RuntimeError, match=r"no gradients .* torch\.no_grad"):
+        model(random_prompt(1, 5).to(DEVICE))
+
+
+@pytest.mark.skipif(not IS_SIMULATED, reason="memory is limited on the simulated accelerator")
+def test_a_prompt_takes_room_for_two_experts_on_the_device():
+    model = expert_model("mixtral")
+    move_experts_to_host(model)
+    layer = ExpertLayer(next(iter(expert_modules(model).values())))
+    of_expert = (2 * 96 * 64 + 64 * 96) * 4
+    like = torch.empty(1, device=DEVICE)
+    everyone = [(index, torch.arange(9)) for index in range(NUM_EXPERTS)]
+    with simulated.memory_limit(simulated.memory_allocated() + 5 * of_expert // 2):
+        sums = [float(up.sum() + down.sum()) for _, _, up, down in streamed_experts._streamed(layer, everyone, like)]
+    experts = next(iter(expert_modules(model).values()))
+    exact = experts.gate_up_proj.detach().sum((1, 2)) + experts.down_proj.detach().sum((1, 2))
+    torch.testing.assert_close(torch.tensor(sums), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_codes_keep_their_type_when_the_model_changes_its():
+    model = expert_model("qwen3_moe")
+    move_experts_to_host(model, 8)
+    model.to(DEVICE, torch.bfloat16)
+    coded = [weight for weight in model.parameters() if isinstance(weight, CodedWeight)]
+    assert {weight.dtype for weight in coded} == {torch.bfloat16}
+    assert logits(model, random_prompt(1, 5)).dtype == torch.bfloat16
