@@ -322,6 +322,28 @@ def test_other_bits_are_refused_before_anything_changes(bits, error):
     assert model.config._experts_implementation == "eager"
 
 
+@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_other_counts_of_experts_for_the_device_are_refused(count, error):
+    with pytest.raises(error, match="device_experts must"):
+        move_experts_to_host(expert_model("mixtral"), device_experts=count)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_experts_that_a_calibrated_format_has_left_on_a_grid_of_4_bits_stay_what_they_are(group):
+    """As of a checkpoint of GPTQ or AWQ whose weights were made numbers again."""
+    model = expert_model("mixtral")
+    with torch.no_grad():
+        for module in expert_modules(model).values():
+            for weight in module.parameters():
+                groups = weight.unflatten(-1, (-1, min(group, weight.shape[-1])))
+                steps = groups.abs().amax(-1, keepdim=True).bfloat16().float() / 8
+                weight.copy_(((groups / steps).round().clamp(-8, 7) * steps).flatten(-2))
+    theirs = logits(model)
+    with host_experts(model, 4):
+        ours = logits(model)
+    assert_close(ours, theirs, 2e-3)
+
+
 def test_weights_that_are_elsewhere_are_refused():
     model = expert_model("mixtral").to("meta")
     with pytest.raises(ValueError, match="Weights are on meta"):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from .coded_matrices import CodedMatrices
 from .host_weight import MOVES, asked_dtype
+from .popular_experts import PopularExperts
 
 _HOST = torch.device("cpu")
 
@@ -32,12 +33,14 @@ class CodedWeight(torch.Tensor):
         which: of them; `None` for all, `[matrices, rows, columns]`.
         is_transposed: columns come before rows.
         stays: it remains what it is, in host memory, when its model is moved to a device.
+        popular: what then keeps popular experts of its layer there; `None` for nothing.
     """
 
     matrices: CodedMatrices
     which: int | None
     is_transposed: bool
     stays: bool
+    popular: PopularExperts | None
     _shape: torch.Size
     _dtype: torch.dtype
 
@@ -51,7 +54,7 @@ class CodedWeight(torch.Tensor):
         weight = torch.Tensor._make_wrapper_subclass(CodedWeight, shape, dtype=dtype, device=_HOST)
         weight.matrices, weight.which, weight.is_transposed, weight._shape = matrices, which, is_transposed, shape
         weight._dtype = dtype
-        weight.stays = False
+        weight.stays, weight.popular = False, None
         weight._is_param = True  # what makes it an `nn.Parameter` to `isinstance`
         return weight
 
@@ -99,6 +102,7 @@ class CodedWeight(torch.Tensor):
         count = self._shape[0] if self.is_stacked else None
         weight = CodedWeight.make(self.matrices, count, self.which, is_transposed, dtype or self.dtype)
         weight.stays = self.stays
+        weight.popular = None if self.popular is None else PopularExperts(self.popular.room)
         return weight
 
     @classmethod

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .coded_weight import CodedWeight
 from .matrices import Matrices
 from .plain_matrices import PlainMatrices
+from .popular_experts import PopularExperts
 
 
 class ExpertLayer:
@@ -25,6 +26,7 @@ class ExpertLayer:
         down: what is then multiplied.
         up_bias: `[experts, rows]`, if there is one.
         down_bias: likewise.
+        popular: copies of some on the device of the model; `None` where none are kept.
     """
 
     def __init__(self, module: Any):
@@ -33,6 +35,7 @@ class ExpertLayer:
         parameters = module._parameters
         # Parameters of our own kinds are asked for what any tensor has.
         with torch._C.DisableTorchFunctionSubclass():
+            self.popular: PopularExperts | None = getattr(parameters["down_proj"], "popular", None)
             self.dtype, self.device = parameters["down_proj"].dtype, parameters["down_proj"].device
             self.up, self.down = (_matrices(parameters[each], module.is_transposed) for each in (name, "down_proj"))
             self.up_bias, self.down_bias = (

@@ -12,6 +12,7 @@ from .coded_weight import CodedWeight
 from .coverage import Covered, coverage
 from .experts_implementation import chosen_experts_used, require_experts, use_chosen_experts
 from .host_weight import HostWeight
+from .popular_experts import PopularExperts
 from .quantized_weights import WeightsReport, code_for_good, coded_for_a_while, require_some
 from .width import GROUP_SIZE, Width
 
@@ -89,7 +90,7 @@ def host_experts(
 
 
 def move_experts_to_host(
-    model: PreTrainedModel, bits: int | None = None, group_size: int = GROUP_SIZE
+    model: PreTrainedModel, bits: int | None = None, group_size: int = GROUP_SIZE, device_experts: int = 0
 ) -> ExpertsReport:
     """
     Keep a mixture-of-experts model's experts in host memory for good, whatever device the rest of it is on or is moved
@@ -104,6 +105,9 @@ def move_experts_to_host(
         model: of a family whose experts transformers' `ExpertsInterface` knows.
         bits: 8 or 4, of an expert's weight; `None` for experts as they are.
         group_size: weights of a row that share a scale: 32, 64 or 128.
+        device_experts: of each layer, copies of the experts that most tokens have chosen so far stay on the device,
+            as they are; so many. Which, is looked at after every 256 tokens at most. It helps where few experts are
+            chosen by most tokens, and the device has room to spare.
 
     Returns:
         What was done; `print` it.
@@ -118,6 +122,10 @@ def move_experts_to_host(
         >>> model.to("cuda")
     """
     width = _checked(bits, group_size)
+    if isinstance(device_experts, bool) or not isinstance(device_experts, int):
+        raise TypeError(f"device_experts must be an integer, got {device_experts!r}.")
+    if device_experts < 0:
+        raise ValueError(f"device_experts must not be negative, got {device_experts}. 0 keeps all in host memory.")
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise ValueError(
             "accelerate manages where this model's weights are (several devices, or offloading). Load it onto the CPU, "
@@ -131,14 +139,14 @@ def move_experts_to_host(
         if width is not None:
             covered, report = _prepared(model, width)
             code_for_good(covered, width, report)
-        _let_stay(model)
+        _let_stay(model, device_experts)
     except BaseException:
         model.set_experts_implementation(before)
         raise
     return _report(model, report)
 
 
-def _let_stay(model: PreTrainedModel) -> None:
+def _let_stay(model: PreTrainedModel, device_experts: int) -> None:
     """Have all weights of experts in host memory, also when the model is moved."""
     modules = require_experts(model).values()
     elsewhere = [weight for module in modules for weight in module.parameters() if not weight.is_cpu]
@@ -150,6 +158,8 @@ def _let_stay(model: PreTrainedModel) -> None:
                 weight.stays = True
             elif weight is not None:
                 module._parameters[name] = HostWeight.of(weight)
+        down: Any = module._parameters["down_proj"]
+        down.popular = PopularExperts(min(device_experts, module.num_experts)) if device_experts else None
 
 
 def _checked(bits: int | None, group_size: int) -> Width | None:

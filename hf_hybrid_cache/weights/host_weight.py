@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .popular_experts import PopularExperts
+
 
 class HostWeight(nn.Parameter):
     """
@@ -12,13 +14,24 @@ class HostWeight(nn.Parameter):
 
     `model.to(device)` leaves it where it is; a type that it is converted to it takes. `weight.detach().to(device)`
     gives a copy on a device.
+
+    Attributes:
+        popular: what keeps popular experts of its layer on the device; `None` for nothing.
     """
+
+    popular: PopularExperts | None = None
 
     @staticmethod
     def of(weight: torch.Tensor) -> "HostWeight":
         """The same numbers, in host memory, without gradient."""
         data: HostWeight = torch.Tensor._make_subclass(HostWeight, weight.detach().to("cpu"), False)
         return data
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HostWeight":
+        twin = HostWeight.of(self.detach().clone())
+        twin.popular = None if self.popular is None else PopularExperts(self.popular.room)
+        memo[id(self)] = twin
+        return twin
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,7 +5,7 @@ Few tokens go to the experts: what they have chosen is multiplied on the CPU, an
 many tokens, as in a prompt, an expert goes: the bus brings it once for all of them, and the next one while it computes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional
@@ -13,6 +13,7 @@ from torch.nn import functional
 from ..storage import Issued, Streams, can_page_lock, streams_for
 from .expert_layers import ExpertLayer
 from .matrices import Matrices
+from .popular_experts import PopularExperts
 
 # By calculation: a CPU multiplies fewer tokens with an expert before the bus could bring it.
 STREAMED_FROM = 32
@@ -34,39 +35,81 @@ def experts_across_the_bus(
     Returns:
         `[tokens, hidden]` on the device, in float32 or the type of the weights if that is wider.
     """
-    choices, count = chosen.shape[1], layer.up.count
-    precise = torch.promote_types(weights.dtype, torch.float32)
-    flat_weights = weights.flatten().to(precise)
-    out = torch.zeros(tokens.shape, dtype=precise, device=tokens.device)
+    few = _few_across if len(tokens) < STREAMED_FROM else _many_across
+    return few(layer, tokens, chosen, weights.to(torch.promote_types(weights.dtype, torch.float32)))
+
+
+def _few_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """No expert has so many tokens that it would be worth bringing it to the device; some may be there."""
+    popular, on_host = layer.popular, chosen.to("cpu")
+    held = popular.held(tokens.device) if popular is not None else {}
+    of_held = [(index, pairs) for index, pairs in _pairs_by_expert(on_host) if index in held]
+    # Issued first, so that both compute at the same time.
+    there = [
+        (pairs, _on_device(layer, index, tokens[pairs // chosen.shape[1]], *held[index])) for index, pairs in of_held
+    ]
+    left = on_host
+    if of_held:
+        left = on_host.flatten().index_fill(0, torch.cat([pairs for _, pairs in of_held]), layer.up.count)
+    states = _on_cpu(layer, tokens, left.view_as(on_host))
+    for pairs, of_expert in there:
+        states[pairs] = of_expert
+    if popular is not None and popular.note(_counts(layer, on_host), len(tokens)):
+        _fetch(layer, popular, popular.wanted()[:1], tokens)
+    return (layer.finished(states).view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def _many_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Experts with many tokens are brought to the device, unless they are there; the others are computed on the CPU."""
+    choices, device, popular = chosen.shape[1], tokens.device, layer.popular
+    flat, flat_weights = chosen.flatten(), weights.flatten()
+    out = torch.zeros(tokens.shape, dtype=weights.dtype, device=device)
 
     def add(states: torch.Tensor, pairs: torch.Tensor) -> None:
-        states = layer.finished(states) * flat_weights[pairs].unsqueeze(-1)
-        out.index_add_(0, pairs // choices, states)
+        out.index_add_(0, pairs // choices, layer.finished(states) * flat_weights[pairs].unsqueeze(-1))
 
-    if len(tokens) < STREAMED_FROM:
-        states = _on_cpu(layer, tokens, chosen)
-        states = layer.finished(states).view(*chosen.shape, -1) * weights.unsqueeze(-1)
-        return states.sum(1, dtype=precise)
-    flat = chosen.flatten()
+    counts = _counts(layer, chosen.to("cpu"))
+    wanted = set(popular.wanted()) if popular is not None and popular.note(counts, len(tokens)) else set()
+    held = popular.held(device) if popular is not None else {}
     pairs = flat.argsort(stable=True)  # those of an expert side by side
-    counts = torch.bincount(flat.to("cpu"), minlength=count + 1)[:count]
-    is_few = counts < STREAMED_FROM
-    of_few = pairs[is_few.repeat_interleave(counts).nonzero()[:, 0].to(tokens.device)]
-    ends = counts.cumsum(0).tolist()
-    many = [
-        (index, pairs[end - size : end])
-        for index, (end, size) in enumerate(zip(ends, counts.tolist(), strict=True))
-        if size >= STREAMED_FROM
-    ]
-    if len(of_few):
-        add(_on_cpu(layer, tokens[of_few // choices], flat[of_few].unsqueeze(-1)), of_few)
-    for index, of, up, down in _streamed(layer, many, tokens):
-        up_bias, down_bias = (
-            None if each is None else each[index].to(tokens.device) for each in (layer.up_bias, layer.down_bias)
-        )
-        states = layer.activated(functional.linear(tokens[of // choices], up, up_bias))
-        add(functional.linear(states, down, down_bias), of)
+    of_expert = dict(enumerate(pairs[: int(counts.sum())].split(counts.tolist())))
+    many = [index for index, count in enumerate(counts.tolist()) if count >= STREAMED_FROM and index not in held]
+    few = [of for index, of in of_expert.items() if len(of) and index not in held and index not in many]
+    for index, (up, down) in held.items():
+        if len(of := of_expert[index]):
+            add(_on_device(layer, index, tokens[of // choices], up, down), of)
+    if few:
+        of = torch.cat(few)
+        add(_on_cpu(layer, tokens[of // choices], flat[of].unsqueeze(-1)), of)
+    for index, up, down in _streamed(layer, many, tokens):
+        of = of_expert[index]
+        add(_on_device(layer, index, tokens[of // choices], up, down), of)
+        if index in wanted:
+            assert popular is not None
+            popular.keep(index, up, down)
     return out
+
+
+def _counts(layer: ExpertLayer, chosen: torch.Tensor) -> torch.Tensor:
+    """How many have chosen each expert, int64 `[experts]` in host memory."""
+    return torch.bincount(chosen.flatten(), minlength=layer.up.count + 1)[: layer.up.count]
+
+
+def _pairs_by_expert(chosen: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Chosen experts, and the places of those who chose them."""
+    flat = chosen.flatten()
+    for index in flat.unique().tolist():
+        yield index, (flat == index).nonzero()[:, 0]
+
+
+def _on_device(
+    layer: ExpertLayer, index: int, tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """What an expert whose weights are on the device gives, `[tokens, hidden]`."""
+    up_bias, down_bias = (
+        None if each is None else each[index].to(tokens.device) for each in (layer.up_bias, layer.down_bias)
+    )
+    return functional.linear(layer.activated(functional.linear(tokens, up, up_bias)), down, down_bias)
 
 
 def _on_cpu(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -78,6 +121,12 @@ def _on_cpu(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor) -> t
     states = layer.down.multiply_chosen(states, chosen, layer.down_bias)
     locked = torch.empty(states.shape, dtype=states.dtype, pin_memory=is_locked)
     return locked.copy_(states).to(device, non_blocking=is_locked)
+
+
+def _fetch(layer: ExpertLayer, popular: PopularExperts, experts: list[int], like: torch.Tensor) -> None:
+    """Bring experts that have become popular to the device."""
+    for index, up, down in _streamed(layer, experts, like):
+        popular.keep(index, up, down)
 
 
 class _Slot:
@@ -131,21 +180,21 @@ class _Slot:
 
 
 def _streamed(
-    layer: ExpertLayer, experts: list[tuple[int, torch.Tensor]], like: torch.Tensor
-) -> Iterable[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Experts with their pairs and their weights on the device, one after the other, the next one on its way."""
+    layer: ExpertLayer, experts: Sequence[int], like: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Experts with their weights on the device, one after the other, the next one on its way."""
     streams = streams_for(like.device)
     slots = [_Slot(layer, like, streams) for _ in range(min(_SLOTS, len(experts)))]
     try:
-        for index, _ in experts[:1]:
+        for index in experts[:1]:
             slots[0].fetch(index)
-        for place, (index, pairs) in enumerate(experts):
+        for place, index in enumerate(experts):
             slot = slots[place % _SLOTS]
             slot.use()
-            yield index, pairs, slot.up, slot.down
+            yield index, slot.up, slot.down
             slot.note_used()
             if place + 1 < len(experts):
-                slots[(place + 1) % _SLOTS].fetch(experts[place + 1][0])
+                slots[(place + 1) % _SLOTS].fetch(experts[place + 1])
     finally:
         for slot in slots:
             slot.end()
