@@ -4,8 +4,9 @@ What weights of few bits make of a layer's output, and of a model's next token.
 Layers: matrices of Llama-3.2-1B's shapes with heavy tails (Student's t with five degrees of freedom), a spread of sizes
 over inputs and outputs, and one input in a hundred with weights several times as large; tokens in which some channels
 are tens of times as large as the others. The error is that of the output, relative to its length, against float64, with
-tokens in float32. Peers are torch's codes of 8 bits (a scale for each row) and of 4 bits (min-max, groups of 64), and
-llama.cpp's Q8_0 and Q4_0 (groups of 32) as the `gguf` package codes them.
+tokens in float32. An expert of Qwen3-30B-A3B's shape likewise: its gate, up and down projections together. Peers are
+torch's codes of 8 bits (a scale for each row) and of 4 bits (min-max, groups of 64), and llama.cpp's Q8_0 and Q4_0
+(groups of 32) as the `gguf` package codes them.
 
 Model: the KL divergence of the next token of SmolLM2-135M from that with the weights as they are, in float32 over
 English text. Its weights in 4 bits prove little, because they come from a file of 4 bits.
@@ -19,7 +20,7 @@ from typing import Any
 import gguf
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -29,6 +30,7 @@ from hf_hybrid_cache import weights_in_bits
 from hf_hybrid_cache.models import load, random_llama
 
 SHAPES = {"attention": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192)}
+EXPERT = (2048, 768)  # hidden and intermediate size
 GROUPS = (32, 64, 128)
 TOKENS = 64
 LARGE_WEIGHTS, LARGE_INPUTS = 6.0, 30.0
@@ -116,6 +118,26 @@ def layer_errors(divisor: int) -> dict[str, dict[str, float]]:
     return errors
 
 
+def expert_errors(divisor: int) -> dict[str, float]:
+    """By form: the error of the output of an expert, whose gate, up and down projections all are of few bits."""
+    hidden, intermediate = (size // divisor for size in EXPERT)
+    generator = torch.Generator().manual_seed(0)
+    sizes = (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)
+    weights = [heavy_weight(*each, generator) for each in sizes]
+    tokens = heavy_tokens(hidden, generator)
+
+    def output(tokens: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return linear(silu(linear(tokens, gate)) * linear(tokens, up), down)
+
+    exact = output(tokens.double(), *(weight.double() for weight in weights))
+    errors = {}
+    for name, code in FORMS.items():
+        with torch.no_grad():
+            out = output(tokens, *map(code, weights))
+        errors[name] = float((out - exact).norm() / exact.norm())
+    return errors
+
+
 def divergence(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     """Of the next token, from what is expected: `[windows, tokens, vocabulary]`, logarithms of probabilities."""
     total, same = 0.0, 0
@@ -156,7 +178,9 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     errors = layer_errors(arguments.divisor)
-    print(f"{'error of the output':<24}" + "".join(f"{shape:>12}" for shape in SHAPES))
+    for name, error in expert_errors(arguments.divisor).items():
+        errors[name]["expert"] = error
+    print(f"{'error of the output':<24}" + "".join(f"{shape:>12}" for shape in (*SHAPES, "expert")))
     for name, by_shape in errors.items():
         print(f"{name:<24}" + "".join(f"{error:>12.5f}" for error in by_shape.values()))
     results = model_divergence(arguments.windows, arguments.length) if arguments.windows else {}
