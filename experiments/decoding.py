@@ -1,5 +1,7 @@
 """A model and a cache that decode together, one token a step."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -14,11 +16,21 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int 
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a token reads of the weights: all but a table of embeddings that is not the output layer too."""
+    """What a token reads of the weights: of experts those it chooses, and no table of embeddings that is not the output
+    layer too.
+    """
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings, output = (next(module.parameters()) for module in modules)
     unread = 0 if embeddings is output else embeddings.nbytes
-    return sum(weight.nbytes for weight in model.parameters()) - unread
+    return sum(weight.nbytes for weight in model.parameters()) - unread - unchosen_bytes(model)
+
+
+def unchosen_bytes(model: PreTrainedModel, share: float = 1.0) -> int:
+    """What the experts take that a token does not choose, with `share` of their bytes as they are in the model."""
+    config: Any = model.config
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    left = 1 - config.num_experts_per_tok / config.num_experts if experts else 0.0
+    return int(share * left * sum(weight.numel() * weight.dtype.itemsize for weight in experts))
 
 
 class GreedyDecoder:

@@ -1,4 +1,4 @@
-"""A Llama as a file of llama.cpp, with all of its matrices in 8 or in 4 bits; written once and kept."""
+"""A Llama, or a Qwen3 with experts, as a file of llama.cpp, its matrices in 8 or in 4 bits; written once and kept."""
 
 import ctypes
 import importlib
@@ -17,17 +17,20 @@ from hf_hybrid_cache.models import cache_home
 FOLDER = "gguf-v1"  # the version counts changes of what is written
 FILE_TYPES = {8: "Q8_0", 4: "Q4_0"}
 # Names of transformers, and of files.
-LAYER_TENSORS = {
+_ATTENTION = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
+_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+LAYER_TENSORS = {
+    "llama": _ATTENTION | {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+    "qwen3_moe": _ATTENTION | _NORMS | {"mlp.gate": "ffn_gate_inp"},
+}
+ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def quantized_file(name: str, bits: int, model: PreTrainedModel) -> Path:
@@ -39,7 +42,7 @@ def quantized_file(name: str, bits: int, model: PreTrainedModel) -> Path:
         if not path.is_file():
             whole, partial = (folder / f"{name}.{end}.partial" for end in ("bf16", FILE_TYPES[bits]))
             try:
-                write_llama(model, whole)
+                write_model(model, whole)
                 _quantize(whole, partial, FILE_TYPES[bits])
                 partial.rename(path)
             finally:
@@ -48,11 +51,11 @@ def quantized_file(name: str, bits: int, model: PreTrainedModel) -> Path:
     return path
 
 
-def write_llama(model: PreTrainedModel, path: Path) -> None:
-    """Write a Llama with tied embeddings: matrices in bfloat16, and no tokens but their number."""
+def write_model(model: PreTrainedModel, path: Path) -> None:
+    """Write a model: matrices in bfloat16, and no tokens but their number."""
     config: Any = model.config
-    assert config.tie_word_embeddings
-    writer = gguf.GGUFWriter(path, "llama")
+    kind = config.model_type
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[kind])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -66,16 +69,29 @@ def write_llama(model: PreTrainedModel, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
+    if kind == "qwen3_moe":
+        assert config.norm_topk_prob  # as llama.cpp takes for granted
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     weights = model.state_dict()
     _add(writer, "token_embd", weights["model.embed_tokens.weight"])
     _add(writer, "output_norm", weights["model.norm.weight"])
-    _add(writer, "rope_freqs", _frequency_divisors(model))
+    if not config.tie_word_embeddings:
+        _add(writer, "output", weights["lm_head.weight"])
+    if kind == "llama":
+        _add(writer, "rope_freqs", _frequency_divisors(model))
     for layer in range(config.num_hidden_layers):
-        for name, tensor in LAYER_TENSORS.items():
+        for name, tensor in LAYER_TENSORS[kind].items():
             weight = weights[f"model.layers.{layer}.{name}.weight"]
-            if tensor in ("attn_q", "attn_k"):
+            if kind == "llama" and tensor in ("attn_q", "attn_k"):
                 weight = _neighbours(weight, config.head_dim)
             _add(writer, f"blk.{layer}.{tensor}", weight)
+        if kind == "qwen3_moe":
+            gate, up = weights[f"model.layers.{layer}.mlp.experts.gate_up_proj"].chunk(2, dim=1)
+            _add(writer, f"blk.{layer}.ffn_gate_exps", gate)
+            _add(writer, f"blk.{layer}.ffn_up_exps", up)
+            _add(writer, f"blk.{layer}.ffn_down_exps", weights[f"model.layers.{layer}.mlp.experts.down_proj"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

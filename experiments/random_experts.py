@@ -30,3 +30,7 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """A model of its own with the very same parameters."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    return any(name.endswith(".experts") for name, _ in model.named_modules())

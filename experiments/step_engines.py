@@ -1,35 +1,39 @@
 """Our rows of `experiments.whole_step`, and transformers' own: models, caches, and steps that time themselves."""
 
-import copy
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments.decoding import weight_bytes
+from experiments.decoding import unchosen_bytes, weight_bytes
+from experiments.random_experts import has_experts, twin_of
 from experiments.reading import CacheEngine
 from experiments.step_rows import Row
 from experiments.synthetic import fill
 from experiments.timing import seconds_of
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, quantize_weights
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, move_experts_to_host, quantize_weights
 
 DTYPE = torch.bfloat16
 
 
 class OurModels:
-    """A model with tied embeddings and weights of each width, and the bytes of these that a token reads."""
+    """A model with weights of each width, and the bytes of these that a token reads."""
 
     def __init__(self, model: PreTrainedModel, widths: Iterable[int]):
-        self.by_bits = {16: model}
+        self.stock = model
+        self.by_bits = {16: twin_of(model)}
+        if has_experts(model):
+            move_experts_to_host(self.by_bits[16])
         self.weight_bytes = {16: weight_bytes(model)}
         for bits in sorted({*widths} - {16}):
-            coded = copy.deepcopy(model)
+            coded = twin_of(model)
             report = quantize_weights(coded, bits, head_bits=bits)
             self.by_bits[bits] = coded
-            self.weight_bytes[bits] = report.coded_bytes + report.other_bytes
+            coded_share = report.coded_bytes / report.original_bytes
+            self.weight_bytes[bits] = report.coded_bytes + report.other_bytes - unchosen_bytes(model, coded_share)
 
 
 class OurEngine:
@@ -43,7 +47,8 @@ class OurEngine:
     library = None
 
     def __init__(self, models: OurModels, row: Row, cache: Cache):
-        self._engine = CacheEngine(models.by_bits[row.weight_bits], cache)
+        model = models.stock if row.engine == "stock" else models.by_bits[row.weight_bits]
+        self._engine = CacheEngine(model, cache)
         self._weight_bytes = models.weight_bytes[row.weight_bits]
 
     def step(self, token: int) -> float:
@@ -58,7 +63,7 @@ class OurEngine:
         """Nothing to end."""
 
 
-def filled_cache(row: Row, config: LlamaConfig, tokens: int) -> Cache:
+def filled_cache(row: Row, config: PreTrainedConfig, tokens: int) -> Cache:
     """A row's cache, with random keys and values."""
     cache: Cache
     if row.engine == "stock":

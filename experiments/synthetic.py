@@ -46,10 +46,11 @@ def fill(
             cache.update(states, states, layer)
 
 
-def kv_bytes(config: LlamaConfig, num_tokens: int, dtype: torch.dtype) -> int:
+def kv_bytes(config: PreTrainedConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Keys and values of `num_tokens` tokens in all layers."""
     num_kv_heads, head_dim = kv_heads(config)
-    return 2 * config.num_hidden_layers * num_kv_heads * head_dim * num_tokens * dtype.itemsize
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    return 2 * num_layers * num_kv_heads * head_dim * num_tokens * dtype.itemsize
 
 
 def decode_states(

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 from rich.progress import track
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from experiments import ik_llama_cpp, llama_cpp, records
@@ -34,6 +34,7 @@ from experiments.gguf_files import quantized_file
 from experiments.llama_options import BestOptions
 from experiments.llama_process import LlamaProcess, LlamaProcessError, Settings
 from experiments.options import experiment_parser
+from experiments.random_experts import cut_config, random_model
 from experiments.step_engines import DTYPE, OurEngine, OurModels, filled_cache
 from experiments.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios, reference_of
 from experiments.synthetic import kv_bytes
@@ -41,10 +42,24 @@ from experiments.timing import medians, samples_in_turns
 from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.models import load
 
-CONTEXTS = {"llama-3.2-1b-random": [1024, 8192, 32_768, 131_072], "smollm2-135m": [1024, 8000]}
+# A shape that is cut to so many layers, with random weights.
+EXPERTS = {"qwen3-30b-a3b-4-layers-random": ("Qwen/Qwen3-30B-A3B", 4)}
+CONTEXTS = {
+    "llama-3.2-1b-random": [1024, 8192, 32_768, 131_072],
+    "smollm2-135m": [1024, 8000],
+    **{name: [1024, 32_768] for name in EXPERTS},
+}
 MODULES = {"llama.cpp": ("llama_cpp", llama_cpp.INSTALL), "ik_llama.cpp": ("ik_llama_cpp", ik_llama_cpp.INSTALL)}
 # Besides weights, keys and values: what our processes need and a step makes, and what each of llama.cpp takes.
 SPARE_BYTES, LIBRARY_BYTES = 2**31, 2**29
+
+
+def step_model(name: str) -> PreTrainedModel:
+    """A key of `CONTEXTS`."""
+    if name in EXPERTS:
+        return random_model(cut_config(*EXPERTS[name]), DTYPE)
+    model, _ = load(name, DTYPE, "cpu")
+    return model
 
 
 def reasons_to_leave_out(pythons: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +77,7 @@ def reasons_to_leave_out(pythons: Mapping[str, str]) -> dict[str, str]:
 class Bench:
     """What all contexts have in common."""
 
-    config: LlamaConfig
+    config: PreTrainedConfig
     ours: OurModels
     files: Mapping[int, Path]
     pythons: Mapping[str, str]
@@ -189,8 +204,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     memory = MemoryReader(arguments.buffer_mib)
     read_bandwidth(memory)
-    model, _ = load(arguments.model, DTYPE, "cpu")
-    assert isinstance(model.config, LlamaConfig)
+    model = step_model(arguments.model)
     if max(contexts) > model.config.max_position_embeddings:
         parser.error(f"{arguments.model} has {model.config.max_position_embeddings:,} positions.")
     left_out = reasons_to_leave_out(pythons)

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
 from experiments import ik_llama_cpp, llama_cpp, llama_process, whole_step
-from experiments.gguf_files import write_llama
+from experiments.gguf_files import write_model
 from experiments.llama_cpp import FORMS, LlamaCppEngine, LlamaCppModel
 from experiments.llama_options import BestOptions
 from experiments.llama_process import LlamaProcess, LlamaProcessError, Settings
+from experiments.random_experts import random_model
 from experiments.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
 from hf_hybrid_cache.models import random_llama
 
@@ -35,9 +36,16 @@ def no_files_left_open() -> Iterator[None]:
         utilities.errnull_file.close()
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+@pytest.fixture(scope="module", params=["llama", "experts"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """With rotary frequencies that are scaled at once, and keys and values that llama.cpp can quantize."""
+    if request.param == "experts":
+        config = Qwen3MoeConfig(
+            vocab_size=96, hidden_size=128, intermediate_size=256, moe_intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, num_experts=8,
+            num_experts_per_tok=3, norm_topk_prob=True, tie_word_embeddings=False, pad_token_id=None,
+        )  # fmt: skip
+        return random_model(config, torch.float32)
     config = LlamaConfig(
         vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=None,
@@ -52,7 +60,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def file(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    write_llama(model, path)
+    write_model(model, path)
     return path
 
 
