@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from .processes import LostProcessError, OutOfStepError
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
-    from .weights import WeightsReport, quantize_weights, weights_in_bits
+    from .weights import CodedWeightsConfig, WeightsReport, quantize_weights, weights_in_bits
 
 __all__ = [
     "CacheFileError",
     "CacheStats",
+    "CodedWeightsConfig",
     "Decision",
     "DecodeOnCPU",
     "DeviceMemoryError",
@@ -77,7 +78,7 @@ __getattr__ = lazy_names(
         "processes": ("LostProcessError", "OutOfStepError"),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
-        "weights": ("WeightsReport", "quantize_weights", "weights_in_bits"),
+        "weights": ("CodedWeightsConfig", "WeightsReport", "quantize_weights", "weights_in_bits"),
     },
 )
 

@@ -1,34 +1,65 @@
 """A model, loaded where it is to run, and what is compiled for it."""
 
 import time
+from dataclasses import dataclass
 
 import torch
 from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ..attention import compile_kernels as compile_and_wait
-from ..models import Loaded, load
+from ..models import CREATED_MODELS, load
+from .coded_weights import code_weights, load_coded, weights_said
 from .console import UsageError, note
+from .host_experts import keep_experts_in_host_memory
+from .weight_options import WeightOptions
 
 
-def loaded(name: str, dtype: torch.dtype | None, device: str | None, weight_bits: int | None, notes: Console) -> Loaded:
+@dataclass(frozen=True)
+class LoadedModel:
+    """
+    What answers.
+
+    Attributes:
+        model: on its device.
+        tokenizer: `None` for a model without one.
+        weights_said: what its weights take, if some are of few bits.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    weights_said: str | None
+
+
+def loaded(
+    name: str, dtype: torch.dtype | None, device: str | None, weights: WeightOptions, notes: Console
+) -> LoadedModel:
     """
     The model that `--model` names, with its tokenizer, on the device that `--device` names.
 
     Raises:
-        UsageError: the device is not here, or cannot compute with weights of `weight_bits`.
+        UsageError: the device is not here, or the model or the device cannot have such weights.
         ModelLoadError: the model cannot be had.
     """
     if not notes.is_interactive:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     chosen_device = _checked_device(device)
-    if weight_bits is not None:
-        _require_cpu(chosen_device, weight_bits)
+    if weights.weights is not None or weights.experts is not None:
+        _require_cpu(chosen_device, weights)
     note(notes, f"loading {name}")
-    return load(name, dtype, chosen_device)
+    report = None
+    if weights.bits is None or name in CREATED_MODELS:
+        model, tokenizer = load(name, dtype, chosen_device)
+        if weights.weights is not None:
+            report = code_weights(model, weights.weights, notes)
+    else:
+        (model, tokenizer), report = load_coded(name, weights, notes, dtype=dtype, device_map=chosen_device)
+    if weights.experts is not None:
+        keep_experts_in_host_memory(model, name)
+    return LoadedModel(model, tokenizer, None if report is None else weights_said(report, weights.only_experts))
 
 
 def _checked_device(name: str | None) -> torch.device | None:
@@ -48,16 +79,20 @@ def _checked_device(name: str | None) -> torch.device | None:
     return device
 
 
-def _require_cpu(chosen: torch.device | None, weight_bits: int) -> None:
-    """Refuse `--weights` before a model is loaded onto an accelerator."""
+def _require_cpu(chosen: torch.device | None, weights: WeightOptions) -> None:
+    """Refuse `--weights` and `--experts` before a model is loaded onto an accelerator."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = chosen or accelerator
-    if device is not None and device.type != "cpu":
-        raise UsageError(
-            f"--weights {weight_bits} is for a model on the CPU, and this one would be on {device}: pass --device cpu. "
-            f"In Python, custom_generate=decode_on_cpu.configure(weights={weight_bits}) reads the prompt on "
+    if device is None or device.type == "cpu":
+        return
+    option = f"--experts {weights.experts}" if weights.weights is None else f"--weights {weights.weights}"
+    refusal = f"{option} is for a model on the CPU, and this one would be on {device}: pass --device cpu."
+    if weights.weights is not None:
+        refusal += (
+            f" In Python, custom_generate=decode_on_cpu.configure(weights={weights.weights}) reads the prompt on "
             f"{device.type} and decodes on the CPU."
         )
+    raise UsageError(refusal)
 
 
 def compile_kernels(model: PreTrainedModel, is_coded: bool, notes: Console) -> None:

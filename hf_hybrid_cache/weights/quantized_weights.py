@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..storage import require_host_bytes
 from .coded_weight import CodedWeight
-from .coverage import Covered, coverage
+from .coverage import Covered, NothingToCodeError, coverage
 from .width import GROUP_SIZE, HEAD_BITS, Width
 
 # Seconds after which a bar is shown.
@@ -115,9 +115,14 @@ def quantize_weights(
     width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)
     require_host_bytes(max(each.coded_bytes(width) for each in covered), f"Weights in {bits} bits need")
+    code_each(covered, width, report)
+    return report
+
+
+def code_each(covered: list[Covered], width: Width, report: WeightsReport) -> None:
+    """Let modules hold their weights in few bits; each is given back as soon as its codes are made, and reported."""
     for each, twin in _coded_one_by_one(covered, width, report):
         each.hold(twin)
-    return report
 
 
 def _hold_originals(pairs: list[tuple[Covered, CodedWeight]]) -> None:
@@ -142,11 +147,13 @@ def require_some(covered: list[Covered], left: dict[str, str], model: PreTrained
     Check that there is something to do.
 
     Raises:
-        ValueError: no weight of the model can be of few bits.
+        NothingToCodeError: no weight of the model can be of few bits.
     """
     if not covered:
         reasons = "; ".join(f"{name} {reason}" for name, reason in list(left.items())[:3])
-        raise ValueError(f"No weight of {type(model).__name__} can be of few bits: {reasons or 'it has no matrices'}.")
+        raise NothingToCodeError(
+            f"No weight of {type(model).__name__} can be of few bits: {reasons or 'it has no matrices'}."
+        )
 
 
 def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], WeightsReport]:
