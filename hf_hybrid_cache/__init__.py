@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
     from .weights import (
+        CodedWeightsConfig,
         ExpertsReport,
         WeightsReport,
         host_experts,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheFileError",
     "CacheStats",
+    "CodedWeightsConfig",
     "Decision",
     "DecodeOnCPU",
     "DeviceMemoryError",
@@ -88,6 +90,7 @@ __getattr__ = lazy_names(
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
         "weights": (
+            "CodedWeightsConfig",
             "ExpertsReport",
             "WeightsReport",
             "host_experts",

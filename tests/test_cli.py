@@ -15,11 +15,14 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
-from hf_hybrid_cache import HostMemoryError, models, quantize_weights, weights_in_bits
+from hf_hybrid_cache import CodedWeightsConfig, HostMemoryError, models, quantize_weights, weights_in_bits
 from hf_hybrid_cache.cli import choices, console, terminal
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.coded_weights import code_weights
@@ -326,6 +329,10 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--prompt-file", "x", "--document", "y"], "--prompt-file is the whole prompt"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3"),
         (["--weights", "2"], "--weights must be 8 or 4, got 2. Leave it out for the weights as they are."),
+        (["--experts", "disk"], "--experts 'disk' is not one of host."),
+        (["--experts", "host", "--expert-bits", "3"], "--expert-bits must be 8 or 4, got 3. Leave it out for the"),
+        (["--expert-bits", "4"], "--expert-bits 4 is for experts in host memory: add --experts host."),
+        (["--weights", "4", "--experts", "host"], "--weights is of all weights, experts too: drop it, or --experts."),
         (["--mass", "1.5"], "--mass must be a number above 0 and at most 1, a share of the attention, got 1.5."),
         (
             ["--cpu-decode", "maybe", "--cache", "offloaded"],
@@ -608,6 +615,69 @@ def test_a_model_none_of_whose_weights_can_be_of_few_bits_says_so():
         code_weights(model, 4, Console(stderr=True))
 
 
+# Experts in host memory
+
+
+@pytest.fixture(scope="module")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture-of-experts model with random weights and a tokenizer of few words."""
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256, initializer_range=0.5,
+            bos_token_id=1, eos_token_id=2,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    words = {word: index for index, word in enumerate(["[UNK]", "<s>", "</s>", *(f"w{index}" for index in range(61))])}
+    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "said"),
+    [
+        ([], None, None),
+        (["--experts", "host"], None, None),
+        (["--experts", "host", "--expert-bits", "4"], {"bits": 4, "only_experts": True}, "experts in 4 bits"),
+        (["--weights", "8"], {"bits": 8}, "in 8 bits"),
+    ],
+    ids=["as it is", "experts as they are", "experts in 4 bits", "all in 8 bits"],
+)
+def test_a_model_with_experts_answers_as_it_does_when_it_is_loaded_so(
+    experts_folder: Path, tmp_path: Path, options: list[str], config: dict | None, said: str | None
+):
+    (tmp_path / "prompt").write_text("w3 w7 w20 w9 " * 5)
+    prompt = ["--prompt-file", tmp_path / "prompt", "--max-new-tokens", "6", "--device", "cpu"]
+    result = invoke("generate", "--model", experts_folder, *prompt, *options)
+    assert result.exit_code == 0, result.stderr
+    quantization = None if config is None else CodedWeightsConfig(**config)
+    model, tokenizer = models.load(str(experts_folder), device_map="cpu", quantization_config=quantization)
+    input_ids = verbatim_prompt(tokenizer, (tmp_path / "prompt").read_text(), 200).input_ids
+    run = timed_generate(model, input_ids, CACHES["offloaded"](model.config, CacheOptions()), 6)
+    assert result.stdout.strip() == tokenizer.decode(run.tokens, skip_special_tokens=True).strip()
+    last = result.stderr.splitlines()[-1]
+    assert ("; weights " not in last) if said is None else last.endswith(said)
+
+
+@pytest.mark.parametrize("options", [[], ["--expert-bits", "4"]], ids=["as they are", "in 4 bits"])
+@needs_smollm2
+def test_a_model_without_experts_is_named(options: list[str]):
+    error = error_of(*SHORT, "--experts", "host", *options)
+    assert "error: smollm2-135m has no experts that could be kept in host memory: drop --experts." in error
+
+
+def test_experts_in_host_memory_are_refused_for_a_model_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    error = error_of("generate", "--experts", "host")
+    assert "--experts host is for a model on the CPU, and this one would be on cuda: pass --device cpu." in error
+
+
 # Conversations
 
 
@@ -673,6 +743,7 @@ def test_a_conversation_says_what_it_cannot_do_and_goes_on(tmp_path: Path):
         (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
         (["--bits", "3"], "--bits must be 8, 4 or 2, got 3."),
         (["--weights", "3"], "--weights must be 8 or 4, got 3."),
+        (["--expert-bits", "8"], "--expert-bits 8 is for experts in host memory: add --experts host."),
         (["--load-cache", "x.kv", "--cache", "dynamic"], "drop --cache"),
         (["--model", "llama-3.2-1b-random", "--load-cache", "missing.kv"], "missing.kv"),
     ],

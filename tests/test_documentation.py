@@ -25,7 +25,7 @@ import torch
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
@@ -46,6 +46,7 @@ GUIDE = sorted(
 PAGES = [README, *GUIDE]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OTHER_NAMES = ("Qwen/Qwen2.5-0.5B-Instruct",)  # which pages load, too
+WITH_EXPERTS = "Qwen/Qwen3-30B-A3B"
 REPORT = "The contract was signed by Ada Lovelace in the presence of two witnesses.\n\n" * 8
 # What is typed into a conversation; what is still to be read then ends it.
 TYPED = {"chat": "Who signed it?\n/stats\n/save conversation.kv\n"}
@@ -97,13 +98,20 @@ def hub_with(hub: Path, model: Path, *names: str) -> Path:
 def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer()
     folder = tmp_path_factory.mktemp("tiny")
-    for names, context in (((SMOLLM2,), 4096), (OTHER_NAMES, 131_072)):  # commands that fill the first one's are short
-        sizes = COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": context}
+    sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    configs = {
+        (SMOLLM2,): LlamaConfig(**sizes | {"max_position_embeddings": 4096}),  # commands that fill it are short
+        OTHER_NAMES: LlamaConfig(**sizes | {"max_position_embeddings": 131_072}),
+        (WITH_EXPERTS,): Qwen3MoeConfig(**sizes | {"max_position_embeddings": 4096}, **experts),
+    }
+    for names, config in configs.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=4)).eval()
-        model.save_pretrained(folder / str(context))
-        tokenizer.save_pretrained(folder / str(context))
-        hub_with(folder / "hub", folder / str(context), *names)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        place = folder / names[0].replace("/", "--")
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+        hub_with(folder / "hub", place, *names)
     return folder / "hub"
 
 

@@ -23,6 +23,7 @@ from experiments import (
     collective_cost,
     joined_windows,
     llama_cpp,
+    load_memory,
     mapped_reads,
     needles,
     peers,
@@ -114,6 +115,12 @@ each_experiment = pytest.mark.parametrize(
             marks=pytest.mark.slow,
         ),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
+        pytest.param(
+            "load_memory",
+            ["--layers", "1", "--experts", "4", "--vocabulary", "1000"],
+            set(load_memory.WAYS),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process"),
+        ),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (
             "kernel_bandwidth",

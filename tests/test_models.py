@@ -19,8 +19,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_hybrid_cache import models
-from hf_hybrid_cache.models import ModelLoadError, cache_home, convert_gguf, llama_3_2_1b_config, load, random_llama
+from hf_hybrid_cache import CodedWeightsConfig, models, quantize_weights
+from hf_hybrid_cache.models import (
+    CREATED_MODELS,
+    ModelLoadError,
+    cache_home,
+    convert_gguf,
+    llama_3_2_1b_config,
+    load,
+    random_llama,
+)
 from hf_hybrid_cache.models import smollm2 as smollm2_module
 from hf_hybrid_cache.models.source import no_progress_bars
 
@@ -301,6 +309,19 @@ def test_a_local_folder_loads_in_the_dtype_of_its_checkpoint(tmp_path):
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
     assert tokenizer("hello")["input_ids"] == [3]
     assert load(str(tmp_path), dtype=torch.float32, device_map="cpu")[0].dtype == torch.float32
+
+
+def test_a_model_of_files_takes_a_quantization_config_and_one_that_is_created_does_not(tmp_path):
+    save_tiny_model(tmp_path)
+    config = CodedWeightsConfig(4)
+    model, _ = load(str(tmp_path), device_map="cpu", quantization_config=config)
+    assert (
+        model.hf_quantizer.report.coded_weights
+        == quantize_weights(load(str(tmp_path), device_map="cpu")[0], 4).coded_weights
+    )
+    for name in CREATED_MODELS:
+        with pytest.raises(ModelLoadError, match=r"created, not read from files: .* quantize_weights\(model, 4\)"):
+            load(name, device_map="cpu", quantization_config=config)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

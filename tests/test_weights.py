@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, QuantizedHybridCache, quantize_weights, weights_in_bits
+from hf_hybrid_cache import (
+    CodedWeightsConfig,
+    DynamicHybridCache,
+    HostMemoryError,
+    QuantizedHybridCache,
+    quantize_weights,
+    weights_in_bits,
+)
 from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
 
@@ -412,7 +419,14 @@ def test_what_stays_as_it_is_is_named_with_the_reason():
     assert all(f"{name} {reason}" in str(report) for name, reason in report.left.items())
 
 
-@pytest.mark.parametrize("use", [quantize_weights, lambda *given: weights_in_bits(*given).__enter__()])
+@pytest.mark.parametrize(
+    "use",
+    [
+        quantize_weights,
+        lambda *given: weights_in_bits(*given).__enter__(),
+        lambda _, *given: CodedWeightsConfig(*given),
+    ],
+)
 @pytest.mark.parametrize(
     ("error", "message", "given"),
     [

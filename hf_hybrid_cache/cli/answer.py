@@ -17,7 +17,7 @@ from ..saving import require_place
 from .choices import DEFAULT_QUESTION, RANDOM_TOKENS
 from .coded_weights import code_weights
 from .comparison import FEW_WEIGHT_BITS, WITH_WEIGHTS, conclusion, mebibytes, one_line, summary, table
-from .console import UsageError, check_bits, check_choice, check_weights, dtype_of, exit_codes, note
+from .console import UsageError, check_bits, check_choice, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
 from .group import consoles, joined
 from .prompts import (
@@ -36,6 +36,7 @@ from .saved_document import document_ids
 from .shown_run import shown_run
 from .terminal import TokenStream, is_encodable, read_text, write
 from .timed_run import CACHES, SHAREABLE, CacheOptions, Run, new_cache, warm_up
+from .weight_options import WeightOptions
 
 
 def answer(
@@ -58,6 +59,8 @@ def answer(
     bits: int | None,
     mass: float | None,
     weights: int | None,
+    experts: str | None,
+    expert_bits: int | None,
     dtype: str | None,
     device: str | None,
 ) -> None:
@@ -68,7 +71,7 @@ def answer(
         if cache is not None:
             check_choice("--cache", cache, CACHES)
         check_bits(bits)
-        check_weights(weights)
+        weight_options = WeightOptions(weights, experts, expert_bits)
         name = cache or _default_cache(bits)
         if num_processes() > 1:
             _check_shareable(name, compare, document)
@@ -98,8 +101,8 @@ def answer(
         source = prompt_file or document
         text = read_text(source) if source else None
         saved_ids = document_ids(load_cache) if load_cache and text is None else None
-        language_model, tokenizer = loaded(model, precision, device, weights, notes)
-        coded = None if weights is None else code_weights(language_model, weights, notes)
+        ready = loaded(model, precision, device, weight_options, notes)
+        language_model, tokenizer = ready.model, ready.tokenizer
         longest = context_length(language_model)
         kind = str(language_model.dtype).removeprefix("torch.")
         note(notes, f"model: {kind} on {language_model.device}, context of {longest:,} tokens")
@@ -147,7 +150,7 @@ def answer(
                     return
             run = task.run(name, stream.put, filled)
             stream.end()
-            note(notes, summary(name, run, coded))
+            note(notes, summary(name, run, ready.weights_said))
             return
         runs = {}
         for name in CACHES:
@@ -160,7 +163,7 @@ def answer(
                 if question is None and text is None and tokenizer is not None:
                     said = where_it_says_so(str(tokenizer.decode(prompt.input_ids[0])))
                     write(out, f"\nThe document says: {said}\n" if said else "")
-        if coded is None and language_model.device.type == "cpu":
+        if ready.weights_said is None and language_model.device.type == "cpu":
             few_bits = task.run_with_few_bits("quantized")
             runs |= {} if few_bits is None else {WITH_WEIGHTS: few_bits}
         out.print(table(runs))

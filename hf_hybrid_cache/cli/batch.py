@@ -12,12 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..jobs import EXECUTORS, JobFailedError, Jobs, job_parameters
-from .coded_weights import code_weights
 from .console import (
     UsageError,
     cache_of_ours,
     check_choice,
-    check_weights,
     dtype_of,
     exit_codes,
     note,
@@ -26,6 +24,7 @@ from .console import (
 from .device import compile_kernels, loaded
 from .document_questions import BatchOptions, DocumentQuestions
 from .questions import Answer, AnswerFile, Question, key_of, read_questions
+from .weight_options import WeightOptions
 
 
 def answer_all(
@@ -40,6 +39,8 @@ def answer_all(
     cache: str | None,
     bits: int | None,
     weights: int | None,
+    experts: str | None,
+    expert_bits: int | None,
     max_new_tokens: int,
     context: int | None,
     prefill_chunk_size: int,
@@ -51,7 +52,7 @@ def answer_all(
     with exit_codes(notes):
         require_one_process("batch")
         name = cache_of_ours(cache, bits)
-        check_weights(weights)
+        WeightOptions(weights, experts, expert_bits)  # refuses before anything is read
         dtype_of(dtype)
         if executor is None and (jobs is not None or job_option):
             raise UsageError("--jobs and --job-option are for jobs: drop them, or pass --executor local or slurm.")
@@ -61,7 +62,9 @@ def answer_all(
         if not out.parent.is_dir():
             raise UsageError(f"There is no folder {out.parent} for --out.")
         asked = read_questions(questions)
-        options = BatchOptions(model, name, bits, weights, dtype, max_new_tokens, context, prefill_chunk_size)
+        options = BatchOptions(
+            model, name, bits, weights, experts, expert_bits, dtype, max_new_tokens, context, prefill_chunk_size
+        )
         sheet = _Sheet(out, options)
         sheet.collect()
         left = sheet.settle(asked)
@@ -101,11 +104,11 @@ class _Work:
 
     def answers(self, questions: Sequence[Question], notes: Console) -> Iterator[Answer]:
         options = self.options
-        model, tokenizer = loaded(options.model, dtype_of(options.dtype), self.device, options.weights, notes)
+        weights = WeightOptions(options.weights, options.experts, options.expert_bits)
+        ready = loaded(options.model, dtype_of(options.dtype), self.device, weights, notes)
+        model, tokenizer = ready.model, ready.tokenizer
         if tokenizer is None:
             raise UsageError(f"{options.model} has no tokenizer, so it takes no text.")
-        if options.weights is not None:
-            code_weights(model, options.weights, notes)
         compile_kernels(model, options.cache == "quantized", notes)
         reader = DocumentQuestions(model, tokenizer, options, self.folder, self.kept_caches, notes)
         for about_one in _by_document(questions):

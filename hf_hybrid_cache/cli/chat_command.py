@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .choices import CACHES, NAMED_MODELS
-from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, Weights, run_on_node
+from .options import Bits, CpuNode, Device, DType, ExpertBits, Experts, Model, PrefillChunkSize, Weights, run_on_node
 
 
 def chat(
@@ -25,6 +25,8 @@ def chat(
     ] = None,
     bits: Bits = None,
     weights: Weights = None,
+    experts: Experts = None,
+    expert_bits: ExpertBits = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     context: Annotated[
         int | None,

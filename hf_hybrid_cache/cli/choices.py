@@ -5,6 +5,7 @@ from ..models import ALIASES
 CACHES = ("stock", "dynamic", "offloaded", "quantized")
 BITS = (8, 4, 2)
 WEIGHT_BITS = (8, 4)
+EXPERTS = ("host",)
 DTYPES = ("float32", "bfloat16", "float16")
 NAMED_MODELS = tuple(ALIASES)
 DEFAULT_QUESTION = "What is a convenient way to insert debugging assertions into a program?"

@@ -3,8 +3,6 @@
 from rich import box
 from rich.table import Table
 
-from ..weights import WeightsReport
-from .coded_weights import weights_said
 from .timed_run import CACHES, Run
 
 # The row of a comparison that says what weights of few bits add to the last of the caches.
@@ -12,13 +10,13 @@ FEW_WEIGHT_BITS = 4
 WITH_WEIGHTS = f"{FEW_WEIGHT_BITS}-bit weights\nand quantized"
 
 
-def summary(name: str, run: Run, weights: WeightsReport | None) -> str:
-    """A run in one line."""
+def summary(name: str, run: Run, weights: str | None) -> str:
+    """A run in one line, with what is said of weights of few bits."""
     read = "" if run.share_read is None else f", of which attention read {run.share_read:.1%}"
     return (
         f"{name}: prefill {run.prefill_seconds:.2f} s, decode {_rate(run)} tokens/s, "
         f"KV {mebibytes(run.device_bytes)} on the device, {mebibytes(run.host_bytes)} on the host{read}"
-    ) + ("" if weights is None else f"; {weights_said(weights)}")
+    ) + ("" if weights is None else f"; {weights}")
 
 
 def table(runs: dict[str, Run]) -> Table:

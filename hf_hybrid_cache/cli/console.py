@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from .choices import BITS, CACHES, DTYPES, WEIGHT_BITS
+from .choices import BITS, CACHES, DTYPES
 from .interrupts import as_exceptions
 from .ranks import num_processes, rank
 
@@ -43,11 +43,6 @@ def cache_of_ours(cache: str | None, bits: int | None) -> str:
     if bits is not None and name != "quantized":
         raise UsageError(f"--bits is for --cache quantized, and the cache is {name}: drop one of them.")
     return name
-
-
-def check_weights(bits: int | None) -> None:
-    if bits not in (None, *WEIGHT_BITS):
-        raise UsageError(f"--weights must be 8 or 4, got {bits}. Leave it out for the weights as they are.")
 
 
 def require_one_process(command: str) -> None:

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import HybridCache
 from ..layers import IncompleteCacheError
 from ..saving import CacheFileError
-from .coded_weights import code_weights, weights_said
-from .console import UsageError, cache_of_ours, check_weights, dtype_of, exit_codes, note, require_one_process
+from .console import UsageError, cache_of_ours, dtype_of, exit_codes, note, require_one_process
 from .device import compile_kernels, loaded
 from .prompts import (
     PromptError,
@@ -26,6 +25,7 @@ from .saved_document import document_ids
 from .shown_run import shown_run
 from .terminal import TokenStream, is_encodable, read_text, write
 from .timed_run import CacheOptions, Run, new_cache
+from .weight_options import WeightOptions
 
 # Tokens of the context that are left to the conversation, of models with a long one.
 TALK_TOKENS = 2048
@@ -45,6 +45,8 @@ def talk(
     cache: str | None,
     bits: int | None,
     weights: int | None,
+    experts: str | None,
+    expert_bits: int | None,
     max_new_tokens: int,
     context: int | None,
     prefill_chunk_size: int,
@@ -58,14 +60,14 @@ def talk(
         require_one_process("chat")
         name = cache_of_ours(cache, bits)
         _check(document, load_cache, cache, bits, context)
-        check_weights(weights)
+        weight_options = WeightOptions(weights, experts, expert_bits)
         precision = dtype_of(dtype)
         text = read_text(document) if document else None
         saved_ids = document_ids(load_cache) if load_cache else None
-        language_model, tokenizer = loaded(model, precision, device, weights, notes)
+        ready = loaded(model, precision, device, weight_options, notes)
+        language_model, tokenizer = ready.model, ready.tokenizer
         if tokenizer is None:
             raise UsageError(f"{model} has no tokenizer, so there is nothing to say.")
-        coded = None if weights is None else code_weights(language_model, weights, notes)
         longest = context_length(language_model)
         compile_kernels(language_model, name == "quantized", notes)
         if load_cache and saved_ids is not None:
@@ -95,7 +97,7 @@ def talk(
             max_new_tokens,
             prefill_chunk_size,
             temperature,
-            None if coded is None else weights_said(coded),
+            ready.weights_said,
             out,
             notes,
         )

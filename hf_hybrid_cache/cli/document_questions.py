@@ -32,6 +32,8 @@ class BatchOptions:
         cache: one of `CACHES`.
         bits: of keys and values; `None` for those of the cache.
         weights: bits of weights; `None` as they are.
+        experts: where experts are; `None` where the model is.
+        expert_bits: of those; `None` as they are.
         dtype: of the model; `None` for its own.
         max_new_tokens: of an answer at most.
         context: tokens of a document that are read; `None` for all.
@@ -42,6 +44,8 @@ class BatchOptions:
     cache: str
     bits: int | None
     weights: int | None
+    experts: str | None
+    expert_bits: int | None
     dtype: str | None
     max_new_tokens: int
     context: int | None

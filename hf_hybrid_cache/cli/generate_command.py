@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .choices import CACHES, DEFAULT_QUESTION, NAMED_MODELS, RANDOM_TOKENS
-from .options import Bits, CpuNode, Device, DType, Model, PrefillChunkSize, Weights, run_on_node
+from .options import Bits, CpuNode, Device, DType, ExpertBits, Experts, Model, PrefillChunkSize, Weights, run_on_node
 
 
 def generate(
@@ -74,6 +74,8 @@ def generate(
         typer.Option(help="Read only what carries this share of the attention, such as 0.995. Default: all."),
     ] = None,
     weights: Weights = None,
+    experts: Experts = None,
+    expert_bits: ExpertBits = None,
     dtype: DType = None,
     device: Device = None,
     cpu_node: CpuNode = None,

@@ -15,6 +15,13 @@ Bits = Annotated[
 Weights = Annotated[
     int | None, typer.Option(help="Bits of each weight, 8 or 4, for a model on the CPU. Default: as they are.")
 ]
+Experts = Annotated[
+    str | None,
+    typer.Option(help="host: experts of a mixture-of-experts model in host memory. Default: where the model is."),
+]
+ExpertBits = Annotated[
+    int | None, typer.Option(help="Bits of each weight of experts in host memory, 8 or 4. Default: as they are.")
+]
 PrefillChunkSize = Annotated[int, typer.Option(min=1, help="Tokens of the prompt per forward pass.")]
 DType = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")]

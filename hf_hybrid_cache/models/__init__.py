@@ -14,13 +14,14 @@ from ..user_folder import cache_home
 from .shapes import ALIASES, SHAPES, load_config
 
 if TYPE_CHECKING:
-    from .loading import NAMED_MODELS, load
+    from .loading import CREATED_MODELS, NAMED_MODELS, load
     from .random_weights import llama_3_2_1b_config, random_llama
     from .smollm2 import convert_gguf
     from .source import Device, Loaded, ModelLoadError
 
 __all__ = [
     "ALIASES",
+    "CREATED_MODELS",
     "NAMED_MODELS",
     "SHAPES",
     "Device",
@@ -37,7 +38,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "loading": ("NAMED_MODELS", "load"),
+        "loading": ("CREATED_MODELS", "NAMED_MODELS", "load"),
         "random_weights": ("llama_3_2_1b_config", "random_llama"),
         "smollm2": ("convert_gguf",),
         "source": ("Device", "Loaded", "ModelLoadError"),

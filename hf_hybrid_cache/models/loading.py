@@ -6,15 +6,20 @@ import torch
 
 from .random_weights import load_llama_3_2_1b_random
 from .smollm2 import load_smollm2
-from .source import Device, Loaded, load_by_name
+from .source import Device, Loaded, Quantization, load_by_name
 
-NAMED_MODELS: dict[str, Callable[[str, torch.dtype | None, Device], Loaded]] = {
-    "smollm2-135m": load_smollm2,
-    "llama-3.2-1b-random": load_llama_3_2_1b_random,
-}
+_Loader = Callable[[str, torch.dtype | None, Device, Quantization], Loaded]
+NAMED_MODELS: dict[str, _Loader] = {"smollm2-135m": load_smollm2, "llama-3.2-1b-random": load_llama_3_2_1b_random}
+# Those that come from no file.
+CREATED_MODELS = frozenset({"llama-3.2-1b-random"})
 
 
-def load(name: str, dtype: torch.dtype | None = None, device_map: Device | None = None) -> Loaded:
+def load(
+    name: str,
+    dtype: torch.dtype | None = None,
+    device_map: Device | None = None,
+    quantization_config: Quantization = None,
+) -> Loaded:
     """
     Load a causal language model and its tokenizer, ready to generate (evaluation mode).
 
@@ -30,6 +35,8 @@ def load(name: str, dtype: torch.dtype | None = None, device_map: Device | None 
             attention also agree on the greedy tokens.
         device_map: a device, or "auto" to spread the weights with accelerate. None means the accelerator if there is
             one, else the CPU.
+        quantization_config: for `from_pretrained`, such as `CodedWeightsConfig(bits=4)`; not for a model that is
+            created (`CREATED_MODELS`).
 
     Returns:
         (model, tokenizer); the tokenizer is None for `llama-3.2-1b-random`.
@@ -41,5 +48,5 @@ def load(name: str, dtype: torch.dtype | None = None, device_map: Device | None 
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_map = accelerator or torch.device("cpu")
     if name in NAMED_MODELS:
-        return NAMED_MODELS[name](name, dtype, device_map)
-    return load_by_name(name, dtype, device_map, built_in=", ".join(NAMED_MODELS))
+        return NAMED_MODELS[name](name, dtype, device_map, quantization_config)
+    return load_by_name(name, dtype, device_map, quantization_config, built_in=", ".join(NAMED_MODELS))

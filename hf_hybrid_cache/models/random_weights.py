@@ -7,16 +7,22 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from .source import Device, Loaded, ModelLoadError
+from .source import Device, Loaded, ModelLoadError, Quantization
 
 INIT_STD = 0.02  # initializer_range of the Llama family
 INIT_CHUNK = 1 << 20  # weights per random generator, so that threads can share the work and the result not depend on it
 
 
-def load_llama_3_2_1b_random(name: str, dtype: torch.dtype | None, device_map: Device) -> Loaded:
+def load_llama_3_2_1b_random(
+    name: str, dtype: torch.dtype | None, device_map: Device, quantization_config: Quantization
+) -> Loaded:
     """Create it; see `hf_hybrid_cache.models.load`."""
     if device_map == "auto":
         raise ModelLoadError(f'{name} is created on one device: pass device_map="cpu" or "cuda", not "auto".')
+    if quantization_config is not None:
+        raise ModelLoadError(
+            f"{name} is created, not read from files: drop quantization_config, and use quantize_weights(model, 4)."
+        )
     # 128004 is Llama 3's own padding token, <|finetune_right_pad_id|>
     return random_llama(llama_3_2_1b_config(), dtype or torch.bfloat16, device_map, pad_token_id=128_004), None
 

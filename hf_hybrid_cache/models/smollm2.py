@@ -16,7 +16,16 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..user_folder import cache_home
-from .source import Device, Loaded, ModelLoadError, first_line, from_pretrained, hub_answers, no_progress_bars
+from .source import (
+    Device,
+    Loaded,
+    ModelLoadError,
+    Quantization,
+    first_line,
+    from_pretrained,
+    hub_answers,
+    no_progress_bars,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +45,14 @@ SMOLLM2_POSITIONS = 8192
 GGUF_CONTROL_TOKEN = 3
 
 
-def load_smollm2(name: str, dtype: torch.dtype | None, device_map: Device) -> Loaded:
+def load_smollm2(name: str, dtype: torch.dtype | None, device_map: Device, quantization_config: Quantization) -> Loaded:
     """Load it; see `hf_hybrid_cache.models.load`."""
     folder = _smollm2_folder()
     if dtype is None:
         dtype = torch.float32 if _is_cpu(device_map) else torch.bfloat16
     try:
         with no_progress_bars():
-            return from_pretrained(str(folder), dtype, device_map, local_files_only=True)
+            return from_pretrained(str(folder), dtype, device_map, True, quantization_config)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever is wrong with the files, the way out is the same

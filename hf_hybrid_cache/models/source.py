@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ HUB_TIMEOUT_SECONDS = 3.0  # to decide that the Hub does not answer; a download 
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
 Device = str | torch.device
+Quantization = QuantizationConfigMixin | None
 _T = TypeVar("_T")
 
 
@@ -35,7 +37,9 @@ class ModelLoadError(RuntimeError):
     """A model could not be loaded; the message says why and what to do."""
 
 
-def load_by_name(name: str, dtype: torch.dtype | None, device_map: Device, built_in: str) -> Loaded:
+def load_by_name(
+    name: str, dtype: torch.dtype | None, device_map: Device, quantization_config: Quantization, built_in: str
+) -> Loaded:
     """
     Load a local folder or a model of the Hub.
 
@@ -43,12 +47,17 @@ def load_by_name(name: str, dtype: torch.dtype | None, device_map: Device, built
         name: a folder, or `owner/model`.
         dtype: of the weights; None means the checkpoint's own.
         device_map: a device, or "auto".
+        quantization_config: of `from_pretrained`.
         built_in: the names that always work, for messages.
 
     Raises:
         ModelLoadError: it cannot be had; the message says what to do.
     """
-    return _load(name, lambda source, local: from_pretrained(source, dtype or "auto", device_map, local), built_in)
+
+    def loader(source: str, local_files_only: bool) -> Loaded:
+        return from_pretrained(source, dtype or "auto", device_map, local_files_only, quantization_config)
+
+    return _load(name, loader, built_in)
 
 
 def load_config_by_name(name: str, built_in: str) -> PreTrainedConfig:
@@ -81,11 +90,22 @@ def _load(name: str, loader: Callable[[str, bool], _T], built_in: str) -> _T:
         raise ModelLoadError(_explain(name, error, local_files_only, built_in)) from error
 
 
-def from_pretrained(source: str, dtype: torch.dtype | str, device_map: Device, local_files_only: bool) -> Loaded:
+def from_pretrained(
+    source: str,
+    dtype: torch.dtype | str,
+    device_map: Device,
+    local_files_only: bool,
+    quantization_config: Quantization = None,
+) -> Loaded:
     # trust_remote_code=False instead of the default, which asks on a terminal
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local_files_only, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, device_map=device_map, local_files_only=local_files_only, trust_remote_code=False
+        source,
+        dtype=dtype,
+        device_map=device_map,
+        local_files_only=local_files_only,
+        trust_remote_code=False,
+        quantization_config=quantization_config,
     )
     return model.eval(), tokenizer
 

@@ -7,6 +7,7 @@ from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_share import CodedShare
 from .coded_store import RECENT_TOKENS, CodedStore, coded_blocks, full_tokens, record_shape
 from .cpu_share import LEAST_SHARE, CpuShare
+from .file_pages import give_back_file_pages
 from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
@@ -67,6 +68,7 @@ __all__ = [
     "coded_blocks",
     "first_tokens_on_device",
     "full_tokens",
+    "give_back_file_pages",
     "grown_capacity",
     "huge_page_memory",
     "is_accelerator",

@@ -1,6 +1,8 @@
 """Weights of few bits in host memory: coding them, and the products of tokens with them."""
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -29,12 +31,29 @@ _MANY_TOKENS = 256
 _CONVERTED_BYTES = 2**26
 
 
+@dataclass(frozen=True)
+class Stack:
+    """
+    Matrices of one shape that need not be in memory together: read once, one after the other.
+
+    Attributes:
+        shape: `(matrices, rows, columns)`.
+        matrices: each `[rows, columns]`, in host memory, of a floating type.
+    """
+
+    shape: tuple[int, int, int]
+    matrices: Iterable[torch.Tensor]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.matrices)
+
+
 class CodedMatrices(Matrices):
     """
     One weight, or several of one shape such as a layer's experts, in few bits.
 
     Args:
-        weights: `[matrices, rows, columns]`, in host memory, of a floating type.
+        weights: `[matrices, rows, columns]`, in host memory, of a floating type; or a stack of them, read one by one.
         bits: of a code.
         group_size: columns that share a scale.
 
@@ -47,11 +66,13 @@ class CodedMatrices(Matrices):
 
     most_tokens = MOST_TOKENS
 
-    def __init__(self, weights: torch.Tensor, bits: int, group_size: int):
+    def __init__(self, weights: torch.Tensor | Stack, bits: int, group_size: int):
         count, rows, columns = weights.shape
         self.layout = PanelLayout(bits, rows, columns, group_size)
         self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
-        self._factors = [self._encode(weights[index].detach(), self._data[index].numpy()) for index in range(count)]
+        self._factors = [
+            self._encode(weight.detach(), panels.numpy()) for weight, panels in zip(weights, self._data, strict=True)
+        ]
         self._products = PanelProducts(self._data.data_ptr(), self.layout, self._factors)
         super().__init__(count, rows, columns)
 

@@ -1,5 +1,6 @@
 """Which weights of a model can be of few bits, which modules hold them, and why the others cannot."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,13 +10,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels import PanelLayout
-from .coded_matrices import CodedMatrices
+from .coded_matrices import CodedMatrices, Stack
 from .coded_weight import CodedWeight
 from .width import Width
 
 CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Smaller ones would be mostly what fills them up; among them are gates and routers, which are better left exact.
 _LEAST_ROWS, _LEAST_COLUMNS = 16, 32
+
+
+class NothingToCodeError(ValueError):
+    """None of a model's weights can be of few bits, or none of those that were asked for; the message says why."""
 
 
 class Holder(NamedTuple):
@@ -55,20 +60,46 @@ class Covered:
         Raises:
             ValueError: some of the numbers are not finite.
         """
+        return self.coded_one_by_one(data if data.dim() == 3 else data[None], data.shape, data.dtype, width)
+
+    def coded_one_by_one(
+        self, matrices: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, width: Width
+    ) -> CodedWeight:
+        """
+        The parameter in few bits, of matrices that need not be in memory together.
+
+        Args:
+            matrices: those of a stack, or the only one, in host memory; read once.
+            shape: of all together.
+            dtype: in which the model computes.
+            width: of the codes.
+
+        Raises:
+            ValueError: some of the numbers are not finite.
+        """
+        count, rows, columns = self._sizes(shape)
         # Tensors made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            stacked = data if data.dim() == 3 else data[None]
-            stacked_rows = stacked.transpose(1, 2) if self.is_transposed else stacked
-            matrices = CodedMatrices(stacked_rows, self._bits(width), width.group_size)
-            count, index = (len(stacked), None) if data.dim() == 3 else (None, 0)
-            return CodedWeight.make(matrices, count, index, self.is_transposed, data.dtype)
+            of_rows = (matrix.t() if self.is_transposed else matrix for matrix in matrices)
+            coded = CodedMatrices(Stack((count, rows, columns), of_rows), self._bits(width), width.group_size)
+            stacked, which = (count, None) if len(shape) == 3 else (None, 0)
+            return CodedWeight.make(coded, stacked, which, self.is_transposed, dtype)
 
     def coded_bytes(self, width: Width) -> int:
         """What the codes take."""
-        count = self.parameter.shape[0] if self.parameter.dim() == 3 else 1
-        sizes = self.parameter.shape[-2:]
-        rows, columns = reversed(sizes) if self.is_transposed else sizes
+        count, rows, columns = self._sizes(self.parameter.shape)
         return count * PanelLayout(self._bits(width), rows, columns, width.group_size).num_bytes
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is the matrices of several experts."""
+        return self.parameter.dim() == 3
+
+    def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Matrices, rows and columns."""
+        count = shape[0] if len(shape) == 3 else 1
+        rows, columns = reversed(shape[-2:]) if self.is_transposed else shape[-2:]
+        return count, rows, columns
 
     def _bits(self, width: Width) -> int:
         return width.head_bits if self.is_head else width.bits

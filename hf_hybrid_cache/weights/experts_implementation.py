@@ -1,7 +1,7 @@
 """Which implementation of experts a model uses: transformers' own door to it."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -48,9 +48,23 @@ def chosen_experts_used(model: PreTrainedModel) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-def chosen_experts_if_any(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """The same; of a model without such experts nothing is changed."""
-    return chosen_experts_used(model) if expert_modules(model) else nullcontext()
+@contextmanager
+def chosen_experts_if_any(model: PreTrainedModel) -> Iterator[None]:
+    """The same; a model whose experts cannot be computed so, or that has none, is left as it is."""
+    before = use_chosen_experts_if_any(model)
+    try:
+        yield
+    finally:
+        if before is not None:
+            model.set_experts_implementation(before)
+
+
+def use_chosen_experts_if_any(model: PreTrainedModel) -> dict[str, str | None] | None:
+    """As `use_chosen_experts`; `None` for a model that is left as it is."""
+    try:
+        return use_chosen_experts(model)
+    except ValueError:
+        return None
 
 
 def require_experts(model: PreTrainedModel) -> dict[str, Any]:

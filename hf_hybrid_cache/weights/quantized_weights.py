@@ -10,9 +10,8 @@ from transformers.utils import logging
 
 from ..storage import require_host_bytes
 from .coded_weight import CodedWeight
-from .coverage import Covered, coverage
-from .expert_layers import expert_modules
-from .experts_implementation import chosen_experts_if_any, use_chosen_experts
+from .coverage import Covered, NothingToCodeError, coverage
+from .experts_implementation import chosen_experts_if_any, use_chosen_experts_if_any
 from .width import GROUP_SIZE, HEAD_BITS, Width
 
 # Seconds after which a bar is shown.
@@ -107,8 +106,7 @@ def quantize_weights(
     width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)
     code_for_good(covered, width, report)
-    if expert_modules(model):
-        use_chosen_experts(model)
+    use_chosen_experts_if_any(model)
     return report
 
 
@@ -142,6 +140,11 @@ def code_for_good(covered: list[Covered], width: Width, report: WeightsReport) -
         HostMemoryError: host memory would not suffice for the codes of one.
     """
     require_host_bytes(max(each.coded_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
+    code_each(covered, width, report)
+
+
+def code_each(covered: list[Covered], width: Width, report: WeightsReport) -> None:
+    """The same without a check, of any number of weights."""
     for each, twin in _coded_one_by_one(covered, width, report):
         each.hold(twin)
 
@@ -168,11 +171,13 @@ def require_some(covered: list[Covered], left: dict[str, str], model: PreTrained
     Check that there is something to do.
 
     Raises:
-        ValueError: no weight of the model can be of few bits.
+        NothingToCodeError: no weight of the model can be of few bits.
     """
     if not covered:
         reasons = "; ".join(f"{name} {reason}" for name, reason in list(left.items())[:3])
-        raise ValueError(f"No weight of {type(model).__name__} can be of few bits: {reasons or 'it has no matrices'}.")
+        raise NothingToCodeError(
+            f"No weight of {type(model).__name__} can be of few bits: {reasons or 'it has no matrices'}."
+        )
 
 
 def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], WeightsReport]:
