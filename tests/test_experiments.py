@@ -448,6 +448,14 @@ def test_the_page_of_results_states_what_the_records_hold():
         assert f"{cell['ratio']:.4f}" in page or f"{cell['ratio']:.3f}" in page
 
 
+def test_the_page_on_weights_states_the_peaks_that_the_record_holds():
+    page = (REPOSITORY / "docs" / "weights.md").read_text()
+    (record,) = report.load_records("load_memory").values()
+    for cell in record["cells"][1:]:
+        ratios = f"{cell['anonymous_ratio']:.2f}x | {cell['resident_ratio']:.2f}x"
+        assert f"| {cell['model_bytes'] / 2**30:.2f} GiB | {ratios} |" in page
+
+
 def test_the_page_on_few_bits_states_what_the_records_hold():
     page = (REPOSITORY / "docs" / "few-bits.md").read_text()
     folders = ("perplexity", "docstrings", "reparametrized", "qwen2.5-coder-0.5b", "gemma-3-270m")
