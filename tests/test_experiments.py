@@ -45,6 +45,7 @@ from hf_hybrid_cache import models as package_models
 from tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parent.parent
+OLMOE = "allenai/OLMoE-1B-7B-0924"
 SMALL_BUFFER = ["--buffer-mib", "16"]
 SMOLLM2 = ["--model", "smollm2-135m", "--contexts", "40", "--steps", "2", *SMALL_BUFFER]
 WHOLE_STEP = ["--model", "smollm2-135m", "--contexts", "40", "--rounds", "1", *SMALL_BUFFER]
@@ -113,6 +114,7 @@ each_experiment = pytest.mark.parametrize(
             },
             marks=pytest.mark.slow,
         ),
+        ("host_experts", ["--models", OLMOE], {f"{size} GB, {OLMOE}" for size in (8, 24)}),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (
@@ -207,6 +209,7 @@ IN_THIS_PROCESS = (
     "biased_keys",
     "selection_speed",
     "mapped_reads",
+    "host_experts",
 )
 
 

@@ -1,6 +1,6 @@
 """Weights of 8 or 4 bits for models that compute on the CPU."""
 
-from .coverage import CODED_DTYPES, Covered, coverage
+from .coverage import CODED_DTYPES, Covered, coverage, holds_experts
 from .quantized_weights import WeightsReport, coding_bar, quantize_weights, require_some, weights_in_bits
 from .width import WEIGHT_BITS, Width
 
@@ -12,6 +12,7 @@ __all__ = [
     "Width",
     "coding_bar",
     "coverage",
+    "holds_experts",
     "quantize_weights",
     "require_some",
     "weights_in_bits",
