@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from experiments import (
     busy_machine,
     collective_cost,
+    host_experts,
     joined_windows,
     llama_cpp,
     mapped_reads,
@@ -493,6 +494,15 @@ def test_the_page_on_processes_states_what_is_worked_out_for_them():
         table = collective_cost.table(rows)
         start = next(i for i in range(len(lines)) if lines[i : i + len(table)] == table)
         assert lines[start + len(table)] == ""
+
+
+def test_the_page_on_planning_states_what_is_worked_out_for_experts_in_host_memory():
+    lines = (report.RESULTS.parent / "docs" / "planning.md").read_text().splitlines()
+    (record,) = report.load_records("host_experts").values()
+    assert {cell["model"] for cell in record["cells"]} == set(host_experts.MODELS)
+    for table in (host_experts.fit_table(record["cells"]), host_experts.speed_table(record["cells"])):
+        start = lines.index(table[0])
+        assert lines[start : start + len(table) + 1] == [*table, ""]
 
 
 def test_the_page_on_reading_a_part_states_what_was_measured():
