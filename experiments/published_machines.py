@@ -78,3 +78,16 @@ MACHINES = (
         "nvidia.com/en-us/data-center/h100: 3.35 TB/s, PCIe 5.0; JESD79-5",
     ),
 )
+# For models whose experts are in host memory; how much of that there is, is varied.
+_SERVER_GBS = 8 * 4.8 * 8
+CARDS = (
+    PublishedMachine(
+        *("RTX 4060, 2 channels of DDR5-5600", 8, 64, 272, _PCIE_4 / 2, 2 * 5.6 * 8),
+        "nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4060-4060ti: 128 bits of GDDR6, 17 Gbit/s, 8 lanes of "
+        "PCIe 4.0; JESD79-5",
+    ),
+    PublishedMachine(
+        *("RTX 4090, 8 channels of DDR5-4800", 24, 512, 1008, _PCIE_4, _SERVER_GBS),
+        f"{MACHINES[1].source}; a socket of what github.com/kvcache-ai/ktransformers was measured on",
+    ),
+)

@@ -670,14 +670,6 @@ def test_a_model_without_experts_is_named(options: list[str]):
     assert "error: smollm2-135m has no experts that could be kept in host memory: drop --experts." in error
 
 
-def test_experts_in_host_memory_are_refused_for_a_model_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    error = error_of("generate", "--experts", "host")
-    assert "--experts host is for a model on the CPU, and this one would be on cuda: pass --device cpu." in error
-
-
 # Conversations
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from experiments import (
     busy_machine,
     collective_cost,
+    host_experts,
     joined_windows,
     llama_cpp,
     load_memory,
@@ -46,6 +47,7 @@ from hf_hybrid_cache import models as package_models
 from tiny_models import random_prompt, tiny_model
 
 REPOSITORY = Path(__file__).parent.parent
+OLMOE = "allenai/OLMoE-1B-7B-0924"
 SMALL_BUFFER = ["--buffer-mib", "16"]
 SMOLLM2 = ["--model", "smollm2-135m", "--contexts", "40", "--steps", "2", *SMALL_BUFFER]
 WHOLE_STEP = ["--model", "smollm2-135m", "--contexts", "40", "--rounds", "1", *SMALL_BUFFER]
@@ -114,6 +116,7 @@ each_experiment = pytest.mark.parametrize(
             },
             marks=pytest.mark.slow,
         ),
+        ("host_experts", ["--models", OLMOE], {f"{size} GB, {OLMOE}" for size in (8, 24)}),
         ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
         pytest.param(
             "load_memory",
@@ -214,6 +217,7 @@ IN_THIS_PROCESS = (
     "biased_keys",
     "selection_speed",
     "mapped_reads",
+    "host_experts",
 )
 
 
@@ -505,6 +509,15 @@ def test_the_page_on_processes_states_what_is_worked_out_for_them():
         table = collective_cost.table(rows)
         start = next(i for i in range(len(lines)) if lines[i : i + len(table)] == table)
         assert lines[start + len(table)] == ""
+
+
+def test_the_page_on_planning_states_what_is_worked_out_for_experts_in_host_memory():
+    lines = (report.RESULTS.parent / "docs" / "planning.md").read_text().splitlines()
+    (record,) = report.load_records("host_experts").values()
+    assert {cell["model"] for cell in record["cells"]} == set(host_experts.MODELS)
+    for table in (host_experts.fit_table(record["cells"]), host_experts.speed_table(record["cells"])):
+        start = lines.index(table[0])
+        assert lines[start : start + len(table) + 1] == [*table, ""]
 
 
 def test_the_page_on_reading_a_part_states_what_was_measured():

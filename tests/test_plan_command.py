@@ -187,6 +187,54 @@ def test_a_bad_argument_is_named_on_stderr_with_exit_code_2(arguments: list[str]
     assert "Traceback" not in result.stderr
 
 
+# Experts
+
+
+QWEN = ["--model", "qwen3-30b-a3b", "--context", "8K"]
+
+
+def test_what_is_read_of_experts_is_told_for_a_token_a_batch_and_a_chunk():
+    result = invoke(*QWEN, *CARD[:2], "--host-memory", "64GiB", "--batch-size", "4")
+    assert result.exit_code == 0, result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert lines[3].startswith("48 layers of 128 experts, 8 for each token; other weights take 2.9 GiB")
+    assert "for one token           8.0         3.38       1.90       1.05" in lines
+    assert "for 4 at once          29.1        12.29       6.91       3.84" in lines
+    assert "for a chunk of 2,048  128.0        54.00      30.38      16.88" in lines
+    assert "on average, if tokens choose each expert equally often, and for each token anew" in lines
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =")))
+    answer = plans_of(*QWEN, *CARD, "--batch-size", "4")["experts"]
+    assert [row["tokens"] for row in answer] == [1, 4, 2048, None]
+    assert answer[1]["experts"] == pytest.approx(128 * (1 - (120 / 128) ** 4))
+    assert answer[-1]["bytes"]["None"] == 48 * 128 * 3 * 2048 * 768 * 2
+
+
+def test_experts_are_in_host_memory_where_the_gpu_has_no_room_for_them():
+    result = invoke(*QWEN, *CARD[:2], "--host-memory", "64GiB")
+    assert result.exit_code == 0, result.stderr
+    assert "The weights do not fit the GPU: experts are in host memory.\n" in result.stdout
+    assert "With experts in host memory:\n" in result.stdout
+    assert "Recommended: dynamic, on the GPU, experts in host memory\n" in result.stdout
+    assert 'move_experts_to_host(model)\nmodel.to("cuda")\ncache = DynamicHybridCache(' in result.stdout
+    short = invoke(*QWEN, *CARD)
+    assert short.exit_code == 1
+    assert "Nothing fits. Without any cache, weights, process and a chunk of the prompt take 57." in short.stdout
+    dense = invoke(*LLAMA, *CARD)
+    assert "expert" not in dense.stdout
+
+
+def test_experts_in_few_bits_have_a_table_where_a_step_takes_less_than_half():
+    fast = ["--host-bandwidth", "30GB/s", "--gpu-bandwidth", "900GB/s", "--bus-bandwidth", "20GB/s"]
+    result = invoke(*QWEN, *CARD[:2], "--host-memory", "64GiB", *fast)
+    line = next(
+        line for line in result.stdout.splitlines() if line.startswith("With experts in 4 bits a token takes 0.")
+    )
+    assert "4-bit weights want a calibrated model" in line
+    plain = invoke("--model", "OLMoE-1B-7B-0924", "--gpu-memory", "24GiB", "--host-memory", "32GiB", *fast)
+    assert "With all in one place:\n" in plain.stdout
+    assert "Recommended: dynamic, on the GPU\n" in plain.stdout
+
+
 # Measured speeds
 
 

@@ -19,7 +19,8 @@ def plan(
         str,
         typer.Option(
             help="A model of the Hugging Face Hub, or a folder. Built in are Llama 3.1 to 3.3, Qwen 2.5 and 3, "
-            "Mistral 7B, Gemma 2 and 3, Phi 3 to 4 mini, and SmolLM2: see --list-models."
+            "Mistral 7B, Gemma 2 and 3, Phi 3 to 4 mini, SmolLM2, and of mixtures of experts OLMoE, Qwen3-30B-A3B, "
+            "gpt-oss-20b, Mixtral 8x7B and DeepSeek-V3: see --list-models."
         ),
     ],
     context: Annotated[

@@ -40,6 +40,7 @@ from ..planning import (
 )
 from ..planning.calibration import calibrate
 from .console import UsageError, dtype_of, exit_codes, note
+from .experts_report import experts_heading, experts_read, experts_table
 
 _T = TypeVar("_T")
 _WANT_CALIBRATION = "4-bit weights want a calibrated model: docs/weights.md."
@@ -85,6 +86,8 @@ def report(
         best = recommended(plans)
         if as_json:
             shown = {"recommended": best and asdict(best), "plans": [asdict(each) for each in plans]}
+            if cost.experts.layers:
+                shown["experts"] = experts_read(cost)
             out.print(json.dumps(shown, indent=1), markup=False, highlight=False)
             return
         _print_plans(cost, machine, plans, best, out)
@@ -157,17 +160,29 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
         f"{_gibibytes(machine.device_bytes)} GiB of GPU memory, {_gibibytes(machine.host_bytes)} GiB of host memory; "
         f"{_gibibytes(RUNTIME_BYTES)} GiB of each for the process"
     )
-    if machine.device_bytes and not has_room(cost, machine):
-        say("The weights do not fit the GPU: everything is on the CPU.")
+    if cost.experts.layers:
+        say(experts_heading(cost))
+        out.print(experts_table(cost))
+        say("on average, if tokens choose each expert equally often, and for each token anew\n")
+    all_on_gpu, moved = has_room(cost, machine), has_room(cost.without_experts(), machine)
+    if machine.device_bytes and not all_on_gpu:
+        where = "experts are in host memory" if moved else "everything is on the CPU"
+        say(f"The weights do not fit the GPU: {where}.")
     if not cost.shapes:
         say("No layer has full attention over the whole context: these caches change nothing.")
     bits = None if best is None else best.weights
-    out.print(_table([each for each in plans if each.weights is None]))
-    if bits is not None:
-        say(f"With weights in {bits} bits:")
-        out.print(_table([each for each in plans if each.weights == bits]))
+    shown = [(False, None), (best is not None and best.experts_on_host, bits)]
+    if moved and not all_on_gpu:
+        shown.insert(0, (True, None))
+    for kind in dict.fromkeys(shown):
+        if table := [each for each in plans if (each.experts_on_host, each.weights) == kind]:
+            if kind != (False, None):
+                say(_kind(*kind) + ":")
+            elif len({each.experts_on_host for each in plans}) > 1:
+                say("With all in one place:")
+            out.print(_table(table))
     if best is None:
-        nearest, on_gpu = farthest(plans), machine.device_bytes and has_room(cost, machine)
+        nearest, on_gpu = farthest(plans), machine.device_bytes and all_on_gpu
         if not on_gpu and (missing := missing_for_weights(cost, machine.host_bytes)):
             say(f"Nothing fits. {missing}.")
         else:
@@ -175,13 +190,15 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
         return
     say(f"Recommended: {_name(best)}\n\n{best.code}")
     fitting = [each for each in plans if each.fits and each.cache != "stock" and each.weights == bits]
+    fitting = [each for each in fitting if each.experts_on_host == best.experts_on_host]
     timed = [each for each in fitting if each.seconds_per_token is not None]
     fastest = min(timed, key=lambda each: each.seconds_per_token or 0.0, default=best)
     if fastest != best:
         say(f"\nFastest, with fewer bits: {_name(fastest)}")
     if (faster := much_faster(plans, best)) is not None:
         share = (faster.seconds_per_token or 0.0) / (best.seconds_per_token or 1.0)
-        say(f"\nWith weights in {faster.weights} bits a token takes {share:.2f} of the time. {_WANT_CALIBRATION}")
+        what = "experts" if faster.experts_on_host else "weights"
+        say(f"\nWith {what} in {faster.weights} bits a token takes {share:.2f} of the time. {_WANT_CALIBRATION}")
     elif bits == min(WEIGHT_BITS):
         say(f"\n{_WANT_CALIBRATION}")
 
@@ -207,8 +224,18 @@ def _table(plans: Sequence[Plan]) -> Table:
     return table
 
 
+def _kind(experts_on_host: bool, bits: int | None) -> str:
+    """Which weights are elsewhere, or in few bits."""
+    if not experts_on_host:
+        return f"With weights in {bits} bits"
+    return "With experts in host memory" + ("" if bits is None else f", in {bits} bits")
+
+
 def _name(plan: Plan) -> str:
-    return f"{plan.cache}, {plan.way}" + ("" if plan.weights is None else f", weights in {plan.weights} bits")
+    if plan.experts_on_host or plan.weights is not None:
+        kind = _kind(plan.experts_on_host, plan.weights).removeprefix("With ")
+        return f"{plan.cache}, {plan.way}, {kind}"
+    return f"{plan.cache}, {plan.way}"
 
 
 def _gibibytes(num_bytes: int) -> str:

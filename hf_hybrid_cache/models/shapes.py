@@ -2,12 +2,13 @@
 Shapes of common models by their names on the Hub, so that their costs are known without a network.
 
 A shape is a config that says what sizes and speeds depend on; it is not for loading weights. Facts are those of the
-models' own `config.json`.
+models' own `config.json`, but for how weights are coded: gpt-oss and DeepSeek-V3 are here in bfloat16.
 """
 
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +57,19 @@ _GEMMA3_1B = _shape("Gemma3TextConfig", 262_144, 1152, 6912, 26, 4, 1, 256, 32_7
 _GEMMA2_2B = _shape("Gemma2Config", 256_000, 2304, 9216, 26, 8, 4, 256, 8192, True, sliding_window=4096)
 _GEMMA2_9B = _shape("Gemma2Config", 256_000, 3584, 14_336, 42, 16, 8, 256, 8192, True, sliding_window=4096)
 _PHI3_MINI = partial(_shape, "Phi3Config", 32_064, 3072, 8192, 32, 32, 32, 96)
+_OLMOE = _shape("OlmoeConfig", 50_304, 2048, 1024, 16, 16, 16, 128, 4096, False, num_experts=64, num_experts_per_tok=8)
+_QWEN3_30B_A3B = partial(_shape, "Qwen3MoeConfig", 151_936, 2048, 6144, 48, 32, 4, 128)
+_OF_128 = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+_MIXTRAL = _shape(
+    "MixtralConfig", 32_000, 4096, 14_336, 32, 32, 8, 128, 32_768, False,
+    sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+_GPT_OSS_20B = _shape(
+    "GptOssConfig", 201_088, 2880, 2880, 24, 64, 8, 64, 131_072, False,
+    sliding_window=128, num_local_experts=32, num_experts_per_tok=4,
+)  # fmt: skip
+# What is left out are the defaults of the config, which are those of this model.
+_DEEPSEEK_V3 = partial(_config, "DeepseekV3Config", max_position_embeddings=163_840)
 
 SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "meta-llama/Llama-3.2-1B": _llama_1b,
@@ -75,6 +89,14 @@ SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "Qwen/Qwen3-8B": _shape("Qwen3Config", 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960, False),
     "Qwen/Qwen3-14B": _shape("Qwen3Config", 151_936, 5120, 17_408, 40, 40, 8, 128, 40_960, False),
     "Qwen/Qwen3-32B": _shape("Qwen3Config", 151_936, 5120, 25_600, 64, 64, 8, 128, 40_960, False),
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B(40_960, False, **_OF_128),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B_A3B(262_144, False, **_OF_128),
+    "allenai/OLMoE-1B-7B-0924": _OLMOE,
+    "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
+    "mistralai/Mixtral-8x7B-v0.1": _MIXTRAL,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL,
+    "openai/gpt-oss-20b": _GPT_OSS_20B,
     "mistralai/Mistral-7B-v0.3": _MISTRAL_7B,
     "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
     "google/gemma-2-2b": _GEMMA2_2B,
@@ -104,7 +126,8 @@ def load_config(name: str) -> "PreTrainedConfig":
     The config of a model, with its name on the Hub or its folder.
 
     Args:
-        name: one of `SHAPES`, in any case, a named model of `load`, a local folder, or a model of the Hub.
+        name: one of `SHAPES`, in any case and also without its owner, a named model of `load`, a local folder, or a
+            model of the Hub.
 
     Raises:
         ModelLoadError: it cannot be had; the message says what to do.
@@ -113,6 +136,8 @@ def load_config(name: str) -> "PreTrainedConfig":
 
     name = ALIASES.get(name, name)
     known = {key.lower(): key for key in SHAPES}
+    if not Path(name).is_dir():
+        known |= {key.partition("/")[2]: full for key, full in known.items()}
     if name.lower() in known:
         key = known[name.lower()]
         config = SHAPES[key]()

@@ -1,17 +1,18 @@
 """
 Which cache for which machine, worked out before anything is loaded.
 
-`model_cost` and `cost` say what a model and a cache take, `machine` what there is and how fast it is, `speed` how long
-a token takes, `candidates` which caches there are, and `plans` puts it all together. `advice` is for a cache that has
-no more room.
+`model_cost`, `experts` and `cost` say what a model, its experts and a cache take, `machine` what there is and how fast
+it is, `speed` and `expert_speed` how long a token takes, `candidates` which caches there are, and `plans` puts it all
+together. `advice` is for a cache that has no more room.
 """
 
 from ..weights import WEIGHT_BITS
 from .advice import advice
-from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
+from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, expert_candidates, gpu_candidates
 from .coded_weights import CodedWeights
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .divided import divided_candidates, with_most_layers, with_most_tokens
+from .experts import ExpertsCost, LayerExperts
 from .machine import (
     CacheSpeed,
     DeviceSpeed,
@@ -53,7 +54,9 @@ __all__ = [
     "CostError",
     "DeviceSpeed",
     "Division",
+    "ExpertsCost",
     "Held",
+    "LayerExperts",
     "Machine",
     "ModelCost",
     "Plan",
@@ -68,6 +71,7 @@ __all__ = [
     "cpu_candidates",
     "cpu_name",
     "divided_candidates",
+    "expert_candidates",
     "farthest",
     "gpu_candidates",
     "has_room",

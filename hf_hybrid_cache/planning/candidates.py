@@ -31,10 +31,11 @@ class Candidate:
     Attributes:
         cache: its name: "stock" is transformers' `DynamicCache`; "offloaded", or one of `BITS`.
         way: where it is, and who attends to it.
-        weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
+        weights: bits of a weight where the CPU computes with it; `None` for the weights as they are.
         device_tokens: tokens of each layer on the GPU where others are in host memory, at most.
         cpu_share: of those others, the share that the CPU attends to; the rest is streamed.
         resident_layers: that are on the GPU whole, while others are divided so.
+        experts_on_host: all of the model is on the GPU but its experts, which the CPU computes in host memory.
     """
 
     cache: str
@@ -43,6 +44,7 @@ class Candidate:
     device_tokens: int = 0
     cpu_share: float = 0.0
     resident_layers: int = 0
+    experts_on_host: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -84,19 +86,36 @@ class Candidate:
 
     def most(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """Bytes at most, at any time, weights and all."""
-        weights, working = model.weight_bytes + RUNTIME_BYTES, model.working_bytes(context)
+        running = self.running(model, cost, context)
+        return Held(running.device, max(running.host, self.loading_bytes(model)))
+
+    def loading_bytes(self, model: ModelCost) -> int:
+        """Bytes of host memory while a model is loaded there as it is, and coded weight by weight; 0 on the GPU."""
+        if self.way != Way.CPU and not self.experts_on_host:
+            return 0
+        codes = 0 if self.weights is None else model.coded_weights[self.weights].largest_bytes
+        return model.weight_bytes + RUNTIME_BYTES + codes
+
+    def running(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
+        """Bytes at most once the model is where it computes, weights and all."""
+        working = model.working_bytes(context)
         coded = None if self.weights is None else model.coded_weights[self.weights]
         if self.way == Way.CPU:
+            weights = model.weight_bytes if coded is None else coded.coded_bytes + coded.other_bytes
             with_cache = max(cost.prefill.host + cost.copied + working, cost.decode.host)
-            if coded is None:
-                return Held(0, weights + with_cache)
-            # The model is loaded as it is, and then coded weight by weight.
-            kept = coded.coded_bytes + coded.other_bytes + RUNTIME_BYTES
-            return Held(0, max(weights + coded.largest_bytes, kept + with_cache))
-        host = max(cost.prefill.host, cost.decode.host) + (weights if self.way == Way.CPU_DECODE else RUNTIME_BYTES)
-        if coded is not None:
-            host += coded.coded_bytes  # beside the weights as they were, which go back to the GPU
-        return Held(weights + max(cost.prefill.device + working, cost.decode.device), host)
+            return Held(0, weights + RUNTIME_BYTES + with_cache)
+        weights = model.weight_bytes
+        host = max(cost.prefill.host, cost.decode.host) + RUNTIME_BYTES
+        if self.experts_on_host:
+            weights = model.without_experts().weight_bytes
+            # What a chunk takes in between is not known by place: the CPU's part is at most that of the first chunk.
+            host += model.experts.total_bytes(self.weights) + model.least_working_bytes
+            # Where experts cross the bus, one is on its way while another is multiplied.
+            working += 2 * model.experts.largest_bytes if self.weights is None else 0
+        elif self.way == Way.CPU_DECODE:
+            # Codes are beside the weights as they were, which go back to the GPU.
+            host += weights + (0 if coded is None else coded.coded_bytes)
+        return Held(weights + RUNTIME_BYTES + max(cost.prefill.device + working, cost.decode.device), host)
 
     def code(self, model: ModelCost) -> str:
         """Lines of Python that load the model and use the cache."""
@@ -119,19 +138,24 @@ class Candidate:
         ours = [] if self.cache == "stock" else [name]
         ours += ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)
         quantizes = self.weights is not None and self.way == Way.CPU
-        ours += ["quantize_weights"] * quantizes
-        loaded = model.name, str(model.dtype).removeprefix("torch."), "cpu" if self.way == Way.CPU else "cuda"
+        ours += ["quantize_weights"] * quantizes + ["move_experts_to_host"] * self.experts_on_host
+        loaded_on = "cpu" if self.way == Way.CPU or self.experts_on_host else "cuda"
+        loaded = model.name, str(model.dtype).removeprefix("torch."), loaded_on
         model_name, dtype, device = map(json.dumps, loaded)
         generate = ["**inputs", "past_key_values=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
         if self.way == Way.CPU_DECODE:
             configured = "" if self.weights is None else f".configure(weights={self.weights})"
             generate.append(f"custom_generate=decode_on_cpu{configured}")
+        prepared = [f"quantize_weights(model, {self.weights})"] if quantizes else []
+        if self.experts_on_host:
+            few_bits = "" if self.weights is None else f", bits={self.weights}"
+            prepared = [f"move_experts_to_host(model{few_bits})", 'model.to("cuda")']
         lines = [
             f"from transformers import {', '.join(classes)}",
             *([f"from hf_hybrid_cache import {', '.join(ours)}"] if ours else []),
             "",
             f"model = AutoModelForCausalLM.from_pretrained({model_name}, dtype={dtype}, device_map={device})",
-            *([f"quantize_weights(model, {self.weights})"] if quantizes else []),
+            *prepared,
             f"cache = {name}({', '.join(options)})",
             f"model.generate({', '.join(generate)})",
         ]
@@ -152,6 +176,20 @@ def gpu_candidates(model: ModelCost) -> list[Candidate]:
         found += [Candidate(streamed, Way.CPU_DECODE)]
     coded = [Candidate(name, Way.CPU_DECODE, bits) for bits in model.coded_weights for name in names.values()]
     return found + coded
+
+
+def expert_candidates(model: ModelCost) -> list[Candidate]:
+    """
+    The caches to choose from with a model's experts in host memory and all else on a GPU.
+
+    In the order of those with all on the GPU, first with experts as they are, then with experts in few bits. None for
+    a model without experts.
+    """
+    if not model.experts.layers:
+        return []
+    found = [each for each in gpu_candidates(model) if each.way != Way.CPU_DECODE and each.weights is None]
+    widths = [None, *model.coded_weights]
+    return [replace(each, weights=bits, experts_on_host=True) for bits in widths for each in found]
 
 
 def cpu_candidates(model: ModelCost) -> list[Candidate]:

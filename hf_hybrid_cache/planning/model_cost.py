@@ -8,11 +8,12 @@ of a prompt are run through it: what comes out is what its own code does, whatev
 import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,7 @@ from ..layers import tensors_of
 from ..storage import KVShape
 from ..weights import WEIGHT_BITS
 from .coded_weights import CodedWeights, coded_weights
+from .experts import ExpertModules, ExpertsCost, LayerExperts
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config does not say
@@ -74,16 +76,18 @@ class ModelCost:
         name: for messages and code.
         dtype: of weights, keys and values.
         weight_bytes: of all weights.
-        step_weight_bytes: of the weights that are read for one token.
+        step_weight_bytes: of the weights that a decode step reads, of experts as many as its tokens choose on average.
         coded_weights: the weights in few bits, by bits; empty where none can be.
         num_layers: of the model.
         max_context: tokens that the model can attend to.
-        chunk: tokens of the prompt in one forward pass.
+        batch: sequences at once.
+        chunk: tokens of the prompt in one forward pass, of each sequence.
+        experts: what the experts cost, which are among the weights.
         shapes: of the keys and values of the full-attention layers, by index, on the meta device.
         others: the layers that have transformers' own cache.
         has_kernel: its attention is what the CPU kernel computes.
-        token_flops: of products with weights, for each token of the prompt.
-        pair_flops: of attention, for each token of the prompt and each token in the cache.
+        token_flops: of products with weights, for each token of the prompt, in all sequences.
+        pair_flops: of attention, for each token of the prompt and each token in the cache, likewise.
         least_working_bytes: what a chunk takes besides weights and cache, whatever comes before it.
         working_bytes_line: the same as a constant and a slope in the tokens of the context, where that is more.
     """
@@ -95,7 +99,9 @@ class ModelCost:
     coded_weights: Mapping[int, CodedWeights]
     num_layers: int
     max_context: int
+    batch: int
     chunk: int
+    experts: ExpertsCost
     shapes: Mapping[int, KVShape]
     others: tuple[OtherLayer, ...]
     has_kernel: bool
@@ -103,6 +109,16 @@ class ModelCost:
     pair_flops: float
     least_working_bytes: int
     working_bytes_line: tuple[float, float]
+
+    def without_experts(self) -> "ModelCost":
+        """What is left where the experts are elsewhere; `coded_weights` still has them."""
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes - self.experts.total_bytes(),
+            step_weight_bytes=int(self.step_weight_bytes - self.experts.read_bytes(self.batch)),
+            token_flops=self.token_flops - self.batch * self.experts.token_flops,
+            experts=ExpertsCost(),
+        )
 
     def lengths(self, context: int) -> list[int]:
         """Tokens in the cache after each chunk of a prompt of `context` tokens."""
@@ -127,7 +143,7 @@ def model_cost(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, batch: int = 1, chunk: int = 512
 ) -> ModelCost:
     """
-    Work out what a model costs. Takes about a second.
+    Work out what a model costs. Takes about a second, with hundreds of billions of weights a few.
 
     Args:
         config: of a causal language model.
@@ -149,8 +165,14 @@ def model_cost(
         cache: Any = DynamicCache(config=config)
         # What a chunk takes grows with the tokens before it; the second and the third tell how.
         longest = max(max_context, 8 * chunk)
-        first, middle, last = (_run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest))
-        read, output = list(_weights_read(model)), model.get_output_embeddings().weight
+        modules = ExpertModules(model)
+        with modules.observed():
+            first, middle, last = (
+                _run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest)
+            )
+        costs, output = modules.costs(model), model.get_output_embeddings().weight
+        used = {weight: costs.get(id(weight)) for weight in _weights_used(model)}
+        read = [(weight, _share(of, batch)) for weight, of in used.items()]
         coded = {bits: coded_weights(model, read, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # of any kind, because this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -168,27 +190,29 @@ def model_cost(
         coded_weights={bits: weights for bits, weights in coded.items() if weights is not None},
         num_layers=config.get_text_config(decoder=True).num_hidden_layers,
         max_context=max_context,
+        batch=batch,
         chunk=chunk,
+        experts=ExpertsCost(tuple({id(layer): layer for layer in costs.values()}.values())),
         shapes=shapes,
         others=tuple(OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes),
         has_kernel=last.attended_dims == {(shape.key_dim, shape.value_dim) for shape in shapes.values()},
         # Logits are wanted of the last position only.
-        token_flops=2 * batch * sum(share * weight.numel() for weight, share in read if weight is not output),
+        token_flops=2 * batch * sum(_share(of, 1) * each.numel() for each, of in used.items() if each is not output),
         pair_flops=(last.flops - middle.flops) / more / chunk,
         least_working_bytes=first.peak_bytes,
         working_bytes_line=(last.peak_bytes - slope * longest, slope),
     )
 
 
-def _weights_read(model: Any) -> Iterator[tuple[torch.Tensor, float]]:
-    """Weights that one token is multiplied with, and the share of each: of experts only those that are chosen."""
-    config = model.config.get_text_config(decoder=True)
-    chosen = getattr(config, "num_experts_per_tok", None)
+def _weights_used(model: Any) -> Iterator[torch.Tensor]:
+    """Weights that tokens are multiplied with, and not only looked up in."""
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    for name, weight in model.named_parameters():
-        if weight is not embeddings or embeddings is output:
-            is_expert = chosen and ".experts." in name and weight.ndim > 2
-            yield weight, chosen / weight.shape[0] if is_expert else 1.0
+    return (weight for weight in model.parameters() if weight is not embeddings or embeddings is output)
+
+
+def _share(experts: LayerExperts | None, num_tokens: int) -> float:
+    """The share of a matrix that `num_tokens` tokens at once read: of experts those that are chosen."""
+    return 1.0 if experts is None else experts.distinct(num_tokens) / experts.count
 
 
 @dataclass(frozen=True)
@@ -217,19 +241,28 @@ def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chu
     weights = [*model.parameters(), *model.buffers()]
     with (
         FlopCounterMode(display=False) as flops,
-        _FusedAttention(end) as attention,
+        _FusedOperations(end) as attention,
         _PeakMemory(weights, held) as memory,
     ):
         model(ids, past_key_values=cache, **options)
     return _Chunk(memory.peak_bytes, flops.get_total_flops() + attention.flops, attention.dims)
 
 
-class _FusedAttention(TorchFunctionMode):
+# Which of them there are depends on torch.
+_GROUPED_PRODUCTS = [
+    product
+    for owner, name in [(nn.functional, "grouped_mm"), (torch, "_grouped_mm")]
+    if (product := getattr(owner, name, None))
+]
+
+
+class _FusedOperations(TorchFunctionMode):
     """
-    Lets attention be one operation, as it is where there are data: the meta device would take it apart.
+    Lets attention be one operation, as it is where there are data: the meta device would take it apart. And lets
+    experts be multiplied whatever their type: the meta device asks for bfloat16, as other devices do not.
 
     Attributes:
-        flops: of all such operations.
+        flops: of all attention.
         dims: of the keys and values in those over `num_tokens`.
     """
 
@@ -240,6 +273,9 @@ class _FusedAttention(TorchFunctionMode):
         self._num_tokens = num_tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GROUPED_PRODUCTS:
+            tokens, matrices = args[:2]
+            return tokens.new_empty(*tokens.shape[:-1], matrices.shape[-1])
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, keys, values = args[:3]

@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig
 
 from ..storage import available_host_bytes
 from ..weights import WEIGHT_BITS
-from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
+from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, expert_candidates, gpu_candidates
 from .divided import divided_candidates
+from .expert_speed import seconds_per_token_with_experts, seconds_to_first_token_with_experts
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
 from .speed import Way, seconds_of_division, seconds_per_token, seconds_to_first_token
@@ -41,7 +42,8 @@ class Plan:
         seconds_to_first_token: of a prompt as long as the context, likewise.
         longest_context: that fits, at most the model's; 0 if none does.
         code: lines of Python that use it.
-        weights: bits of a weight where the CPU decodes; `None` for the weights as they are.
+        weights: bits of a weight where the CPU computes with it; `None` for the weights as they are.
+        experts_on_host: all of the model is on the GPU but its experts, which the CPU computes in host memory.
     """
 
     cache: str
@@ -58,6 +60,7 @@ class Plan:
     longest_context: int
     code: str
     weights: int | None = None
+    experts_on_host: bool = False
 
     @property
     def fits(self) -> bool:
@@ -76,12 +79,17 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
     speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
-    if candidate.way == Way.BOTH:
-        division = candidate.division(model, context)
-        seconds = seconds_of_division(model, cost, speed_name, division, machine.speeds)
+    arguments = model, cost, speed_name, candidate.way, machine.speeds
+    if candidate.experts_on_host:
+        seconds = seconds_per_token_with_experts(*arguments, candidate.weights)
+        first = seconds_to_first_token_with_experts(*arguments, context, candidate.weights)
     else:
-        seconds = seconds_per_token(model, cost, speed_name, candidate.way, machine.speeds, candidate.weights)
-    first = seconds_to_first_token(model, cost, speed_name, candidate.way, machine.speeds, context, candidate.weights)
+        if candidate.way == Way.BOTH:
+            division = candidate.division(model, context)
+            seconds = seconds_of_division(model, cost, speed_name, division, machine.speeds)
+        else:
+            seconds = seconds_per_token(*arguments, candidate.weights)
+        first = seconds_to_first_token(*arguments, context, candidate.weights)
     return Plan(
         cache=candidate.cache,
         way=candidate.way,
@@ -97,6 +105,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         longest_context=_longest_context(model, candidate, machine),
         code=candidate.code(model),
         weights=candidate.weights,
+        experts_on_host=candidate.experts_on_host,
     )
 
 
@@ -104,8 +113,9 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     """
     A plan for every cache there is to choose from.
 
-    With the model on the GPU, where it has room for the weights. With the model on the CPU, where it has not, or
-    nothing fits with weights as they are.
+    With the model on the GPU, where it has room for the weights. With its experts in host memory, if it has any, where
+    the GPU has room for the others. With the model on the CPU, where it has not, or nothing fits with weights as they
+    are.
 
     Raises:
         PlanError: the model does not go that far.
@@ -114,6 +124,8 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     if has_room(model, machine):
         candidates = [*gpu_candidates(model), *divided_candidates(model, context, machine)]
         plans = [make_plan(model, candidate, context, machine) for candidate in candidates]
+    if has_room(model.without_experts(), machine):
+        plans += [make_plan(model, candidate, context, machine) for candidate in expert_candidates(model)]
     if recommended([plan for plan in plans if plan.weights is None]) is None:
         plans += [make_plan(model, candidate, context, machine) for candidate in cpu_candidates(model)]
     return plans
@@ -186,7 +198,8 @@ def much_faster(plans: Sequence[Plan], best: Plan) -> Plan | None:
     """The plan that is `best` with weights of the fewest bits, where a token then takes less than half the time."""
     fewest = min(WEIGHT_BITS)
     for plan in plans:
-        is_same = (plan.cache, plan.way, plan.weights) == (best.cache, best.way, fewest)
+        which = plan.cache, plan.way, plan.experts_on_host, plan.weights
+        is_same = which == (best.cache, best.way, best.experts_on_host, fewest)
         if is_same and plan.fits and plan.seconds_per_token is not None and best.seconds_per_token is not None:
             return plan if 2 * plan.seconds_per_token < best.seconds_per_token else None
     return None

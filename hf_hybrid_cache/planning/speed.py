@@ -39,25 +39,23 @@ def seconds_per_token(
         weights: bits of a weight on the CPU; `None` for weights as they are.
     """
     host, device, bus = speeds.host, speeds.device, speeds.bus_bytes_per_second
-    if not _is_measured_kind(model):
+    if not is_measured_kind(model):
         return None
     if way in (Way.CPU, Way.CPU_DECODE):
         if host is None or not (weights is None or host.coded_weights.keys() >= _widths_read(model, weights)):
             return None
-        return (
-            _reading(model, cost, host, weights) + _full_attention(model, cost, cache, host) + _launching(model, host)
-        )
+        return reading(model, cost, host, weights) + full_attention(model, cost, cache, host) + launching(model, host)
     if device is None:
         return None
     if way == Way.CPU_ATTENTION:
         if host is None:
             return None
-        attention = _full_attention(model, cost, cache, host) + len(model.shapes) * speeds.round_trip_seconds
-        return _reading(model, cost, device) + _launching(model, device) + attention
-    work = _reading(model, cost, device) + _full_attention(model, cost, cache, device)
+        attention = full_attention(model, cost, cache, host) + len(model.shapes) * speeds.round_trip_seconds
+        return reading(model, cost, device) + launching(model, device) + attention
+    work = reading(model, cost, device) + full_attention(model, cost, cache, device)
     if way == Way.STREAMED:
-        return None if bus is None else max(work, _launching(model, device), cost.read_bytes / bus)
-    return max(work, _launching(model, device))
+        return None if bus is None else max(work, launching(model, device), cost.read_bytes / bus)
+    return max(work, launching(model, device))
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def seconds_of_division(
     """
     host, device, bus, share = speeds.host, speeds.device, speeds.bus_bytes_per_second, division.cpu_share
     is_known = (host is not None or not share) and (bus is not None or share == 1)
-    if not _is_measured_kind(model) or device is None or not is_known:
+    if not is_measured_kind(model) or device is None or not is_known:
         return None
     num_layers = len(model.shapes) - division.resident_layers
     resident = division.resident_layers * _attention(division.resident_bytes, cache, device)
@@ -109,16 +107,16 @@ def seconds_of_division(
     on_gpu = _attention(on_device, "dynamic", device)
     # So few layers stay in the slots that layers take turns in.
     transfer = streamed_bytes / bus if bus is not None and num_layers > Placement().prefetch_layers + 1 else 0.0
-    reading, launching = _reading(model, cost, device), _launching(model, device)
+    read, launched = reading(model, cost, device), launching(model, device)
     if host is None or not share:
-        return max(num_layers * transfer, max(reading, launching) + resident + num_layers * on_gpu)
+        return max(num_layers * transfer, max(read, launched) + resident + num_layers * on_gpu)
     work = _attention(round(division.host_bytes * share), cache, host)
     both = min(work, transfer)
     if both and bus is not None:
         both *= slowdown_of_both(division.host_bytes * share / work, bus, host)
     on_cpu, transfer = both + max(0.0, work - transfer), both + max(0.0, transfer - work)
     # Launches run ahead of the GPU, but not past a layer that waits for the CPU.
-    computed = reading + launching + resident + num_layers * max(on_cpu + speeds.round_trip_seconds, on_gpu)
+    computed = read + launched + resident + num_layers * max(on_cpu + speeds.round_trip_seconds, on_gpu)
     return max(num_layers * transfer, computed)
 
 
@@ -133,7 +131,7 @@ def seconds_to_first_token(
 ) -> float | None:
     """Seconds of a prompt of `context` tokens in chunks; the other arguments are those of `seconds_per_token`."""
     speed, bus = speeds.host if way == Way.CPU else speeds.device, speeds.bus_bytes_per_second
-    if not _is_measured_kind(model) or speed is None or cache not in speed.caches:
+    if not is_measured_kind(model) or speed is None or cache not in speed.caches:
         return None
     # Where only decoding is on the CPU, the GPU reads the prompt with the weights as they are.
     flops = speed.flops
@@ -153,7 +151,7 @@ def seconds_to_first_token(
     return seconds + model.weight_bytes / bus if way == Way.CPU_DECODE else seconds
 
 
-def _is_measured_kind(model: ModelCost) -> bool:
+def is_measured_kind(model: ModelCost) -> bool:
     """Whether attention is the one that is measured: it is not in models with soft-capping or latent attention."""
     return model.has_kernel or not model.shapes
 
@@ -163,7 +161,7 @@ def _widths_read(model: ModelCost, weights: int) -> Set[int]:
     return model.coded_weights[weights].step_coded_bytes.keys()
 
 
-def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed, bits: int | None = None) -> float:
+def reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed, bits: int | None = None) -> float:
     """Seconds in which weights, and the layers that have transformers' own cache, are read."""
     if bits is None:
         weights = model.step_weight_bytes / speed.weight_bytes_per_second
@@ -179,7 +177,7 @@ def _reading(model: ModelCost, cost: CacheCost, speed: DeviceSpeed, bits: int | 
     return weights + len(model.others) * stock.step_seconds(cost.other_bytes / len(model.others))
 
 
-def _full_attention(model: ModelCost, cost: CacheCost, cache: str, speed: DeviceSpeed) -> float:
+def full_attention(model: ModelCost, cost: CacheCost, cache: str, speed: DeviceSpeed) -> float:
     if speed.caches.get(cache) is None:
         return cost.moved_bytes / speed.weight_bytes_per_second
     num_layers = len(model.shapes)
@@ -192,6 +190,6 @@ def _attention(layer_bytes: float, cache: str, speed: DeviceSpeed) -> float:
     return layer_bytes / speed.weight_bytes_per_second if measured is None else measured.step_seconds(layer_bytes)
 
 
-def _launching(model: ModelCost, speed: DeviceSpeed) -> float:
+def launching(model: ModelCost, speed: DeviceSpeed) -> float:
     """Seconds that layers take whatever their sizes."""
     return model.num_layers * speed.layer_seconds

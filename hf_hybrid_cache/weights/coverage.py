@@ -137,6 +137,12 @@ def coverage(model: PreTrainedModel) -> tuple[list[Covered], dict[str, str]]:
     return covered, left
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the matrices of three dimensions that a module holds are experts, one after the other."""
+    # What transformers' `use_experts_implementation` notes on the modules that it decorates.
+    return hasattr(module, "num_experts") and isinstance(getattr(module, "is_transposed", None), bool)
+
+
 def _orientation(holder: Holder, model: PreTrainedModel) -> bool | None:
     """Whether a module uses a parameter as a transposed matrix; `None` if not as a matrix, or nobody knows."""
     module, attribute = holder
@@ -146,10 +152,8 @@ def _orientation(holder: Holder, model: PreTrainedModel) -> bool | None:
         return True
     if attribute == "weight" and isinstance(module, nn.Embedding) and module is model.get_input_embeddings():
         return False
-    # What transformers' `use_experts_implementation` notes on the modules that it decorates.
-    is_transposed = getattr(module, "is_transposed", None)
-    is_expert = hasattr(module, "num_experts") and isinstance(is_transposed, bool)
-    return is_transposed if is_expert and module._parameters[attribute].dim() == 3 else None  # type: ignore[union-attr]
+    is_expert = holds_experts(module) and module._parameters[attribute].dim() == 3  # type: ignore[union-attr]
+    return bool(module.is_transposed) if is_expert else None
 
 
 def _reason_to_leave(parameter: nn.Parameter, holders: list[Holder], orientations: set[bool | None]) -> str | None:

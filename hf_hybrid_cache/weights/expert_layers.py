@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .coded_weight import CodedWeight
+from .coverage import holds_experts
 from .matrices import Matrices
 from .plain_matrices import PlainMatrices
 from .popular_experts import PopularExperts
@@ -60,12 +61,11 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _is_stack(module: Any) -> bool:
-    # What transformers' `use_experts_implementation` notes on the modules that it decorates.
-    noted = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")
-    if not all(isinstance(getattr(module, name, None), bool) for name in noted):
+    noted = ("has_gate", "has_bias", "has_post_expert_norm")
+    if not holds_experts(module) or not all(isinstance(getattr(module, name, None), bool) for name in noted):
         return False
     weights = [module._parameters.get(name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
-    return hasattr(module, "num_experts") and all(weight is not None and weight.dim() == 3 for weight in weights)
+    return all(weight is not None and weight.dim() == 3 for weight in weights)
 
 
 def _matrices(weight: torch.Tensor, is_transposed: bool) -> Matrices:

@@ -1,0 +1,372 @@
+"""Experts: bytes against real models, expected numbers against choices that are drawn, plans and their lines."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma4TextConfig,
+    GptOssConfig,
+    HunYuanMoEV1Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from hf_hybrid_cache.models import SHAPES, load_config
+from hf_hybrid_cache.planning import (
+    RUNTIME_BYTES,
+    WEIGHT_BITS,
+    CacheSpeed,
+    Candidate,
+    DeviceSpeed,
+    LayerExperts,
+    Machine,
+    ModelCost,
+    Plan,
+    Speeds,
+    Way,
+    WeightSpeed,
+    expert_candidates,
+    make_plan,
+    make_plans,
+    model_cost,
+    much_faster,
+    recommended,
+)
+from hf_hybrid_cache.weights import Width, coverage
+
+from tiny_models import COMMON
+
+CHUNK = 64
+LAYERS, EXPERTS, CHOSEN, HIDDEN, BETWEEN = 3, 8, 2, 64, 32
+SIZES = COMMON | {"num_hidden_layers": LAYERS}
+MLA = {name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+# Families, by what their configs call the numbers of experts.
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mixtral": lambda: MixtralConfig(
+        **SIZES | {"intermediate_size": BETWEEN}, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=BETWEEN
+    ),
+    "olmoe": lambda: OlmoeConfig(
+        **SIZES | {"intermediate_size": BETWEEN}, num_experts=EXPERTS, num_experts_per_tok=CHOSEN
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **SIZES | {"intermediate_size": BETWEEN}, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **MLA, first_k_dense_replace=0, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=12, n_routed_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=BETWEEN,
+        n_group=1, topk_group=1,
+    ),
+    "hunyuan_moe": lambda: HunYuanMoEV1Config(
+        **SIZES | {"intermediate_size": BETWEEN}, num_experts=EXPERTS, moe_topk=[CHOSEN] * LAYERS
+    ),
+    "gemma4_moe": lambda: Gemma4TextConfig(
+        **SIZES, enable_moe_block=True, num_experts=EXPERTS, top_k_experts=CHOSEN, moe_intermediate_size=BETWEEN,
+        layer_types=["full_attention"] * LAYERS, num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+        num_global_key_value_heads=2, global_head_dim=16,
+    ),
+}  # fmt: skip
+EXPERT_WEIGHTS = LAYERS * EXPERTS * 3 * HIDDEN * BETWEEN
+# As their makers state them, in billions: all weights, and those of one token.
+BILLIONS = {
+    "allenai/OLMoE-1B-7B-0924": (6.9, 1.3),
+    "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
+    "openai/gpt-oss-20b": (20.9, 3.6),
+    "mistralai/Mixtral-8x7B-v0.1": (46.7, 12.9),
+    "deepseek-ai/DeepSeek-V3": (671.0, 37.0),
+}
+
+
+@functools.cache
+def cost_of(family: str, dtype: torch.dtype = torch.bfloat16, batch: int = 1) -> ModelCost:
+    return model_cost(FAMILIES[family](), dtype, batch, CHUNK)
+
+
+@functools.cache
+def real_model(family: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.bfloat16).eval()
+
+
+def stacked(model: PreTrainedModel) -> dict[int, torch.nn.Parameter]:
+    """Matrices of experts, by `id`; what holds them is called so in all of these families."""
+    return {id(weight): weight for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3}
+
+
+# What they take
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_experts_are_counted_whatever_the_family_and_the_type(family: str, dtype: torch.dtype):
+    cost = cost_of(family, dtype)
+    assert [(layer.count, layer.chosen) for layer in cost.experts.layers] == [(EXPERTS, CHOSEN)] * LAYERS
+    assert cost.experts.total_bytes() == EXPERT_WEIGHTS * dtype.itemsize
+    assert cost.experts.read_bytes(1) == pytest.approx(EXPERT_WEIGHTS * dtype.itemsize * CHOSEN / EXPERTS)
+    assert cost.experts.token_flops == pytest.approx(2 * EXPERT_WEIGHTS * CHOSEN / EXPERTS)
+    assert cost.experts.crossing_bytes == LAYERS * 2 * HIDDEN * dtype.itemsize
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_experts_are_those_of_the_real_model(family: str):
+    model, cost = real_model(family), cost_of(family)
+    matrices = stacked(model)
+    assert cost.experts.total_bytes() == sum(matrix.nbytes for matrix in matrices.values())
+    others = sum(weight.nbytes for weight in model.parameters() if id(weight) not in matrices)
+    assert cost.without_experts().weight_bytes == others
+    for bits in WEIGHT_BITS:
+        covered = [each for each in coverage(model)[0] if id(each.parameter) in matrices]
+        assert len(covered) == len(matrices)
+        assert cost.experts.total_bytes(bits) == sum(each.coded_bytes(Width.checked(bits)) for each in covered)
+
+
+def test_experts_that_are_too_small_for_few_bits_count_as_they_are():
+    config = MixtralConfig(**SIZES | {"intermediate_size": 8}, num_local_experts=4, num_experts_per_tok=2)
+    cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
+    down = LAYERS * 4 * HIDDEN * 8 * 2
+    covered = [each for each in coverage(AutoModelForCausalLM.from_config(config))[0] if each.parameter.dim() == 3]
+    assert cost.experts.total_bytes(4) == down + sum(each.coded_bytes(Width.checked(4)) for each in covered)
+
+
+def test_a_model_without_experts_has_none():
+    cost = model_cost(load_config("HuggingFaceTB/SmolLM2-135M"), chunk=CHUNK)
+    assert cost.experts.layers == ()
+    assert cost.experts.total_bytes() == cost.experts.read_bytes(100) == cost.experts.distinct(100) == 0
+    assert cost.without_experts() == cost
+    assert expert_candidates(cost) == []
+
+
+# How many of them are read
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(8, 2), (32, 4), (64, 8), (128, 8)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 100])
+def test_distinct_experts_are_as_many_as_choices_at_random_have(count: int, chosen: int, num_tokens: int):
+    generator = np.random.default_rng(0)
+    drawn = np.argsort(generator.random((500, num_tokens, count)), axis=-1)[..., :chosen]
+    found = np.array([len(np.unique(experts)) for experts in drawn])
+    expected = LayerExperts(count, chosen, 1, 1, {}, 1).distinct(num_tokens)
+    assert expected == pytest.approx(found.mean(), abs=1e-3 + 5 * found.std() / np.sqrt(len(found)))
+
+
+def test_more_tokens_read_more_experts_and_never_more_than_all():
+    layer = LayerExperts(128, 8, 1, 1, {}, 1)
+    numbers = [layer.distinct(num_tokens) for num_tokens in (1, 2, 4, 64, 512, 10**6)]
+    assert numbers[0] == pytest.approx(8)
+    assert numbers == sorted(numbers)
+    assert numbers[1] < 16
+    assert numbers[-1] == pytest.approx(128)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_a_batch_reads_the_experts_that_one_of_its_tokens_chooses(family: str):
+    one, five = cost_of(family), cost_of(family, batch=5)
+    share = 1 - (1 - CHOSEN / EXPERTS) ** 5
+    more = (share - CHOSEN / EXPERTS) * EXPERT_WEIGHTS * 2
+    assert five.step_weight_bytes - one.step_weight_bytes == pytest.approx(more, abs=2)
+    # Each token is multiplied with as many as before.
+    assert five.token_flops == pytest.approx(5 * one.token_flops)
+    for bits in WEIGHT_BITS:
+        few = [cost.coded_weights[bits].step_coded_bytes[bits] for cost in (one, five)]
+        expected = five.experts.read_bytes(5, bits) - one.experts.read_bytes(1, bits)
+        assert few[1] - few[0] == pytest.approx(expected, abs=2 * LAYERS + 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_experts_and_others_are_all_there_is(family: str, batch: int):
+    cost = cost_of(family, batch=batch)
+    rest = cost.without_experts()
+    assert rest.weight_bytes + cost.experts.total_bytes() == cost.weight_bytes
+    assert rest.step_weight_bytes + cost.experts.read_bytes(batch) == pytest.approx(cost.step_weight_bytes, abs=1)
+    assert rest.token_flops + batch * cost.experts.token_flops == pytest.approx(cost.token_flops)
+
+
+@pytest.mark.parametrize(("name", "stated"), BILLIONS.items())
+def test_built_in_mixtures_have_as_many_weights_as_stated_and_as_many_for_a_token(
+    name: str, stated: tuple[float, float]
+):
+    config = load_config(name)
+    cost = model_cost(config)
+    total, of_a_token = stated
+    assert cost.weight_bytes / 2e9 == pytest.approx(total, abs=0.05)
+    # Some makers count the embedding of tokens, of which one row is read.
+    multiplied, embedding = cost.step_weight_bytes / 2e9, config.vocab_size * config.hidden_size / 1e9
+    assert multiplied - 0.05 <= of_a_token <= multiplied + embedding + 0.05
+
+
+def test_a_built_in_model_is_found_without_its_owner_unless_a_folder_is_called_so(tmp_path, monkeypatch):
+    for name in SHAPES:
+        assert load_config(name.partition("/")[2].upper()).name_or_path == name
+    monkeypatch.chdir(tmp_path)
+    FAMILIES["mixtral"]().save_pretrained(tmp_path / "Qwen3-30B-A3B")
+    assert load_config("Qwen3-30B-A3B").num_hidden_layers == LAYERS
+
+
+# What fits with them in host memory
+
+
+def planned(model: ModelCost, bits: int | None, speeds: Speeds | None = None, way: Way = Way.GPU) -> Plan:
+    cache = "offloaded" if way == Way.STREAMED else "dynamic"
+    machine = Machine(2**45, 2**45, speeds or Speeds())
+    return make_plan(model, Candidate(cache, way, bits, experts_on_host=True), 512, machine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bits", [None, *WEIGHT_BITS])
+def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: int | None):
+    model = cost_of(family)
+    plan = planned(model, bits)
+    all_there = make_plan(model, Candidate("dynamic", Way.GPU), 512, Machine(2**45, 2**45))
+    slots = 0 if bits else 2 * 3 * HIDDEN * BETWEEN * 2
+    assert all_there.device_bytes - plan.device_bytes == model.experts.total_bytes() - slots
+    candidate = Candidate("dynamic", Way.GPU, bits, experts_on_host=True)
+    running = candidate.running(model, candidate.cost(model, 512), 512)
+    assert running.host == model.experts.total_bytes(bits) + RUNTIME_BYTES + model.least_working_bytes
+    # The model is loaded as it is first.
+    codes = model.coded_weights[bits].largest_bytes if bits else 0
+    assert plan.host_bytes == max(running.host, model.weight_bytes + codes + RUNTIME_BYTES)
+
+
+def test_a_gpu_that_has_room_for_all_but_the_experts_has_them_in_host_memory():
+    model = model_cost(load_config("Qwen/Qwen3-30B-A3B"))
+    plans = make_plans(model, 8192, Machine(8 * 2**30, 64 * 2**30))
+    assert {(plan.experts_on_host, plan.weights) for plan in plans} == {(True, bits) for bits in (None, *WEIGHT_BITS)}
+    best = recommended(plans)
+    assert best is not None
+    assert (best.cache, best.way, best.experts_on_host, best.weights) == ("dynamic", Way.GPU, True, None)
+    without_gpu = make_plans(model, 8192, Machine(0, 64 * 2**30))
+    assert {plan.way for plan in without_gpu} == {Way.CPU}
+    assert not any(plan.experts_on_host for plan in without_gpu)
+    too_small = make_plans(model, 8192, Machine(3 * 2**30, 64 * 2**30))
+    assert not any(plan.experts_on_host for plan in too_small)
+
+
+def test_where_all_fits_the_gpu_all_is_on_it():
+    plans = make_plans(cost_of("mixtral"), 512, Machine(2**40, 2**40))
+    best = recommended(plans)
+    assert best is not None
+    assert not best.experts_on_host
+    assert any(plan.experts_on_host for plan in plans)
+
+
+# How fast
+
+
+HOST = DeviceSpeed(1e9, coded_weights={4: WeightSpeed(5e8, 1e11), 8: WeightSpeed(1e9)})
+SLOW = Speeds(HOST, DeviceSpeed(1e10, 1e-4), 2e9, 1e-5)
+
+
+@pytest.mark.parametrize("bits", [None, *WEIGHT_BITS])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_token_takes_what_the_gpu_takes_what_experts_take_and_the_way_there_and_back(bits: int | None, batch: int):
+    model = cost_of("qwen3_moe", batch=batch)
+    rate = 5e8 if bits == 4 else 1e9
+    states = LAYERS * 2 * 2 * 16 * 2 * 512 * batch
+    experts = model.experts.read_bytes(batch, bits) / rate
+    on_gpu = model.without_experts().step_weight_bytes / 1e10 + LAYERS * 1e-4
+    assert planned(model, bits, SLOW).seconds_per_token == pytest.approx(
+        on_gpu + states / 1e10 + experts + LAYERS * 1e-5
+    )
+    attended = planned(model, bits, SLOW, Way.CPU_ATTENTION)
+    assert attended.seconds_per_token == pytest.approx(on_gpu + states / 1e9 + experts + 2 * LAYERS * 1e-5)
+
+
+def test_what_is_streamed_and_experts_share_what_host_memory_gives():
+    model = cost_of("qwen3_moe")
+    resident, streamed = (planned(model, None, SLOW, way).seconds_per_token for way in (Way.GPU, Way.STREAMED))
+    transfer, experts = LAYERS * 2 * 2 * 16 * 2 * 512 / 2e9, model.experts.read_bytes(1) / 1e9
+    assert resident is not None
+    # 1 GB/s and 2 GB/s of a memory of which 2 GB/s are the most that is known to be read.
+    assert streamed == pytest.approx(max(transfer, resident) + 0.5 * min(transfer, experts))
+
+
+def test_what_was_not_measured_is_not_predicted():
+    model = cost_of("qwen3_moe")
+    only_plain = replace(SLOW, host=DeviceSpeed(1e9))
+    assert planned(model, None, only_plain).seconds_per_token is not None
+    assert planned(model, 4, only_plain).seconds_per_token is None
+    for speeds in (Speeds(), replace(SLOW, host=None), replace(SLOW, device=None)):
+        assert planned(model, None, speeds).seconds_per_token is None
+    assert planned(model, None, replace(SLOW, bus_bytes_per_second=None), Way.STREAMED).seconds_per_token is None
+    assert planned(model, None, SLOW).seconds_to_first_token is None
+    # Attention with sinks, and latent attention.
+    for family in ("gpt_oss", "deepseek_v3"):
+        assert planned(cost_of(family), None, SLOW).seconds_per_token is None
+
+
+def prompt_speeds(host_flops: float, bus: float) -> Speeds:
+    caches = {"dynamic": CacheSpeed(((1, 0.0), (2, 1e-9)), 1e30)}
+    coded = {4: WeightSpeed(1e30, host_flops / 2), 8: WeightSpeed(1e30)}
+    return Speeds(DeviceSpeed(1e30, 0.0, host_flops, caches, coded), DeviceSpeed(1e30, 0.0, 1e30, caches), bus)
+
+
+def test_experts_of_a_prompt_are_multiplied_on_the_cpu_or_cross_the_bus_whichever_takes_less():
+    model = cost_of("qwen3_moe")
+    on_cpu = 512 * model.experts.token_flops / 1e9
+    crossing = 512 * model.experts.crossing_bytes / 1e9
+    by_cpu = planned(model, None, prompt_speeds(1e9, 1e9)).seconds_to_first_token
+    chunks = 512 // CHUNK * model.experts.read_bytes(CHUNK)
+    assert chunks / 1e9 < on_cpu
+    assert by_cpu == pytest.approx(chunks / 1e9)
+    slow_bus = planned(model, None, prompt_speeds(1e9, 1e5)).seconds_to_first_token
+    assert slow_bus == pytest.approx(min(on_cpu + 1e4 * crossing, chunks / 1e5))
+    fast_cpu = planned(model, None, prompt_speeds(1e13, 1e9)).seconds_to_first_token
+    assert fast_cpu == pytest.approx(min(1e-4 * on_cpu + crossing, chunks / 1e9))
+
+
+def test_codes_are_multiplied_on_the_cpu_alone():
+    model = cost_of("qwen3_moe")
+    on_cpu = 512 * model.experts.token_flops / (1e9 / 2)
+    crossing = 512 * model.experts.crossing_bytes / 1e12
+    speeds = prompt_speeds(1e9, 1e12)
+    assert planned(model, 4, speeds).seconds_to_first_token == pytest.approx(on_cpu + crossing)
+    assert planned(model, 8, speeds).seconds_to_first_token is None
+
+
+def test_experts_with_few_tokens_are_bound_by_reading():
+    model = cost_of("qwen3_moe")
+    speeds = prompt_speeds(1e15, 1e30)
+    assert speeds.host is not None
+    host = replace(speeds.host, coded_weights={4: WeightSpeed(1e6, 1e30)})
+    plan = planned(model, 4, replace(speeds, host=host))
+    assert plan.seconds_to_first_token == pytest.approx(512 // CHUNK * model.experts.read_bytes(CHUNK, 4) / 1e6)
+
+
+def test_experts_in_four_bits_are_named_where_a_step_takes_less_than_half():
+    speeds = replace(SLOW, host=replace(HOST, coded_weights={4: WeightSpeed(1e9), 8: WeightSpeed(1e9)}))
+    model = model_cost(load_config("mistralai/Mixtral-8x7B-v0.1"))
+    plans = make_plans(model, 1024, Machine(8 * 2**30, 128 * 2**30, speeds))
+    best = recommended(plans)
+    assert best is not None
+    assert best.weights is None
+    faster = much_faster(plans, best)
+    assert faster is not None
+    assert (faster.cache, faster.way, faster.experts_on_host, faster.weights) == (best.cache, best.way, True, 4)
+
+
+# What is done with it
+
+
+def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():
+    model = cost_of("olmoe")
+    for candidate in expert_candidates(model):
+        lines = candidate.code(model).splitlines()
+        loaded = next(index for index, line in enumerate(lines) if line.startswith("model = "))
+        bits = "" if candidate.weights is None else f", bits={candidate.weights}"
+        assert lines[loaded].endswith('device_map="cpu")')
+        assert lines[loaded + 1 : loaded + 3] == [f"move_experts_to_host(model{bits})", 'model.to("cuda")']
+        assert lines[loaded + 3].startswith("cache = ")
+        (imported,) = [line for line in lines if line.startswith("from hf_hybrid_cache import ")]
+        assert imported.endswith("move_experts_to_host")
+        compile("\n".join(lines), "lines", "exec")
