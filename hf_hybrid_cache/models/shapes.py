@@ -66,10 +66,12 @@ _MIXTRAL = _shape(
 )  # fmt: skip
 _GPT_OSS_20B = _shape(
     "GptOssConfig", 201_088, 2880, 2880, 24, 64, 8, 64, 131_072, False,
-    sliding_window=128, num_local_experts=32, num_experts_per_tok=4,
+    sliding_window=128, num_local_experts=32, num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"},
 )  # fmt: skip
 # What is left out are the defaults of the config, which are those of this model.
-_DEEPSEEK_V3 = partial(_config, "DeepseekV3Config", max_position_embeddings=163_840)
+_DEEPSEEK_V3 = partial(
+    _config, "DeepseekV3Config", max_position_embeddings=163_840, quantization_config={"quant_method": "fp8"}
+)
 
 SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "meta-llama/Llama-3.2-1B": _llama_1b,

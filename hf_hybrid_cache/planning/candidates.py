@@ -90,11 +90,19 @@ class Candidate:
         return Held(running.device, max(running.host, self.loading_bytes(model)))
 
     def loading_bytes(self, model: ModelCost) -> int:
-        """Bytes of host memory while a model is loaded there as it is, and coded weight by weight; 0 on the GPU."""
+        """Bytes of host memory while a model is loaded there, coded matrix by matrix; 0 on the GPU."""
         if self.way != Way.CPU and not self.experts_on_host:
             return 0
-        codes = 0 if self.weights is None else model.coded_weights[self.weights].largest_bytes
-        return model.weight_bytes + RUNTIME_BYTES + codes
+        if self.weights is None:
+            return model.weight_bytes + RUNTIME_BYTES
+        coded = model.coded_weights[self.weights]
+        if model.comes_coded:  # such files cannot be coded anew while they are read
+            return model.weight_bytes + RUNTIME_BYTES + coded.largest_matrix_bytes
+        if self.experts_on_host:
+            weights = model.experts.total_bytes(self.weights) + model.without_experts().weight_bytes
+        else:
+            weights = coded.coded_bytes + coded.other_bytes
+        return weights + RUNTIME_BYTES + coded.largest_matrix_bytes
 
     def running(self, model: ModelCost, cost: CacheCost, context: int) -> Held:
         """Bytes at most once the model is where it computes, weights and all."""
@@ -110,8 +118,8 @@ class Candidate:
             weights = model.without_experts().weight_bytes
             # What a chunk takes in between is not known by place: the CPU's part is at most that of the first chunk.
             host += model.experts.total_bytes(self.weights) + model.least_working_bytes
-            # Where experts cross the bus, one is on its way while another is multiplied.
-            working += 2 * model.experts.largest_bytes if self.weights is None else 0
+            # Experts cross the bus as they are, one on its way while another is multiplied.
+            working += 2 * model.experts.largest_bytes
         elif self.way == Way.CPU_DECODE:
             # Codes are beside the weights as they were, which go back to the GPU.
             host += weights + (0 if coded is None else coded.coded_bytes)
@@ -137,8 +145,11 @@ class Candidate:
         classes = ["AutoModelForCausalLM"] + ["DynamicCache"] * (self.cache == "stock")
         ours = [] if self.cache == "stock" else [name]
         ours += ["decode_on_cpu"] * (self.way == Way.CPU_DECODE)
-        quantizes = self.weights is not None and self.way == Way.CPU
-        ours += ["quantize_weights"] * quantizes + ["move_experts_to_host"] * self.experts_on_host
+        is_coded = self.weights is not None and (self.way == Way.CPU or self.experts_on_host)
+        is_coded_later = is_coded and model.comes_coded
+        ours += ["CodedWeightsConfig"] * (is_coded and not is_coded_later)
+        ours += ["quantize_weights"] * (is_coded_later and not self.experts_on_host)
+        ours += ["move_experts_to_host"] * self.experts_on_host
         loaded_on = "cpu" if self.way == Way.CPU or self.experts_on_host else "cuda"
         loaded = model.name, str(model.dtype).removeprefix("torch."), loaded_on
         model_name, dtype, device = map(json.dumps, loaded)
@@ -146,15 +157,19 @@ class Candidate:
         if self.way == Way.CPU_DECODE:
             configured = "" if self.weights is None else f".configure(weights={self.weights})"
             generate.append(f"custom_generate=decode_on_cpu{configured}")
-        prepared = [f"quantize_weights(model, {self.weights})"] if quantizes else []
+        arguments = [model_name, f"dtype={dtype}", f"device_map={device}"]
+        if is_coded and not is_coded_later:
+            only = ", only_experts=True" if self.experts_on_host else ""
+            arguments.append(f"quantization_config=CodedWeightsConfig(bits={self.weights}{only})")
+        prepared = [f"quantize_weights(model, {self.weights})"] if is_coded_later and not self.experts_on_host else []
         if self.experts_on_host:
-            few_bits = "" if self.weights is None else f", bits={self.weights}"
+            few_bits = f", bits={self.weights}" if is_coded_later else ""
             prepared = [f"move_experts_to_host(model{few_bits})", 'model.to("cuda")']
         lines = [
             f"from transformers import {', '.join(classes)}",
             *([f"from hf_hybrid_cache import {', '.join(ours)}"] if ours else []),
             "",
-            f"model = AutoModelForCausalLM.from_pretrained({model_name}, dtype={dtype}, device_map={device})",
+            f"model = AutoModelForCausalLM.from_pretrained({', '.join(arguments)})",
             *prepared,
             f"cache = {name}({', '.join(options)})",
             f"model.generate({', '.join(generate)})",

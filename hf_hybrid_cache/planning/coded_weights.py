@@ -17,14 +17,14 @@ class CodedWeights:
 
     Attributes:
         coded_bytes: of the codes.
-        largest_bytes: of the codes of one weight, at most.
+        largest_matrix_bytes: of one matrix as it is, at most; each expert has its own.
         other_bytes: of the weights that stay as they are.
         step_coded_bytes: of the codes that are read for one token, by their bits: the output head may have more.
         step_other_bytes: of the other weights, likewise.
     """
 
     coded_bytes: int
-    largest_bytes: int
+    largest_matrix_bytes: int
     other_bytes: int
     step_coded_bytes: Mapping[int, int]
     step_other_bytes: int
@@ -50,8 +50,12 @@ def coded_weights(model: PreTrainedModel, read: Sequence[tuple[torch.Tensor, flo
             step_coded[width.head_bits if each.is_head else width.bits] += int(share * codes[id(weight)])
     return CodedWeights(
         coded_bytes=sum(codes.values()),
-        largest_bytes=max(codes.values()),
+        largest_matrix_bytes=max(each.parameter.nbytes // _matrices(each.parameter) for each in covered.values()),
         other_bytes=sum(weight.nbytes for weight in model.parameters() if id(weight) not in codes),
         step_coded_bytes=step_coded,
         step_other_bytes=int(sum(share * weight.nbytes for weight, share in read if id(weight) not in codes)),
     )
+
+
+def _matrices(weight: torch.Tensor) -> int:
+    return weight.shape[0] if weight.dim() == 3 else 1

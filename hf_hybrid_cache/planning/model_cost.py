@@ -79,6 +79,7 @@ class ModelCost:
         step_weight_bytes: of the weights that a decode step reads, of experts as many as its tokens choose on average.
         coded_weights: the weights in few bits, by bits; empty where none can be.
         num_layers: of the model.
+        comes_coded: its files are of few bits in some other way, and are made numbers while they are loaded.
         max_context: tokens that the model can attend to.
         batch: sequences at once.
         chunk: tokens of the prompt in one forward pass, of each sequence.
@@ -98,6 +99,7 @@ class ModelCost:
     step_weight_bytes: int
     coded_weights: Mapping[int, CodedWeights]
     num_layers: int
+    comes_coded: bool
     max_context: int
     batch: int
     chunk: int
@@ -189,6 +191,7 @@ def model_cost(
         step_weight_bytes=int(sum(share * weight.nbytes for weight, share in read)),
         coded_weights={bits: weights for bits, weights in coded.items() if weights is not None},
         num_layers=config.get_text_config(decoder=True).num_hidden_layers,
+        comes_coded=getattr(config, "quantization_config", None) is not None,
         max_context=max_context,
         batch=batch,
         chunk=chunk,

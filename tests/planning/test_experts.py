@@ -228,14 +228,14 @@ def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: 
     model = cost_of(family)
     plan = planned(model, bits)
     all_there = make_plan(model, Candidate("dynamic", Way.GPU), 512, Machine(2**45, 2**45))
-    slots = 0 if bits else 2 * 3 * HIDDEN * BETWEEN * 2
+    slots = 2 * 3 * HIDDEN * BETWEEN * 2
     assert all_there.device_bytes - plan.device_bytes == model.experts.total_bytes() - slots
     candidate = Candidate("dynamic", Way.GPU, bits, experts_on_host=True)
     running = candidate.running(model, candidate.cost(model, 512), 512)
     assert running.host == model.experts.total_bytes(bits) + RUNTIME_BYTES + model.least_working_bytes
-    # The model is loaded as it is first.
-    codes = model.coded_weights[bits].largest_bytes if bits else 0
-    assert plan.host_bytes == max(running.host, model.weight_bytes + codes + RUNTIME_BYTES)
+    loading = model.weight_bytes - model.experts.total_bytes() + model.experts.total_bytes(bits) + RUNTIME_BYTES
+    loading += model.coded_weights[bits].largest_matrix_bytes if bits else 0
+    assert plan.host_bytes == max(running.host, loading)
 
 
 def test_a_gpu_that_has_room_for_all_but_the_experts_has_them_in_host_memory():

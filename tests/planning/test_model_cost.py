@@ -62,7 +62,7 @@ def test_weights_in_few_bits_take_what_quantize_weights_reports(family: str, bit
     coded = cost.coded_weights[bits]
     assert (coded.coded_bytes, coded.other_bytes) == (report.coded_bytes, report.other_bytes)
     assert cost.weight_bytes == report.original_bytes + report.other_bytes
-    assert 0 < coded.largest_bytes <= coded.coded_bytes
+    assert 0 < coded.largest_matrix_bytes <= coded.coded_bytes * 16 / bits
 
 
 def test_a_step_reads_the_codes_of_what_it_multiplies_with():

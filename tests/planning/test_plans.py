@@ -236,16 +236,23 @@ def on_cpu(model: ModelCost, weights: int | None, host_bytes: int = 2**45, cache
 
 
 @pytest.mark.parametrize("bits", WEIGHT_BITS)
-def test_weights_of_few_bits_are_loaded_as_they_are_and_then_take_less(llama: ModelCost, bits: int):
+def test_weights_of_few_bits_are_coded_while_they_are_loaded_and_take_less(llama: ModelCost, bits: int):
     coded = llama.coded_weights[bits]
     plain, few = on_cpu(llama, None), on_cpu(llama, bits)
-    loading = llama.weight_bytes + coded.largest_bytes + RUNTIME_BYTES
+    loading = coded.coded_bytes + coded.other_bytes + coded.largest_matrix_bytes + RUNTIME_BYTES
     saved = llama.weight_bytes - coded.coded_bytes - coded.other_bytes
     assert few.host_bytes == max(loading, plain.host_bytes - saved)
     # At a context where the cache is large, all that is saved is.
     context = 131_072
     plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU, each), context, PLENTY) for each in (None, bits))
     assert plain.host_bytes - few.host_bytes == saved
+
+
+def test_a_model_whose_files_are_coded_in_another_way_is_loaded_as_it_is_first(llama: ModelCost):
+    plan = on_cpu(replace(llama, comes_coded=True), 4)
+    assert plan.host_bytes > llama.weight_bytes
+    assert "quantize_weights(model, 4)" in plan.code
+    assert "quantization_config=CodedWeightsConfig(bits=4)" in on_cpu(llama, 4).code
 
 
 @pytest.mark.parametrize("bits", WEIGHT_BITS)
