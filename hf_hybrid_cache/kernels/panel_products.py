@@ -57,7 +57,7 @@ class Product(NamedTuple):
 class Operand(NamedTuple):
     """Tokens as integers, and what they are multiples of, in the places of their pairs."""
 
-    integers: Any  # int16 [pairs, groups * group]
+    integers: Any  # int16 [pairs, groups * group], or as many pairs of digits
     steps: Any  # float32 [pairs, groups]
     sums: Any  # float32 [pairs, groups], of a group, as rounded
 
@@ -143,6 +143,7 @@ def _multiply(
                 address, is_half = last.ctypes.data, False
             number = place * of.groups + index
             round_group(
+                of.bits,
                 address,
                 is_half,
                 group,

@@ -14,7 +14,9 @@ from numba.extending import intrinsic
 from . import vector_ir as vec
 from .coded_tiles import codes_in
 from .pair_dots import pair_dot, plain_dot
-from .tiles import load_vectors
+from .quad_dots import quad_dot
+from .tiles import load_vectors, reduced
+from .token_rounding import QUADS, has_quads
 from .vector_ir import CACHE_LINE, FLOAT, FLOATS, INT32, INT64, INTS, LANES
 
 # Of a weight, the best quality first.
@@ -24,7 +26,7 @@ CHUNK = 32
 # Tokens that share what is read of a panel, while their sums are in registers.
 TOKENS = (8, 4, 2, 1)
 # How far ahead of its use memory is asked for.
-_AHEAD = 2048
+_AHEAD = 4096
 # With fewer sums at a time the processor would wait for each.
 _FEWEST_SUMS = 4
 
@@ -47,22 +49,20 @@ def multiply_panel(
     """
     Write the sixteen outputs of a panel for a few tokens, one of `TOKENS`.
 
-    bits: of a code; panel: address; groups: of a row; group_words: rows of words in a group; operand: address of int16
-    rows, `operand_stride` bytes apart, one for each token; steps, sums: addresses of float32 rows, `number_stride`
-    bytes apart: what the numbers of each group are multiples of, and their sum; out: address of float32
-    `[tokens, LANES]`.
+    bits: of a code; panel: address; groups: of a row; group_words: rows of words in a group; operand: address of rows
+    of integers as `round_group` writes them, `operand_stride` bytes apart, one for each token; steps, sums: addresses
+    of float32 rows, `number_stride` bytes apart: what the numbers of each group are multiples of, and their sum; out:
+    address of float32 `[tokens, LANES]`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         bits, tokens, panel, groups, group_words, operand, operand_stride, steps, sums, number_stride, out = arguments
         add, multiply = builder.add, builder.mul
-        dot = pair_dot(context) or plain_dot
+        add_products = _products_of_quads if has_quads(context) else _products_of_pairs
         group_bytes = multiply(add(group_words, INT64(1)), INT64(CACHE_LINE))
 
         def run(width: int, count: int) -> None:
-            pairs = 16 // width
-            chains = min(pairs, max(1, _FEWEST_SUMS // count))
-            word_bytes = INT64(4 * pairs)
+            word_bytes = INT64(64 // width)
 
             def add_group(group: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
                 start = add(panel, multiply(group, group_bytes))
@@ -73,24 +73,16 @@ def multiply_panel(
                     address = add(start, multiply(add(index, INT64(1)), INT64(CACHE_LINE)))
                     words = vec.load(builder, address, INTS)
                     vec.prefetch(builder, add(address, INT64(_AHEAD)), 1)
-                    position = add(first, multiply(index, word_bytes))
-                    totals = list(totals)
-                    for pair in range(pairs):
-                        codes = codes_in(builder, words, pair * width, (2**width - 1) * 0x10001)
-                        for token in range(count):
-                            place = add(add(operand, multiply(INT64(token), operand_stride)), position)
-                            number = vec.splat(builder, vec.load(builder, add(place, INT64(4 * pair)), INT32))
-                            chain = token * chains + pair % chains
-                            totals[chain] = dot(builder, codes, number, totals[chain])
-                    return totals
+                    position = add(operand, add(first, multiply(index, word_bytes)))
+                    places = [add(position, multiply(INT64(token), operand_stride)) for token in range(count)]
+                    return add_products(context, builder, words, width, places, totals)
 
-                totals = vec.loop(builder, group_words, [vec.ints(0)] * (count * chains), add_words)
+                zeros = [vec.ints(0)] * (count * _sums_of_token(context, width, count))
+                sums_of_tokens = _by_token(vec.loop(builder, group_words, zeros, add_words), count)
                 scale, low = _scales_and_lows(context, builder, start)
                 results = []
                 for token in range(count):
-                    total = totals[token * chains]
-                    for chain in range(1, chains):
-                        total = add(total, totals[token * chains + chain])
+                    total = _total(context, builder, sums_of_tokens[token])
                     place = add(multiply(INT64(token), number_stride), multiply(group, INT64(4)))
                     step, total_of_numbers = (
                         vec.splat(builder, vec.load(builder, add(numbers, place), FLOAT)) for numbers in (steps, sums)
@@ -115,6 +107,59 @@ def multiply_panel(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), generate
+
+
+def _products_of_pairs(
+    context: Any, builder: ir.IRBuilder, words: ir.Value, width: int, places: list[ir.Value], sums: list[ir.Value]
+) -> list[ir.Value]:
+    """Sums, with the products of the codes in a row of words and what tokens have for them, as 16-bit integers."""
+    dot, sums = pair_dot(context) or plain_dot, list(sums)
+    chains = len(sums) // len(places)
+    for pair in range(16 // width):
+        codes = codes_in(builder, words, pair * width, (2**width - 1) * 0x10001)
+        for token, place in enumerate(places):
+            number = vec.splat(builder, vec.load(builder, builder.add(place, INT64(4 * pair)), INT32))
+            chain = token * chains + pair % chains
+            sums[chain] = dot(builder, codes, number, sums[chain])
+    return sums
+
+
+def _products_of_quads(
+    context: Any, builder: ir.IRBuilder, words: ir.Value, width: int, places: list[ir.Value], sums: list[ir.Value]
+) -> list[ir.Value]:
+    """The same of what tokens have as digits; those with upper digits are in sums of their own."""
+    dot, sums = quad_dot(context), list(sums)
+    assert dot is not None
+    chains = len(sums) // len(places)
+    for quad in range(len(QUADS[width])):
+        codes = words if width == 8 else codes_in(builder, words, quad * width, 0x0F0F0F0F)
+        for token, place in enumerate(places):
+            for digit in range(2):
+                at = builder.add(place, INT64(8 * quad + 4 * digit))
+                number = vec.splat(builder, vec.load(builder, at, INT32))
+                chain = token * chains + (2 * quad + digit) % chains
+                sums[chain] = dot(builder, [(codes, number)], sums[chain])
+    return sums
+
+
+def _sums_of_token(context: Any, width: int, tokens: int) -> int:
+    """How many sums are kept of each, so that no product waits for the one before."""
+    if has_quads(context):
+        return 2 * max(1, min(len(QUADS[width]), _FEWEST_SUMS // (2 * tokens)))
+    return min(16 // width, max(1, _FEWEST_SUMS // tokens))
+
+
+def _by_token(sums: list[ir.Value], tokens: int) -> list[list[ir.Value]]:
+    each = len(sums) // tokens
+    return [sums[token * each : (token + 1) * each] for token in range(tokens)]
+
+
+def _total(context: Any, builder: ir.IRBuilder, sums: list[ir.Value]) -> ir.Value:
+    """What the sums of a token add up to."""
+    if has_quads(context):
+        upper, lower = (reduced(builder, sums[digit::2], ir.IRBuilder.add) for digit in range(2))
+        return builder.add(builder.shl(upper, vec.ints(8)), lower)
+    return reduced(builder, sums, ir.IRBuilder.add)
 
 
 @intrinsic

@@ -1,4 +1,9 @@
-"""Tokens as integers: a group of columns at a time, rounded to 16 bits relative to its largest number."""
+"""
+Tokens as integers: a group of columns at a time, rounded to 16 bits relative to its largest number.
+
+Where the processor adds up four products of 8-bit numbers at a time, an integer is two digits of 8 bits, each signed.
+Four columns whose codes are bytes of one word have their upper digits side by side, then their lower ones.
+"""
 
 from typing import Any
 
@@ -8,25 +13,34 @@ from numba.extending import intrinsic
 
 from . import vector_ir as vec
 from .tiles import load_vectors
-from .vector_ir import FLOAT, INT16, INT32, INT64, INTS, LANES
+from .vector_ir import FLOAT, INT8, INT16, INT32, INT64, INTS, LANES
 
-_LARGEST = 32767.0
+# That of two signed digits.
+_LARGEST = 127 * 256 + 127.0
 _INFINITE = 0x7F800000
+# By the bits of a code: columns of a word whose codes are bytes of it, as it is and then shifted by a code.
+QUADS = {8: ((0, 2, 1, 3),), 4: ((0, 4, 1, 5), (2, 6, 3, 7))}
+
+
+def has_quads(context: Any) -> bool:
+    """Whether code is compiled for a processor that adds up four products of 8 bits, with room for twice the sums."""
+    return vec.has_feature(context, "avx512f") and vec.has_feature(context, "avx512vnni")
 
 
 @intrinsic
 def round_group(
-    typing_context: Any, numbers: Any, is_bfloat16: Any, columns: Any, integers: Any, step: Any, total: Any
+    typing_context: Any, bits: Any, numbers: Any, is_bfloat16: Any, columns: Any, integers: Any, step: Any, total: Any
 ) -> Any:
     """
     Write integers, what they are multiples of, and the sum of what they stand for.
 
-    numbers: address of float32 or bfloat16 `[columns]`, a multiple of sixteen; integers: address of int16 `[columns]`;
-    step, total: addresses of a float32. Not a number, if one of the numbers is infinite or not a number.
+    bits: of the codes that they are multiplied with; numbers: address of float32 or bfloat16 `[columns]`, a multiple of
+    sixteen; integers: address of int16 `[columns]`, or as many pairs of digits; step, total: addresses of a float32.
+    Not a number, if one of the numbers is infinite or not a number.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        numbers, is_bfloat16, columns, integers, step_at, total_at = arguments
+        bits, numbers, is_bfloat16, columns, integers, step_at, total_at = arguments
         add, multiply, size_of_item = builder.add, builder.mul, {types.float32: 4, types.uint16: 2}
         vectors = builder.sdiv(columns, INT64(LANES))
 
@@ -50,7 +64,12 @@ def round_group(
             def rounded(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
                 nearest = vec.nearest_integers(builder, loaded(kind, index), factors)
                 place = add(integers, multiply(index, INT64(LANES * 2)))
-                vec.store(builder, builder.trunc(nearest, ir.VectorType(INT16, LANES)), place)
+                if has_quads(context):
+                    for width in QUADS:
+                        with builder.if_then(builder.icmp_signed("==", bits, INT64(width))):
+                            vec.store(builder, _digits(builder, nearest, width), place)
+                else:
+                    vec.store(builder, builder.trunc(nearest, ir.VectorType(INT16, LANES)), place)
                 return [add(carried[0], nearest)]
 
             (sums,) = vec.loop(builder, vectors, [vec.ints(0)], rounded)
@@ -68,4 +87,15 @@ def round_group(
                 run(types.float32)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.boolean, *[types.int64] * 4), generate
+    return types.void(types.int64, types.int64, types.boolean, *[types.int64] * 4), generate
+
+
+def _digits(builder: ir.IRBuilder, integers: ir.Value, bits: int) -> ir.Value:
+    """Both digits of sixteen integers, in the order of their codes: 32 bytes."""
+    upper = builder.ashr(builder.add(integers, vec.ints(128)), vec.ints(8))
+    lower = builder.sub(integers, builder.shl(upper, vec.ints(8)))
+    first, second = (builder.trunc(each, ir.VectorType(INT8, LANES)) for each in (upper, lower))
+    of_word = 32 // bits
+    quads = [[first + column for column in quad] for first in range(0, LANES, of_word) for quad in QUADS[bits]]
+    order = [digit * LANES + column for quad in quads for digit in (0, 1) for column in quad]
+    return vec.shuffle(builder, first, second, order)
