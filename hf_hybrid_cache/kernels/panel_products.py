@@ -16,14 +16,12 @@ from .numbers_at import clear_numbers, load_numbers, store_numbers
 from .panel_tiles import TOKENS, multiply_panel
 from .panels import PanelLayout
 from .parallel import share_out, team_of_kernels
-from .routing import routed
+from .routing import parts_of, routed
 from .tiles import pointer
 from .token_rounding import round_group
 from .vector_ir import LANES
 
 _MOST_TOKENS = TOKENS[0]
-# What a thread takes at a time: little enough that all end at about the same time.
-PART_BYTES = 2**17
 
 
 class Weight(NamedTuple):
@@ -126,7 +124,7 @@ def _multiply(
     routing = routed(chosen, num_pairs, matrices, only)
     if routing.pairs.size > routing.starts[-1]:
         clear_numbers(is_bfloat16, out, num_pairs * of.rows)
-    parts = min(of.panels, max(threads, of.num_bytes // PART_BYTES))
+    parts = min(of.panels, parts_of(of.num_bytes, routing.matrices.size, threads))
     call = Product(of, factors, tokens, pairs_of_token, is_bfloat16, parts, bias, bias_step, out)
     group = of.group_words * (32 // of.bits)
     integers = np.empty((num_pairs, of.groups * group), np.int16)

@@ -8,6 +8,11 @@ import numpy as np
 from .compiled import jit_part
 from .tiles import pointer
 
+# What a thread takes at a time: little enough that all end at about the same time, and not less, because the first
+# lines of a part come late.
+PART_BYTES = 2**19
+_PARTS_OF_THREAD = 4
+
 
 class Routing(NamedTuple):
     """Pairs of a token and a matrix, those of one matrix side by side: a group."""
@@ -58,3 +63,10 @@ def routed(chosen, num_pairs, num_matrices, only):
             pairs[counts[matrix_of[pair]]] = pair
             counts[matrix_of[pair]] += 1
     return Routing(pairs, starts, matrices, wrong)
+
+
+@jit_part
+def parts_of(num_bytes, matrices, threads):
+    """In how many parts each of some matrices is read: at least as many as threads, and if it can be, four times."""
+    needed = threads * min(matrices, _PARTS_OF_THREAD)
+    return max(num_bytes // PART_BYTES, (needed + matrices - 1) // max(matrices, 1), 1)

@@ -12,11 +12,9 @@ import numpy as np
 from .compiled import jit, jit_part
 from .numbers_at import clear_numbers, load_numbers, store_numbers
 from .parallel import share_out, team_of_kernels
-from .routing import routed
+from .routing import parts_of, routed
 from .row_tiles import ROW_TOKENS, STEP, multiply_row
 
-# What a thread takes at a time: little enough that all end at about the same time.
-PART_BYTES = 2**17
 _MOST_TOKENS = ROW_TOKENS[0]
 
 
@@ -87,7 +85,7 @@ def _multiply(
     routing = routed(chosen, num_pairs, matrices, 0)
     if routing.pairs.size > routing.starts[-1]:
         clear_numbers(is_bfloat16, out, num_pairs * rows)
-    parts = min(rows, max(threads, rows * columns * (2 if is_bfloat16 else 4) // PART_BYTES))
+    parts = min(rows, parts_of(rows * columns * (2 if is_bfloat16 else 4), routing.matrices.size, threads))
     operand = np.empty((num_pairs, columns), np.float32)
     for place in range(routing.starts[-1]):
         token = routing.pairs[place] // pairs_of_token
