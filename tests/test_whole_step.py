@@ -88,7 +88,10 @@ def test_llama_cpp_says_what_the_model_says(
     logits = torch.from_numpy(engine.step(7).copy())
     expected, of_one_copy = (logits_after(model, number, tokens, 7) for number in (copies, 1))
     error = 1 - float(torch.cosine_similarity(logits, expected, dim=0))
-    assert error < (1e-3 if FORMS[form].bits == 4 else 2e-5)
+    bound = 1e-3 if FORMS[form].bits == 4 else 2e-5
+    if isinstance(model.config, Qwen3MoeConfig):  # scores that are close give tokens to other experts
+        bound *= 10
+    assert error < bound
     if copies > 1:  # the copies are attended to
         assert error < 1 - float(torch.cosine_similarity(logits, of_one_copy, dim=0))
 
