@@ -59,7 +59,7 @@ _GEMMA2_9B = _shape("Gemma2Config", 256_000, 3584, 14_336, 42, 16, 8, 256, 8192,
 _PHI3_MINI = partial(_shape, "Phi3Config", 32_064, 3072, 8192, 32, 32, 32, 96)
 _OLMOE = _shape("OlmoeConfig", 50_304, 2048, 1024, 16, 16, 16, 128, 4096, False, num_experts=64, num_experts_per_tok=8)
 _QWEN3_30B_A3B = partial(_shape, "Qwen3MoeConfig", 151_936, 2048, 6144, 48, 32, 4, 128)
-_OF_128 = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+_OF_128 = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 _MIXTRAL = _shape(
     "MixtralConfig", 32_000, 4096, 14_336, 32, 32, 8, 128, 32_768, False,
     sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
