@@ -44,19 +44,25 @@ def longest_context(model: ModelCost, candidate: Candidate, machine: Machine) ->
 
 
 def fitting(model: ModelCost, machine: Machine) -> dict[str, Any]:
-    """The candidate with the most bits that fits, experts in host memory first; where none does, `bits` is 0."""
+    """
+    The candidate with the most bits that fits and can be loaded, experts in host memory first; where none can be loaded
+    the first that fits then, and where none fits, `bits` is 0.
+    """
     widths = (None, *WEIGHT_BITS)
     candidates = [Candidate(CACHE, Way.GPU, bits, experts_on_host=True) for bits in widths]
     candidates += [Candidate(CACHE, Way.CPU, bits) for bits in widths]
-    for candidate in candidates:
-        if context := longest_context(model, candidate, machine):
-            return {
-                "bits": candidate.weights or 8 * model.dtype.itemsize,
-                "on_gpu": candidate.experts_on_host,
-                "longest_context": context,
-                "loads_as_it_is": candidate.loading_bytes(model) <= machine.host_bytes,
-            }
-    return {"bits": 0, "on_gpu": False, "longest_context": 0, "loads_as_it_is": False}
+    found = [
+        {
+            "bits": candidate.weights or 8 * model.dtype.itemsize,
+            "on_gpu": candidate.experts_on_host,
+            "longest_context": context,
+            "can_be_loaded": candidate.loading_bytes(model) <= machine.host_bytes,
+        }
+        for candidate in candidates
+        if (context := longest_context(model, candidate, machine))
+    ]
+    nothing = {"bits": 0, "on_gpu": False, "longest_context": 0, "can_be_loaded": False}
+    return next((fit for fit in found if fit["can_be_loaded"]), (found or [nothing])[0])
 
 
 def speeds(model: ModelCost, card: PublishedMachine, bits: int | None) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def _fit(fit: dict[str, Any]) -> str:
     if not fit["bits"]:
         return "-"
     where = "" if fit["on_gpu"] else "CPU alone, "
-    return f"{where}{fit['bits']} bits: {fit['longest_context']:,}" + ("" if fit["loads_as_it_is"] else " *")
+    return f"{where}{fit['bits']} bits: {fit['longest_context']:,}" + ("" if fit["can_be_loaded"] else " *")
 
 
 def _rate(tokens_per_second: float | None) -> str:

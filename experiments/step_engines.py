@@ -20,7 +20,13 @@ DTYPE = torch.bfloat16
 
 
 class OurModels:
-    """A model with weights of each width, and the bytes of these that a token reads."""
+    """
+    A model with weights of each width.
+
+    Attributes:
+        weight_bytes: that a token reads, by bits.
+        read_share: of all weights.
+    """
 
     def __init__(self, model: PreTrainedModel, widths: Iterable[int]):
         self.stock = model
@@ -28,6 +34,7 @@ class OurModels:
         if has_experts(model):
             move_experts_to_host(self.by_bits[16])
         self.weight_bytes = {16: weight_bytes(model)}
+        self.read_share = self.weight_bytes[16] / sum(weight.nbytes for weight in model.parameters())
         for bits in sorted({*widths} - {16}):
             coded = twin_of(model)
             report = quantize_weights(coded, bits, head_bits=bits)

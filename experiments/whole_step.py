@@ -139,6 +139,11 @@ class Bench:
                 sizes[row.holder] += self.files[row.weight_bits].stat().st_size + LIBRARY_BYTES
         return sizes
 
+    def _read(self, engine: OurEngine | LlamaProcess) -> dict[str, Any]:
+        """Bytes of weights, keys and values that a token reads."""
+        share = 1.0 if isinstance(engine, OurEngine) else self.ours.read_share
+        return engine.holds | {"weight_bytes": int(share * engine.holds["weight_bytes"])}
+
     def _measure_group(self, rows: list[Row], tokens: int, settings: Mapping[str, Settings]) -> dict[str, Any]:
         """All of them in turns."""
         caches: dict[str, Cache] = {}
@@ -164,7 +169,7 @@ class Bench:
             samples = samples_in_turns({name: partial(step, name) for name in engines}, self.rounds, prepare)
             return {
                 "samples_seconds": samples,
-                "holds": {name: engine.holds for name, engine in engines.items()},
+                "holds": {name: self._read(engine) for name, engine in engines.items()},
                 "libraries": {row.engine: engines[row.name].library for row in rows if row.engine in LIBRARIES},
             }
         finally:

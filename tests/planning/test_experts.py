@@ -363,9 +363,10 @@ def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():
     for candidate in expert_candidates(model):
         lines = candidate.code(model).splitlines()
         loaded = next(index for index, line in enumerate(lines) if line.startswith("model = "))
-        bits = "" if candidate.weights is None else f", bits={candidate.weights}"
-        assert lines[loaded].endswith('device_map="cpu")')
-        assert lines[loaded + 1 : loaded + 3] == [f"move_experts_to_host(model{bits})", 'model.to("cuda")']
+        coded = f"quantization_config=CodedWeightsConfig(bits={candidate.weights}, only_experts=True)"
+        assert 'device_map="cpu"' in lines[loaded]
+        assert (coded in lines[loaded]) == (candidate.weights is not None)
+        assert lines[loaded + 1 : loaded + 3] == ["move_experts_to_host(model)", 'model.to("cuda")']
         assert lines[loaded + 3].startswith("cache = ")
         (imported,) = [line for line in lines if line.startswith("from hf_hybrid_cache import ")]
         assert imported.endswith("move_experts_to_host")
