@@ -82,15 +82,15 @@ def test_without_a_gpu_everything_is_on_the_cpu():
 
 
 def test_what_does_not_fit_says_what_is_short_and_how_far_it_goes():
-    result = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
+    result = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "3GiB")
     assert result.exit_code == 1, result.stderr
     assert "host" in next(line for line in result.stdout.splitlines() if line.strip().startswith("quantized-2"))
     assert "Nothing fits. Without any cache, weights, process and a chunk of the prompt take 15." in result.stdout
     assert "GiB more than there are." in result.stdout
-    far = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "15.65GiB")
+    far = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
     assert far.exit_code == 1
-    assert "goes farthest, up to " in far.stdout
-    answer = plans_of("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "8GiB")
+    assert "Nothing fits. quantized-2, on the CPU, weights in 4 bits goes farthest, up to " in far.stdout
+    answer = plans_of("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "0", "--host-memory", "3GiB")
     assert answer["recommended"] is None
     assert all(plan["short_host_bytes"] > 0 == plan["longest_context"] for plan in answer["plans"])
     result = invoke("--model", "meta-llama/Llama-3.1-8B", "--gpu-memory", "8GiB", "--host-memory", "64GiB")
@@ -218,7 +218,7 @@ def test_experts_are_in_host_memory_where_the_gpu_has_no_room_for_them():
     assert 'move_experts_to_host(model)\nmodel.to("cuda")\ncache = DynamicHybridCache(' in result.stdout
     few = invoke(*QWEN, *CARD)
     assert few.exit_code == 0, few.stderr
-    assert "Recommended: dynamic, on the GPU, experts in host memory in 4 bits\n" in few.stdout
+    assert "Recommended: dynamic, on the GPU, experts in host memory, in 4 bits\n" in few.stdout
     assert "quantization_config=CodedWeightsConfig(bits=4, only_experts=True)" in few.stdout
     short = invoke(*QWEN, *CARD[:2], "--host-memory", "16GiB")
     assert short.exit_code == 1

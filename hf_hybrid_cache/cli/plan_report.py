@@ -182,8 +182,8 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
                 say("With all in one place:")
             out.print(_table(table))
     if best is None:
-        nearest, on_gpu = farthest(plans), machine.device_bytes and all_on_gpu
-        if not on_gpu and (missing := missing_for_weights(cost, machine.host_bytes)):
+        nearest = farthest(plans)
+        if not nearest.longest_context and (missing := missing_for_weights(cost, machine.host_bytes)):
             say(f"Nothing fits. {missing}.")
         else:
             say(f"Nothing fits. {_name(nearest)} goes farthest, up to {nearest.longest_context:,} tokens.")
