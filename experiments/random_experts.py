@@ -33,4 +33,9 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    return any(name.endswith(".experts") for name, _ in model.named_modules())
+    return bool(expert_names(model))
+
+
+def expert_names(model: PreTrainedModel) -> list[str]:
+    """Of the modules that hold experts."""
+    return [name for name, _ in model.named_modules() if name.endswith(".experts")]

@@ -94,7 +94,7 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are():
 
 @pytest.mark.slow
 def test_a_rehearsal_runs_to_the_end_and_is_not_run_twice(tmp_path: Path):
-    names = ["streaming-300", "attention", "peaks", "host", "predicted"]
+    names = ["streaming-300", "attention", "peaks", "host", "experts", "predicted"]
     arguments = ["--rehearse", "--minutes", "9", "--out", str(tmp_path), "--only", *names]
     result = command(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr

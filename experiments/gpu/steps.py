@@ -83,6 +83,7 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
 
     others = ("--other-transformers", *other_transformers) if other_transformers else ()
     few_rounds = ("--rounds", 1) if is_rehearsal else ()
+    small_prompts = ("--context", sizes.host, "--prompts", sizes.host) if is_rehearsal else ()
     return [
         step("suites", "suites", 8, *others),
         *(decode(f"streaming-{context}", context, _STREAMING) for context in sizes.streaming),
@@ -91,6 +92,7 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
         step("attention", "attention", 3, "--contexts", *sizes.attention, *few_rounds),
         decode("host", sizes.host, _HOST, "--rounds", 3, "--steps", 2, "--threads", *_thread_counts(), limit=6),
         *(decode(f"both-places-{context}", context, _BOTH_PLACES) for context in sizes.quantized),
+        step("experts", "experts", 6, *few_rounds, *small_prompts),
         step("predicted", "predicted", 4, "--records", root / FOLDER),
         *(decode(f"peers-{context}", context, _PEERS, limit=6) for context in sizes.quantized),
         # The longest; what is above answers all aims.

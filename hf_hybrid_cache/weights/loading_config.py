@@ -44,8 +44,3 @@ class CodedWeightsConfig(QuantizationConfigMixin):
         self.only_experts = only_experts
         if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
             register_quantizer(QUANT_METHOD)(CodedWeightsQuantizer)
-
-    @property
-    def width(self) -> Width:
-        """The three numbers together; without an output head that is coded, its bits are those of the others."""
-        return Width(self.bits, self.group_size, self.bits if self.only_experts else self.head_bits)

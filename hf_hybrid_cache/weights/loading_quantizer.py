@@ -47,8 +47,9 @@ class CodedWeightsQuantizer(HfQuantizer):
 
     @property
     def width(self) -> Width:
-        """Of the codes."""
-        return self.quantization_config.width
+        """Of the codes; without an output head that is coded, its bits are those of the others."""
+        config = self.quantization_config
+        return Width(config.bits, config.group_size, config.bits if config.only_experts else config.head_bits)
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """
