@@ -138,10 +138,10 @@ def load_config(name: str) -> "PreTrainedConfig":
 
     name = ALIASES.get(name, name)
     known = {key.lower(): key for key in SHAPES}
-    if not Path(name).is_dir():
-        known |= {key.partition("/")[2]: full for key, full in known.items()}
-    if name.lower() in known:
-        key = known[name.lower()]
+    without_owner = {key.partition("/")[2]: full for key, full in known.items()}
+    key = known.get(name.lower()) or without_owner.get(name.lower())
+    # A folder of that name comes first.
+    if key is not None and not ("/" not in name and Path(name).is_dir()):
         config = SHAPES[key]()
         config.name_or_path = key
         return config

@@ -43,7 +43,8 @@ def _few_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, 
     """No expert has so many tokens that it would be worth bringing it to the device; some may be there."""
     popular, on_host = layer.popular, chosen.to("cpu")
     held = popular.held(tokens.device) if popular is not None else {}
-    of_held = [(index, pairs) for index, pairs in _pairs_by_expert(on_host) if index in held]
+    of_held = [(index, (on_host.flatten() == index).nonzero()[:, 0]) for index in held]
+    of_held = [(index, pairs) for index, pairs in of_held if len(pairs)]
     # Issued first, so that both compute at the same time.
     there = [
         (pairs, _on_device(layer, index, tokens[pairs // chosen.shape[1]], *held[index])) for index, pairs in of_held
@@ -93,13 +94,6 @@ def _many_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor,
 def _counts(layer: ExpertLayer, chosen: torch.Tensor) -> torch.Tensor:
     """How many have chosen each expert, int64 `[experts]` in host memory."""
     return torch.bincount(chosen.flatten(), minlength=layer.up.count + 1)[: layer.up.count]
-
-
-def _pairs_by_expert(chosen: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Chosen experts, and the places of those who chose them."""
-    flat = chosen.flatten()
-    for index in flat.unique().tolist():
-        yield index, (flat == index).nonzero()[:, 0]
 
 
 def _on_device(
