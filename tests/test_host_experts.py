@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from dense_weights import with_dense_weights
 from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hybrid_cache import (
@@ -69,11 +69,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, share: float) -> None
 
 def with_dense_experts(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model whose experts are the numbers that the codes stand for, one after the other."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if isinstance(weight, CodedWeight):
-                module._parameters[name] = nn.Parameter(weight.dense())
+    model = with_dense_weights(model)
     model.set_experts_implementation("eager")
     return model
 

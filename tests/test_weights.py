@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_weights import with_dense_weights
 from kernels.programs import run_program
 from torch import nn
 from torch.nn import functional
@@ -46,16 +47,6 @@ OTHER_EXPERTS = {"ExaoneMoeConfig"}
 def logits(model: PreTrainedModel, num_tokens: int = 9) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=random_prompt(2, num_tokens).clamp(max=90)).logits
-
-
-def with_dense_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model whose weights are the numbers that the codes stand for."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if isinstance(weight, CodedWeight):
-                module._parameters[name] = nn.Parameter(weight.dense())
-    return model
 
 
 def coded_names(model: PreTrainedModel) -> set[str]:

@@ -139,9 +139,10 @@ def load_config(name: str) -> "PreTrainedConfig":
     name = ALIASES.get(name, name)
     known = {key.lower(): key for key in SHAPES}
     without_owner = {key.partition("/")[2]: full for key, full in known.items()}
-    key = known.get(name.lower()) or without_owner.get(name.lower())
-    # A folder of that name comes first.
-    if key is not None and not ("/" not in name and Path(name).is_dir()):
+    key = known.get(name.lower())
+    if name.lower() in without_owner and not Path(name).is_dir():  # a folder of that name comes first
+        key = without_owner[name.lower()]
+    if key is not None:
         config = SHAPES[key]()
         config.name_or_path = key
         return config

@@ -50,12 +50,8 @@ def coded_weights(model: PreTrainedModel, read: Sequence[tuple[torch.Tensor, flo
             step_coded[width.head_bits if each.is_head else width.bits] += int(share * codes[id(weight)])
     return CodedWeights(
         coded_bytes=sum(codes.values()),
-        largest_matrix_bytes=max(each.parameter.nbytes // _matrices(each.parameter) for each in covered.values()),
+        largest_matrix_bytes=max(each.matrix_bytes for each in covered.values()),
         other_bytes=sum(weight.nbytes for weight in model.parameters() if id(weight) not in codes),
         step_coded_bytes=step_coded,
         step_other_bytes=int(sum(share * weight.nbytes for weight, share in read if id(weight) not in codes)),
     )
-
-
-def _matrices(weight: torch.Tensor) -> int:
-    return weight.shape[0] if weight.dim() == 3 else 1

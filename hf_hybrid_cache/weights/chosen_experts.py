@@ -50,7 +50,7 @@ def chosen_experts(
                 "move_experts_to_host with a model on the CPU."
             )
         result = experts_across_the_bus(layer, tokens, top_k_index, top_k_weights)
-    elif len(tokens) <= min(layer.up.most_tokens, layer.down.most_tokens):
+    elif len(tokens) <= layer.most_tokens:
         result = _few(layer, tokens, top_k_index, top_k_weights)
     else:
         result = _many(layer, tokens, top_k_index, top_k_weights)
@@ -82,13 +82,12 @@ def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weight
     def add(states: torch.Tensor, of: torch.Tensor) -> None:
         out.index_add_(0, of // choices, states * flat_weights[of].unsqueeze(-1))
 
-    is_few = counts <= min(layer.up.most_tokens, layer.down.most_tokens)
-    of_few = pairs[is_few.repeat_interleave(counts).nonzero()[:, 0]]
+    of_few = pairs[(counts <= layer.most_tokens).repeat_interleave(counts).nonzero()[:, 0]]
     if len(of_few):
         add(_through(layer, tokens[of_few // choices], flat[of_few].unsqueeze(-1)), of_few)
     start = 0
     for index, count in enumerate(counts.tolist()):
-        if not is_few[index]:
+        if count > layer.most_tokens:
             of = pairs[start : start + count]
             up_bias, down_bias = (None if each is None else each[index] for each in (layer.up_bias, layer.down_bias))
             states = layer.activated(layer.up.multiply(tokens[of // choices], index, up_bias))

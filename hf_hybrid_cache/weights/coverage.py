@@ -91,6 +91,11 @@ class Covered:
         return count * PanelLayout(self._bits(width), rows, columns, width.group_size).num_bytes
 
     @property
+    def matrix_bytes(self) -> int:
+        """What one matrix takes as it is."""
+        return self.parameter.nbytes // self._sizes(self.parameter.shape)[0]
+
+    @property
     def is_stacked(self) -> bool:
         """Whether it is the matrices of several experts."""
         return self.parameter.dim() == 3

@@ -41,8 +41,14 @@ def experts_across_the_bus(
 
 def _few_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """No expert has so many tokens that it would be worth bringing it to the device; some may be there."""
-    popular, on_host = layer.popular, chosen.to("cpu")
-    held = popular.held(tokens.device) if popular is not None else {}
+    popular = layer.popular
+    states = _on_cpu(layer, tokens, chosen) if popular is None else _on_both(layer, popular, tokens, chosen)
+    return (layer.finished(states).view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def _on_both(layer: ExpertLayer, popular: PopularExperts, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """What experts give, as `_on_cpu`, those that are on the device there."""
+    on_host, held = chosen.to("cpu"), popular.held(tokens.device)
     of_held = [(index, (on_host.flatten() == index).nonzero()[:, 0]) for index in held]
     of_held = [(index, pairs) for index, pairs in of_held if len(pairs)]
     # Issued first, so that both compute at the same time.
@@ -55,9 +61,10 @@ def _few_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, 
     states = _on_cpu(layer, tokens, left.view_as(on_host))
     for pairs, of_expert in there:
         states[pairs] = of_expert
-    if popular is not None and popular.note(_counts(layer, on_host), len(tokens)):
-        _fetch(layer, popular, popular.wanted()[:1], tokens)
-    return (layer.finished(states).view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    if popular.note(_counts(layer, on_host), len(tokens)):
+        for index, up, down in _streamed(layer, popular.wanted()[:1], tokens):
+            popular.keep(index, up, down)
+    return states
 
 
 def _many_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -74,8 +81,8 @@ def _many_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor,
     held = popular.held(device) if popular is not None else {}
     pairs = flat.argsort(stable=True)  # those of an expert side by side
     of_expert = dict(enumerate(pairs[: int(counts.sum())].split(counts.tolist())))
-    many = [index for index, count in enumerate(counts.tolist()) if count >= STREAMED_FROM and index not in held]
-    few = [of for index, of in of_expert.items() if len(of) and index not in held and index not in many]
+    many = [index for index, of in of_expert.items() if len(of) >= STREAMED_FROM and index not in held]
+    few = [of for index, of in of_expert.items() if 0 < len(of) < STREAMED_FROM and index not in held]
     for index, (up, down) in held.items():
         if len(of := of_expert[index]):
             add(_on_device(layer, index, tokens[of // choices], up, down), of)
@@ -115,12 +122,6 @@ def _on_cpu(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor) -> t
     states = layer.down.multiply_chosen(states, chosen, layer.down_bias)
     locked = torch.empty(states.shape, dtype=states.dtype, pin_memory=is_locked)
     return locked.copy_(states).to(device, non_blocking=is_locked)
-
-
-def _fetch(layer: ExpertLayer, popular: PopularExperts, experts: list[int], like: torch.Tensor) -> None:
-    """Bring experts that have become popular to the device."""
-    for index, up, down in _streamed(layer, experts, like):
-        popular.keep(index, up, down)
 
 
 class _Slot:
