@@ -205,8 +205,9 @@ class Commands:
         self._check_torchrun(arguments[start + 1 :])
 
     def _check_numactl(self, arguments: list[str]) -> None:
-        assert arguments[:2] == ["--cpunodebind=0", "--membind=0"]
-        self._check_told(arguments[2:])
+        start = arguments.index("hf-hybrid-cache")
+        assert arguments[:start] in (["--cpunodebind=0", "--membind=0"], ["--interleave=all"])
+        self._check_told(arguments[start:])
 
     def _check_told(self, words: list[str]) -> None:
         """A command that the package has, with options that it knows."""

@@ -6,9 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from hf_hybrid_cache.cli import nodes, options
-from hf_hybrid_cache.cli.nodes import Node, NodeError, bind_to_node, nodes_in, numbers_in, ranges
+from hf_hybrid_cache.cli.nodes import (
+    Node,
+    NodeError,
+    bind_to_node,
+    nodes_in,
+    numbers_in,
+    ranges,
+    spread_over_nodes,
+)
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="binds processes as only some systems do"
@@ -35,7 +44,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     seen: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, processors: seen.append(set(processors)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 8})
-    monkeypatch.setattr(nodes, "_prefer_memory_of", lambda number: None)
+    monkeypatch.setattr(nodes, "_take_memory", lambda policy, numbers, failure: None)
     return seen
 
 
@@ -112,11 +121,23 @@ def test_memory_that_is_not_preferred_is_a_warning_of_one_line(
 ):
     monkeypatch.undo()
     monkeypatch.setattr(nodes.platform, "machine", lambda: "abacus")
-    reason = nodes._prefer_memory_of(0)
-    assert reason == "Memory of node 0 is not preferred: how to ask for it on abacus is not known."
-    monkeypatch.setattr(options, "bind_to_node", lambda number: reason)
-    options.run_on_node(0)
+    reason = spread_over_nodes(write_nodes(tmp_path, "0-1", "2", ""))
+    assert reason == "Memory is not spread over nodes 0-2: how to ask for it on abacus is not known."
+    monkeypatch.setattr(options, "spread_over_nodes", lambda: reason)
+    options.run_on_node("all")
     assert capsys.readouterr().err == f"warning: {reason}\n"
+
+
+def test_memory_cannot_be_spread_over_no_nodes(tmp_path: Path):
+    with pytest.raises(NodeError, match=r"no nodes to spread memory over: .* tells of none"):
+        spread_over_nodes(tmp_path)
+
+
+@pytest.mark.parametrize("choice", ["-1", "both", "1.5", ""])
+def test_what_is_no_node_is_refused(choice: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(typer.Exit):
+        options.run_on_node(choice)
+    assert f"--cpu-node must be the number of a node or all, got {choice!r}." in capsys.readouterr().err
 
 
 @needs_affinity
@@ -161,4 +182,21 @@ assert warning is not None or "prefer:{node}" in open("/proc/self/numa_maps").re
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     if "none of them is in node" in done.stderr:
         pytest.skip("no processor of the first node may be used")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="asks Linux where memory is taken")
+def test_memory_of_all_nodes_is_taken_in_turn_by_the_cores_of_all_sockets_where_the_system_lets_it():
+    if not nodes_in(nodes.NODES):
+        pytest.skip("the system tells of no nodes")
+    program = """
+from hf_hybrid_cache.cli.nodes import spread_over_nodes
+warning = spread_over_nodes()
+assert warning is not None or "interleave" in open("/proc/self/numa_maps").read(), warning
+from hf_hybrid_cache.kernels import threads
+assert threads._is_memory_spread() == (warning is None)
+assert threads.get_num_threads() == threads._physical_cores(of_all=warning is None)
+"""
+    unset = {name: value for name, value in os.environ.items() if name != "HF_HYBRID_CACHE_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", program], env=unset, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

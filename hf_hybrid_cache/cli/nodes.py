@@ -1,4 +1,4 @@
-"""NUMA nodes, mostly one for each socket: which processors are near which memory, and a process bound to one."""
+"""NUMA nodes, mostly one for each socket: a process that is bound to one, or takes memory of all of them."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 NODES = Path("/sys/devices/system/node")
 # Numbers of the system call, for which the C library has no function.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237}
-_MPOL_PREFERRED = 1
+_MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
@@ -73,7 +73,29 @@ def bind_to_node(number: int, folder: Path = NODES) -> str | None:
         os.sched_setaffinity(0, node.processors & allowed)
     except OSError as error:
         raise NodeError(f"The system does not let this process be bound to a node ({error.strerror}).") from error
-    return _prefer_memory_of(number)
+    return _take_memory(_MPOL_PREFERRED, [number], f"Memory of node {number} is not preferred")
+
+
+def spread_over_nodes(folder: Path = NODES) -> str | None:
+    """
+    Let this thread, and those it starts from now on, take memory of all nodes in turn, page by page.
+
+    The threads of all nodes then read at what all their memory gives together. Processors stay those that the process
+    may use.
+
+    Args:
+        folder: where the system tells its nodes.
+
+    Returns:
+        Why memory is not spread, in one sentence, if the system refuses that.
+
+    Raises:
+        NodeError: the system tells of no nodes that have memory.
+    """
+    numbers = [number for number, node in nodes_in(folder).items() if node.memory_bytes]
+    if not numbers:
+        raise NodeError(f"There are no nodes to spread memory over: {folder} tells of none.")
+    return _take_memory(_MPOL_INTERLEAVE, numbers, f"Memory is not spread over nodes {ranges(numbers)}")
 
 
 def nodes_in(folder: Path) -> dict[int, Node]:
@@ -106,17 +128,15 @@ def ranges(numbers: Collection[int]) -> str:
     )
 
 
-def _prefer_memory_of(number: int) -> str | None:
-    """Ask for memory of a node first; why not, if that is refused."""
+def _take_memory(policy: int, numbers: Collection[int], failure: str) -> str | None:
+    """Ask for memory of some nodes; that it failed, and why, if that is refused."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None:
-        return f"Memory of node {number} is not preferred: how to ask for it on {platform.machine()} is not known."
-    mask = (ctypes.c_ulong * (number // _WORD_BITS + 1))()
-    mask[number // _WORD_BITS] = 1 << number % _WORD_BITS
+        return f"{failure}: how to ask for it on {platform.machine()} is not known."
+    mask = (ctypes.c_ulong * (max(numbers) // _WORD_BITS + 1))()
+    for number in numbers:
+        mask[number // _WORD_BITS] |= 1 << number % _WORD_BITS
     library = ctypes.CDLL(None, use_errno=True)
     # The system takes one bit less than it is told of.
-    refused = library.syscall(call, _MPOL_PREFERRED, mask, ctypes.c_ulong(_WORD_BITS * len(mask) + 1))
-    if refused:
-        reason = os.strerror(ctypes.get_errno())
-        return f"Memory of node {number} is not preferred: the system refuses ({reason}). Its processors are used."
-    return None
+    refused = library.syscall(call, policy, mask, ctypes.c_ulong(_WORD_BITS * len(mask) + 1))
+    return f"{failure}: the system refuses ({os.strerror(ctypes.get_errno())})." if refused else None

@@ -1,11 +1,12 @@
 """Options that several subcommands have, and what one of them does before anything heavy is imported."""
 
+import re
 from typing import Annotated
 
 import typer
 
 from .choices import DTYPES, NAMED_MODELS
-from .nodes import NodeError, bind_to_node
+from .nodes import NodeError, bind_to_node, spread_over_nodes
 from .ranks import local_rank, share_processors
 
 Model = Annotated[str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")]
@@ -26,30 +27,36 @@ PrefillChunkSize = Annotated[int, typer.Option(min=1, help="Tokens of the prompt
 DType = Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.")]
 CpuNode = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--cpu-node",
-        min=0,
+        metavar="N|all",
         help="Run on the processors of this NUMA node, mostly a socket, and take memory there first, as numactl does. "
-        "With torchrun: the first process, the others on the nodes after it.",
+        "With torchrun: the first process, the others on the nodes after it. all: on all processors, with memory of "
+        "all nodes in turn.",
     ),
 ]
 
 
-def run_on_node(number: int | None) -> None:
+def run_on_node(choice: str | None) -> None:
     """
     Do what `--cpu-node` says, before torch is imported: it counts processors then.
 
     Of processes that `torchrun` has started on a machine, the first one takes that node and the others those after it.
     """
     share_processors()
-    if number is None:
+    if choice is None:
         return
-    number += local_rank()
+    if not re.fullmatch(r"all|\d{1,9}", choice):
+        raise refusal(f"--cpu-node must be the number of a node or all, got {choice!r}.")
     try:
-        warning = bind_to_node(number)
+        if choice == "all":
+            warning = spread_over_nodes()
+        else:
+            choice = str(int(choice) + local_rank())
+            warning = bind_to_node(int(choice))
     except NodeError as error:
-        raise refusal(f"--cpu-node {number}: {error}") from error
+        raise refusal(f"--cpu-node {choice}: {error}") from error
     if warning is not None:
         typer.echo(f"warning: {warning}", err=True)
 

@@ -3,9 +3,15 @@
 import contextlib
 import ctypes
 import os
+import platform
+import sys
 from pathlib import Path
 
 VARIABLE = "HF_HYBRID_CACHE_NUM_THREADS"
+# Numbers of the system call, for which the C library has no function.
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
+# In turn, and in turn by weights.
+_SPREAD = (3, 6)
 _num_threads: int | None = None
 
 
@@ -14,11 +20,12 @@ def set_num_threads(num_threads: int | None) -> None:
     Set how many threads attend on the CPU, in the whole process.
 
     Attention over host memory is bound by memory bandwidth: threads beyond the physical cores of one socket read no
-    more, and those of a second socket read across the link between the two.
+    more, and those of a second socket read across the link between the two, unless memory of both is taken in turn.
 
     Args:
         num_threads: at most as many as the process may use; `None` for the default, which is the environment variable
-            `HF_HYBRID_CACHE_NUM_THREADS`, else the physical cores of one socket.
+            `HF_HYBRID_CACHE_NUM_THREADS`, else the physical cores of one socket; of all, where the process takes
+            memory of several NUMA nodes in turn.
 
     Raises:
         ValueError: it is not between 1 and the number of processors that this process may use.
@@ -37,7 +44,7 @@ def get_num_threads() -> int:
     global _num_threads
     if _num_threads is None:
         given = os.environ.get(VARIABLE)
-        _num_threads = _cores_of_one_socket() if given is None else _checked(given, VARIABLE)
+        _num_threads = _physical_cores(of_all=_is_memory_spread()) if given is None else _checked(given, VARIABLE)
     return _num_threads
 
 
@@ -54,8 +61,18 @@ def _checked(given: object, name: str) -> int:
     return count
 
 
-def _cores_of_one_socket(processors: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Physical cores, among those this process may use, of the socket that has most of them."""
+def _is_memory_spread() -> bool:
+    """Whether new memory is of several nodes in turn, as `numactl --interleave` has it."""
+    call = _GET_MEMPOLICY.get(platform.machine())
+    if call is None or sys.platform != "linux":
+        return False
+    policy = ctypes.c_int()
+    refused = ctypes.CDLL(None).syscall(call, ctypes.byref(policy), None, 0, None, 0)
+    return not refused and policy.value in _SPREAD
+
+
+def _physical_cores(of_all: bool, processors: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Those, among the ones this process may use, of all sockets, or of the socket that has most of them."""
     allowed = _processors()
     sockets: dict[str, set[str]] = {}
     for processor in allowed:
@@ -65,7 +82,7 @@ def _cores_of_one_socket(processors: Path = Path("/sys/devices/system/cpu")) -> 
         except OSError:  # not Linux: no way to tell sockets and cores apart
             return len(allowed)
         sockets.setdefault(socket, set()).add(core)
-    return max(len(cores) for cores in sockets.values())
+    return (sum if of_all else max)(len(cores) for cores in sockets.values())
 
 
 def _processors() -> set[int]:

@@ -12,7 +12,7 @@ import pytest
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.kernels import parallel
-from hf_hybrid_cache.kernels.threads import VARIABLE, _cores_of_one_socket, _processors
+from hf_hybrid_cache.kernels.threads import VARIABLE, _is_memory_spread, _physical_cores, _processors
 from kernels.programs import run_program
 from kernels.test_attention import make, run
 
@@ -27,27 +27,29 @@ def default_before_and_afterwards():
 def test_the_default_is_the_physical_cores_of_one_socket(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert 1 <= get_num_threads() <= len(_processors())
-    assert get_num_threads() == _cores_of_one_socket()
+    assert get_num_threads() == _physical_cores(of_all=_is_memory_spread())
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
-def test_threads_of_a_core_count_once_and_sockets_are_not_added(tmp_path: Path):
+def test_threads_of_a_core_count_once_and_sockets_are_added_where_memory_is_of_all(tmp_path: Path):
     allowed = sorted(os.sched_getaffinity(0))
     for processor in allowed:
         topology = tmp_path / f"cpu{processor}" / "topology"
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text("0\n")
         (topology / "core_id").write_text("7\n")
-    assert _cores_of_one_socket(tmp_path) == 1
+    assert _physical_cores(of_all=False, processors=tmp_path) == 1
+    assert _physical_cores(of_all=True, processors=tmp_path) == 1
     for processor in allowed:
         (tmp_path / f"cpu{processor}" / "topology" / "physical_package_id").write_text(f"{processor}\n")
-    assert _cores_of_one_socket(tmp_path) == 1
-    assert _cores_of_one_socket(tmp_path / "nothing") == len(allowed)
+    assert _physical_cores(of_all=False, processors=tmp_path) == 1
+    assert _physical_cores(of_all=True, processors=tmp_path) == len(allowed)
+    assert _physical_cores(of_all=False, processors=tmp_path / "nothing") == len(allowed)
 
 
 def test_threads_that_openmp_binds_to_processors_are_as_many():
     program = "import torch; from hf_hybrid_cache import get_num_threads; assert get_num_threads() == {}"
-    run_program(program.format(_cores_of_one_socket()), OMP_PROC_BIND="true")
+    run_program(program.format(_physical_cores(of_all=_is_memory_spread())), OMP_PROC_BIND="true")
 
 
 def test_a_number_that_is_set_is_used_and_taken_back(monkeypatch: pytest.MonkeyPatch):
