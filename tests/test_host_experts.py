@@ -8,6 +8,7 @@ import torch
 from dense_weights import with_dense_weights
 from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from hf_hybrid_cache import (
     DynamicHybridCache,
@@ -23,7 +24,7 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.weights.chosen_experts import chosen_experts
 from hf_hybrid_cache.weights.coded_matrices import CodedMatrices
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
-from hf_hybrid_cache.weights.expert_layers import expert_modules
+from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
 from hf_hybrid_cache.weights.matrices import Matrices
 from hf_hybrid_cache.weights.plain_matrices import PlainMatrices
 
@@ -136,6 +137,32 @@ def test_experts_of_any_type_compute_as_precisely_as_one_after_the_other(family,
     assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max() + 1e-12
 
 
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_the_sums_of_gated_experts_are_computed_by_one_call(family):
+    [first, *_] = expert_modules(expert_model(family)).values()
+    layer = ExpertLayer(first)
+    given = torch.randn(2, 64), torch.tensor([[0, 1], [2, 0]]), torch.rand(2, 2), layer.up_bias, layer.down_bias
+    assert layer.up.add_up_experts(layer.down, *given) is not None
+    # Whose gate is another one.
+    assert layer.has_silu_gate == (family != "gpt_oss")
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_other_activations_are_those_of_the_model(activation, bits):
+    module: Any
+    model = expert_model("mixtral")
+    [module, *_] = expert_modules(model).values()
+    module.act_fn = ACT2FN[activation]
+    assert not ExpertLayer(module).has_silu_gate
+    given = torch.randn(9, 64), torch.tensor([[2, 0], [1, NUM_EXPERTS], [3, 4]]).repeat(3, 1), torch.rand(9, 2)
+    with torch.no_grad():
+        theirs = module(*given)
+        with host_experts(model, bits):
+            ours = module(*given)
+    assert_close(ours, theirs, 1e-5 if bits is None else 0.05)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("mode", MODES)
@@ -221,6 +248,18 @@ def test_nothing_is_added_for_an_expert_that_is_none(bits, num_tokens):
 def test_an_index_of_no_expert_is_refused_with_the_numbers(matrices: Matrices):
     with pytest.raises(IndexError, match=r"1 of 4 indices are of no matrix: there are 3\."):
         matrices.multiply_chosen(torch.randn(2, 32), torch.tensor([[0, 1], [4, 2]]))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_an_index_of_no_expert_is_refused_with_the_numbers_for_sums_too(bits):
+    model = expert_model("mixtral")
+    [module, *_] = expert_modules(model).values()
+    with (
+        torch.no_grad(),
+        host_experts(model, bits),
+        pytest.raises(IndexError, match=r"2 of 4 indices .* there are 6\."),
+    ):
+        module(torch.randn(2, 64), torch.tensor([[0, -1], [NUM_EXPERTS + 1, 2]]), torch.rand(2, 2))
 
 
 def test_no_tokens_give_no_tokens():

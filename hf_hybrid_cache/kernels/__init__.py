@@ -4,12 +4,13 @@ from .blocks import BLOCK, value_width
 from .coded_blocks import BITS, CHUNK, RecordLayout
 from .coding import NOT_FINITE, decode_blocks, encode_blocks
 from .compilation import compile_and_wait, compile_in_background
+from .experts import ExpertCall
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .key_index import encode_index, index_bytes
 from .page_workspace import IndexedBlocks
 from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
-from .row_products import RowWeights, multiply_rows
+from .plain_products import PlainWeights, add_up_plain_experts, multiply_plain
 from .threads import get_num_threads, set_num_threads
 from .vector_ir import CACHE_LINE
 from .workspace import CodedBlocks, Shape, Workspace
@@ -23,13 +24,15 @@ __all__ = [
     "PANEL_ROWS",
     "WEIGHT_BITS",
     "CodedBlocks",
+    "ExpertCall",
     "IndexedBlocks",
     "PanelLayout",
     "PanelProducts",
+    "PlainWeights",
     "RecordLayout",
-    "RowWeights",
     "Shape",
     "Workspace",
+    "add_up_plain_experts",
     "compile_and_wait",
     "compile_in_background",
     "decode_blocks",
@@ -41,7 +44,7 @@ __all__ = [
     "factor_of",
     "get_num_threads",
     "index_bytes",
-    "multiply_rows",
+    "multiply_plain",
     "set_integer_kernels",
     "set_num_threads",
     "uses_integer_kernels",

@@ -11,23 +11,29 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .compiled import jit, jit_part
-from .numbers_at import clear_numbers, load_numbers, store_numbers
-from .panel_tiles import TOKENS, multiply_panel
+from .compiled import jit, jit_inlined, jit_part
+from .experts import ExpertCall, adding_up_experts
+from .numbers_at import Numbers, address_of, clear_numbers, load_numbers, store_numbers, store_sixteen
+from .panel_tiles import SQUARE, SQUARE_BITS, TOKENS, multiply_panels
 from .panels import PanelLayout
 from .parallel import share_out, team_of_kernels
-from .routing import parts_of, routed
+from .routing import Routing, parts_of, routed
 from .tiles import pointer
 from .token_rounding import round_group
 from .vector_ir import LANES
 
 _MOST_TOKENS = TOKENS[0]
+_PANELS, _SQUARE_TOKENS = SQUARE
+# Numbers of tokens that a thread rounds at a time.
+_ROUNDED_NUMBERS = 2**15
 
 
-class Weight(NamedTuple):
-    """What `_multiply` knows of a weight: integers, in this order in memory too."""
+class Weights(NamedTuple):
+    """What the kernel knows of weights: integers, in this order in memory too."""
 
-    address: int
+    address: int  # of the first
+    matrices: int
+    factors: int  # address of float64 [matrices]
     bits: int  # this and the others as of a `PanelLayout`
     rows: int
     columns: int
@@ -39,25 +45,36 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One call of `_multiply`; addresses, because making arrays of tensors takes longer than a small product."""
+    """One call of `_write_products`; addresses, because making arrays of tensors takes longer than a small product."""
 
-    weight: Weight  # the first of them
-    factors: int  # float64 [matrices]
-    tokens: int  # float32 or bfloat16 [pairs / pairs_of_token, columns]
-    pairs_of_token: int
-    is_bfloat16: bool  # tokens, bias and out
-    parts: int  # of each weight
-    bias: int  # [matrices, rows], or [rows] for one weight; 0 for none
+    weights: Weights
+    routing: Routing
+    sources: Any  # int64 [places], which token
+    tokens: Numbers  # [tokens, columns]
+    targets: Any  # int64 [places], where in `out`
+    bias: Numbers  # [matrices, rows], or [rows] for one weight; at 0 for none
     bias_step: int  # from the bias of one weight to that of the next
-    out: int  # [pairs, rows]
+    out: Numbers  # [targets, rows]
+    parts: int  # of each weight
 
 
 class Operand(NamedTuple):
     """Tokens as integers, and what they are multiples of, in the places of their pairs."""
 
-    integers: Any  # int16 [pairs, groups * group], or as many pairs of digits
-    steps: Any  # float32 [pairs, groups]
-    sums: Any  # float32 [pairs, groups], of a group, as rounded
+    integers: Any  # int16 [places, groups * group], or as many pairs of digits
+    steps: Any  # float32 [places, groups]
+    sums: Any  # float32 [places, groups], of a group, as rounded
+    parts: int  # that are rounded at a time
+
+
+class Matrix(NamedTuple):
+    """One of the weights, and what a thread needs beside it."""
+
+    index: int
+    address: int
+    factor: Any  # float32, of the weight
+    bias: Any  # float32 [_PANELS, LANES], of the panels at hand, by the rest of their index
+    scratch: Any  # float32 [tokens * panels, LANES]
 
 
 class PanelProducts:
@@ -71,10 +88,11 @@ class PanelProducts:
     """
 
     def __init__(self, panels: int, layout: PanelLayout, factors: Sequence[float]):
-        fields = [getattr(layout, name) for name in Weight._fields[1:]]
-        self._weight, self._factors = np.array(Weight(panels, *fields)), np.array(factors, np.float64)
-        # Addresses, because Numba takes a tuple of so many numbers in ten times the time.
-        self._of = self._weight.ctypes.data, len(factors), self._factors.ctypes.data
+        self._factors = np.array(factors, np.float64)
+        fields = [getattr(layout, name) for name in Weights._fields[3:]]
+        self._weights = np.array(Weights(panels, len(factors), self._factors.ctypes.data, *fields))
+        # An address, because Numba takes a tuple of so many numbers in ten times the time.
+        self._at = self._weights.ctypes.data
         self._rows = layout.rows
 
     def multiply(self, index: int, tokens: int, num_tokens: int, is_bfloat16: bool, bias: int, out: int) -> None:
@@ -89,7 +107,7 @@ class PanelProducts:
             bias: address of `[layout.rows]`; 0 for none.
             out: address of contiguous `[num_tokens, layout.rows]`.
         """
-        _multiply(*team_of_kernels(), *self._of, 0, index, tokens, num_tokens, 1, is_bfloat16, bias, 0, out)
+        _multiply(*team_of_kernels(), self._at, 0, index, num_tokens, tokens, 1, is_bfloat16, bias, 0, out)
 
     def multiply_chosen(
         self, chosen: int, num_pairs: int, tokens: int, pairs_of_token: int, is_bfloat16: bool, bias: int, out: int
@@ -110,88 +128,173 @@ class PanelProducts:
         Returns:
             How many indices are wrong; zeros are written for them, too.
         """
-        given = (tokens, num_pairs, pairs_of_token, is_bfloat16, bias, self._rows, out)
-        return int(_multiply(*team_of_kernels(), *self._of, chosen, 0, *given))
+        given = (chosen, 0, num_pairs, tokens, pairs_of_token, is_bfloat16, bias, self._rows, out)
+        return int(_multiply(*team_of_kernels(), self._at, *given))
+
+    def add_up_experts(self, down: "PanelProducts", call: ExpertCall) -> int:
+        """
+        Write the weighted sums of what experts give whose first weights these are.
+
+        Args:
+            down: their second weights.
+            call: what for.
+
+        Returns:
+            How many indices are wrong; they count as none.
+        """
+        return int(_add_up_experts(*team_of_kernels(), self._at, down._at, *call))
 
 
 @jit
 def _multiply(
-    parallel, team, threads, weight, matrices, factors, chosen, only,
-    tokens, num_pairs, pairs_of_token, is_bfloat16, bias, bias_step, out,
+    parallel, team, threads, weights, chosen, only, num_pairs,
+    tokens, pairs_of_token, is_bfloat16, bias, bias_step, out,
 ):  # fmt: skip
-    fields = numba.carray(pointer(weight, np.int64(0)), 9)
-    of = Weight(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7], fields[8])
-    routing = routed(chosen, num_pairs, matrices, only)
-    if routing.pairs.size > routing.starts[-1]:
-        clear_numbers(is_bfloat16, out, num_pairs * of.rows)
-    parts = min(of.panels, parts_of(of.num_bytes, routing.matrices.size, threads))
-    call = Product(of, factors, tokens, pairs_of_token, is_bfloat16, parts, bias, bias_step, out)
-    group = of.group_words * (32 // of.bits)
-    integers = np.empty((num_pairs, of.groups * group), np.int16)
-    steps, sums = np.empty((num_pairs, of.groups), np.float32), np.empty((num_pairs, of.groups), np.float32)
-    last = np.zeros(group, np.float32)
-    item = 2 if is_bfloat16 else 4
-    for place in range(routing.starts[-1]):
-        token = routing.pairs[place] // pairs_of_token
-        for index in range(of.groups):
-            first = token * of.columns + index * group
-            address, is_half = tokens + first * item, is_bfloat16
-            if (index + 1) * group > of.columns:
-                load_numbers(tokens, is_bfloat16, first, of.columns - index * group, last)
-                address, is_half = last.ctypes.data, False
-            number = place * of.groups + index
-            round_group(
-                of.bits,
-                address,
-                is_half,
-                group,
-                integers.ctypes.data + number * group * 2,
-                steps.ctypes.data + number * 4,
-                sums.ctypes.data + number * 4,
-            )
-    given = (call, Operand(integers, steps, sums), routing)
-    share_out(parallel, team, threads, parts * routing.matrices.size, _multiply_panels, given)
+    of = _weights_at(weights)
+    routing = routed(chosen, num_pairs, of.matrices, only)
+    places = routing.starts[-1]
+    if places < num_pairs:
+        clear_numbers(Numbers(out, is_bfloat16), num_pairs * of.rows)
+    _write_products(
+        parallel, team, threads, of, routing,
+        routing.pairs[:places] // pairs_of_token, Numbers(tokens, is_bfloat16),
+        routing.pairs, Numbers(bias, is_bfloat16), bias_step, Numbers(out, is_bfloat16),
+    )  # fmt: skip
     return routing.wrong
 
 
 @jit_part
-def _multiply_panels(part, given):
+def _weights_at(address):
+    fields = numba.carray(pointer(address, np.int64(0)), 11)
+    return Weights(
+        fields[0], fields[1], fields[2], fields[3], fields[4], fields[5],
+        fields[6], fields[7], fields[8], fields[9], fields[10],
+    )  # fmt: skip
+
+
+@jit_part
+def _write_products(parallel, team, threads, weights, routing, sources, tokens, targets, bias, bias_step, out):
+    """Of tokens `sources`, in the places of a routing, to rows `targets` of `out`."""
+    places = routing.starts[-1]
+    parts = min(weights.panels, parts_of(weights.num_bytes, routing.matrices.size, threads))
+    call = Product(weights, routing, sources, tokens, targets, bias, bias_step, out, parts)
+    columns = weights.groups * weights.group_words * (32 // weights.bits)
+    operand = Operand(
+        np.empty((places, columns), np.int16),
+        np.empty((places, weights.groups), np.float32),
+        np.empty((places, weights.groups), np.float32),
+        max(1, min(places, places * columns // _ROUNDED_NUMBERS)),
+    )
+    share_out(parallel, team, threads, operand.parts, _round_tokens, (call, operand))
+    share_out(parallel, team, threads, parts * routing.matrices.size, _multiply_part, (call, operand))
+
+
+@jit_part
+def _round_tokens(part, given):
+    """Those in some places."""
+    call, operand = given
+    weights = call.weights
+    group = weights.group_words * (32 // weights.bits)
+    last = np.zeros(group, np.float32)
+    places = call.sources.size
+    for place in range(part * places // operand.parts, (part + 1) * places // operand.parts):
+        for index in range(weights.groups):
+            first = call.sources[place] * weights.columns + index * group
+            address, is_bfloat16 = address_of(call.tokens, first), call.tokens.is_bfloat16
+            if (index + 1) * group > weights.columns:
+                load_numbers(call.tokens, first, weights.columns - index * group, last)
+                address, is_bfloat16 = last.ctypes.data, False
+            number = place * weights.groups + index
+            round_group(
+                weights.bits,
+                address,
+                is_bfloat16,
+                group,
+                operand.integers.ctypes.data + number * group * 2,
+                operand.steps.ctypes.data + number * 4,
+                operand.sums.ctypes.data + number * 4,
+            )
+
+
+@jit_part
+def _multiply_part(part, given):
     """The outputs of some panels of a weight, for all of its tokens."""
-    call, operand, routing = given
-    weight = call.weight
-    scratch = np.empty((_MOST_TOKENS, LANES), np.float32)
-    bias = np.zeros(LANES, np.float32)
+    call, operand = given
+    weights, routing = call.weights, call.routing
     group, part = part // call.parts, part % call.parts
     matrix, end = routing.matrices[group], routing.starts[group + 1]
-    factor = np.float32(numba.carray(pointer(call.factors, np.float64(0)), matrix + 1)[matrix])
-    panels = weight.address + matrix * weight.num_bytes
-    stride, number_stride = operand.integers.shape[1] * 2, operand.steps.shape[1] * 4
-    for panel in range(part * weight.panels // call.parts, (part + 1) * weight.panels // call.parts):
-        row = panel * LANES
-        rows = min(LANES, weight.rows - row)
-        if call.bias:
-            load_numbers(call.bias, call.is_bfloat16, matrix * call.bias_step + row, rows, bias)
+    factor = np.float32(numba.carray(pointer(weights.factors, np.float64(0)), matrix + 1)[matrix])
+    address = weights.address + matrix * weights.num_bytes
+    bias = np.zeros((_PANELS, LANES), np.float32)
+    scratch = np.empty((_MOST_TOKENS * _PANELS, LANES), np.float32)
+    of_matrix = Matrix(matrix, address, factor, bias, scratch)
+    last = (part + 1) * weights.panels // call.parts
+    # With fewer tokens a panel is read once; side by side, two would come from memory later.
+    is_square = weights.bits == SQUARE_BITS and end - routing.starts[group] > _MOST_TOKENS
+    for panel in range(part * weights.panels // call.parts, last, _PANELS):
+        panels = min(_PANELS, last - panel)
+        if call.bias.address:
+            for index in range(panels):
+                row = (panel + index) * LANES
+                rows = min(LANES, weights.rows - row)
+                load_numbers(call.bias, matrix * call.bias_step + row, rows, bias[(panel + index) % _PANELS])
         place = routing.starts[group]
         while place < end:
+            if is_square and panels == _PANELS and end - place >= _SQUARE_TOKENS:
+                _write_tile(call, operand, of_matrix, panel, _PANELS, place, _SQUARE_TOKENS)
+                place += _SQUARE_TOKENS
+                continue
             tokens = _MOST_TOKENS
             while tokens > end - place:
                 tokens //= 2
-            multiply_panel(
-                weight.bits,
-                tokens,
-                panels + panel * weight.panel_bytes,
-                weight.groups,
-                weight.group_words,
-                operand.integers.ctypes.data + place * stride,
-                stride,
-                operand.steps.ctypes.data + place * number_stride,
-                operand.sums.ctypes.data + place * number_stride,
-                number_stride,
-                scratch.ctypes.data,
-            )
-            for index in range(tokens):
-                for lane in range(rows):
-                    scratch[index, lane] = scratch[index, lane] * factor + bias[lane]
-                first = routing.pairs[place + index] * weight.rows + row
-                store_numbers(scratch[index], call.is_bfloat16, call.out, first, rows)
+            for index in range(panels):
+                _write_tile(call, operand, of_matrix, panel + index, 1, place, tokens)
             place += tokens
+
+
+@jit_inlined
+def _write_tile(call, operand, of_matrix, panel, panels, place, tokens):
+    """The outputs of a tile."""
+    weights = call.weights
+    stride, number_stride = operand.integers.shape[1] * 2, operand.steps.shape[1] * 4
+    multiply_panels(
+        weights.bits,
+        panels,
+        tokens,
+        of_matrix.address + panel * weights.panel_bytes,
+        weights.panel_bytes,
+        weights.groups,
+        weights.group_words,
+        operand.integers.ctypes.data + place * stride,
+        stride,
+        operand.steps.ctypes.data + place * number_stride,
+        operand.sums.ctypes.data + place * number_stride,
+        number_stride,
+        of_matrix.scratch.ctypes.data,
+    )
+    for index in range(tokens):
+        for which in range(panels):
+            row = (panel + which) * LANES
+            rows = min(LANES, weights.rows - row)
+            output, bias = of_matrix.scratch[index * panels + which], of_matrix.bias[(panel + which) % _PANELS]
+            target = call.targets[place + index] * weights.rows + row
+            if rows == LANES:
+                at = address_of(call.out, target)
+                store_sixteen(output.ctypes.data, of_matrix.factor, bias.ctypes.data, call.out.is_bfloat16, at)
+            else:
+                store_sixteen(output.ctypes.data, of_matrix.factor, bias.ctypes.data, False, output.ctypes.data)
+                store_numbers(output, call.out, target, rows)
+
+
+_add_up = adding_up_experts(_write_products)
+
+
+@jit
+def _add_up_experts(
+    parallel, team, threads, up, down, chosen, num_pairs, tokens, pairs_of_token, is_bfloat16,
+    shares, has_bfloat16_shares, up_bias, down_bias, out,
+):  # fmt: skip
+    call = ExpertCall(
+        chosen, num_pairs, tokens, pairs_of_token, is_bfloat16, shares, has_bfloat16_shares, up_bias, down_bias, out
+    )
+    return _add_up(parallel, team, threads, _weights_at(up), _weights_at(down), call)

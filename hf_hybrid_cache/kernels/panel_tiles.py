@@ -25,6 +25,9 @@ WEIGHT_BITS = (8, 4)
 CHUNK = 32
 # Tokens that share what is read of a panel, while their sums are in registers.
 TOKENS = (8, 4, 2, 1)
+# Panels and tokens of a tile that is square, for codes of 8 bits: each number that is read meets more of the others.
+# Not for fewer bits, whose codes would be taken apart for half as many tokens.
+SQUARE_BITS, SQUARE = 8, (2, 4)
 # How far ahead of its use memory is asked for.
 _AHEAD = 4096
 # With fewer sums at a time the processor would wait for each.
@@ -32,11 +35,13 @@ _FEWEST_SUMS = 4
 
 
 @intrinsic
-def multiply_panel(
+def multiply_panels(
     typing_context: Any,
     bits: Any,
+    panels: Any,
     tokens: Any,
     panel: Any,
+    panel_bytes: Any,
     groups: Any,
     group_words: Any,
     operand: Any,
@@ -47,115 +52,127 @@ def multiply_panel(
     out: Any,
 ) -> Any:
     """
-    Write the sixteen outputs of a panel for a few tokens, one of `TOKENS`.
+    Write the sixteen outputs of each of a few panels for a few tokens: of one panel for one of `TOKENS`, or `SQUARE`.
 
-    bits: of a code; panel: address; groups: of a row; group_words: rows of words in a group; operand: address of rows
-    of integers as `round_group` writes them, `operand_stride` bytes apart, one for each token; steps, sums: addresses
-    of float32 rows, `number_stride` bytes apart: what the numbers of each group are multiples of, and their sum; out:
-    address of float32 `[tokens, LANES]`.
+    bits: of a code; panel: address of the first, `panel_bytes` before the next; groups: of a row; group_words: rows of
+    words in a group; operand: address of rows of integers as `round_group` writes them, `operand_stride` bytes apart,
+    one for each token; steps, sums: addresses of float32 rows, `number_stride` bytes apart: what the numbers of each
+    group are multiples of, and their sum; out: address of float32 `[tokens, panels, LANES]`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        bits, tokens, panel, groups, group_words, operand, operand_stride, steps, sums, number_stride, out = arguments
+        bits, panels, tokens, panel, panel_bytes, groups, group_words, *others = arguments
+        operand, operand_stride, steps, sums, number_stride, out = others
         add, multiply = builder.add, builder.mul
         add_products = _products_of_quads if has_quads(context) else _products_of_pairs
         group_bytes = multiply(add(group_words, INT64(1)), INT64(CACHE_LINE))
 
-        def run(width: int, count: int) -> None:
+        def run(width: int, num_panels: int, count: int) -> None:
             word_bytes = INT64(64 // width)
+            firsts = [add(panel, multiply(INT64(index), panel_bytes)) for index in range(num_panels)]
 
             def add_group(group: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
-                start = add(panel, multiply(group, group_bytes))
+                starts = [add(each, multiply(group, group_bytes)) for each in firsts]
                 first = multiply(multiply(group, group_words), word_bytes)
-                vec.prefetch(builder, add(start, INT64(_AHEAD)), 1)
+                for start in starts:
+                    vec.prefetch(builder, add(start, INT64(_AHEAD)), 1)
 
                 def add_words(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                    address = add(start, multiply(add(index, INT64(1)), INT64(CACHE_LINE)))
-                    words = vec.load(builder, address, INTS)
-                    vec.prefetch(builder, add(address, INT64(_AHEAD)), 1)
+                    line = multiply(add(index, INT64(1)), INT64(CACHE_LINE))
+                    addresses = [add(start, line) for start in starts]
+                    words = [vec.load(builder, address, INTS) for address in addresses]
+                    for address in addresses:
+                        vec.prefetch(builder, add(address, INT64(_AHEAD)), 1)
                     position = add(operand, add(first, multiply(index, word_bytes)))
                     places = [add(position, multiply(INT64(token), operand_stride)) for token in range(count)]
                     return add_products(context, builder, words, width, places, totals)
 
-                zeros = [vec.ints(0)] * (count * _sums_of_token(context, width, count))
-                sums_of_tokens = _by_token(vec.loop(builder, group_words, zeros, add_words), count)
-                scale, low = _scales_and_lows(context, builder, start)
+                outputs = num_panels * count
+                zeros = [vec.ints(0)] * (outputs * _sums_of_output(context, width, outputs))
+                sums_of_outputs = _by_output(vec.loop(builder, group_words, zeros, add_words), outputs)
+                scales_and_lows = [_scales_and_lows(context, builder, start) for start in starts]
                 results = []
-                for token in range(count):
-                    total = _total(context, builder, sums_of_tokens[token])
+                for output in range(outputs):
+                    token, (scale, low) = output // num_panels, scales_and_lows[output % num_panels]
+                    total = _total(context, builder, sums_of_outputs[output])
                     place = add(multiply(INT64(token), number_stride), multiply(group, INT64(4)))
                     step, total_of_numbers = (
                         vec.splat(builder, vec.load(builder, add(numbers, place), FLOAT)) for numbers in (steps, sums)
                     )
                     result = vec.multiply_add(
-                        builder, builder.sitofp(total, FLOATS), builder.fmul(scale, step), carried[token]
+                        builder, builder.sitofp(total, FLOATS), builder.fmul(scale, step), carried[output]
                     )
                     results.append(vec.multiply_add(builder, low, total_of_numbers, result))
                 return results
 
-            results = vec.loop(builder, groups, [vec.floats(0.0)] * count, add_group)
-            for token, result in enumerate(results):
-                vec.store(builder, result, add(out, INT64(token * LANES * 4)))
+            results = vec.loop(builder, groups, [vec.floats(0.0)] * (num_panels * count), add_group)
+            for output, result in enumerate(results):
+                vec.store(builder, result, add(out, INT64(output * LANES * 4)))
 
         for width in WEIGHT_BITS:
-            for count in TOKENS:
-                is_it = builder.and_(
-                    builder.icmp_signed("==", bits, INT64(width)), builder.icmp_signed("==", tokens, INT64(count))
-                )
-                with builder.if_then(is_it):
-                    run(width, count)
+            for tile in [(1, tokens) for tokens in TOKENS] + [SQUARE] * (width == SQUARE_BITS):
+                asked = zip((bits, panels, tokens), (width, *tile), strict=True)
+                is_it = [builder.icmp_signed("==", given, INT64(number)) for given, number in asked]
+                with builder.if_then(builder.and_(is_it[0], builder.and_(is_it[1], is_it[2]))):
+                    run(width, *tile)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), generate
+    return types.void(*[types.int64] * 13), generate
 
 
 def _products_of_pairs(
-    context: Any, builder: ir.IRBuilder, words: ir.Value, width: int, places: list[ir.Value], sums: list[ir.Value]
+    context: Any, builder: ir.IRBuilder, words: list[ir.Value], width: int, places: list[ir.Value], sums: list[ir.Value]
 ) -> list[ir.Value]:
-    """Sums, with the products of the codes in a row of words and what tokens have for them, as 16-bit integers."""
+    """
+    Sums, with the products of codes and what tokens have for them, as 16-bit integers.
+
+    words: a row of each panel; places: where the numbers of each token are.
+    """
     dot, sums = pair_dot(context) or plain_dot, list(sums)
-    chains = len(sums) // len(places)
+    chains = len(sums) // len(places) // len(words)
     for pair in range(16 // width):
-        codes = codes_in(builder, words, pair * width, (2**width - 1) * 0x10001)
+        codes_of_panels = [codes_in(builder, each, pair * width, (2**width - 1) * 0x10001) for each in words]
         for token, place in enumerate(places):
             number = vec.splat(builder, vec.load(builder, builder.add(place, INT64(4 * pair)), INT32))
-            chain = token * chains + pair % chains
-            sums[chain] = dot(builder, codes, number, sums[chain])
+            for panel, codes in enumerate(codes_of_panels):
+                chain = (token * len(words) + panel) * chains + pair % chains
+                sums[chain] = dot(builder, codes, number, sums[chain])
     return sums
 
 
 def _products_of_quads(
-    context: Any, builder: ir.IRBuilder, words: ir.Value, width: int, places: list[ir.Value], sums: list[ir.Value]
+    context: Any, builder: ir.IRBuilder, words: list[ir.Value], width: int, places: list[ir.Value], sums: list[ir.Value]
 ) -> list[ir.Value]:
     """The same of what tokens have as digits; those with upper digits are in sums of their own."""
     dot, sums = quad_dot(context), list(sums)
     assert dot is not None
-    chains = len(sums) // len(places)
+    chains = len(sums) // len(places) // len(words)
     for quad in range(len(QUADS[width])):
-        codes = words if width == 8 else codes_in(builder, words, quad * width, 0x0F0F0F0F)
+        codes_of_panels = [each if width == 8 else codes_in(builder, each, quad * width, 0x0F0F0F0F) for each in words]
         for token, place in enumerate(places):
             for digit in range(2):
                 at = builder.add(place, INT64(8 * quad + 4 * digit))
                 number = vec.splat(builder, vec.load(builder, at, INT32))
-                chain = token * chains + (2 * quad + digit) % chains
-                sums[chain] = dot(builder, [(codes, number)], sums[chain])
+                for panel, codes in enumerate(codes_of_panels):
+                    chain = (token * len(words) + panel) * chains + (2 * quad + digit) % chains
+                    sums[chain] = dot(builder, [(codes, number)], sums[chain])
     return sums
 
 
-def _sums_of_token(context: Any, width: int, tokens: int) -> int:
+def _sums_of_output(context: Any, width: int, outputs: int) -> int:
     """How many sums are kept of each, so that no product waits for the one before."""
     if has_quads(context):
-        return 2 * max(1, min(len(QUADS[width]), _FEWEST_SUMS // (2 * tokens)))
-    return min(16 // width, max(1, _FEWEST_SUMS // tokens))
+        return 2 * max(1, min(len(QUADS[width]), _FEWEST_SUMS // (2 * outputs)))
+    return min(16 // width, max(1, _FEWEST_SUMS // outputs))
 
 
-def _by_token(sums: list[ir.Value], tokens: int) -> list[list[ir.Value]]:
-    each = len(sums) // tokens
-    return [sums[token * each : (token + 1) * each] for token in range(tokens)]
+def _by_output(sums: list[ir.Value], outputs: int) -> list[list[ir.Value]]:
+    each = len(sums) // outputs
+    return [sums[output * each : (output + 1) * each] for output in range(outputs)]
 
 
 def _total(context: Any, builder: ir.IRBuilder, sums: list[ir.Value]) -> ir.Value:
-    """What the sums of a token add up to."""
+    """What the sums of an output add up to."""
     if has_quads(context):
         upper, lower = (reduced(builder, sums[digit::2], ir.IRBuilder.add) for digit in range(2))
         return builder.add(builder.shl(upper, vec.ints(8)), lower)
@@ -244,9 +261,5 @@ def _scales_and_lows(context: Any, builder: ir.IRBuilder, address: ir.Value) -> 
 
 def _bfloat16_pair(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """Finite floats rounded to the nearest bfloat16, two in 32 bits."""
-    halves = []
-    for numbers in (low, high):
-        bits = builder.bitcast(numbers, INTS)
-        is_odd = builder.and_(builder.lshr(bits, vec.ints(16)), vec.ints(1))
-        halves.append(builder.add(bits, builder.add(is_odd, vec.ints(0x7FFF))))
-    return builder.or_(builder.lshr(halves[0], vec.ints(16)), builder.and_(halves[1], vec.ints(0xFFFF0000)))
+    first, second = (vec.rounded_to_bfloat16(builder, numbers) for numbers in (low, high))
+    return builder.or_(builder.lshr(first, vec.ints(16)), builder.and_(second, vec.ints(0xFFFF0000)))

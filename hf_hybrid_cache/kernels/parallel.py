@@ -38,7 +38,7 @@ def team_of_kernels() -> tuple[int, int, int]:
 @intrinsic
 def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts: Any, work: Any, call: Any) -> Any:
     """
-    Call `work(part, call)` for each part below `parts`; whoever is done takes the next.
+    Call `work(part, call)` for each part below `parts`; whoever is done takes the next. One part is this thread's.
 
     parallel: of `Threads`; team: threads that are woken; threads: how many of them take part; work: jitted, returns
     nothing and raises nothing; call: a tuple.
@@ -80,7 +80,12 @@ def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts
 
         kind = ir.FunctionType(ir.VoidType(), [body.type, pointer, INT32, INT32])
         run = builder.inttoptr(parallel, kind.as_pointer())
-        builder.call(run, [body, builder.bitcast(shared, pointer), builder.trunc(team, INT32), INT32(0)])
+        data = builder.bitcast(shared, pointer)
+        with builder.if_else(builder.icmp_signed("<=", parts, INT64(1))) as (then, otherwise):
+            with then:
+                builder.call(body, [data])
+            with otherwise:
+                builder.call(run, [body, data, builder.trunc(team, INT32), INT32(0)])
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, types.intp, work, call), generate

@@ -203,6 +203,13 @@ def without_shift(builder: ir.IRBuilder, sums: ir.Value, count: ir.Value) -> ir.
     return builder.sub(sums, splat(builder, builder.mul(builder.trunc(count, INT32), INT32(_SHIFT_BITS))))
 
 
+def rounded_to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """Of sixteen finite floats: the nearest bfloat16 are the upper halves of these integers."""
+    bits = builder.bitcast(numbers, INTS)
+    is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
+    return builder.add(bits, builder.add(is_odd, ints(0x7FFF)))
+
+
 # Of 1, x, x^2, ..., by degree: relative errors of 1e-7, 3e-6 and 2e-3.
 _EXP2_COEFFICIENTS = {
     6: (

@@ -11,7 +11,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .coded_weight import outside_of_graphs
-from .expert_layers import ExpertLayer
+from .expert_layers import ExpertLayer, choices_of
 from .streamed_experts import experts_across_the_bus
 
 
@@ -51,46 +51,31 @@ def chosen_experts(
             )
         result = experts_across_the_bus(layer, tokens, top_k_index, top_k_weights)
     elif len(tokens) <= layer.most_tokens:
-        result = _few(layer, tokens, top_k_index, top_k_weights)
+        result = layer.added_up(tokens, top_k_index, top_k_weights)
     else:
         result = _many(layer, tokens, top_k_index, top_k_weights)
     return result.to(hidden_states.dtype)
 
 
-def _few(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """No expert can have more tokens than the kernel is made for."""
-    states = _through(layer, tokens, chosen)
-    return (states.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-
-def _through(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """What experts give for the tokens that chose them, `[tokens * choices, hidden]`."""
-    states = layer.activated(layer.up.multiply_chosen(tokens, chosen, layer.up_bias))
-    return layer.finished(layer.down.multiply_chosen(states, chosen, layer.down_bias))
-
-
 def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Experts with many tokens one by one; the others, which few tokens chose, all at once."""
-    choices = chosen.shape[1]
     # Sums are of float32: transformers' loop rounds them once for every expert of a token.
-    precise = torch.promote_types(weights.dtype, torch.float32)
-    flat, flat_weights = chosen.flatten(), weights.flatten().to(precise)
-    pairs = flat.argsort(stable=True)
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    flat, choices = chosen.flatten(), chosen.shape[1]
     counts = torch.bincount(flat, minlength=layer.up.count + 1)[: layer.up.count]
-    out = torch.zeros(tokens.shape, dtype=precise)
-
-    def add(states: torch.Tensor, of: torch.Tensor) -> None:
-        out.index_add_(0, of // choices, states * flat_weights[of].unsqueeze(-1))
-
-    of_few = pairs[(counts <= layer.most_tokens).repeat_interleave(counts).nonzero()[:, 0]]
-    if len(of_few):
-        add(_through(layer, tokens[of_few // choices], flat[of_few].unsqueeze(-1)), of_few)
-    start = 0
+    out = torch.zeros(tokens.shape, dtype=weights.dtype)
+    of_few, left = choices_of(chosen, counts <= layer.most_tokens)
+    if len(of_few) == len(tokens):
+        out = layer.added_up(tokens, left, weights)
+    elif len(of_few):
+        out[of_few] = layer.added_up(tokens[of_few], left, weights[of_few])
+    pairs, start = flat.argsort(stable=True), 0
     for index, count in enumerate(counts.tolist()):
         if count > layer.most_tokens:
             of = pairs[start : start + count]
             up_bias, down_bias = (None if each is None else each[index] for each in (layer.up_bias, layer.down_bias))
             states = layer.activated(layer.up.multiply(tokens[of // choices], index, up_bias))
-            add(layer.finished(layer.down.multiply(states, index, down_bias)), of)
+            states = layer.finished(layer.down.multiply(states, index, down_bias))
+            out.index_add_(0, of // choices, states * weights.flatten()[of].unsqueeze(-1))
         start += count
     return out

@@ -5,12 +5,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ExpertsInterface
 
 from .coded_weight import CodedWeight
 from .coverage import holds_experts
 from .matrices import Matrices
 from .plain_matrices import PlainMatrices
 from .popular_experts import PopularExperts
+
+_SILU = (nn.SiLU, SiLUActivation)
 
 
 class ExpertLayer:
@@ -48,6 +52,39 @@ class ExpertLayer:
         """Of an expert, up to which both products are faster with those of other experts."""
         return min(self.up.most_tokens, self.down.most_tokens)
 
+    def added_up(self, tokens: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """
+        The weighted sums of what the chosen experts give, in host memory.
+
+        Args:
+            tokens: `[tokens, hidden]`, of `dtype`; few of each expert.
+            chosen: int64 `[tokens, choices]`; the number of experts means none.
+            shares: `[tokens, choices]`, what each choice counts.
+
+        Returns:
+            `[tokens, hidden]`, in float32 or the type of the shares if that is wider.
+        """
+        if self.has_silu_gate:
+            sums = self.up.add_up_experts(self.down, tokens, chosen, shares, self.up_bias, self.down_bias)
+            if sums is not None:
+                return sums
+        shares = shares.to(torch.promote_types(shares.dtype, torch.float32))
+        flat, out = chosen.flatten(), torch.zeros(tokens.shape, dtype=shares.dtype)
+        pairs = (flat != self.up.count).nonzero()[:, 0]
+        if len(pairs):
+            of, chosen = pairs // chosen.shape[1], flat[pairs].unsqueeze(-1)
+            states = self.activated(self.up.multiply_chosen(tokens[of], chosen, self.up_bias))
+            states = self.finished(self.down.multiply_chosen(states, chosen, self.down_bias))
+            out.index_add_(0, of, states * shares.flatten()[pairs].unsqueeze(-1))
+        return out
+
+    @property
+    def has_silu_gate(self) -> bool:
+        """Whether there is nothing but transformers' own gate, a SiLU, between the products, and nothing after them."""
+        module = self._module
+        is_default = module.has_gate and type(module)._apply_gate.__module__ == ExpertsInterface.__module__
+        return is_default and isinstance(module.act_fn, _SILU) and not module.has_post_expert_norm
+
     def activated(self, states: torch.Tensor) -> torch.Tensor:
         """What goes from the first to the second product, `[..., down's columns]`."""
         module = self._module
@@ -58,6 +95,22 @@ class ExpertLayer:
         """What comes out of an expert, before it is weighted."""
         result: torch.Tensor = self._module.post_expert_norm(states) if self._module.has_post_expert_norm else states
         return result
+
+
+def choices_of(chosen: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Choices of some experts only.
+
+    Args:
+        chosen: int64 `[tokens, choices]`; the number of experts means none.
+        experts: bool `[experts]`, which.
+
+    Returns:
+        The tokens that chose some of them, int64 `[found]`, and their choices, `[found, choices]`.
+    """
+    is_kept = torch.cat([experts, experts.new_zeros(1)])[chosen]
+    tokens = is_kept.any(1).nonzero()[:, 0]
+    return tokens, chosen.where(is_kept, len(experts))[tokens]
 
 
 def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

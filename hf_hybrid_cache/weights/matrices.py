@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels import ExpertCall
+
 
 class Matrices(ABC):
     """
@@ -57,6 +59,34 @@ class Matrices(ABC):
             IndexError: there is no such matrix.
         """
 
+    def add_up_experts(
+        self,
+        down: "Matrices",
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """
+        The weighted sums of what experts give whose gate is a SiLU, by one call of a kernel.
+
+        Args:
+            down: the second weights of the experts whose first weights, gate and up projections, these are.
+            tokens: `[tokens, columns]`, few.
+            chosen: int64 `[tokens, choices]`, indices of experts; `count` for none.
+            shares: `[tokens, choices]`, what each choice counts.
+            up_bias: `[count, rows]`, of the type of the tokens.
+            down_bias: likewise.
+
+        Returns:
+            float32 `[tokens, down's rows]`; `None` where there is no kernel that reads such matrices.
+
+        Raises:
+            IndexError: there is no such matrix.
+        """
+        return None
+
     @abstractmethod
     def write(self, index: int, out: torch.Tensor) -> None:
         """Write what a matrix stands for to `out`, `[rows, columns]` in host memory, of a floating type."""
@@ -87,6 +117,42 @@ class Matrices(ABC):
             bias_at,
             out.data_ptr(),
         )
+        self._require_found(wrong, num_pairs)
+        return out
+
+    def _added_up_by(
+        self,
+        kernel: Callable[[ExpertCall], int],
+        num_rows: int,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        *biases: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Likewise for `add_up_experts`."""
+        out = torch.empty(len(tokens), num_rows)
+        if not chosen.numel():
+            return out.zero_()
+        if shares.dtype not in (torch.float32, torch.bfloat16):
+            shares = shares.float()
+        tokens, chosen, shares = tokens.contiguous(), chosen.contiguous(), shares.contiguous()
+        kept = [None if bias is None else bias.contiguous() for bias in biases]
+        up_bias, down_bias = (0 if bias is None else bias.data_ptr() for bias in kept)
+        call = ExpertCall(
+            chosen=chosen.data_ptr(),
+            num_pairs=chosen.numel(),
+            tokens=tokens.data_ptr(),
+            choices=chosen.shape[1],
+            is_bfloat16=tokens.dtype == torch.bfloat16,
+            shares=shares.data_ptr(),
+            has_bfloat16_shares=shares.dtype == torch.bfloat16,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            out=out.data_ptr(),
+        )
+        self._require_found(kernel(call), chosen.numel())
+        return out
+
+    def _require_found(self, wrong: int, num_pairs: int) -> None:
         if wrong:
             raise IndexError(f"{wrong} of {num_pairs} indices are of no matrix: there are {self.count}.")
-        return out

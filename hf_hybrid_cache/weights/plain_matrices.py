@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from ..kernels import RowWeights, multiply_rows
+from ..kernels import PlainWeights, add_up_plain_experts, multiply_plain
 from .matrices import Matrices
 
 _OF_KERNEL = (torch.float32, torch.bfloat16)
@@ -32,20 +32,46 @@ class PlainMatrices(Matrices):
     def multiply_chosen(
         self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weights = self._weights
-        assert tokens.dtype == weights.dtype
-        if weights.dtype not in _OF_KERNEL or not weights.is_contiguous():
+        assert tokens.dtype == self._weights.dtype
+        weights = self._of_kernel()
+        if weights is None:
             return self._multiply_one_by_one(tokens, chosen, bias)
-        of = RowWeights(weights.data_ptr(), *weights.shape)
-        return self._chosen_by(partial(multiply_rows, of), tokens, chosen, bias)
+        return self._chosen_by(partial(multiply_plain, weights), tokens, chosen, bias)
+
+    def add_up_experts(
+        self,
+        down: Matrices,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        if not isinstance(down, PlainMatrices):
+            return None
+        assert tokens.dtype == self._weights.dtype == down._weights.dtype
+        up_weights, down_weights = self._of_kernel(), down._of_kernel()
+        if up_weights is None or down_weights is None or up_weights.is_transposed != down_weights.is_transposed:
+            return None
+        kernel = partial(add_up_plain_experts, up_weights, down_weights)
+        return self._added_up_by(kernel, down_weights.rows, tokens, chosen, shares, up_bias, down_bias)
 
     def write(self, index: int, out: torch.Tensor) -> None:
         out.copy_(self._weights[index])
 
+    def _of_kernel(self) -> PlainWeights | None:
+        """As the kernel reads them; `None` for types and orders that it does not."""
+        weights = self._weights
+        is_transposed = not weights.is_contiguous()
+        if weights.dtype not in _OF_KERNEL or not (weights.mT if is_transposed else weights).is_contiguous():
+            return None
+        count, rows, columns = weights.shape
+        return PlainWeights(weights.data_ptr(), count, rows, columns, is_transposed)
+
     def _multiply_one_by_one(
         self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """For types and orders that the kernel does not read, such as matrices whose columns come before their rows."""
+        """For types and orders that the kernel does not read."""
         pairs_of_token = chosen.numel() // len(tokens)
         out = tokens.new_zeros((chosen.numel(), *self.out_sizes))
         flat = chosen.flatten()

@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional
 
 from ..storage import Issued, Streams, can_page_lock, streams_for
-from .expert_layers import ExpertLayer
+from .expert_layers import ExpertLayer, choices_of
 from .matrices import Matrices
-from .popular_experts import PopularExperts
 
 # By calculation: a CPU multiplies fewer tokens with an expert before the bus could bring it.
 STREAMED_FROM = 32
@@ -42,56 +41,56 @@ def experts_across_the_bus(
 def _few_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """No expert has so many tokens that it would be worth bringing it to the device; some may be there."""
     popular = layer.popular
-    states = _on_cpu(layer, tokens, chosen) if popular is None else _on_both(layer, popular, tokens, chosen)
-    return (layer.finished(states).view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-
-def _on_both(layer: ExpertLayer, popular: PopularExperts, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """What experts give, as `_on_cpu`, those that are on the device there."""
+    if popular is None:
+        return _on_cpu(layer, tokens, chosen, weights)
     on_host, held = chosen.to("cpu"), popular.held(tokens.device)
-    of_held = [(index, (on_host.flatten() == index).nonzero()[:, 0]) for index in held]
+    choices, flat = chosen.shape[1], on_host.flatten()
+    of_held = [(index, (flat == index).nonzero()[:, 0]) for index in held]
     of_held = [(index, pairs) for index, pairs in of_held if len(pairs)]
     # Issued first, so that both compute at the same time.
     there = [
-        (pairs, _on_device(layer, index, tokens[pairs // chosen.shape[1]], *held[index])) for index, pairs in of_held
+        (pairs, _on_device(layer, index, tokens[pairs // choices], *held[index]) * _picked(weights, pairs))
+        for index, pairs in of_held
     ]
-    left = on_host
     if of_held:
-        left = on_host.flatten().index_fill(0, torch.cat([pairs for _, pairs in of_held]), layer.up.count)
-    states = _on_cpu(layer, tokens, left.view_as(on_host))
-    for pairs, of_expert in there:
-        states[pairs] = of_expert
+        flat = flat.index_fill(0, torch.cat([pairs for _, pairs in of_held]), layer.up.count)
+    out = _on_cpu(layer, tokens, flat.view_as(on_host), weights)
+    for pairs, states in there:
+        out.index_add_(0, pairs.to(out.device) // choices, states)
     if popular.note(_counts(layer, on_host), len(tokens)):
         for index, up, down in _streamed(layer, popular.wanted()[:1], tokens):
             popular.keep(index, up, down)
-    return states
+    return out
 
 
 def _many_across(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Experts with many tokens are brought to the device, unless they are there; the others are computed on the CPU."""
     choices, device, popular = chosen.shape[1], tokens.device, layer.popular
-    flat, flat_weights = chosen.flatten(), weights.flatten()
     out = torch.zeros(tokens.shape, dtype=weights.dtype, device=device)
 
-    def add(states: torch.Tensor, pairs: torch.Tensor) -> None:
-        out.index_add_(0, pairs // choices, layer.finished(states) * flat_weights[pairs].unsqueeze(-1))
+    def add(index: int, up: torch.Tensor, down: torch.Tensor) -> None:
+        of = of_expert[index]
+        states = _on_device(layer, index, tokens[of // choices], up, down)
+        out.index_add_(0, of // choices, states * _picked(weights, of))
 
-    counts = _counts(layer, chosen.to("cpu"))
+    on_host = chosen.to("cpu")
+    counts = _counts(layer, on_host)
     wanted = set(popular.wanted()) if popular is not None and popular.note(counts, len(tokens)) else set()
     held = popular.held(device) if popular is not None else {}
-    pairs = flat.argsort(stable=True)  # those of an expert side by side
+    pairs = chosen.flatten().argsort(stable=True)  # those of an expert side by side
     of_expert = dict(enumerate(pairs[: int(counts.sum())].split(counts.tolist())))
     many = [index for index, of in of_expert.items() if len(of) >= STREAMED_FROM and index not in held]
-    few = [of for index, of in of_expert.items() if 0 < len(of) < STREAMED_FROM and index not in held]
     for index, (up, down) in held.items():
-        if len(of := of_expert[index]):
-            add(_on_device(layer, index, tokens[of // choices], up, down), of)
-    if few:
-        of = torch.cat(few)
-        add(_on_cpu(layer, tokens[of // choices], flat[of].unsqueeze(-1)), of)
+        if counts[index]:
+            add(index, up, down)
+    is_few = counts < STREAMED_FROM
+    is_few[list(held)] = False
+    of_few, left = choices_of(on_host, is_few)
+    if len(of_few):
+        there = of_few.to(device)
+        out[there] += _on_cpu(layer, tokens[there], left, weights[there])
     for index, up, down in _streamed(layer, many, tokens):
-        of = of_expert[index]
-        add(_on_device(layer, index, tokens[of // choices], up, down), of)
+        add(index, up, down)
         if index in wanted:
             assert popular is not None
             popular.keep(index, up, down)
@@ -106,22 +105,27 @@ def _counts(layer: ExpertLayer, chosen: torch.Tensor) -> torch.Tensor:
 def _on_device(
     layer: ExpertLayer, index: int, tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """What an expert whose weights are on the device gives, `[tokens, hidden]`."""
+    """What an expert whose weights are on the device gives, `[tokens, hidden]`, not weighted."""
     up_bias, down_bias = (
         None if each is None else each[index].to(tokens.device) for each in (layer.up_bias, layer.down_bias)
     )
-    return functional.linear(layer.activated(functional.linear(tokens, up, up_bias)), down, down_bias)
+    states = functional.linear(layer.activated(functional.linear(tokens, up, up_bias)), down, down_bias)
+    return layer.finished(states)
 
 
-def _on_cpu(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """What experts give for the tokens that chose them, `[tokens * choices, hidden]` on the tokens' device."""
+def _picked(weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Those of some pairs, `[pairs, 1]`."""
+    return weights.flatten()[pairs.to(weights.device)].unsqueeze(-1)
+
+
+def _on_cpu(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sums of `ExpertLayer.added_up`, of tokens on a device and on it."""
     device, is_locked = tokens.device, can_page_lock(tokens.device.type)
-    tokens, chosen = (each.to("cpu", non_blocking=is_locked) for each in (tokens, chosen))
+    tokens, chosen, weights = (each.to("cpu", non_blocking=is_locked) for each in (tokens, chosen, weights))
     Issued(device).wait()
-    states = layer.activated(layer.up.multiply_chosen(tokens, chosen, layer.up_bias))
-    states = layer.down.multiply_chosen(states, chosen, layer.down_bias)
-    locked = torch.empty(states.shape, dtype=states.dtype, pin_memory=is_locked)
-    return locked.copy_(states).to(device, non_blocking=is_locked)
+    sums = layer.added_up(tokens, chosen, weights)
+    locked = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=is_locked)
+    return locked.copy_(sums).to(device, non_blocking=is_locked)
 
 
 class _Slot:

@@ -8,17 +8,17 @@ import pytest
 from hf_hybrid_cache.kernels import (
     PanelLayout,
     PanelProducts,
-    RowWeights,
+    PlainWeights,
     encode_panels,
     factor_of,
     get_num_threads,
-    multiply_rows,
+    multiply_plain,
     set_num_threads,
 )
 from kernels.reference import stored
 from kernels.test_panels import taken_apart
 
-SHAPES = [(1, 1), (16, 32), (17, 33), (50, 100), (130, 200), (40, 2048)]
+SHAPES = [(1, 1), (16, 32), (17, 33), (50, 100), (130, 200), (40, 2048), (1100, 70)]
 COUNT = 6
 Multiply = Callable[..., int]
 
@@ -67,7 +67,13 @@ def as_float(out: np.ndarray) -> np.ndarray:
 
 
 def of_rows(weights: np.ndarray) -> Multiply:
-    return lambda *given: multiply_rows(RowWeights(weights.ctypes.data, *weights.shape), *given)
+    return lambda *given: multiply_plain(PlainWeights(weights.ctypes.data, *weights.shape), *given)
+
+
+def of_columns(weights: np.ndarray) -> Multiply:
+    """The same with columns before rows in memory."""
+    stored = np.ascontiguousarray(weights.transpose(0, 2, 1))
+    return lambda *given: multiply_plain(PlainWeights(stored.ctypes.data, *weights.shape, is_transposed=True), *given)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -75,12 +81,13 @@ def of_rows(weights: np.ndarray) -> Multiply:
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("has_own", [False, True], ids=["", "own"])
-def test_products_with_chosen_rows_are_those_in_float64(shape, num_tokens, of_token, storage, has_bias, has_own):
+@pytest.mark.parametrize("of", [of_rows, of_columns])
+def test_products_with_chosen_weights_are_those_in_float64(of, shape, num_tokens, of_token, storage, has_bias, has_own):
     weights, exact_weights = random_numbers(COUNT, *shape, storage=storage)
     chosen = choices(num_tokens, of_token)
     tokens, exact_tokens = random_numbers(num_tokens * (of_token if has_own else 1), shape[1], storage=storage, seed=2)
     bias, exact_bias = random_numbers(COUNT, shape[0], storage=storage, seed=3) if has_bias else (None, None)
-    out = as_float(run(of_rows(weights), tokens, chosen, bias, shape[0]))
+    out = as_float(run(of(weights), tokens, chosen, bias, shape[0]))
     exact = expected(exact_tokens, exact_weights, chosen, exact_bias)
     of_all = np.abs(exact_weights).sum(2).max() * np.abs(exact_tokens).max()
     rounding = 2.0**-8 * np.abs(exact) if storage == "bfloat16" else 0
@@ -143,6 +150,6 @@ def test_indices_of_no_weight_are_counted(index):
     chosen = np.array([[0, index], [index, 1]], np.int64)
     out = np.full((4, 20), 7, np.float32)
     given = chosen.ctypes.data, 4, tokens.ctypes.data, 2, False, 0, out.ctypes.data
-    assert multiply_rows(RowWeights(weights.ctypes.data, *weights.shape), *given) == 2
+    assert multiply_plain(PlainWeights(weights.ctypes.data, *weights.shape), *given) == 2
     assert (out[1:3] == 0).all()
     assert (out[[0, 3]] != 7).all()

@@ -1,0 +1,82 @@
+"""What is done with columns of a weight in full precision: their share of a few tokens' outputs."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .row_tiles import ROW_TOKENS, STEP
+from .tiles import load_vectors
+from .vector_ir import FLOAT, FLOATS, INT64, LANES
+
+# Columns that are taken together: sums are read and written once for all of them.
+COLUMNS = 4
+
+
+@intrinsic
+def add_columns(
+    typing_context: Any,
+    is_bfloat16: Any,
+    tokens: Any,
+    columns: Any,
+    column_bytes: Any,
+    steps: Any,
+    operand: Any,
+    operand_stride: Any,
+    sums: Any,
+    sum_stride: Any,
+) -> Any:
+    """
+    Add the products of `COLUMNS` columns with what a few tokens, one of `ROW_TOKENS`, have for them to their sums.
+
+    is_bfloat16: the type of the columns, or float32; columns: address of the first output of the first column,
+    `column_bytes` before that of the next; steps: of `STEP` outputs, at least one; operand: address of float32
+    `[COLUMNS]` of the first token, `operand_stride` bytes before the next; sums: likewise of float32 `[steps * STEP]`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        is_bfloat16, tokens, columns, column_bytes, steps, operand, operand_stride, sums, sum_stride = arguments
+        add, multiply = builder.add, builder.mul
+        starts = [add(columns, multiply(INT64(column), column_bytes)) for column in range(COLUMNS)]
+        following = multiply(INT64(COLUMNS), column_bytes)
+
+        def run(kind: Any, count: int) -> None:
+            half_bytes = LANES * (2 if kind == types.uint16 else 4)
+            inputs = []
+            for token in range(count):
+                of_token = add(operand, multiply(INT64(token), operand_stride))
+                numbers = [vec.load(builder, add(of_token, INT64(4 * column)), FLOAT) for column in range(COLUMNS)]
+                inputs.append([vec.splat(builder, number) for number in numbers])
+
+            def add_step(index: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                offset = multiply(index, INT64(2 * half_bytes))
+                addresses = [add(start, offset) for start in starts]
+                for address in addresses:
+                    vec.prefetch(builder, add(address, following), 2 * half_bytes)
+                for half in range(2):
+                    # One at a time, so that outputs stay in their order.
+                    weights = [
+                        load_vectors(context, builder, kind, add(address, INT64(half * half_bytes)), 1)[0]
+                        for address in addresses
+                    ]
+                    for token, numbers in enumerate(inputs):
+                        place = add(multiply(index, INT64(STEP * 4)), INT64(half * LANES * 4))
+                        place = add(add(sums, multiply(INT64(token), sum_stride)), place)
+                        total = vec.load(builder, place, FLOATS)
+                        for weight, number in zip(weights, numbers, strict=True):
+                            total = vec.multiply_add(builder, weight, number, total)
+                        vec.store(builder, total, place)
+                return []
+
+            vec.loop(builder, steps, [], add_step)
+
+        for count in ROW_TOKENS:
+            is_count = builder.icmp_signed("==", tokens, INT64(count))
+            for kind, is_kind in ((types.uint16, is_bfloat16), (types.float32, builder.not_(is_bfloat16))):
+                with builder.if_then(builder.and_(is_count, is_kind)):
+                    run(kind, count)
+        return context.get_dummy_value()
+
+    return types.void(types.boolean, *[types.int64] * 8), generate
