@@ -197,7 +197,8 @@ def main() -> None:
         "experts": {"of_a_layer": bench.experts, "chosen": bench.choices, "bytes": bench.expert_bytes},
         "cells": cells,
     }
-    print(f"record: {records.save('expert_step', record, arguments.out)}")
+    folder = arguments.out or records.RESULTS / "expert_step" / arguments.model.rpartition("/")[2].lower()
+    print(f"record: {records.save('expert_step', record, folder)}")
     print(json.dumps({str(cell["tokens"]): cell["best_of_transformers_over"] for cell in cells}))
 
 
