@@ -82,6 +82,12 @@ def _parts(array):
 
 
 @jit_part
+def _keep(array):
+    """Let an array be there until now: Numba gives it back after its last use, whoever has its address."""
+    return array.size
+
+
+@jit_part
 def _gate(part, given):
     """Of some places."""
     count, columns = given.gated.shape
@@ -161,6 +167,7 @@ def adding_up_experts(write_products):
             parallel, team, threads, down, routing, own, Numbers(gated.ctypes.data, False),
             own, Numbers(call.down_bias, call.is_bfloat16), down.rows, Numbers(results.ctypes.data, False),
         )  # fmt: skip
+        _keep(gated)
         places, shares = np.full(call.num_pairs, -1), np.empty(call.num_pairs, np.float32)
         for place in range(count):
             places[pairs[place]] = place
