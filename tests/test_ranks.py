@@ -124,5 +124,5 @@ def test_processes_of_one_machine_take_nodes_one_after_the_other(monkeypatch: py
 
     for rank in range(3):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        run_on_node(1)
+        run_on_node("1")
     assert taken == [1, 2, 3]
