@@ -73,7 +73,8 @@ def bind_to_node(number: int, folder: Path = NODES) -> str | None:
         os.sched_setaffinity(0, node.processors & allowed)
     except OSError as error:
         raise NodeError(f"The system does not let this process be bound to a node ({error.strerror}).") from error
-    return _take_memory(_MPOL_PREFERRED, [number], f"Memory of node {number} is not preferred")
+    reason = _take_memory(_MPOL_PREFERRED, [number], f"Memory of node {number} is not preferred")
+    return None if reason is None else f"{reason} Its processors are used."
 
 
 def spread_over_nodes(folder: Path = NODES) -> str | None:

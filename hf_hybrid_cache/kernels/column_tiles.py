@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vector_ir as vec
-from .row_tiles import ROW_TOKENS, STEP
+from .row_tiles import STEP, run_as_asked
 from .tiles import load_vectors
 from .vector_ir import FLOAT, FLOATS, INT64, LANES
 
@@ -72,11 +72,7 @@ def add_columns(
 
             vec.loop(builder, steps, [], add_step)
 
-        for count in ROW_TOKENS:
-            is_count = builder.icmp_signed("==", tokens, INT64(count))
-            for kind, is_kind in ((types.uint16, is_bfloat16), (types.float32, builder.not_(is_bfloat16))):
-                with builder.if_then(builder.and_(is_count, is_kind)):
-                    run(kind, count)
+        run_as_asked(builder, is_bfloat16, tokens, run)
         return context.get_dummy_value()
 
     return types.void(types.boolean, *[types.int64] * 8), generate

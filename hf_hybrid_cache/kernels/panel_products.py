@@ -13,11 +13,11 @@ import numpy as np
 
 from .compiled import jit, jit_inlined, jit_part
 from .experts import ExpertCall, adding_up_experts
-from .numbers_at import Numbers, address_of, clear_numbers, load_numbers, store_numbers, store_sixteen
+from .numbers_at import Numbers, address_of, load_numbers, store_numbers, store_sixteen
 from .panel_tiles import SQUARE, SQUARE_BITS, TOKENS, multiply_panels
 from .panels import PanelLayout
 from .parallel import share_out, team_of_kernels
-from .routing import Routing, parts_of, routed
+from .routing import Routing, multiplying_chosen, parts_of
 from .tiles import pointer
 from .token_rounding import round_group
 from .vector_ir import LANES
@@ -70,7 +70,6 @@ class Operand(NamedTuple):
 class Matrix(NamedTuple):
     """One of the weights, and what a thread needs beside it."""
 
-    index: int
     address: int
     factor: Any  # float32, of the weight
     bias: Any  # float32 [_PANELS, LANES], of the panels at hand, by the rest of their index
@@ -145,24 +144,6 @@ class PanelProducts:
         return int(_add_up_experts(*team_of_kernels(), self._at, down._at, *call))
 
 
-@jit
-def _multiply(
-    parallel, team, threads, weights, chosen, only, num_pairs,
-    tokens, pairs_of_token, is_bfloat16, bias, bias_step, out,
-):  # fmt: skip
-    of = _weights_at(weights)
-    routing = routed(chosen, num_pairs, of.matrices, only)
-    places = routing.starts[-1]
-    if places < num_pairs:
-        clear_numbers(Numbers(out, is_bfloat16), num_pairs * of.rows)
-    _write_products(
-        parallel, team, threads, of, routing,
-        routing.pairs[:places] // pairs_of_token, Numbers(tokens, is_bfloat16),
-        routing.pairs, Numbers(bias, is_bfloat16), bias_step, Numbers(out, is_bfloat16),
-    )  # fmt: skip
-    return routing.wrong
-
-
 @jit_part
 def _weights_at(address):
     fields = numba.carray(pointer(address, np.int64(0)), 11)
@@ -227,7 +208,7 @@ def _multiply_part(part, given):
     address = weights.address + matrix * weights.num_bytes
     bias = np.zeros((_PANELS, LANES), np.float32)
     scratch = np.empty((_MOST_TOKENS * _PANELS, LANES), np.float32)
-    of_matrix = Matrix(matrix, address, factor, bias, scratch)
+    of_matrix = Matrix(address, factor, bias, scratch)
     last = (part + 1) * weights.panels // call.parts
     # With fewer tokens a panel is read once; side by side, two would come from memory later.
     is_square = weights.bits == SQUARE_BITS and end - routing.starts[group] > _MOST_TOKENS
@@ -286,7 +267,18 @@ def _write_tile(call, operand, of_matrix, panel, panels, place, tokens):
                 store_numbers(output, call.out, target, rows)
 
 
-_add_up = adding_up_experts(_write_products)
+_multiply_chosen, _add_up = multiplying_chosen(_write_products), adding_up_experts(_write_products)
+
+
+@jit
+def _multiply(
+    parallel, team, threads, weights, chosen, only, num_pairs,
+    tokens, pairs_of_token, is_bfloat16, bias, bias_step, out,
+):  # fmt: skip
+    return _multiply_chosen(
+        parallel, team, threads, _weights_at(weights), chosen, only, num_pairs, Numbers(tokens, is_bfloat16),
+        pairs_of_token, Numbers(bias, is_bfloat16), bias_step, Numbers(out, is_bfloat16),
+    )  # fmt: skip
 
 
 @jit

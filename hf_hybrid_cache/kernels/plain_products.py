@@ -13,9 +13,9 @@ import numpy as np
 from .column_tiles import COLUMNS, add_columns
 from .compiled import jit, jit_part
 from .experts import ExpertCall, adding_up_experts
-from .numbers_at import Numbers, address_of, clear_numbers, load_numbers, store_numbers
+from .numbers_at import Numbers, address_of, load_numbers, store_numbers
 from .parallel import share_out, team_of_kernels
-from .routing import Routing, parts_of, routed
+from .routing import Routing, multiplying_chosen, parts_of
 from .row_tiles import ROW_TOKENS, STEP, multiply_row
 
 _MOST_TOKENS = ROW_TOKENS[0]
@@ -111,24 +111,6 @@ def add_up_plain_experts(up: PlainWeights, down: PlainWeights, call: ExpertCall)
         How many indices are wrong; they count as none.
     """
     return int(_add_up_experts(*team_of_kernels(), *up, *down, *call))
-
-
-@jit
-def _multiply(
-    parallel, team, threads, address, matrices, rows, columns, is_transposed,
-    chosen, num_pairs, tokens, pairs_of_token, is_bfloat16, bias, out,
-):  # fmt: skip
-    weights = Weights(Numbers(address, is_bfloat16), matrices, rows, columns, is_transposed)
-    routing = routed(chosen, num_pairs, matrices, 0)
-    places = routing.starts[-1]
-    if places < num_pairs:
-        clear_numbers(Numbers(out, is_bfloat16), num_pairs * rows)
-    _write_products(
-        parallel, team, threads, weights, routing,
-        routing.pairs[:places] // pairs_of_token, Numbers(tokens, is_bfloat16),
-        routing.pairs, Numbers(bias, is_bfloat16), rows, Numbers(out, is_bfloat16),
-    )  # fmt: skip
-    return routing.wrong
 
 
 @jit_part
@@ -239,7 +221,19 @@ def _multiply_columns(part, call):
         store_numbers(sums[place - start], call.out, call.targets[place] * weights.rows + first, last - first)
 
 
-_add_up = adding_up_experts(_write_products)
+_multiply_chosen, _add_up = multiplying_chosen(_write_products), adding_up_experts(_write_products)
+
+
+@jit
+def _multiply(
+    parallel, team, threads, address, matrices, rows, columns, is_transposed,
+    chosen, num_pairs, tokens, pairs_of_token, is_bfloat16, bias, out,
+):  # fmt: skip
+    weights = Weights(Numbers(address, is_bfloat16), matrices, rows, columns, is_transposed)
+    return _multiply_chosen(
+        parallel, team, threads, weights, chosen, 0, num_pairs, Numbers(tokens, is_bfloat16),
+        pairs_of_token, Numbers(bias, is_bfloat16), rows, Numbers(out, is_bfloat16),
+    )  # fmt: skip
 
 
 @jit

@@ -6,6 +6,7 @@ import numba
 import numpy as np
 
 from .compiled import jit_part
+from .numbers_at import clear_numbers
 from .tiles import pointer
 
 # What a thread takes at a time: little enough that all end at about the same time, and not less, because the first
@@ -70,3 +71,28 @@ def parts_of(num_bytes, matrices, threads):
     """In how many parts each of some matrices is read: at least as many as threads, and if it can be, four times."""
     needed = threads * min(matrices, _PARTS_OF_THREAD)
     return max(num_bytes // PART_BYTES, (needed + matrices - 1) // max(matrices, 1), 1)
+
+
+def multiplying_chosen(write_products):
+    """
+    What writes products with those of several weights of one kind that tokens have chosen.
+
+    Made for each kind, because Numba keeps no compiled function that is told another one.
+
+    write_products: writes products with such weights.
+    """
+
+    @jit_part
+    def multiply_chosen(
+        parallel, team, threads, weights, chosen, only, num_pairs, tokens, pairs_of_token, bias, bias_step, out
+    ):
+        """Zeros for pairs of no weight; returns how many indices are wrong."""
+        routing = routed(chosen, num_pairs, weights.matrices, only)
+        places = routing.starts[-1]
+        if places < num_pairs:
+            clear_numbers(out, num_pairs * weights.rows)
+        sources = routing.pairs[:places] // pairs_of_token
+        write_products(parallel, team, threads, weights, routing, sources, tokens, routing.pairs, bias, bias_step, out)
+        return routing.wrong
+
+    return multiply_chosen

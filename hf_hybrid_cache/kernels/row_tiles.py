@@ -1,5 +1,6 @@
 """What is done with a row of a weight in full precision: its products with a few tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -69,11 +70,18 @@ def multiply_row(
                 place = builder.inttoptr(add(out, INT64(4 * token)), FLOAT.as_pointer())
                 builder.store(builder.extract_element(total, INT32(0)), place)
 
-        for count in ROW_TOKENS:
-            is_count = builder.icmp_signed("==", tokens, INT64(count))
-            for kind, is_kind in ((types.uint16, is_bfloat16), (types.float32, builder.not_(is_bfloat16))):
-                with builder.if_then(builder.and_(is_count, is_kind)):
-                    run(kind, count)
+        run_as_asked(builder, is_bfloat16, tokens, run)
         return context.get_dummy_value()
 
     return types.void(types.boolean, *[types.int64] * 6), generate
+
+
+def run_as_asked(
+    builder: ir.IRBuilder, is_bfloat16: ir.Value, tokens: ir.Value, run: Callable[[Any, int], None]
+) -> None:
+    """Of the code that `run(kind, count)` writes for each type of a weight and each of `ROW_TOKENS`, run one."""
+    for count in ROW_TOKENS:
+        is_count = builder.icmp_signed("==", tokens, INT64(count))
+        for kind, is_kind in ((types.uint16, is_bfloat16), (types.float32, builder.not_(is_bfloat16))):
+            with builder.if_then(builder.and_(is_count, is_kind)):
+                run(kind, count)

@@ -1,7 +1,7 @@
 """Weights of few bits in host memory: coding them, and the products of tokens with them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -11,6 +11,7 @@ import torch
 from ..kernels import (
     CACHE_LINE,
     PANEL_ROWS,
+    ExpertCall,
     PanelLayout,
     PanelProducts,
     decode_panels,
@@ -107,22 +108,8 @@ class CodedMatrices(Matrices):
             return self.multiply_chosen(tokens.float(), chosen, None if bias is None else bias.float()).to(dtype)
         return self._chosen_by(self._products.multiply_chosen, tokens, chosen, bias)
 
-    def add_up_experts(
-        self,
-        down: Matrices,
-        tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        if not isinstance(down, CodedMatrices):
-            return None
-        if tokens.dtype == torch.float16:  # which the kernels do not read
-            biases = [None if each is None else each.float() for each in (up_bias, down_bias)]
-            return self.add_up_experts(down, tokens.float(), chosen, shares, *biases)
-        kernel = partial(self._products.add_up_experts, down._products)
-        return self._added_up_by(kernel, down.layout.rows, tokens, chosen, shares, up_bias, down_bias)
+    def _kernel_of_experts(self, down: Matrices, dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
+        return partial(self._products.add_up_experts, down._products) if isinstance(down, CodedMatrices) else None
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What rows of the first matrix stand for, `[*indices, columns]`."""

@@ -85,7 +85,38 @@ class Matrices(ABC):
         Raises:
             IndexError: there is no such matrix.
         """
-        return None
+        kernel = self._kernel_of_experts(down, tokens.dtype)
+        if kernel is None:
+            return None
+        if tokens.dtype == torch.float16:  # which the kernels do not read
+            biases = [None if each is None else each.float() for each in (up_bias, down_bias)]
+            return self.add_up_experts(down, tokens.float(), chosen, shares, *biases)
+        out = torch.empty(len(tokens), *down.out_sizes)
+        if not chosen.numel():
+            return out.zero_()
+        if shares.dtype not in (torch.float32, torch.bfloat16):
+            shares = shares.float()
+        tokens, chosen, shares = tokens.contiguous(), chosen.contiguous(), shares.contiguous()
+        kept = [None if bias is None else bias.contiguous() for bias in (up_bias, down_bias)]
+        up_bias_at, down_bias_at = (0 if bias is None else bias.data_ptr() for bias in kept)
+        call = ExpertCall(
+            chosen=chosen.data_ptr(),
+            num_pairs=chosen.numel(),
+            tokens=tokens.data_ptr(),
+            choices=chosen.shape[1],
+            is_bfloat16=tokens.dtype == torch.bfloat16,
+            shares=shares.data_ptr(),
+            has_bfloat16_shares=shares.dtype == torch.bfloat16,
+            up_bias=up_bias_at,
+            down_bias=down_bias_at,
+            out=out.data_ptr(),
+        )
+        self._require_found(kernel(call), chosen.numel())
+        return out
+
+    @abstractmethod
+    def _kernel_of_experts(self, down: "Matrices", dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
+        """What computes experts with these first and those second weights, for tokens of a type; `None` for nothing."""
 
     @abstractmethod
     def write(self, index: int, out: torch.Tensor) -> None:
@@ -118,39 +149,6 @@ class Matrices(ABC):
             out.data_ptr(),
         )
         self._require_found(wrong, num_pairs)
-        return out
-
-    def _added_up_by(
-        self,
-        kernel: Callable[[ExpertCall], int],
-        num_rows: int,
-        tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        *biases: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Likewise for `add_up_experts`."""
-        out = torch.empty(len(tokens), num_rows)
-        if not chosen.numel():
-            return out.zero_()
-        if shares.dtype not in (torch.float32, torch.bfloat16):
-            shares = shares.float()
-        tokens, chosen, shares = tokens.contiguous(), chosen.contiguous(), shares.contiguous()
-        kept = [None if bias is None else bias.contiguous() for bias in biases]
-        up_bias, down_bias = (0 if bias is None else bias.data_ptr() for bias in kept)
-        call = ExpertCall(
-            chosen=chosen.data_ptr(),
-            num_pairs=chosen.numel(),
-            tokens=tokens.data_ptr(),
-            choices=chosen.shape[1],
-            is_bfloat16=tokens.dtype == torch.bfloat16,
-            shares=shares.data_ptr(),
-            has_bfloat16_shares=shares.dtype == torch.bfloat16,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            out=out.data_ptr(),
-        )
-        self._require_found(kernel(call), chosen.numel())
         return out
 
     def _require_found(self, wrong: int, num_pairs: int) -> None:

@@ -1,11 +1,12 @@
 """Weights in full precision in host memory, and the products of tokens with them."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.nn import functional
 
-from ..kernels import PlainWeights, add_up_plain_experts, multiply_plain
+from ..kernels import ExpertCall, PlainWeights, add_up_plain_experts, multiply_plain
 from .matrices import Matrices
 
 _OF_KERNEL = (torch.float32, torch.bfloat16)
@@ -38,23 +39,14 @@ class PlainMatrices(Matrices):
             return self._multiply_one_by_one(tokens, chosen, bias)
         return self._chosen_by(partial(multiply_plain, weights), tokens, chosen, bias)
 
-    def add_up_experts(
-        self,
-        down: Matrices,
-        tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+    def _kernel_of_experts(self, down: Matrices, dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
         if not isinstance(down, PlainMatrices):
             return None
-        assert tokens.dtype == self._weights.dtype == down._weights.dtype
+        assert dtype == self._weights.dtype == down._weights.dtype
         up_weights, down_weights = self._of_kernel(), down._of_kernel()
         if up_weights is None or down_weights is None or up_weights.is_transposed != down_weights.is_transposed:
             return None
-        kernel = partial(add_up_plain_experts, up_weights, down_weights)
-        return self._added_up_by(kernel, down_weights.rows, tokens, chosen, shares, up_bias, down_bias)
+        return partial(add_up_plain_experts, up_weights, down_weights)
 
     def write(self, index: int, out: torch.Tensor) -> None:
         out.copy_(self._weights[index])
