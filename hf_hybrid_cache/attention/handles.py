@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
+from ..codecs import as_written
 from ..storage import KVStore
 from .graph_breaks import outside_of_graphs
 from .layer_selection import LayerSelection
@@ -197,7 +198,8 @@ def _attend(
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     group = sizes[1] // store.shape.num_kv_heads
-    return key.layer.attention(query, store, group, attn_mask, scale, key.layer.selection)
+    with as_written(query.device):
+        return key.layer.attention(query, store, group, attn_mask, scale, key.layer.selection)
 
 
 def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:

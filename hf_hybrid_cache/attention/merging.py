@@ -18,12 +18,17 @@ class Found(NamedTuple):
 
     Attributes:
         out: `[batch, heads, rows, head_dim]`, softmax of the part's scores times its values.
-        log_sums: float32 `[batch, heads, rows]`, natural log of the sum of the exponentials of the part's scores; minus
-            infinity where none of its tokens is seen.
+        log_sums: float32, or float64, `[batch, heads, rows]`, natural log of the sum of the exponentials of the part's
+            scores; minus infinity where none of its tokens is seen.
     """
 
     out: torch.Tensor
     log_sums: torch.Tensor
+
+
+def widest(*tensors: torch.Tensor) -> torch.dtype:
+    """float64 if one of them is of it, else float32."""
+    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
 
 
 def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> Found:
@@ -74,4 +79,5 @@ class MergedAttention:
         share = torch.sigmoid(last.log_sums - self.found.log_sums)
         if is_masked:
             share.masked_fill_(last.log_sums.isneginf(), 0)
-        return self.found.out.float().lerp_(last.out.float(), share.unsqueeze(-1))
+        dtype = widest(self.found.out, last.out)
+        return self.found.out.to(dtype).lerp_(last.out.to(dtype), share.unsqueeze(-1).to(dtype))

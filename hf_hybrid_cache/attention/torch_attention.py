@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from .merging import Found, MergedAttention
+from .merging import Found, MergedAttention, widest
 
 _LOWEST = torch.finfo(torch.float32).min
 # That the plain way takes at once: it puts scores, and keys and values in float32, into memory.
@@ -20,7 +20,7 @@ def attend_by_torch(
     Attend to keys and values on the device that they are on.
 
     Args:
-        query: `[batch, heads, rows, key_dim]`, on that device.
+        query: `[batch, heads, rows, key_dim]`, on that device. Types may differ, as under autocast.
         keys: `[batch, heads, tokens, key_dim]`, at least one token.
         values: `[batch, heads, tokens, value_dim]`.
         mask: boolean (true where a token is seen) or added to the scores; `[batch, heads, rows, tokens]`, where any of
@@ -28,13 +28,14 @@ def attend_by_torch(
         scale: of the scores; `None` for `key_dim ** -0.5`.
 
     Returns:
-        Of the query's type or float32, see `Found`.
+        Of the query's type or float32, or float64 where anything is, see `Found`.
     """
     key_dim, value_dim = keys.shape[3], values.shape[3]
-    if query.is_cpu and key_dim == value_dim:
+    has_one_type = query.dtype == keys.dtype == values.dtype
+    if query.is_cpu and key_dim == value_dim and has_one_type:
         return _attend_on_cpu(query, keys, values, mask, scale)
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.is_cuda and is_half and key_dim == value_dim <= _LONGEST_FLASH_HEAD and mask is None:
+    if query.is_cuda and is_half and has_one_type and key_dim == value_dim <= _LONGEST_FLASH_HEAD and mask is None:
         return _attend_on_cuda(query, keys, values, scale)
     return attend_plainly(query, keys, values, mask, scale)
 
@@ -42,18 +43,19 @@ def attend_by_torch(
 def attend_plainly(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> Found:
-    """`attend_by_torch` as it is written, in float32, for any device, type, width and mask."""
-    rows = query.float() * (query.shape[3] ** -0.5 if scale is None else scale)
+    """`attend_by_torch` as it is written, in float32 or float64, for any device, types, width and mask."""
+    dtype = widest(query, keys, values)
+    rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
     merged = MergedAttention()
     for start in range(0, keys.shape[2], _PLAIN_TOKENS):
         tokens = slice(start, start + _PLAIN_TOKENS)
-        scores = rows @ keys[:, :, tokens].float().mT
+        scores = rows @ keys[:, :, tokens].to(dtype).mT
         if mask is not None:
-            scores += _as_bias(mask[..., tokens], torch.float32)
+            scores += _as_bias(mask[..., tokens], dtype)
         log_sums = scores.logsumexp(dim=-1)
         # Where no token is seen all weights are 0.
         weights = torch.exp(scores - log_sums.clamp_min(_LOWEST).unsqueeze(-1))
-        merged.add(Found(weights @ values[:, :, tokens].float(), log_sums))
+        merged.add(Found(weights @ values[:, :, tokens].to(dtype), log_sums))
     assert merged.found is not None
     return merged.found
 

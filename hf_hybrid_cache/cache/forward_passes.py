@@ -33,6 +33,7 @@ class ForwardPasses:
         self._reached: set[int] = set()
         self._accesses: set[tuple[int, str]] = set()
         self._last = -1
+        self._last_of_pass_before = -1
 
     def begins_with(self, layer: int, access: str | None = None) -> bool:
         """
@@ -47,7 +48,9 @@ class ForwardPasses:
     def note_access(self, layer: int, access: str) -> None:
         """Note that a pass reads or writes states of a layer; arguments as of `begins_with`."""
         if self.begins_with(layer, access):
+            before = self._last
             self.reset()
+            self._last_of_pass_before = before
         self._last = layer
         self._accesses.add((layer, access))
         if layer in self._expected:
@@ -59,7 +62,16 @@ class ForwardPasses:
         """Forget all passes."""
         self._reached.clear()
         self._accesses.clear()
-        self._last = -1
+        self._last = self._last_of_pass_before = -1
+
+    @property
+    def have_ended_alike(self) -> bool:
+        """Whether the last two passes have ended at the same layer, which is the model's last one then."""
+        return self._last >= 0 and self._last == self._last_of_pass_before
+
+    def note_difference(self) -> None:
+        """Note that passes before this one have ended before the model's last layer."""
+        self._last_of_pass_before = -1
 
     @property
     def is_unfinished(self) -> bool:

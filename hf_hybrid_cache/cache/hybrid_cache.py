@@ -40,6 +40,7 @@ from ..storage import (
     can_page_lock,
     require_host_bytes,
 )
+from .callers import border_that_drops_the_cache, length_of_whole_prompt
 from .forward_passes import ForwardPasses
 from .slow_steps import SlowSteps
 
@@ -142,7 +143,10 @@ class HybridCache(DynamicCache):
                 "available here. Use pin_memory=None to decide by device."
             )
 
+        text_config = config.get_text_config(decoder=True)
         layers: list[Any] = DynamicCache(config=config).layers
+        # Of encoders and decoders with different numbers of layers transformers has the encoder's.
+        del layers[getattr(text_config, "num_decoder_layers", None) or len(layers) :]
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
         codecs = {index: each for index, each in given.items() if each is not None}
@@ -151,7 +155,6 @@ class HybridCache(DynamicCache):
         for argument, indices in named.items():
             if unknown := sorted(set(indices).difference(ours)):
                 raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
-        text_config = config.get_text_config(decoder=True)
         if not ours:
             _warn_of_nothing_to_do(text_config, layers)
         context = getattr(text_config, "max_position_embeddings", None) or 0
@@ -162,7 +165,10 @@ class HybridCache(DynamicCache):
         self._steps = SlowSteps()
         self._first, self._last = (ours[0], ours[-1]) if ours else (-1, -1)
         self._was_asked_half_way = False
-        self._num_counting = _layers_up_to_the_last_that_counts(text_config, len(layers))
+        self._tokens_before = 0
+        # Of two forms of rotary embedding, one for short and one for long contexts.
+        self._may_leave_border = hasattr(text_config, "original_max_position_embeddings")
+        self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
@@ -231,6 +237,8 @@ class HybridCache(DynamicCache):
                 "layers. Make it with the config of this model, model.config."
             )
         self._note_access(layer_idx, "keys and values")
+        if self._tokens_before and not super().get_seq_length(layer_idx):
+            self._require_reached_before(layer_idx)
         if layer_idx in (self._first, self._last) and key_states.shape[2] == 1 and key_states.is_cpu:
             self._note_step(layer_idx, key_states.shape[0])
         try:
@@ -286,6 +294,7 @@ class HybridCache(DynamicCache):
         """
         self._require_finished()
         self._require_whole()
+        self._require_all_reached()
         num_tokens = self._num_tokens
         if token_ids is not None and (
             token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point()
@@ -472,10 +481,36 @@ class HybridCache(DynamicCache):
 
         Within a forward pass these differ, and some models ask there. A pass that begins while they differ is refused
         with `IncompleteCacheError`.
+
+        Raises:
+            ValueError: `generate` is about to continue what is stored with a prompt that is not longer.
         """
         first, last = self._lengths_of_ends()
         self._was_asked_half_way = first != last or self._passes.is_unfinished
+        if first:
+            prompt = length_of_whole_prompt("_prefill")
+            if prompt is not None and prompt <= first:
+                self._require_finished()
+                self._require_all_reached()
+                raise self._nothing_to_compute(f"the prompt of {prompt:,} tokens")
+        if self._may_leave_border:
+            self._warn_if_dropped(first)
         return super().get_seq_length(layer_idx)
+
+    def activate_past_recording(self) -> None:
+        """
+        Prepare for tokens that are taken back, in layers that cannot do so otherwise.
+
+        Raises:
+            ValueError: assisted decoding is about to compute the whole prompt, with some tokens stored already.
+        """
+        if self._num_tokens and length_of_whole_prompt("_assisted_decoding") is not None:
+            raise ValueError(
+                "Assisted decoding and prompt lookup compute the whole prompt, and the cache holds "
+                f"{self._num_tokens:,} tokens already: those of the prompt would be in it twice. Use a new cache, or "
+                "generate without an assistant and prompt_lookup_num_tokens."
+            )
+        super().activate_past_recording()
 
     @outside_of_graphs
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -489,11 +524,7 @@ class HybridCache(DynamicCache):
         if query_length == 0 or self._passes.begins_with(layer_idx):
             self._require_finished()
         if query_length == 0:
-            raise ValueError(
-                f"There are no tokens to compute: the prompt is not longer than the {self._num_tokens:,} tokens that "
-                "the cache holds already. A cache goes on with the text that is in it; for another one use a new "
-                "cache, or cache.reset()."
-            )
+            raise self._nothing_to_compute("the prompt")
         return super().get_mask_sizes(query_length, layer_idx)
 
     def drop_unfinished(self) -> None:
@@ -506,9 +537,10 @@ class HybridCache(DynamicCache):
             IncompleteCacheError: layers of transformers' own took part, which cannot go back: call `reset`.
         """
         kept, longer = sorted(self._lengths_of_ends())
-        if kept == longer and not self._passes.is_unfinished:
+        may_lack_layers = self._may_lack_layers()
+        if kept == longer and not may_lack_layers and not self._passes.is_unfinished:
             return
-        if kept == 0:
+        if kept == 0 or may_lack_layers:
             self.reset()
             return
         theirs = [layer for layer in self.layers if not isinstance(layer, HybridLayer) and list(tensors_of(layer))]
@@ -531,6 +563,7 @@ class HybridCache(DynamicCache):
             self._stores.cpu_share.reset()
         self._passes.reset()
         self._was_asked_half_way = False
+        self._tokens_before = 0
         self.stats.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -579,17 +612,50 @@ class HybridCache(DynamicCache):
         return self._lengths_of_ends()[0]
 
     def _lengths_of_ends(self) -> tuple[int, int]:
-        """Tokens in the first and the last layer of attention, which differ if something did not reach all layers."""
-        first, last = (
-            next((layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)), 0)
-            for layers in (self.layers, reversed(self.layers[: self._num_counting]))
+        """
+        Tokens in the first and the last layer of attention, which differ if something did not reach all layers.
+
+        The last one is the last that holds any: models may have fewer layers than their config says.
+        """
+        lengths = (layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))
+        first = next(lengths, 0)
+        for index in range(len(self.layers) - 1, -1, -1):
+            layer = self.layers[index]
+            if index not in self._of_images and isinstance(layer, CacheLayerMixin):
+                length = layer.get_seq_length()
+                if length:
+                    return first, length
+        return first, 0
+
+    def _may_lack_layers(self) -> bool:
+        """
+        Whether the last layers of attention hold nothing, and only one forward pass has ended before them.
+
+        Something may have ended it half-way. A model that has fewer layers than its config says ends all of them there.
+        """
+        if self._passes.have_ended_alike or not self._num_tokens:
+            return False
+        *_, last = (
+            layer
+            for index, layer in enumerate(self.layers)
+            if index not in self._of_images and isinstance(layer, CacheLayerMixin)
         )
-        return first, last
+        return last.get_seq_length() == 0
+
+    def _require_all_reached(self) -> None:
+        if self._may_lack_layers():
+            raise IncompleteCacheError(
+                "The last layers hold nothing: something ended a forward pass half-way, or the model has fewer layers "
+                f"than the {len(self.layers)} of its config. Call cache.reset(), or make the cache with a config that "
+                "has the number of layers in num_hidden_layers."
+            )
 
     def _note_access(self, layer_idx: int, access: str) -> None:
         """Note that a forward pass comes to a layer; if it is another pass, the length it was told must be true."""
-        if self._was_asked_half_way and self._passes.begins_with(layer_idx, access):
-            self._require_finished()
+        if self._passes.begins_with(layer_idx, access):
+            if self._was_asked_half_way:
+                self._require_finished()
+            self._tokens_before = self._num_tokens
         self._was_asked_half_way = False
         self._passes.note_access(layer_idx, access)
 
@@ -599,6 +665,36 @@ class HybridCache(DynamicCache):
             self._steps.begin(super().get_seq_length(layer_idx), batch)
         else:
             self._steps.end()
+
+    def _nothing_to_compute(self, prompt: str) -> ValueError:
+        return ValueError(
+            f"There are no tokens to compute: {prompt} is not longer than the {self._num_tokens:,} tokens that the "
+            "cache holds already. A cache goes on with the text that is in it: pass the whole conversation as the "
+            "prompt, or for another text use a new cache, or cache.reset()."
+        )
+
+    def _warn_if_dropped(self, num_tokens: int) -> None:
+        border = border_that_drops_the_cache(num_tokens)
+        if border is None:
+            return
+        self._may_leave_border = False
+        warnings.warn(
+            f"The model goes on without this cache, which stays at {num_tokens:,} tokens: beyond {border:,} tokens its "
+            "rotary embedding is another one, and transformers computes all tokens again, into a DynamicCache of its "
+            f"own. Keep prompt and answer within {border:,} tokens, or fill the cache beyond them in one call of the "
+            "model before generate: model(ids, past_key_values=cache, logits_to_keep=1).",
+            stacklevel=2,
+        )
+
+    def _require_reached_before(self, layer_idx: int) -> None:
+        """A layer without tokens is one that passes before this one did not come to, so they were not whole."""
+        if layer_idx in self._of_images:
+            return
+        self._passes.note_difference()
+        raise IncompleteCacheError(
+            f"An error or an interruption ended an earlier forward pass half-way: layer {layer_idx} holds nothing, and "
+            f"those before it hold {self._tokens_before:,} tokens. Call cache.reset(), or use a new cache."
+        )
 
     def _require_finished(self) -> None:
         if self._passes.is_unfinished:
@@ -748,12 +844,6 @@ def _stack_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _layers_up_to_the_last_that_counts(config: PreTrainedConfig, num_layers: int) -> int:
-    """Without the last ones if those attend to an image: they hold nothing where there is none."""
-    of_images = set(getattr(config, "cross_attention_layers", None) or ())
-    return max((index + 1 for index in range(num_layers) if index not in of_images), default=num_layers)
 
 
 def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:

@@ -1,6 +1,6 @@
 """One full-attention layer of a hybrid cache."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,9 +8,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import CodeAttention, KeyIndex, handles_of, observed
-from ..storage import CodedStore, KVShape, KVStore, SplitStore, StreamedStore, TokenBuffer
+from ..storage import CodedStore, KVShape, KVStore, Pair, SharedStore, SplitStore, StreamedStore, TokenBuffer
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
+from .lent_states import LentStates
 
 # Assisted decoding checks up to so many at once.
 _FEW_TOKENS = 16
@@ -28,7 +29,6 @@ class HybridLayer(CacheLayerMixin):
         stores: where the layer gets its store, once the first states tell their shape.
 
     Attributes:
-        store: what the layer holds; `None` before the first states.
         is_attended_on_cpu: whether the store is one for attention on the CPU.
         is_attended_in_codes: whether a kernel attends to its coded blocks on the device of the model.
     """
@@ -45,23 +45,84 @@ class HybridLayer(CacheLayerMixin):
         self._selection = stores.selection_of(layer_idx)
         self._code_attention = CodeAttention()
         self.is_attended_on_cpu = self.is_attended_in_codes = False
-        self.store: KVStore | None = None
+        self._store: KVStore | None = None
+        self._lent: LentStates | None = None
+
+    @property
+    def store(self) -> KVStore | None:
+        """What the layer holds, with the edits that a caller has made; `None` before the first states."""
+        self._take_edits()
+        return self._store
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        return self.store is not None
+        return self._store is not None
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first."""
-        store = self._usable_store()
-        return None if store is None else store.read()[0]
+    def keys(self) -> torch.Tensor | None:
+        """
+        All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first.
+
+        A copy, which stays as it is. What is written into it in place by operations of torch, or assigned, is stored
+        when the layer is used next, as by `set`. Once the layer has new tokens it is the caller's alone.
+        """
+        return self._lend(0)
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._assign(0, states)
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def values(self) -> torch.Tensor | None:
         """All values, like `keys`."""
-        store = self._usable_store()
-        return None if store is None else store.read()[1]
+        return self._lend(1)
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._assign(1, states)
+
+    def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """
+        Hold these states instead of those that are stored.
+
+        Of a quantized layer the tokens before the first one that differs stay as their codes have them, the others are
+        coded anew as new tokens are.
+
+        Args:
+            keys: `[batch, num_kv_heads, tokens, head_dim]`.
+            values: the same, but for its own head_dim where the model has one.
+
+        Raises:
+            ValueError: they do not fit each other, or there are no codes for some of them.
+            RuntimeError: processes keep a share of the layer each.
+            HostMemoryError: host memory would not suffice.
+
+        The layer holds what it did then.
+        """
+        self._lent = None
+        self._require_states(keys, values)
+        old = self._usable_store()
+        if isinstance(old, SharedStore):
+            raise RuntimeError(
+                f"Layer {self.layer_idx} is shared by {self._stores.num_processes} processes, and its states cannot be "
+                "set, or edited in place. Edit a cache without group=, save it, and load it with group=."
+            )
+        shape = KVShape.of(keys, values)
+        if old is None or old.shape != shape:
+            self._replace_store(shape, lambda new: new.extend(keys, values))
+            return
+        held = old.read()
+        first = _first_difference(held, (keys, values))
+        if first == old.num_tokens == keys.shape[2]:
+            return
+        try:
+            self._truncate(old, first)
+            old.extend(keys[:, :, first:], values[:, :, first:])
+        except BaseException:
+            if old.is_intact:
+                self._truncate(old, first)
+                old.extend(*(states[:, :, first:] for states in held))
+            raise
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
@@ -69,8 +130,8 @@ class HybridLayer(CacheLayerMixin):
     def start(self, shape: KVShape) -> KVStore:
         """Make the layer's store, empty, for states of this shape."""
         self._adopt(*self._make_store(shape))
-        assert self.store is not None
-        return self.store
+        assert self._store is not None
+        return self._store
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -85,9 +146,8 @@ class HybridLayer(CacheLayerMixin):
             **kwargs: ignored likewise.
 
         Returns:
-            Keys and values, `[batch, num_kv_heads, tokens, head_dim]`. Views of what is stored: to be read, not kept
-            while tokens are removed. Handles (`handles.py`) where they are attended to as they are stored: to be used
-            before the cache changes.
+            Keys and values, `[batch, num_kv_heads, tokens, head_dim]`, to be read and not written to. Handles
+            (`handles.py`) where they are attended to as they are stored: to be used before the cache changes.
 
         Raises:
             ValueError: the states do not fit each other, or what is stored.
@@ -101,17 +161,18 @@ class HybridLayer(CacheLayerMixin):
         `IncompleteCacheError`.
         """
         self._usable_store()
+        self._lent = None
         self._check(key_states, value_states)
         self._stores.note_pass(self._ordinal)
-        if self.store is None:
+        if self._store is None:
             self.lazy_initialization(key_states, value_states)
-        assert self.store is not None
+        assert self._store is not None
         needs_states = self._stores.needs_states
         if self.is_attended_on_cpu and needs_states:
             self._stores.attention.decline()
         if self.is_attended_on_cpu and self._stores.attention.is_declined:
-            self._move(self.store.shape)
-        store = self.store
+            self._move(self._store.shape)
+        store = self._store
         watched = store if store.wants_queries else None
         if watched is not None:
             self._stores.note_holding(watched)
@@ -148,7 +209,9 @@ class HybridLayer(CacheLayerMixin):
         store.extend(keys, values)
 
     def get_seq_length(self) -> int:
-        return 0 if self.store is None else self.store.num_tokens
+        if self._lent is not None and (assigned := self._lent.assigned_tokens) is not None:
+            return assigned
+        return 0 if self._store is None else self._store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask must cover when `query_length` tokens come next."""
@@ -174,10 +237,8 @@ class HybridLayer(CacheLayerMixin):
             )
         store = self._usable_store()
         if store is not None:
-            kept = max(0, store.num_tokens + tokens_to_remove)
-            if self._selection is not None:
-                self._selection.index.truncate(store.tokens_on_host(kept) if isinstance(store, SplitStore) else kept)
-            store.truncate(kept)
+            self._lent = None
+            self._truncate(store, max(0, store.num_tokens + tokens_to_remove))
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """
@@ -186,7 +247,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
-        store = self.store
+        store = self._store
         if store is None or not store.is_intact:  # what is not whole says so at its next use
             return
         now = store.shape
@@ -196,9 +257,10 @@ class HybridLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        self._lent = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         if self._selection is not None:
             self._selection.reset()
         self._code_attention.reset()
@@ -209,18 +271,18 @@ class HybridLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times, copies side by side."""
-        if self.store is not None:
-            self._select_batch(torch.arange(self.store.shape.batch).repeat_interleave(repeats))
+        if self._store is not None:
+            self._select_batch(torch.arange(self._store.shape.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
-        if self.store is not None:
-            self._select_batch(torch.arange(self.store.shape.batch)[torch.as_tensor(indices, device="cpu")])
+        if self._store is not None:
+            self._select_batch(torch.arange(self._store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Everything that holds memory for this layer alone."""
         index = () if self._selection is None else self._selection.index.buffers()
-        return *(() if self.store is None else self.store.buffers()), *index
+        return *(() if self._store is None else self._store.buffers()), *index
 
     @property
     def index(self) -> KeyIndex | None:
@@ -249,20 +311,88 @@ class HybridLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing to do: a layer fetches those that follow it."""
 
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that are kept because a caller may write to them."""
+        return 0 if self._lent is None else self._lent.held_bytes
+
+    def let_lent_go(self) -> None:
+        """Store what a caller has written, and keep no memory for more."""
+        self._take_edits()
+        if self._lent is not None:
+            self._lent.let_go()
+
+    def _lend(self, role: int) -> torch.Tensor | None:
+        """The keys (0) or the values (1), for a caller to keep or to edit."""
+        states = None if self._lent is None else self._lent.get(role)
+        if states is not None:
+            return states
+        store = self._usable_store()
+        if store is None:
+            return None
+        with torch.inference_mode(False):
+            self._lent = LentStates(store.read_copy())
+        self._stores.recently_lent.note(self)
+        return self._lent.get(role)
+
+    def _assign(self, role: int, states: torch.Tensor | None) -> None:
+        if not isinstance(states, torch.Tensor) or states.dim() != 4:
+            given = list(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
+            raise ValueError(
+                f"Layer {self.layer_idx} takes keys and values [batch, num_kv_heads, tokens, head_dim], got {given}. "
+                "To forget them call reset()."
+            )
+        self._lend(role)
+        self._lent = self._lent or LentStates(None)
+        self._lent.assign(role, states)
+
+    def _take_edits(self) -> None:
+        """Store what a caller has written to states that were read, or has assigned."""
+        lent = self._lent
+        if lent is None or not lent.is_edited:
+            return
+        keys, values = lent.get(0), lent.get(1)
+        if keys is None or values is None:
+            self._lent = None
+            lost = "keys" if keys is None else "values"
+            raise RuntimeError(
+                f"Keys or values of layer {self.layer_idx} were edited, and the layer cannot take that: its {lost} are "
+                "not there any more, or were never assigned. Call layer.set(keys, values) with both."
+            )
+        if lent.assigned_tokens is not None:
+            self._require_states(keys, values)
+        self.set(keys, values)
+        if lent.assigned_tokens is None:
+            lent.forget_edits()
+            self._lent = lent
+
+    def _truncate(self, store: KVStore, num_tokens: int) -> None:
+        if self._selection is not None:
+            indexed = store.tokens_on_host(num_tokens) if isinstance(store, SplitStore) else num_tokens
+            self._selection.index.truncate(indexed)
+        store.truncate(num_tokens)
+
     def _move(self, shape: KVShape) -> None:
         """Put what is stored into a store for `shape`."""
-        old = self.store
+        old = self._store
         assert old is not None
+        self._replace_store(shape, lambda new: new.take_from(old))
+
+    def _replace_store(self, shape: KVShape, fill: Callable[[KVStore], None]) -> None:
+        """Have a store for `shape`, which `fill` fills, instead of the one that there may be."""
+        old = self._store
         new, is_attended_on_cpu = self._make_store(shape)
         try:
-            new.take_from(old)
+            fill(new)
         except BaseException:
             new.close()
             raise
+        self._lent = None
         self._adopt(new, is_attended_on_cpu)
         if self._selection is not None:
             self._selection.reset()
-        old.close()
+        if old is not None:
+            old.close()
 
     def _make_store(self, shape: KVShape) -> tuple[KVStore, bool]:
         """A store, and whether it is attended to on the CPU."""
@@ -276,13 +406,14 @@ class HybridLayer(CacheLayerMixin):
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
         is_attended_in_codes = self._stores.attends_in_codes(self.layer_idx, self._ordinal, store.shape)
         # Nothing is called between these, so that no interruption comes between them.
-        self.store = store
+        self._store = store
         self.is_attended_on_cpu = is_attended_on_cpu
         self.is_attended_in_codes = is_attended_in_codes
 
     def _usable_store(self) -> KVStore | None:
         """The store, if it is whole."""
-        store = self.store
+        self._take_edits()
+        store = self._store
         if self._stores.unfinished is not None or (store is not None and not store.is_intact):
             raise IncompleteCacheError(
                 f"An error or an interruption ended {self._stores.unfinished or f'a change of layer {self.layer_idx}'} "
@@ -297,24 +428,26 @@ class HybridLayer(CacheLayerMixin):
         return not store.fits_on_device(new_tokens)
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
-        assert self.store is not None
+        assert self._store is not None
         if self._stores.placement.offload:
             advice = "Pass prefill_chunk_size=512 to generate, or fewer resident_layers or cpu_decode=True to the cache"
         else:
             advice = "Use OffloadedHybridCache, which keeps them in host memory, or QuantizedHybridCache(offload=True)"
         return DeviceMemoryError(
             f"The device has no room for {new_tokens:,} more tokens of layer {self.layer_idx}, which holds "
-            f"{self.store.num_tokens:,} ({self.store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "
+            f"{self._store.num_tokens:,} ({self._store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "
             f"The device said: {str(error).splitlines()[0]}"
         )
 
     def _select_batch(self, indices: torch.Tensor) -> None:
         store = self._usable_store()
+        self._lent = None
         if store is not None and store.num_tokens > 0:
             with nullcontext() if self._selection is None else self._selection.index.following(indices):
                 store.select_batch(indices)
 
-    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    @staticmethod
+    def _require_states(keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
             raise ValueError(
                 "Keys and values must be [batch, num_kv_heads, tokens, head_dim] with the same first three sizes on "
@@ -325,18 +458,30 @@ class HybridLayer(CacheLayerMixin):
                 "This cache writes in place and keeps no gradients, but the new states require them. Run the model "
                 "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
             )
-        if self.store is None:
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._require_states(keys, values)
+        if self._store is None:
             return
         shape = KVShape.of(keys, values)
-        if shape == self.store.shape:
+        if shape == self._store.shape:
             return
-        if self.store.num_tokens > 0:
+        if self._store.num_tokens > 0:
             raise ValueError(
-                f"Layer {self.layer_idx} holds {self.store.num_tokens:,} tokens of {self.store.shape}; the new states "
-                f"are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
-                "batch_repeat_interleave or batch_select_indices."
+                f"Layer {self.layer_idx} holds {self._store.num_tokens:,} tokens of {self._store.shape}; the new "
+                f"states are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's "
+                "batch with batch_repeat_interleave or batch_select_indices."
             )
         self.reset()
+
+
+def _first_difference(held: Pair, states: Pair) -> int:
+    """The first token of which keys or values differ; how many both have if there is none."""
+    tokens = min(held[0].shape[2], states[0].shape[2])
+    differ = torch.zeros(tokens, dtype=torch.bool, device=held[0].device)
+    for old, new in zip(held, states, strict=True):
+        differ |= (old[:, :, :tokens] != new[:, :, :tokens]).any(dim=3).any(dim=1).any(dim=0)
+    return int(differ.to(torch.uint8).argmax()) if differ.any() else tokens
 
 
 def _is_streamed(store: KVStore) -> bool:

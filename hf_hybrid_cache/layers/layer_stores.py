@@ -37,10 +37,11 @@ from ..storage import (
     full_tokens,
     streams_for,
 )
+from .lent_states import RecentlyLent
 from .placement import Placement
 from .selection import Selection
 
-# That layers may hold, beside the one in use, until they see queries.
+# That layers may hold, beside the one in use, until they see queries, or for callers.
 MOST_HELD_BYTES = 2**29
 # By whether a layer is coded. The share that loses nothing (`experiments.selection`), and that of indexed tokens beyond
 # which reading all is as fast (`experiments.selection_speed`).
@@ -65,6 +66,7 @@ class LayerStores:
 
     Attributes:
         unfinished: the operation on all layers that something ended half-way.
+        recently_lent: layers that callers have read from.
         needs_states: whether the model's attention is another function than those that can be asked for the states, or
             watched.
     """
@@ -103,8 +105,14 @@ class LayerStores:
         self.unfinished: str | None = None
         self.needs_states = False
         self._holding: list[KVStore] = []
+        self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """That keep a share each."""
+        return 1 if self.peers is None else self.peers.size
 
     @property
     def codecs(self) -> dict[int, KVCodec]:

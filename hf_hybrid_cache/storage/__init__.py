@@ -11,7 +11,7 @@ from .file_pages import give_back_file_pages
 from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
-from .kv_store import KVShape, KVStore
+from .kv_store import KVShape, KVStore, Pair
 from .local_store import LocalStore, WholePart
 from .memory_limits import address_space_is_limited
 from .page_lock import can_page_lock
@@ -51,6 +51,7 @@ __all__ = [
     "KVShape",
     "KVStore",
     "LocalStore",
+    "Pair",
     "RecordBuffer",
     "ResidentStore",
     "Scratch",

@@ -208,6 +208,10 @@ class CodedStore(LocalStore):
         self.take_held()  # of which a share is less
         return self.read_into(self._scratch.lend_states(self.shape, self.num_tokens))
 
+    def read_copy(self) -> Pair:
+        self.take_held()
+        return self.read_into(Scratch(self.shape.device).lend_states(self.shape, self.num_tokens))
+
     def read_into(self, states: Pair) -> Pair:
         """All states, written to `states` on the compute device, `[batch, num_kv_heads, num_tokens, head_dim]`."""
         self.take_held()

@@ -3,7 +3,7 @@
 import torch
 
 from .address_space import AddressSpace, reserve
-from .host_memory import HostMemoryError
+from .host_memory import HostMemoryError, require_host_bytes
 from .memory_limits import address_space_is_limited, tightest_limit
 from .token_buffer import TokenBuffer
 
@@ -59,7 +59,16 @@ class HostBuffer(TokenBuffer):
         return num_tokens
 
     def _grow(self, num_tokens: int, keep: int) -> None:
-        whole = max(num_tokens, self.expected_tokens, 2 * self.capacity)
+        self._take_memory(num_tokens, max(num_tokens, self.expected_tokens, 2 * self.capacity), keep)
+
+    def _take_other_memory(self, keep: int) -> None:
+        committed = self._committed_tokens
+        require_host_bytes(keep * self.bytes_per_token, f"To keep {keep:,} tokens beside states that are held needs")
+        self._take_memory(committed, max(committed, self.capacity), keep)
+        self._commit(committed)
+
+    def _take_memory(self, num_tokens: int, whole: int, keep: int) -> None:
+        """Move the first `keep` tokens to address space for `whole`, or memory for `num_tokens` where none is had."""
         for size in [num_tokens] if address_space_is_limited() else [whole, num_tokens]:
             space = self._reserve(size)
             if space is not None:

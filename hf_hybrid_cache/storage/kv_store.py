@@ -134,6 +134,11 @@ class KVStore(ABC):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, on the compute device."""
 
+    def read_copy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in memory that is not the store's."""
+        keys, values = self.read()
+        return keys.clone(), values.clone()
+
     @abstractmethod
     def take_from(self, other: "KVStore") -> None:
         """Store, in this empty store, what is in another one of the same kind for another device or type."""

@@ -45,12 +45,22 @@ class ResidentStore(BufferedStore):
     def remove(self, start: int, end: int) -> None:
         """Forget tokens `start` to `end`; those after them take their places, as many at a time as do not overlap."""
         count = end - start
+        self._leave_to_holders(self.num_tokens)
         with self._changing():
             for at in range(end, self.num_tokens, count):
                 keys, values = self.read_range(at, min(at + count, self.num_tokens))
                 self.keys.write(at - count, keys)
                 self.values.write(at - count, values)
             self._set_length(self.num_tokens - count)
+
+    def truncate(self, num_tokens: int) -> None:
+        if num_tokens < self.num_tokens:
+            self._leave_to_holders(num_tokens)
+        super().truncate(num_tokens)
+
+    def _leave_to_holders(self, keep: int) -> None:
+        for buffer in self.buffers():
+            buffer.leave_to_holders(keep)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.extend(keys, values)

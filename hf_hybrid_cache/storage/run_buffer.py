@@ -34,6 +34,7 @@ class RunBuffer(HostBuffer):
     """
 
     row_entries = 1
+    is_lent = False  # states are copied out of rows
 
     def __init__(
         self,

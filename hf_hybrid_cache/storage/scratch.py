@@ -1,32 +1,26 @@
 """Memory that a cache's layers take turns in, for states that are made anew for each use."""
 
-import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 
 from .host_memory import require_host_bytes
 from .kv_store import KVShape, Pair
+from .storage_uses import StorageUses
 
 
-@dataclass(eq=False)
 class _Piece:
-    data: torch.Tensor
-    lent: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    def __init__(self, data: torch.Tensor):
+        self.data = data
+        self._uses = StorageUses(data)
 
     @property
     def is_free(self) -> bool:
-        self.lent = [view for view in self.lent if view() is not None]
-        return not self.lent
+        return not self._uses.is_shared
 
 
 class Scratch:
-    """
-    Lends memory on one device, and lends it again once nobody holds the tensor that was lent.
-
-    A slice of that tensor does not keep it.
-    """
+    """Lends memory on one device, and lends it again once nobody holds a tensor in it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -69,9 +63,7 @@ class Scratch:
                 piece = _Piece(torch.empty(_with_slack(num_bytes), dtype=torch.uint8, device=self._device))
             self._pieces.append(piece)
         with torch.inference_mode(False):
-            view = piece.data[:num_bytes].view(dtype).view(shape)
-        piece.lent.append(weakref.ref(view))
-        return view
+            return piece.data[:num_bytes].view(dtype).view(shape)
 
     def lend_states(self, shape: KVShape, num_tokens: int) -> Pair:
         """Room for the keys and the values of so many tokens of a layer, like `lend`."""

@@ -90,7 +90,6 @@ class Slot:
         self._streams = streams
         self._owner: weakref.ref[StagedStore] | None = None
         self.first = self.num_tokens = 0
-        self._lent: list[weakref.ref[torch.Tensor]] = []
         self._build(shape)
 
     @property
@@ -139,15 +138,13 @@ class Slot:
         self.values.write(start - self.first, values)
 
     def lend(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of tokens `start` to `end`. The slot keeps its content as long as anyone holds one of them."""
+        """Views of tokens `start` to `end`. The slot keeps its content as long as anyone holds a part of one."""
         start, end = start - self.first, end - self.first
-        views = self.keys.read_range(start, end), self.values.read_range(start, end)
-        self._lent = [view for view in self._lent if view() is not None] + [weakref.ref(view) for view in views]
-        return views
+        return self.keys.read_range(start, end), self.values.read_range(start, end)
 
     @property
     def is_lent(self) -> bool:
-        return any(view() is not None for view in self._lent)
+        return self.keys.is_lent or self.values.is_lent
 
 
 class Staging:
@@ -267,13 +264,15 @@ class Staging:
         if slot is not None:
             slot.first = slot.num_tokens = 0
             if slot.is_lent:
-                slot.owner = None
+                self._let_go(slot)
 
     def truncate(self, store: StagedStore) -> None:
         """The device copy of `store` ends where it does: other tokens may follow on the host alone."""
         slot = self._slot_of(store)
-        if slot is not None:
-            slot.num_tokens = min(slot.num_tokens, store.num_tokens)
+        if slot is not None and slot.num_tokens > store.num_tokens:
+            slot.num_tokens = store.num_tokens
+            if slot.is_lent:
+                self._let_go(slot)
 
     def vacate(self, store: StagedStore) -> None:
         """Give up the device copy of `store`, and the memory it is in."""
@@ -304,6 +303,12 @@ class Staging:
                 stacklevel=2,
             )
         return bool(given_up)
+
+    def _let_go(self, slot: Slot) -> None:
+        """Leave a slot to those who hold what is in it."""
+        if slot.owner is not None and slot.owner.resident:
+            self.slots.remove(slot)
+        slot.owner = None
 
     def _slot_of(self, store: StagedStore) -> Slot | None:
         return next((slot for slot in self.slots if slot.owner is store), None)

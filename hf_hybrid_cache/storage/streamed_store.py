@@ -21,8 +21,7 @@ class StreamedStore(HostStore):
     """
     Keys and values in host memory, which is the truth about them; the device holds copies in staging slots.
 
-    What `append` and `read` return stays valid as long as it is held, itself and not a slice of it, and the tokens are
-    stored.
+    What `append` and `read` return stays valid as long as it, or a slice of it, is held.
 
     Args:
         shape: of the states.

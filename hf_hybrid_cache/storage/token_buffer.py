@@ -7,6 +7,7 @@ from typing import Self
 import torch
 
 from .growth import grown_capacity
+from .storage_uses import StorageUses
 
 _COPY_BYTES = 16 * 2**20
 
@@ -92,15 +93,26 @@ class TokenBuffer:
         """The first `num_tokens`, like `read_range`."""
         return self.read_range(0, num_tokens)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody holds a tensor in this memory, such as a slice of what was read."""
+        return self._uses.is_shared
+
+    def leave_to_holders(self, keep: int) -> None:
+        """Before tokens are replaced: go on in other memory, with the first `keep`, if somebody holds what was read."""
+        if self.is_lent:
+            self._take_other_memory(keep)
+
     def select_batch(self, indices: torch.Tensor, num_tokens: int) -> "TokenBuffer":
         """
         The buffer whose sequence `i` is this one's sequence `indices[i]`, for the first `num_tokens`.
 
-        Works in place, a few MiB at a time, when the batch size stays; this buffer must not be used afterwards.
+        Works in place, a few MiB at a time, when the batch size stays and nobody holds what was read; this buffer must
+        not be used afterwards.
         """
         batch, heads, head_dim = self.shape
         target = self
-        if len(indices) != batch:
+        if len(indices) != batch or self.is_lent:
             target = self._emptied((len(indices), heads, head_dim))
             target.ensure(num_tokens, keep=0)
         step = max(1, _COPY_BYTES // max(1, self.bytes_per_token))
@@ -143,6 +155,9 @@ class TokenBuffer:
         self._as_seen(data).narrow(2, 0, keep).copy_(self._seen.narrow(2, 0, keep))
         self._exchange(data)
 
+    def _take_other_memory(self, keep: int) -> None:
+        self._move_to(self._allocate(self.capacity), keep)
+
     def _exchange(self, data: torch.Tensor) -> None:
         self.is_torn = True
         self._adopt(data)
@@ -151,6 +166,7 @@ class TokenBuffer:
     def _adopt(self, data: torch.Tensor) -> None:
         self._data = data
         self._seen = self._as_seen(data)
+        self._uses = StorageUses(data)
 
     def _as_seen(self, data: torch.Tensor) -> torch.Tensor:
         return data.permute(1, 2, 0, 3) if self.token_major else data

@@ -1,0 +1,67 @@
+"""
+What `generate` knows of a prompt and does not tell its cache: read from the frames of transformers' functions.
+
+A cache is asked how long it is, and never what for. Where a function is not as it is here, nothing is read.
+"""
+
+import sys
+from types import FrameType
+from typing import Any
+
+# Between a cache and who asks: decorators, and a cache that holds this one.
+_BETWEEN = (__package__.partition(".")[0], "torch", "functools", "transformers.cache_utils")
+
+
+def length_of_whole_prompt(step: str) -> int | None:
+    """
+    Tokens of the prompt that `generate` is about to compute, those that are stored included.
+
+    Args:
+        step: the function of `generate` that does so.
+
+    Returns:
+        `None` where something else asks, or only the new tokens were given.
+    """
+    frame = _caller()
+    if frame is None or frame.f_code.co_name != step:
+        return None
+    found = frame.f_locals
+    try:
+        options, ids = found["model_kwargs"], found["input_ids"]
+        if found.get("use_inputs_embeds"):
+            return int(options["inputs_embeds"].shape[1])
+        mask = options.get("decoder_attention_mask" if found["self"].config.is_encoder_decoder else "attention_mask")
+        # A mask of ones is dropped, and its length is kept.
+        masked = getattr(found["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
+        return int(masked) if masked == ids.shape[1] else None
+    except (KeyError, AttributeError):
+        return None
+
+
+def border_that_drops_the_cache(num_tokens: int) -> int | None:
+    """
+    The number of tokens up to which a model uses this cache, where it is about to go on without it.
+
+    Models with two forms of rotary embedding, such as Phi-3 with a long context, do so: what they have computed with
+    the form for short contexts does not fit the one for long ones.
+
+    Args:
+        num_tokens: that are stored.
+    """
+    frame = _caller()
+    if frame is None or "original_max_position_embeddings" not in frame.f_code.co_names:
+        return None
+    found = frame.f_locals
+    try:
+        border: Any = found["self"].config.original_max_position_embeddings
+        return int(border) if num_tokens <= border < found["input_ids"].shape[1] else None
+    except (KeyError, AttributeError, TypeError):
+        return None
+
+
+def _caller() -> FrameType | None:
+    """The frame of the function that has asked a cache."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,129 @@
+"""Keys and values that a caller has read from a layer, and what the caller does to them."""
+
+import weakref
+from typing import Protocol
+
+import torch
+
+
+class _Lent:
+    """
+    A tensor that a caller may write to.
+
+    Tensors made of it share its version counter, so a write to a slice counts, also one that is gone by now.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor: torch.Tensor | None = tensor
+        self._reference = weakref.ref(tensor)
+        with torch.inference_mode(False):
+            counter = tensor.detach()
+            counter.data = tensor.new_empty(0)  # it keeps the counter, and no memory
+        self._counter = counter
+        self.forget_edits()
+
+    @property
+    def is_edited(self) -> bool:
+        return self._counter._version != self._seen_version
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self._reference() if self._tensor is None else self._tensor
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._tensor is None else self._tensor.nbytes
+
+    def forget_edits(self) -> None:
+        self._seen_version = self._counter._version
+
+    def let_go(self) -> None:
+        self._tensor = None
+
+
+class LentStates:
+    """
+    Keys and values of a layer as a caller has them, and what was assigned instead.
+
+    Args:
+        states: keys and values that were read, in memory of their own; `None` for those of an empty layer.
+    """
+
+    def __init__(self, states: tuple[torch.Tensor, torch.Tensor] | None):
+        self._lent = [] if states is None else [_Lent(each) for each in states]
+        self._assigned: dict[int, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the layer has lent nothing."""
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the caller has written to them, or assigned others."""
+        return bool(self._assigned) or any(each.is_edited for each in self._lent)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are kept for the caller."""
+        return sum(each.held_bytes for each in self._lent)
+
+    @property
+    def assigned_tokens(self) -> int | None:
+        """Tokens of the keys that were assigned, else of the values; `None` if neither was."""
+        for states in sorted(self._assigned.items()):
+            return states[1].shape[-2]
+        return None
+
+    def assign(self, role: int, states: torch.Tensor) -> None:
+        """Have other keys (0) or values (1)."""
+        self._assigned[role] = states
+
+    def get(self, role: int) -> torch.Tensor | None:
+        """The keys (0) or the values (1); `None` if there are none, or nobody has kept them."""
+        if role in self._assigned:
+            return self._assigned[role]
+        return self._lent[role].tensor if self._lent else None
+
+    def forget_edits(self) -> None:
+        """Note that the layer has what the caller has written."""
+        for each in self._lent:
+            each.forget_edits()
+
+    def let_go(self) -> None:
+        """Keep no memory for the caller any longer; what the caller keeps is still noticed when it is written to."""
+        for each in self._lent:
+            each.let_go()
+
+
+class LendingLayer(Protocol):
+    """What `RecentlyLent` asks of a layer."""
+
+    @property
+    def lent_bytes(self) -> int: ...
+    def let_lent_go(self) -> None: ...
+
+
+class RecentlyLent:
+    """
+    The layers of a cache that were read last.
+
+    They keep what they have lent, because an edit may come and its tensor go before the layer is used: of all layers
+    that would be the whole cache once more.
+
+    Args:
+        most_bytes: that are kept, beside those of the layer that was read last.
+    """
+
+    def __init__(self, most_bytes: int):
+        self._most_bytes = most_bytes
+        self._layers: list[weakref.ref[LendingLayer]] = []
+
+    def __deepcopy__(self, memo: dict) -> "RecentlyLent":
+        return RecentlyLent(self._most_bytes)
+
+    def note(self, layer: LendingLayer) -> None:
+        """Note that a layer has lent its states, and let those that did so long ago take the edits that were made."""
+        alive = [each for reference in self._layers if (each := reference()) is not None]
+        recent = [each for each in alive if each is not layer and each.lent_bytes]
+        while recent and sum(each.lent_bytes for each in recent) > self._most_bytes:
+            recent.pop(0).let_lent_go()
+        self._layers = [weakref.ref(each) for each in (*recent, layer)]
