@@ -655,6 +655,7 @@ class HybridCache(DynamicCache):
         if self._passes.begins_with(layer_idx, access):
             if self._was_asked_half_way:
                 self._require_finished()
+            self._stores.recently_lent.take_edits()
             self._tokens_before = self._num_tokens
         self._was_asked_half_way = False
         self._passes.note_access(layer_idx, access)

@@ -51,7 +51,7 @@ class HybridLayer(CacheLayerMixin):
     @property
     def store(self) -> KVStore | None:
         """What the layer holds, with the edits that a caller has made; `None` before the first states."""
-        self._take_edits()
+        self.take_edits()
         return self._store
 
     @property
@@ -102,11 +102,7 @@ class HybridLayer(CacheLayerMixin):
         self._lent = None
         self._require_states(keys, values)
         old = self._usable_store()
-        if isinstance(old, SharedStore):
-            raise RuntimeError(
-                f"Layer {self.layer_idx} is shared by {self._stores.num_processes} processes, and its states cannot be "
-                "set, or edited in place. Edit a cache without group=, save it, and load it with group=."
-            )
+        self._require_own(old)
         shape = KVShape.of(keys, values)
         if old is None or old.shape != shape:
             self._replace_store(shape, lambda new: new.extend(keys, values))
@@ -316,16 +312,21 @@ class HybridLayer(CacheLayerMixin):
         """Bytes that are kept because a caller may write to them."""
         return 0 if self._lent is None else self._lent.held_bytes
 
+    @property
+    def is_lending(self) -> bool:
+        """Whether a caller has read states since tokens came."""
+        return self._lent is not None
+
     def let_lent_go(self) -> None:
         """Store what a caller has written, and keep no memory for more."""
-        self._take_edits()
+        self.take_edits()
         if self._lent is not None:
             self._lent.let_go()
 
     def _lend(self, role: int) -> torch.Tensor | None:
         """The keys (0) or the values (1), for a caller to keep or to edit."""
         states = None if self._lent is None else self._lent.get(role)
-        if states is not None:
+        if states is not None or (self._store is None and self._lent is not None):
             return states
         store = self._usable_store()
         if store is None:
@@ -343,28 +344,46 @@ class HybridLayer(CacheLayerMixin):
                 "To forget them call reset()."
             )
         self._lend(role)
-        self._lent = self._lent or LentStates(None)
+        if self._lent is None:
+            self._lent = LentStates(None)
+            self._stores.recently_lent.note(self)
         self._lent.assign(role, states)
 
-    def _take_edits(self) -> None:
-        """Store what a caller has written to states that were read, or has assigned."""
+    def take_edits(self) -> None:
+        """
+        Store what a caller has written to states that were read, or has assigned.
+
+        Raises:
+            RuntimeError: that is not there any more, or only keys or only values were assigned.
+            ValueError: keys and values do not fit each other, or there are no codes for some of them.
+        """
         lent = self._lent
         if lent is None or not lent.is_edited:
             return
-        keys, values = lent.get(0), lent.get(1)
+        self._require_own(self._store)
+        stored = (None, None) if self._store is None else self._store.read()
+        keys, values = (lent.edited(role, states) for role, states in enumerate(stored))
         if keys is None or values is None:
-            self._lent = None
+            if lent.assigned_tokens is None:
+                self._lent = None
             lost = "keys" if keys is None else "values"
             raise RuntimeError(
-                f"Keys or values of layer {self.layer_idx} were edited, and the layer cannot take that: its {lost} are "
-                "not there any more, or were never assigned. Call layer.set(keys, values) with both."
+                f"Layer {self.layer_idx} was edited and has no {lost}: they were written to and are gone, or only the "
+                "others were assigned. Call layer.set(keys, values) with both."
             )
-        if lent.assigned_tokens is not None:
-            self._require_states(keys, values)
+        self._require_states(keys, values)
         self.set(keys, values)
         if lent.assigned_tokens is None:
             lent.forget_edits()
             self._lent = lent
+
+    def _require_own(self, store: KVStore | None) -> None:
+        if isinstance(store, SharedStore):
+            self._lent = None
+            raise RuntimeError(
+                f"Layer {self.layer_idx} is shared by {self._stores.num_processes} processes, and its states cannot be "
+                "set, or edited in place. Edit a cache without group=, save it, and load it with group=."
+            )
 
     def _truncate(self, store: KVStore, num_tokens: int) -> None:
         if self._selection is not None:
@@ -412,7 +431,7 @@ class HybridLayer(CacheLayerMixin):
 
     def _usable_store(self) -> KVStore | None:
         """The store, if it is whole."""
-        self._take_edits()
+        self.take_edits()
         store = self._store
         if self._stores.unfinished is not None or (store is not None and not store.is_intact):
             raise IncompleteCacheError(

@@ -83,6 +83,18 @@ class LentStates:
             return self._assigned[role]
         return self._lent[role].tensor if self._lent else None
 
+    def edited(self, role: int, stored: torch.Tensor | None) -> torch.Tensor | None:
+        """
+        The keys (0) or the values (1) as the caller wants them; `None` if they are gone.
+
+        Args:
+            role: which.
+            stored: those that the layer has.
+        """
+        if role in self._assigned:
+            return self._assigned[role]
+        return self._lent[role].tensor if self._lent and self._lent[role].is_edited else stored
+
     def forget_edits(self) -> None:
         """Note that the layer has what the caller has written."""
         for each in self._lent:
@@ -98,16 +110,19 @@ class LendingLayer(Protocol):
     """What `RecentlyLent` asks of a layer."""
 
     @property
+    def is_lending(self) -> bool: ...
+    @property
     def lent_bytes(self) -> int: ...
     def let_lent_go(self) -> None: ...
+    def take_edits(self) -> None: ...
 
 
 class RecentlyLent:
     """
-    The layers of a cache that were read last.
+    The layers of a cache that were read since tokens came.
 
-    They keep what they have lent, because an edit may come and its tensor go before the layer is used: of all layers
-    that would be the whole cache once more.
+    They keep what they have lent, because an edit may come and its tensor go before the layer is used. Of all layers
+    that would be the whole cache once more, so those that were read last do.
 
     Args:
         most_bytes: that are kept, beside those of the layer that was read last.
@@ -122,8 +137,19 @@ class RecentlyLent:
 
     def note(self, layer: LendingLayer) -> None:
         """Note that a layer has lent its states, and let those that did so long ago take the edits that were made."""
-        alive = [each for reference in self._layers if (each := reference()) is not None]
-        recent = [each for each in alive if each is not layer and each.lent_bytes]
-        while recent and sum(each.lent_bytes for each in recent) > self._most_bytes:
-            recent.pop(0).let_lent_go()
-        self._layers = [weakref.ref(each) for each in (*recent, layer)]
+        others = [each for each in self._lending() if each is not layer]
+        held = [each for each in others if each.lent_bytes]
+        while held and sum(each.lent_bytes for each in held) > self._most_bytes:
+            held.pop(0).let_lent_go()
+        self._layers = [weakref.ref(each) for each in (*others, layer)]
+
+    def take_edits(self) -> None:
+        """Let all of them store what callers have written, before a forward pass changes the first one."""
+        if self._layers:
+            for layer in self._lending():
+                layer.take_edits()
+            self._layers = []
+
+    def _lending(self) -> list[LendingLayer]:
+        layers = (reference() for reference in self._layers)
+        return [layer for layer in layers if layer is not None and layer.is_lending]
