@@ -28,7 +28,10 @@ def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None)
             layer, name, {key: moved(item) for key, item in value.items()} if isinstance(value, dict) else moved(value)
         )
     if getattr(layer, "is_initialized", False) and hasattr(layer, "device"):
-        layer.device, layer.dtype = device, dtype or layer.dtype
+        layer.device = device
+        # Layers that only attend have none since transformers 5.24.
+        if dtype is not None and hasattr(layer, "dtype"):
+            layer.dtype = dtype
 
 
 def forget_states_of(layer: Any) -> None:
