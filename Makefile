@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test test-all soak docs lint sweep sweep-gpu gpu gpu-wheels report clean
+.PHONY: demo notebooks test test-all test-newest soak docs lint sweep sweep-gpu gpu gpu-wheels report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -22,6 +22,19 @@ test-all: $(VENV)/.test $(VENV)/.quantizers
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough --simulate tests/accelerator
 	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_quantized_models.py
+
+# The contract with the newest transformers that setup.cfg allows, in a folder beside the environment, or with another one:
+# `make test-newest TRANSFORMERS=transformers==5.17.0`. What transformers needs besides, it may choose.
+TRANSFORMERS ?= $(shell sed -n 's/^ *\(transformers[<>=].*\)/\1/p' setup.cfg)
+CHOSEN := transformers huggingface_hub hf-xet tokenizers safetensors
+test-newest: $(VENV)/.test
+	rm -rf $(VENV)/newest
+	mkdir $(VENV)/newest
+	grep -v $(CHOSEN:%=-e '^%==') constraints.txt > $(VENV)/newest/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/newest/constraints.txt --target $(VENV)/newest "$(TRANSFORMERS)"
+	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" \
+		tests/test_versions.py tests/test_cache_argument.py tests/test_contract.py tests/test_every_architecture.py tests/test_cache.py \
+		tests/test_decode.py tests/test_custom_generate.py tests/test_faults.py tests/test_messages.py tests/test_works_with.py tests/saving
 
 # The tests that search at random, for long: minutes instead of seconds.
 soak: $(VENV)/.test

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from experiments.decoding import prefill
 from experiments.page_rules import OURS, PAGE, RULES
 from experiments.perplexity import divergence
+from hf_hybrid_cache.cache_argument import cache_argument
 
 SINK_TOKENS, RECENT_TOKENS = 64, 64
 ENOUGH = 0.95
@@ -130,7 +131,7 @@ def compare(
 
     def run(attention: Attention) -> torch.Tensor:
         with attending(model, attention):
-            logits = model(ids[:, window - queries : window], past_key_values=cache).logits[0]
+            logits = model(ids[:, window - queries : window], **cache_argument(cache)).logits[0]
         cache.crop(-queries)
         return logits.float().log_softmax(-1)
 

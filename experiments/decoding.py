@@ -6,12 +6,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_hybrid_cache.cache_argument import cache_argument
+
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int = 512) -> torch.Tensor:
     """Run a prompt through the model in chunks; logits after its last token, `[vocabulary]`."""
     for piece in ids.split(chunk, dim=1):
-        logits = model(piece, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(piece, **cache_argument(cache), logits_to_keep=1).logits
     return logits[0, -1]
 
 
@@ -43,5 +45,5 @@ class GreedyDecoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        output = self._model(torch.tensor([self.tokens[-1:]]), past_key_values=self.cache)
+        output = self._model(torch.tensor([self.tokens[-1:]]), **cache_argument(self.cache))
         self.tokens.append(int(output.logits[0, -1].argmax()))

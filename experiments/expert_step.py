@@ -26,6 +26,7 @@ from experiments.random_experts import cut_config, random_model, twin_of
 from experiments.synthetic import fill
 from experiments.timing import medians, samples_in_turns
 from hf_hybrid_cache import get_num_threads, move_experts_to_host, quantize_weights
+from hf_hybrid_cache.cache_argument import cache_argument
 
 DTYPE = torch.bfloat16
 THEIRS = ("eager", "batched_mm", "grouped_mm")
@@ -61,7 +62,7 @@ class Form:
             self.model.set_experts_implementation(self._implementation)
         self.expert_seconds.append(0.0)
         start = perf_counter()
-        self.model(ids, past_key_values=cache, logits_to_keep=1)
+        self.model(ids, **cache_argument(cache), logits_to_keep=1)
         return perf_counter() - start
 
     def _begin(self, *_: Any) -> None:

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from experiments.decoding import prefill
 from experiments.passkey import PREFILL_CHUNK
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, Caches, filled
+from hf_hybrid_cache.cache_argument import cache_argument
 
 OWNERS = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry", "Irene", "Jacob")
 NEEDLE = "\n\nThe pass key of {owner} is {key}. Remember it. {key} is the pass key of {owner}.\n\n"
@@ -69,7 +70,7 @@ def retrieve(
     found = {}
     for name in names:
         cache = filled(caches[name](model.config), prefilled)
-        steps = [model(piece, past_key_values=cache).logits[0].argmax(-1) for piece in follows.split(step_tokens, 1)]
+        steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in follows.split(step_tokens, 1)]
         likely, place, right = torch.cat(steps), 0, []
         for (question, answer), (owner, _) in zip(exam, asked, strict=True):
             place += question.shape[1]

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.decoding import prefill
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, Caches, filled
+from hf_hybrid_cache.cache_argument import cache_argument
 
 NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 # To be completed: SmolLM2-135M-Instruct finds the key more often so than if its chat template asks for it.
@@ -132,7 +133,7 @@ def cell(context: int, outcomes: list[dict[str, Any]], names: list[str]) -> dict
 def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt, step_tokens: int = STEP_TOKENS) -> list[int]:
     """What greedy decoding answers, up to its first wrong token: one pass tells, as it does in speculative decoding."""
     tokens = torch.cat([prompt.question, prompt.answer[:, :-1]], dim=1)
-    steps = [model(piece, past_key_values=cache).logits[0].argmax(-1) for piece in tokens.split(step_tokens, dim=1)]
+    steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in tokens.split(step_tokens, dim=1)]
     expected = prompt.answer[0]
     likely = torch.cat(steps)[-len(expected) :]
     wrong = (likely != expected).nonzero()

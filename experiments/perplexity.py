@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from experiments.decoding import prefill
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, bfloat16_bytes, filled, stored_bytes
+from hf_hybrid_cache.cache_argument import cache_argument
 
 
 def divergence(log_probs: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
@@ -38,7 +39,7 @@ class Score:
     def step(self, model: PreTrainedModel, piece: torch.Tensor) -> torch.Tensor:
         """Logarithms of the next-token probabilities, `[tokens, vocabulary]`."""
         start = time.perf_counter()
-        logits = model(piece, past_key_values=self.cache).logits[0]
+        logits = model(piece, **cache_argument(self.cache)).logits[0]
         self.seconds += time.perf_counter() - start
         return logits.float().log_softmax(-1)
 

@@ -32,6 +32,7 @@ from experiments.perplexity import score_window
 from experiments.quality_caches import CACHES, REFERENCE, STEP_TOKENS, peer_versions, reasons_to_skip
 from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 from experiments.texts import TEXTS, english_ids
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 
 MEASURES = ("perplexity", "greedy", "passkey", "needles", "reparametrized")
@@ -51,7 +52,7 @@ def continue_greedily(model: PreTrainedModel, prompt: torch.Tensor, name: str, n
     output = model.generate(  # type: ignore[operator]
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=CACHES[name](model.config),
+        **cache_argument(CACHES[name](model.config)),
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         do_sample=False,

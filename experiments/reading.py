@@ -12,6 +12,7 @@ from experiments.decoding import prefill
 from experiments.quality_caches import filled, stored_bytes
 from experiments.synthetic import fill
 from experiments.texts import english_ids
+from hf_hybrid_cache.cache_argument import cache_argument
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def read_passage(
         prefill(model, cache, ids[:, :context])
     prompt, following = ids.split([context, steps], dim=1)
     prefilled = filled(DynamicCache(config=model.config), cache, dtype)
-    expected = model(following, past_key_values=cache).logits[0]
+    expected = model(following, **cache_argument(cache)).logits[0]
     return Passage(prompt[0].tolist(), following[0].tolist(), prefilled, expected)
 
 
@@ -78,7 +79,7 @@ class CacheEngine:
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
-        return self._model(torch.tensor([[token]]), past_key_values=self._cache).logits[0, -1]
+        return self._model(torch.tensor([[token]]), **cache_argument(self._cache)).logits[0, -1]
 
     def kv_bytes(self) -> int:
         return stored_bytes(self._cache)

@@ -32,6 +32,7 @@ from experiments.synthetic import fill, kv_bytes
 from experiments.timing import in_turns, medians
 from experiments.turned_keys import HIGHER, turn_keys
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, Selection, quantize_weights
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 
 STOCK, FULL = "DynamicCache", "bfloat16"
@@ -69,7 +70,7 @@ class GivenDecoder:
     def step(self) -> None:
         position, token = next(self._steps)
         place = torch.tensor([[position]])
-        logits = self._model(torch.tensor([[token]]), position_ids=place, past_key_values=self.cache).logits[0, -1]
+        logits = self._model(torch.tensor([[token]]), position_ids=place, **cache_argument(self.cache)).logits[0, -1]
         self.log_probs.append(logits.float().log_softmax(-1))
 
 

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 from experiments.chosen_pages import attending
 from experiments.page_rules import PAGE
+from hf_hybrid_cache.cache_argument import cache_argument
 
 # By which scores of the pages that matter are higher than those of all others.
 HIGHER = 14.0
@@ -50,7 +51,7 @@ def turn_keys(model: PreTrainedModel, cache: DynamicCache, token: int, share: fl
         share: of the pages.
     """
     with attending(model, Turning(share)):
-        model(torch.tensor([[token]]), past_key_values=cache)
+        model(torch.tensor([[token]]), **cache_argument(cache))
     cache.crop(-1)
 
 

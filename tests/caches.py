@@ -19,6 +19,7 @@ from hf_hybrid_cache import (
     Selection,
     minmax,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 
 
 def full_attention_layers(config: PreTrainedConfig) -> list[int]:
@@ -118,7 +119,7 @@ def kv_sizes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
     if key not in _KV_SIZES:
         cache = DynamicCache(config=config)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            AutoModelForCausalLM.from_config(config)(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+            AutoModelForCausalLM.from_config(config)(torch.ones(1, 1, dtype=torch.long), **cache_argument(cache))
         _KV_SIZES[key] = {
             index: (
                 cache.layers[index].keys.shape[1],

@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from hf_hybrid_cache.cache_argument import cache_argument
+
 from tiny_models import VOCAB_SIZE, random_prompt
 
 NEW_TOKENS = 24
@@ -26,7 +28,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options:
     """Tokens and logits of one call, where the model is; greedy unless the options say otherwise."""
     ids = ids.to(model.device)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    output = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
+    output = model.generate(ids, **cache_argument(cache), return_dict_in_generate=True, output_logits=True, **options)
     return [output.sequences, torch.stack(output.logits)]
 
 
@@ -93,7 +95,7 @@ def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) 
     prefix = random_prompt(1, 25 + more)
     cache = make_cache(model.config)
     with torch.no_grad():
-        model(prefix.to(model.device), past_key_values=cache)
+        model(prefix.to(model.device), **cache_argument(cache))
     results = []
     for seed in (1, 2):
         ids = torch.cat([prefix, random_prompt(1, 6, seed)], dim=1)
@@ -127,7 +129,7 @@ def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) 
     )
     prompt = " ".join(f"w{index}" for index in random_prompt(1, 20 + more)[0].tolist())
     cache = make_cache(model.config)
-    return [pipe(prompt, past_key_values=cache, max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False)]
+    return [pipe(prompt, **cache_argument(cache), max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False)]
 
 
 # Each takes how many tokens more than usual the prompt has.

@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import random_prompt, tiny_model
 
@@ -24,7 +25,7 @@ CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
 
 
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    return model.generate(random_prompt(1, 150), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")

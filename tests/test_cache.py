@@ -16,6 +16,8 @@ from hf_hybrid_cache import (
     Placement,
     QuantizedHybridCache,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.layers import HybridLayer, move_tensors_of, tensors_of
 from hf_hybrid_cache.storage import CodedStore, SplitStore
 
 from caches import CACHES
@@ -35,6 +37,22 @@ def fill(cache: HybridCache, shape: tuple[int, ...] = SHAPE) -> HybridCache:
 @pytest.fixture(params=CACHES)
 def cache(request: pytest.FixtureRequest) -> HybridCache:
     return CACHES[request.param](CONFIG)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_layers_of_transformers_note_where_they_are_moved(family: str):
+    model = tiny_model(family)
+    cache = DynamicHybridCache(model.config)
+    with torch.no_grad():
+        model(random_prompt(1, 20), **cache_argument(cache))
+    stock = [layer for layer in cache.layers if not isinstance(layer, HybridLayer)]
+    assert stock
+    for layer in stock:
+        move_tensors_of(layer, torch.device("meta"), torch.float64)
+        moved = {(each.device.type, each.dtype) for each in tensors_of(layer) if each.is_floating_point()}
+        assert moved == {("meta", torch.float64)}
+        assert layer.device.type == "meta"
+        assert getattr(layer, "dtype", torch.float64) == torch.float64
 
 
 def test_memory_is_what_the_buffers_hold():
@@ -81,7 +99,7 @@ def test_memory_counts_layers_of_transformers_own():
     model = tiny_model("gemma3")
     cache = DynamicHybridCache(model.config, cpu_decode=False)
     ids = random_prompt(1, 40)
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), max_new_tokens=2, do_sample=False)
     stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     windows = sum(8 for layer in cache.layers if layer.is_sliding)
     assert cache.memory().host_bytes == stored + windows
@@ -102,10 +120,10 @@ def test_after_reset_a_prompt_is_answered_as_by_a_new_cache(family: str):
     model = tiny_model(family)
     cache = DynamicHybridCache(model.config)
     first, second = random_prompt(2, 40), random_prompt(1, 23, seed=1)
-    model.generate(first, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(first, **cache_argument(cache), max_new_tokens=3, do_sample=False)
     cache.reset()
     answers = [
-        model.generate(second, past_key_values=used, max_new_tokens=8, do_sample=False)
+        model.generate(second, **cache_argument(used), max_new_tokens=8, do_sample=False)
         for used in (cache, DynamicHybridCache(model.config))
     ]
     assert torch.equal(*answers)
@@ -209,7 +227,7 @@ def test_an_encoder_decoder_model_takes_a_hybrid_cache_for_its_decoder(cache: Hy
     outputs = [
         model.generate(
             ids,
-            past_key_values=EncoderDecoderCache(decoder, DynamicCache(config=config)),
+            **cache_argument(EncoderDecoderCache(decoder, DynamicCache(config=config))),
             max_new_tokens=9,
             do_sample=False,
         )

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import layer_stores
 from hf_hybrid_cache.storage import CodedStore
 
@@ -43,7 +44,7 @@ def are_fitted(cache: HybridCache) -> list[bool]:
 @torch.no_grad()
 def run(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, chunk: int) -> torch.Tensor:
     """Logits of all tokens."""
-    return torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split(chunk, dim=1)], dim=1)
+    return torch.cat([model(piece, **cache_argument(cache)).logits for piece in ids.split(chunk, dim=1)], dim=1)
 
 
 @pytest.mark.covering(2)
@@ -80,12 +81,12 @@ def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk:
         for start in range(0, UNTIL_CODED, chunk):
             if start + chunk > UNTIL_CODED:
                 break
-            model(ids[:, start : start + chunk], past_key_values=cache)
+            model(ids[:, start : start + chunk], **cache_argument(cache))
             assert not any(are_fitted(cache))
-        model(ids[:, cache.get_seq_length() :], past_key_values=cache)
+        model(ids[:, cache.get_seq_length() :], **cache_argument(cache))
         assert all(are_fitted(cache))
         chosen = cache.codecs
-        model(random_prompt(1, 200, seed=1), past_key_values=cache)
+        model(random_prompt(1, 200, seed=1), **cache_argument(cache))
     assert cache.codecs == chosen
 
 

@@ -17,6 +17,7 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     minmax,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import random_prompt, tiny_model
 
@@ -49,7 +50,7 @@ def forget_graphs() -> Iterator[None]:
 
 
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    return model.generate(random_prompt(1, 150), past_key_values=cache, max_new_tokens=8, do_sample=False)
+    return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=8, do_sample=False)
 
 
 @pytest.mark.covering(1)

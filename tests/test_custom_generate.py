@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, minmax
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 from hf_hybrid_cache.planning import Candidate, Machine, PlanError, Way, make_plan, model_cost
 
 from tiny_models import COMMON, random_prompt, tiny_model
@@ -127,8 +128,8 @@ def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
         result = model.generate(
             ids, max_new_tokens=10, host_memory=memory, return_dict_in_generate=True, output_scores=True, **BY_NAME
         )
-        assert isinstance(result.past_key_values, HybridCache)
-        assert {minmax(codec.keys.bits) for codec in result.past_key_values.codecs.values()} == codecs
+        assert isinstance(result[CACHE_ARGUMENT], HybridCache)
+        assert {minmax(codec.keys.bits) for codec in result[CACHE_ARGUMENT].codecs.values()} == codecs
         assert len(result.scores) == 10
     least = make_plan(cost, Candidate("quantized-2", Way.CPU), 610, Machine(0, 2**40)).host_bytes
     with pytest.raises(PlanError, match=r"610 tokens of LlamaConfig fit with no cache: .* Use a shorter context"):
@@ -172,15 +173,15 @@ def test_what_has_to_fit_is_what_generate_is_asked_for(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"past_key_values": "cache"}, "Leave out past_key_values, or call generate without custom_generate"),
+        ({CACHE_ARGUMENT: "a cache"}, f"Leave out {CACHE_ARGUMENT}, or call generate without custom_generate"),
         ({"use_cache": False}, "Leave out use_cache and cache_implementation, or"),
         ({"cache_implementation": "static"}, "Leave out use_cache and cache_implementation, or"),
         ({"generation_config": GenerationConfig(use_cache=False)}, "Leave out use_cache and cache_implementation"),
     ],
 )
 def test_an_option_that_asks_for_another_cache_is_refused(model: PreTrainedModel, option: dict, message: str):
-    if "past_key_values" in option:
-        option = {"past_key_values": DynamicHybridCache(model.config)}
+    if CACHE_ARGUMENT in option:
+        option = cache_argument(DynamicHybridCache(model.config))
     with pytest.raises(ValueError, match=f"This generation method makes the cache itself. {message}"):
         model.generate(random_prompt(1, 20), max_new_tokens=2, **option, **BY_NAME)
 
@@ -204,7 +205,7 @@ def test_a_folder_with_weights_generates_so_by_itself(model: PreTrainedModel, tm
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     ids = random_prompt(1, 40)
     result = loaded.generate(input_ids=ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    assert isinstance(result.past_key_values, HybridCache)
+    assert isinstance(result[CACHE_ARGUMENT], HybridCache)
     assert torch.equal(result.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
 
 

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, decode_on_cpu, quantize_weights
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
 
 from caches import dynamic, offloaded, stock
@@ -69,7 +70,7 @@ def run(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, **options:
     ids = ids.to(model.device)
     cache = dynamic(model.config) if cache is None else cache
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False} | options
-    return model.generate(ids, past_key_values=cache, **options)
+    return model.generate(ids, **cache_argument(cache), **options)
 
 
 def plain(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
@@ -230,7 +231,7 @@ def test_new_tokens_alone_continue_a_conversation(moving):
     ids = random_prompt(2, 30)
     cache = dynamic(model.config)
     with torch.no_grad():
-        model(ids[:, :18].to(model.device), past_key_values=cache)
+        model(ids[:, :18].to(model.device), **cache_argument(cache))
     mask = torch.ones_like(ids).to(model.device)
     tokens = run(model, ids[:, 18:], cache, attention_mask=mask, custom_generate=decode)
     assert torch.equal(tokens[:, 12:].cpu(), plain(model, ids)[:, 30:])
@@ -242,7 +243,7 @@ def test_embeddings_may_be_the_prompt(moving):
     embeddings = model.get_input_embeddings()(ids.to(model.device)).detach()
     cache = dynamic(model.config)
     tokens = model.generate(
-        inputs_embeds=embeddings, past_key_values=cache, max_new_tokens=12, do_sample=False, custom_generate=decode
+        inputs_embeds=embeddings, **cache_argument(cache), max_new_tokens=12, do_sample=False, custom_generate=decode
     )
     assert torch.equal(tokens.cpu(), plain(model, ids)[:, 20:])
 
@@ -268,8 +269,8 @@ def test_images_are_computed_with_the_prompt():
         "max_new_tokens": 12,
         "do_sample": False,
     }
-    tokens = model.generate(ids, past_key_values=DynamicHybridCache(config), custom_generate=IN_FLOAT64, **inputs)
-    assert torch.equal(tokens, model.generate(ids, past_key_values=stock(config), **inputs))
+    tokens = model.generate(ids, **cache_argument(DynamicHybridCache(config)), custom_generate=IN_FLOAT64, **inputs)
+    assert torch.equal(tokens, model.generate(ids, **cache_argument(stock(config)), **inputs))
 
 
 def test_everything_that_is_asked_for_is_returned(moving):
@@ -279,7 +280,7 @@ def test_everything_that_is_asked_for_is_returned(moving):
     ours = run(model, random_prompt(2, 20), cache, custom_generate=decode, **options)
     theirs = plain(model, random_prompt(2, 20), **options)
     assert ours.keys() == theirs.keys()
-    assert ours.past_key_values is cache
+    assert ours[CACHE_ARGUMENT] is cache
     assert ours.scores[3].device == model.device
     for step, layers in enumerate(theirs.hidden_states):
         assert [states.shape for states in ours.hidden_states[step]] == [states.shape for states in layers]
@@ -389,7 +390,7 @@ def test_without_restore_model_and_cache_stay_on_the_cpu(second_device: torch.de
         again = model.generate(
             longer.to(second_device),
             attention_mask=torch.ones_like(longer).to(second_device),
-            past_key_values=cache,
+            **cache_argument(cache),
             max_new_tokens=12,
             do_sample=False,
             custom_generate=decode_on_cpu,
@@ -806,7 +807,7 @@ def test_kept_weights_must_come_back():
 
 def test_other_caches_are_refused():
     model = tiny_model("llama")
-    with pytest.raises(TypeError, match=r"type DynamicCache\. Pass past_key_values=DynamicHybridCache"):
+    with pytest.raises(TypeError, match=rf"type DynamicCache\. Pass {CACHE_ARGUMENT}=DynamicHybridCache"):
         run(model, random_prompt(1, 5), stock(model.config), custom_generate=decode_on_cpu)
     with pytest.raises(TypeError, match=r"type DynamicCache\. Pass"):
         model.generate(random_prompt(1, 5), max_new_tokens=2, custom_generate=decode_on_cpu)

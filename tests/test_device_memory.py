@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_hybrid_cache import DeviceMemoryError, DynamicHybridCache, HybridCache, OffloadedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage.host_buffer import HostBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
@@ -51,7 +52,7 @@ def generate(cache: HybridCache | None, num_tokens: int = 12) -> list[int]:
     model = tiny_model("llama")
     ids = random_prompt(1, 300)
     return model.generate(
-        ids, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False, prefill_chunk_size=100
+        ids, **cache_argument(cache), max_new_tokens=num_tokens, do_sample=False, prefill_chunk_size=100
     )[0].tolist()
 
 

@@ -43,6 +43,7 @@ from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, r
 from experiments.synthetic import fill
 from experiments.turned_keys import turn_keys
 from hf_hybrid_cache import models as package_models
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import random_prompt, tiny_model
 
@@ -268,7 +269,7 @@ def test_reparametrizations_change_what_a_cache_sees_and_not_what_the_model_says
     @torch.no_grad()
     def logits_and_states() -> tuple[torch.Tensor, torch.Tensor]:
         cache = DynamicCache(config=model.config)
-        logits = model(ids, past_key_values=cache).logits
+        logits = model(ids, **cache_argument(cache)).logits
         return logits, torch.cat([cache.layers[1].keys, cache.layers[1].values])
 
     before = logits_and_states()
@@ -565,7 +566,7 @@ def test_pages_that_are_turned_carry_the_attention_of_the_next_steps():
     turned = [(keys != old).any(-1) for (keys, _), old in zip(states_of(cache), before, strict=True)]
     model.set_attn_implementation("eager")
     for _ in range(5):
-        weights = model(torch.tensor([[token]]), past_key_values=cache, output_attentions=True).attentions
+        weights = model(torch.tensor([[token]]), **cache_argument(cache), output_attentions=True).attentions
         for is_turned, of_layer in zip(turned, weights, strict=True):
             assert 0.1 < is_turned.float().mean() < 0.3
             by_kv_head = of_layer[0, :, 0, :1000].unflatten(0, (is_turned.shape[1], -1))

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
 from hf_hybrid_cache.cache.forward_passes import HEARS_OF_LINEAR_STATES
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from caches import CACHES, QUANTIZED
 from interruptions import Interruption
@@ -199,7 +200,7 @@ def interrupted_in_layer(model: PreTrainedModel, index: int, at_token: int) -> I
 
 
 def generated(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-    return model.generate(ids, past_key_values=cache, max_length=ids.shape[1] + 16, do_sample=False)
+    return model.generate(ids, **cache_argument(cache), max_length=ids.shape[1] + 16, do_sample=False)
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
@@ -216,7 +217,7 @@ def test_an_interrupted_generate_goes_on_where_it_was(make: Callable[[PreTrained
     cache.drop_unfinished()
     assert cache.get_seq_length() == 145 + (layer == 3)
     known = expected[:, : cache.get_seq_length() + 1]
-    assert torch.equal(model.generate(known, past_key_values=cache, max_length=156, do_sample=False), expected)
+    assert torch.equal(model.generate(known, **cache_argument(cache), max_length=156, do_sample=False), expected)
 
 
 def test_a_prefill_that_was_interrupted_is_forgotten_as_a_whole():
@@ -278,13 +279,13 @@ def test_a_pass_that_ended_among_layers_of_linear_attention_is_noticed(
 def test_whole_passes_over_linear_attention_are_not_taken_for_unfinished_ones(linear_model: PreTrainedModel):
     ids, cache = random_prompt(1, 40), DynamicHybridCache(linear_model.config)
     with torch.no_grad():
-        linear_model(ids, past_key_values=cache)
+        linear_model(ids, **cache_argument(cache))
         cache.drop_unfinished()
         assert cache.get_seq_length() == 40
         twin = copy.deepcopy(cache)
-        linear_model(ids[:, :1], past_key_values=cache)
+        linear_model(ids[:, :1], **cache_argument(cache))
         cache.reset()
-        linear_model(ids, past_key_values=cache)
+        linear_model(ids, **cache_argument(cache))
         assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 40)
 
 

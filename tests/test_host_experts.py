@@ -21,6 +21,7 @@ from hf_hybrid_cache import (
     quantize_weights,
     weights_in_bits,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.weights.chosen_experts import chosen_experts
 from hf_hybrid_cache.weights.coded_matrices import CodedMatrices
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
@@ -390,6 +391,6 @@ def test_decode_on_cpu_computes_experts_so():
     options = {"max_new_tokens": 8, "do_sample": False}
     theirs = model.generate(ids, **options)
     ours = model.generate(
-        ids, past_key_values=DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options
+        ids, **cache_argument(DynamicHybridCache(model.config)), custom_generate=decode_on_cpu, **options
     )
     assert torch.equal(ours, theirs)

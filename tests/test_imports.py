@@ -25,6 +25,7 @@ ALLOWED = {
     "user_folder": set(),
     "planning": {
         "_version",
+        "cache_argument",
         "codecs",
         "layers",
         "other_processes",
@@ -39,6 +40,7 @@ ALLOWED = {
     "cache": {
         "attention",
         "cache",
+        "cache_argument",
         "codecs",
         "layers",
         "other_processes",
@@ -50,13 +52,15 @@ ALLOWED = {
         "transformers",
     },
     "weights": {"kernels", "storage", "torch", "transformers", "weights"},
-    "decode_phase": {"cache", "decode_phase", "storage", "torch", "transformers", "weights"},
+    "decode_phase": {"cache", "cache_argument", "decode_phase", "storage", "torch", "transformers", "weights"},
     "jobs": {"jobs"},
     "lazy_names": set(),
+    "cache_argument": {"transformers"},
     "models": {"lazy_names", "models", "torch", "transformers", "user_folder"},
     "cli": {
         "attention",
         "cache",
+        "cache_argument",
         "cli",
         "jobs",
         "layers",
@@ -109,7 +113,15 @@ def test_experiments_use_only_public_names():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
                 allowed = {
                     f"hf_hybrid_cache{room}"
-                    for room in ("", ".jobs", ".models", ".planning", ".planning.calibration", ".storage")
+                    for room in (
+                        "",
+                        ".cache_argument",
+                        ".jobs",
+                        ".models",
+                        ".planning",
+                        ".planning.calibration",
+                        ".storage",
+                    )
                 }
                 assert node.module in allowed, f"{path.name}: {node.module}"
                 assert not any(alias.name.startswith("_") for alias in node.names), path.name

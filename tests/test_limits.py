@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 import hf_hybrid_cache
 from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage.memory_limits import _SPARE_BYTES
 
 from caches import CACHES, QUANTIZED, stock
@@ -54,7 +55,7 @@ def limited(free: int, kind: str = "AS", used: str = "vms") -> Iterator[None]:
 def generate(cache: Cache, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
     model = tiny_model("llama")
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), max_new_tokens=new_tokens, do_sample=False
     )
 
 

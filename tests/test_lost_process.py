@@ -15,6 +15,7 @@ from groups import Group
 from torch import distributed
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, LostProcessError, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import random_prompt, tiny_model
 
@@ -56,7 +57,7 @@ def generate(bits: int | None, lost_rank: int, number: int, step: int) -> list[i
     )
     model.model.layers[1].mlp.register_forward_hook(in_the_middle(lost_rank, number, step))
     ids = random_prompt(1, 300)
-    return model.generate(ids, past_key_values=cache, max_new_tokens=50, do_sample=False).tolist()
+    return model.generate(ids, **cache_argument(cache), max_new_tokens=50, do_sample=False).tolist()
 
 
 def end_of_the_others(group: Group, lost_rank: int) -> tuple[set[str], float]:

@@ -22,13 +22,14 @@ from hf_hybrid_cache import (
     decode_on_cpu,
     minmax,
 )
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
 from tiny_models import random_prompt, tiny_model
 
 
 @torch.no_grad()
 def filled(cache: HybridCache, num_tokens: int = 300, family: str = "llama") -> HybridCache:
-    tiny_model(family)(random_prompt(1, num_tokens), past_key_values=cache)
+    tiny_model(family)(random_prompt(1, num_tokens), **cache_argument(cache))
     return cache
 
 
@@ -91,13 +92,13 @@ def test_a_class_for_the_config_is_named(make: Callable[[Any], HybridCache], con
 @pytest.mark.parametrize("cache", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, HybridCache])
 def test_a_class_for_a_cache_is_named(cache: type[HybridCache]):
     model, ids = tiny_model("llama"), random_prompt(1, 20)
-    message = r"past_key_values is a class of caches.* past_key_values=DynamicHybridCache\(model\.config\)"
+    message = rf"{CACHE_ARGUMENT} is a class of caches.* {CACHE_ARGUMENT}=DynamicHybridCache\(model\.config\)"
     with pytest.raises(TypeError, match=message):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+        model.generate(ids, **cache_argument(cache), max_new_tokens=2)
     with pytest.raises(TypeError, match=message):
-        model(ids, past_key_values=cache)
-    with pytest.raises(TypeError, match=r"Pass past_key_values=DynamicHybridCache\(model\.config\)"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, custom_generate=decode_on_cpu)
+        model(ids, **cache_argument(cache))
+    with pytest.raises(TypeError, match=rf"Pass {CACHE_ARGUMENT}=DynamicHybridCache\(model\.config\)"):
+        model.generate(ids, **cache_argument(cache), max_new_tokens=2, custom_generate=decode_on_cpu)
 
 
 def test_a_layer_whose_codec_is_none_stays_in_full_precision():
@@ -125,9 +126,9 @@ def test_a_prompt_that_is_not_longer_than_what_is_stored_is_refused_with_the_way
     with pytest.raises(
         ValueError, match=r"not longer than the 20 tokens that the cache holds already.*cache\.reset\(\)"
     ):
-        model(ids[:, :0], past_key_values=cache)
+        model(ids[:, :0], **cache_argument(cache))
     with pytest.raises(ValueError, match="not longer than the 20 tokens"):
-        model.generate(ids[:, :length], past_key_values=cache, max_new_tokens=2)
+        model.generate(ids[:, :length], **cache_argument(cache), max_new_tokens=2)
     assert cache.get_seq_length() == 20
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import compile_in_background
 
 from caches import CACHES, QUANTIZED, stock
@@ -36,7 +37,11 @@ def generate(cache: Cache, seed: int, new_tokens: int = 12) -> list[int]:
     return (
         tiny_model("llama")
         .generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **cache_argument(cache),
+            max_new_tokens=new_tokens,
+            do_sample=False,
         )
         .tolist()
     )
@@ -67,7 +72,7 @@ def test_a_cache_goes_from_one_thread_to_another(name: str):
     for cache in (first, moved):
         cache.crop(-5)
         with torch.no_grad():
-            steps.append(tiny_model("llama")(ids[:, cache.get_seq_length() :], past_key_values=cache).logits)
+            steps.append(tiny_model("llama")(ids[:, cache.get_seq_length() :], **cache_argument(cache)).logits)
     assert torch.equal(*steps)
 
 
@@ -141,7 +146,7 @@ def work_in_forked_children() -> None:
             assert generate(make(name), seed=5) == expected[name]
             ids = torch.tensor(expected[name])[:, : cache.get_seq_length() + 5]
             again = tiny_model("llama").generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, do_sample=False
+                ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), max_new_tokens=5, do_sample=False
             )
             assert again.tolist() == [row[: again.shape[1]] for row in expected[name]]
 

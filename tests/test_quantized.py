@@ -19,6 +19,7 @@ from hf_hybrid_cache import (
     minmax,
     quanto,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage import CodedStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
@@ -141,12 +142,12 @@ def test_a_codec_without_a_kernel_is_decoded_for_each_step_and_cpu_decode_with_i
     options = {"max_new_tokens": 80, "do_sample": False}
     ids = random_prompt(1, 150)
     caches = (HybridCache(model.config, codec=quanto(4)), DynamicCache(config=model.config))
-    ours, theirs = (model.generate(ids, past_key_values=cache, **options) for cache in caches)
+    ours, theirs = (model.generate(ids, **cache_argument(cache), **options) for cache in caches)
     assert ours.shape == theirs.shape
     assert (ours == theirs).float().mean() > 0.7
     refused = HybridCache(model.config, Placement(cpu_decode=True), codec=quanto(4))
     with pytest.raises(ValueError, match="There is no kernel that attends to"):
-        model.generate(ids, past_key_values=refused, **options)
+        model.generate(ids, **cache_argument(refused), **options)
 
 
 def test_keys_per_token_and_values_per_channel_are_attended_to_without_the_kernel():
@@ -156,12 +157,12 @@ def test_keys_per_token_and_values_per_channel_are_attended_to_without_the_kerne
     caches = (HybridCache(model.config, codec=swapped), DynamicCache(config=model.config))
     with torch.no_grad():
         for cache in caches:
-            model(ids[:, :300], past_key_values=cache)
-        ours, theirs = (model(ids[:, 300:], past_key_values=cache).logits for cache in caches)
+            model(ids[:, :300], **cache_argument(cache))
+        ours, theirs = (model(ids[:, 300:], **cache_argument(cache)).logits for cache in caches)
     assert (ours - theirs).norm() < 0.05 * theirs.norm()
     refused = HybridCache(model.config, Placement(cpu_decode=True), codec=swapped)
     with torch.no_grad(), pytest.raises(ValueError, match="There is no kernel that attends to"):
-        model(ids, past_key_values=refused)
+        model(ids, **cache_argument(refused))
 
 
 def test_host_memory_that_would_not_do_is_refused_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch):
@@ -178,7 +179,7 @@ def test_codes_move_unchanged():
     ids = random_prompt(1, 200)
     cache = QuantizedHybridCache(model.config, bits=2, cpu_decode=False)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(cache))
     before = [layer.store.records.read()[0].clone() for layer in cache.layers]
     cache.to("cpu", torch.bfloat16)
     assert cache.layers[0].store.shape.key_dtype == torch.bfloat16
@@ -190,9 +191,9 @@ def test_decode_on_cpu_takes_a_quantized_cache_along():
     model = tiny_model("llama")
     ids = random_prompt(1, 200)
     options = {"max_new_tokens": 24, "do_sample": False}
-    expected = model.generate(ids, past_key_values=QuantizedHybridCache(model.config, bits=8), **options)
+    expected = model.generate(ids, **cache_argument(QuantizedHybridCache(model.config, bits=8)), **options)
     cache = QuantizedHybridCache(model.config, bits=8)
-    actual = model.generate(ids, past_key_values=cache, custom_generate=decode_on_cpu, **options)
+    actual = model.generate(ids, **cache_argument(cache), custom_generate=decode_on_cpu, **options)
     assert torch.equal(actual, expected)
 
 

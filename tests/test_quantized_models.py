@@ -36,6 +36,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.bitnet import pack_weights
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, decode_on_cpu
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from caches import QUANTIZED_OWN_ATTENTION, QUANTIZED_SAME_ATTENTION, SAME_ATTENTION, stock
 from tiny_models import COMMON, VOCAB_SIZE, random_prompt
@@ -383,7 +384,7 @@ SAMPLED = {"do_sample": True, "top_k": 20}
 
 def generated(model: PreTrainedModel, cache: Cache, **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
-    return model.generate(random_prompt(2, 150), past_key_values=cache, max_new_tokens=8, **options)
+    return model.generate(random_prompt(2, 150), **cache_argument(cache), max_new_tokens=8, **options)
 
 
 def assert_same_tokens(

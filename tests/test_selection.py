@@ -23,6 +23,7 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.attention import key_index, layer_selection
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import index_bytes
 from hf_hybrid_cache.storage import grown_capacity, host_memory
 from hf_hybrid_cache.storage.memory_limits import tightest_limit
@@ -334,7 +335,7 @@ def test_generate_reads_a_part(make: Maker, options: dict[str, Any]):
     model = tiny_model("llama")
     cache = make(model.config, selection=Selection(mass=0.8))
     prompt = random_prompt(1, 400)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=40, min_new_tokens=40, **options)
+    model.generate(prompt, **cache_argument(cache), max_new_tokens=40, min_new_tokens=40, **options)
     assert set(cache.stats.share_read) == set(range(model.config.num_hidden_layers))
     assert all(share <= 1 for share in cache.stats.share_read.values())
 

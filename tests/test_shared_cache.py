@@ -26,6 +26,7 @@ from hf_hybrid_cache import (
     quanto,
     set_integer_kernels,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from caches import balanced_codecs, stock
 from modes import FOR_CODED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
@@ -268,7 +269,7 @@ def sampled_with_other_logits() -> list[list[int]]:
     rank = distributed.get_rank()
     model = tiny_model("llama", seed=rank)
     options = {"max_new_tokens": 5, "do_sample": False, "logits_processor": [SameLogits(distributed.group.WORLD)]}
-    return model.generate(random_prompt(1, 10), past_key_values=stock(model.config), **options).tolist()
+    return model.generate(random_prompt(1, 10), **cache_argument(stock(model.config)), **options).tolist()
 
 
 def test_the_logits_of_the_first_process_can_be_those_of_all(group: Group):
@@ -286,7 +287,7 @@ def raised_by(what: str, path: str) -> str:
     not_here = of_first if rank else distributed.GroupMember.NON_GROUP_MEMBER
 
     def generate(prompt: torch.Tensor) -> None:
-        tiny_model("llama").generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=2, do_sample=False)
 
     def save(target: str) -> None:
         generate(ids)

@@ -10,6 +10,7 @@ import torch
 from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache import slow_steps
 from hf_hybrid_cache.cache.slow_steps import SlowSteps
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import random_prompt, tiny_model
 
@@ -211,7 +212,7 @@ def test_a_cache_tells_of_every_decode_step_and_of_no_other_pass(family: str, ba
     cache._steps = noted = Noted()
     one_layer = cache._first == cache._last
     for chunk in (ids[:, :8], ids[:, 8:9], ids[:, 9:11], ids[:, 11:]):
-        model(chunk, past_key_values=cache)
+        model(chunk, **cache_argument(cache))
     end = [] if one_layer else ["end"]
     assert noted.told == [(8, batch), *end, (11, batch), *end]
 

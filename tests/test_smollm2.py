@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
 
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 
 from caches import OWN_ATTENTION, SAME_ATTENTION, stock
@@ -59,7 +60,7 @@ def answer(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **cache_argument(cache),
         max_new_tokens=24,
         do_sample=False,
         prefill_chunk_size=600,

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import COMMON, random_prompt, tiny_model
 
@@ -48,7 +49,7 @@ def generate(model: PreTrainedModel, cache: Cache, mode: str) -> list[list[int]]
     mask = torch.ones_like(ids)
     ids[0, :30], mask[0, :30] = COMMON["pad_token_id"], 0
     options = {"max_new_tokens": 12, "do_sample": False, **MODES[mode]}
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **options).tolist()
+    return model.generate(ids, attention_mask=mask, **cache_argument(cache), **options).tolist()
 
 
 def run_everything(folder: Path, sharing_heads: int, sharing_tokens: int) -> None:

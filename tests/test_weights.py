@@ -23,6 +23,7 @@ from hf_hybrid_cache import (
     quantize_weights,
     weights_in_bits,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
 
@@ -162,7 +163,7 @@ def test_keys_and_values_may_be_of_few_bits_beside():
     ids = random_prompt(1, 200)
     with weights_in_bits(model, 4):
         cache = QuantizedHybridCache(model.config, bits=8)
-        ours = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        ours = model.generate(ids, **cache_argument(cache), max_new_tokens=8, do_sample=False)
     assert ours.shape == (1, 208)
     assert cache.get_seq_length() == 207
 
@@ -488,7 +489,7 @@ def test_a_cache_and_a_model_of_few_bits_work_in_threads():
 
     def generate(ids: torch.Tensor) -> torch.Tensor:
         cache = DynamicHybridCache(model.config)
-        return model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False)
+        return model.generate(ids, **cache_argument(cache), max_new_tokens=10, do_sample=False)
 
     alone = [generate(ids) for ids in prompts]
     with ThreadPoolExecutor(4) as pool:

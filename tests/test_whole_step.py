@@ -19,6 +19,7 @@ from experiments.llama_options import BestOptions
 from experiments.llama_process import LlamaProcess, LlamaProcessError, Settings
 from experiments.random_experts import random_model
 from experiments.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import random_llama
 
 PROMPT = np.random.default_rng(0).integers(96, size=60).tolist()
@@ -68,12 +69,12 @@ def file(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def logits_after(model: PreTrainedModel, copies: int, tokens: int, next_token: int) -> torch.Tensor:
     """Of a step at position `tokens`, that attends to the first `tokens` of the prompt's keys and values, repeated."""
     prefilled, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(torch.tensor([PROMPT]), past_key_values=prefilled)
+    model(torch.tensor([PROMPT]), **cache_argument(prefilled))
     for index, layer in enumerate(prefilled.layers):
         keys, values = (torch.cat([states] * copies, dim=2)[:, :, :tokens] for states in (layer.keys, layer.values))
         cache.update(keys, values, index)
     position = torch.tensor([[tokens]])
-    return model(torch.tensor([[next_token]]), past_key_values=cache, position_ids=position).logits[0, -1]
+    return model(torch.tensor([[next_token]]), **cache_argument(cache), position_ids=position).logits[0, -1]
 
 
 @needs_llama_cpp

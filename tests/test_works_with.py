@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import VOCAB_SIZE, random_prompt, tiny_model
 
@@ -23,7 +24,7 @@ each_cache = pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
 
 
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    return model.generate(random_prompt(1, 150), past_key_values=cache, max_new_tokens=8, do_sample=False)
+    return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=8, do_sample=False)
 
 
 @each_cache
@@ -35,7 +36,7 @@ def test_a_pipeline_gives_the_same_text(make: Callable[[PreTrainedConfig], Cache
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     text = tokenizer.decode(random_prompt(1, 150)[0])
     texts = [
-        generator(text, past_key_values=cache, max_new_tokens=8, do_sample=False)[0]["generated_text"]
+        generator(text, **cache_argument(cache), max_new_tokens=8, do_sample=False)[0]["generated_text"]
         for cache in (DynamicCache(config=model.config), make(model.config))
     ]
     assert texts[0] == texts[1]
@@ -68,4 +69,4 @@ def test_weights_that_accelerate_places_give_the_same_tokens(device_map: object,
 def test_training_is_refused_with_the_way_out(make: Callable[[PreTrainedConfig], Cache]):
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match=r"under torch\.no_grad\(\) .* train with transformers' DynamicCache"):
-        model(random_prompt(1, 20), past_key_values=make(model.config))
+        model(random_prompt(1, 20), **cache_argument(make(model.config)))

@@ -35,6 +35,7 @@ from experiments.gpu.machine import (
 from experiments.synthetic import fill, kv_bytes
 from experiments.timing import medians, samples_in_turns
 from hf_hybrid_cache import HybridCache, quantize_weights, set_num_threads
+from hf_hybrid_cache.cache_argument import cache_argument
 
 FILL_CHUNK = 8192
 COPY = "plain copy"
@@ -95,7 +96,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        self._token = self._model(self._token, past_key_values=self.cache).logits[:, -1:].argmax(-1)
+        self._token = self._model(self._token, **cache_argument(self.cache)).logits[:, -1:].argmax(-1)
 
     def peak_bytes(self) -> int | None:
         """Of device memory that a step takes beyond all that is held before it."""

@@ -23,6 +23,7 @@ from experiments.sweep.memory import out_of_memory
 from experiments.synthetic import fill
 from experiments.timing import medians, samples_in_turns
 from hf_hybrid_cache import DynamicHybridCache, move_experts_to_host
+from hf_hybrid_cache.cache_argument import cache_argument
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 DTYPE = torch.bfloat16
@@ -94,7 +95,7 @@ def measure(forms: dict[str, PreTrainedModel], num_tokens: int, context: int, ro
 
     def run(name: str) -> float:
         ids = torch.randint(config.vocab_size, (1, num_tokens)).to(device())
-        return seconds_on_device(lambda: forms[name](ids, past_key_values=caches[name], logits_to_keep=1))
+        return seconds_on_device(lambda: forms[name](ids, **cache_argument(caches[name]), logits_to_keep=1))
 
     def before(name: str) -> None:
         caches[name] = DynamicHybridCache(config, cpu_decode=False)

@@ -23,6 +23,7 @@ from experiments.sweep.memory import out_of_memory
 from experiments.synthetic import kv_bytes
 from experiments.timing import seconds_of
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, decode_on_cpu
+from hf_hybrid_cache.cache_argument import cache_argument
 
 CHUNK, LAYERS_AHEAD = 512, 2
 OFFLOADED, RESIDENT = "offloaded", "dynamic"
@@ -94,7 +95,7 @@ def decoding_on_cpu(model: LlamaForCausalLM, num_tokens: int, new_tokens: int) -
     model.generate(  # type: ignore[misc]
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=DynamicHybridCache(model.config),
+        **cache_argument(DynamicHybridCache(model.config)),
         max_new_tokens=new_tokens,
         do_sample=False,
         eos_token_id=[],

@@ -27,6 +27,7 @@ from experiments.sweep.cell import Cell
 from experiments.sweep.memory import PeakMemory, out_of_memory
 from experiments.synthetic import fill
 from hf_hybrid_cache import HybridCache, decode_on_cpu, quantize_weights
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 from hf_hybrid_cache.planning import model_cost
 
@@ -63,7 +64,7 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
     model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **cache_argument(cache),
         max_new_tokens=new_tokens,
         do_sample=False,
         eos_token_id=[],  # random weights may come to one

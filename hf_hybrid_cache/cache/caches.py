@@ -1,4 +1,4 @@
-"""The caches for common cases. Each is passed to a model, or to `generate`, as `past_key_values`."""
+"""The caches for common cases. Each is passed to a model, or to `generate`, as `cache`."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal
@@ -32,7 +32,7 @@ class DynamicHybridCache(HybridCache):
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+        >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OffloadedHybridCache(HybridCache):
 
     Example:
         >>> cache = OffloadedHybridCache(model.config)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+        >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class QuantizedHybridCache(HybridCache):
 
     Example:
         >>> cache = QuantizedHybridCache(model.config, bits=4)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+        >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
     """
 
     def __init__(

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..attention import outside_of_graphs
+from ..cache_argument import CACHE_ARGUMENT
 from ..layers import (
     HybridLayer,
     IncompleteCacheError,
@@ -51,19 +52,30 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+def _refuse_class() -> NoReturn:
+    raise TypeError(
+        f"{CACHE_ARGUMENT} is a class of caches, not a cache. Make one with the model's config: "
+        f"{CACHE_ARGUMENT}=DynamicHybridCache(model.config)."
+    )
+
+
 def _of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """For the first method that models call: names what is wrong where a class of caches is passed for a cache."""
 
     @wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not args:
-            raise TypeError(
-                "past_key_values is a class of caches, not a cache. Make one with the model's config: "
-                "past_key_values=DynamicHybridCache(model.config)."
-            )
+            _refuse_class()
         return method(*args, **kwargs)
 
     return checked
+
+
+class _ListOfAnInstance(property):
+    """The same for the first property, a list, that `generate` looks into, since transformers 5.24."""
+
+    def __iter__(self) -> NoReturn:
+        _refuse_class()
 
 
 @dataclass(frozen=True)
@@ -204,7 +216,7 @@ class HybridCache(DynamicCache):
 
         Example:
             >>> cache = HybridCache.for_budget(model.config, 100_000, gpu_memory="8GiB", host_memory="32GiB")
-            >>> model.generate(**inputs, past_key_values=cache, prefill_chunk_size=512)
+            >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
         """
         require_config(config)
         require_count("context", context)
@@ -289,7 +301,7 @@ class HybridCache(DynamicCache):
 
         Example:
             >>> cache = QuantizedHybridCache(model.config, bits=4)
-            >>> model(document_ids, past_key_values=cache)
+            >>> model(document_ids, cache=cache)
             >>> cache.save("document.kv", document_ids)
         """
         self._require_finished()
@@ -347,7 +359,7 @@ class HybridCache(DynamicCache):
 
         Example:
             >>> cache = HybridCache.load("document.kv", model.config)
-            >>> model.generate(torch.cat([document_ids, question_ids], dim=1), past_key_values=cache)
+            >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache)
         """
         require_config(config)
         with CacheFile(path) as file:
@@ -472,6 +484,11 @@ class HybridCache(DynamicCache):
                 dtypes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
                 raise self._advised(error, self._num_tokens, device=device, **dtypes) from None
             raise
+
+    @_ListOfAnInstance
+    def is_linear(self) -> list[bool]:
+        """Which layers have linear attention only."""
+        return super().is_linear
 
     @outside_of_graphs
     @_of_an_instance

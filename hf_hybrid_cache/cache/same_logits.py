@@ -26,7 +26,7 @@ class SameLogits(LogitsProcessor):
 
     Example:
         >>> cache = DynamicHybridCache(model.config, group=group)
-        >>> model.generate(**inputs, past_key_values=cache, logits_processor=[SameLogits(group)])
+        >>> model.generate(**inputs, cache=cache, logits_processor=[SameLogits(group)])
     """
 
     def __init__(self, group: "ProcessGroup"):

@@ -9,6 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import HybridCache
+from ..cache_argument import cache_argument
 from ..layers import IncompleteCacheError
 from ..saving import CacheFileError
 from .console import UsageError, cache_of_ours, dtype_of, exit_codes, note, require_one_process
@@ -241,7 +242,7 @@ class Conversation:
         if held < len(self._token_ids):  # the last token of an answer is stored with the next one
             new = torch.tensor([self._token_ids[held:]], device=self._model.device)
             with torch.inference_mode():
-                self._model(new, past_key_values=self._cache)
+                self._model(new, **cache_argument(self._cache))
         try:
             self._cache.save(Path(name).expanduser(), torch.tensor([self._token_ids]))
         except (CacheFileError, OSError, ValueError) as error:

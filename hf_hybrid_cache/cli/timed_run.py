@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
+from ..cache_argument import cache_argument
 from ..layers import Selection, tensors_of
 from .console import UsageError
 
@@ -151,7 +152,7 @@ def timed_generate(
         model.generate(  # type: ignore[operator]
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
+            **cache_argument(cache),
             max_new_tokens=max_new_tokens,
             prefill_chunk_size=chunk_size,
             streamer=recorder,
@@ -186,7 +187,9 @@ def _fill_up_to_the_last_chunk(
     for start in starts:
         end = start + prefill_chunk_size
         mask = torch.ones_like(input_ids[:, :end])
-        model(input_ids=input_ids[:, start:end], attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        model(
+            input_ids=input_ids[:, start:end], attention_mask=mask, **cache_argument(cache), use_cache=True, **options
+        )
 
 
 def _share_read(cache: Cache) -> float | None:

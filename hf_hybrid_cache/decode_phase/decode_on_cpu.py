@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ..cache import HybridCache
+from ..cache_argument import CACHE_ARGUMENT, passed_cache
 from ..weights import Width, chosen_experts_if_any
 from .movable_weights import HOST, HostCopy, MovableWeights
 from .phase_switch import PhaseSwitch, on_device
@@ -52,7 +53,7 @@ class DecodeOnCPU:
             as the model lives and its weights do not change.
 
     Raises:
-        TypeError: an argument has the wrong type, or `past_key_values` is not one of this package's caches.
+        TypeError: an argument has the wrong type, or `cache` is not one of this package's caches.
         ValueError: options contradict each other; or it cannot be decoded on the CPU: an encoder-decoder model, weights
             that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`; or none of the
             weights can be of few bits.
@@ -60,11 +61,11 @@ class DecodeOnCPU:
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
-        >>> model.generate(**inputs, past_key_values=cache, custom_generate=decode_on_cpu)
+        >>> model.generate(**inputs, cache=cache, custom_generate=decode_on_cpu)
         >>> in_float32 = decode_on_cpu.configure(dtype=torch.float32, keep_weights=True)
         >>> for inputs in questions:
         ...     cache = DynamicHybridCache(model.config)
-        ...     model.generate(**inputs, past_key_values=cache, custom_generate=in_float32)
+        ...     model.generate(**inputs, cache=cache, custom_generate=in_float32)
         >>> in_4_bits = decode_on_cpu.configure(weights=4)
     """
 
@@ -196,7 +197,7 @@ def _arguments_kept_back() -> dict[str, Any]:
     """
     Arguments of the `generate` that has called our caller, if one has.
 
-    transformers (5.17 to 5.23) hands a callable none of those that its own loops get, and does not say so: whoever
+    transformers (5.17 to 5.24) hands a callable none of those that its own loops get, and does not say so: whoever
     reads from the streamer would wait forever.
     """
     frame = sys._getframe(2)
@@ -253,7 +254,7 @@ def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_
         TypeError: it is not one of this package's.
         ValueError: the model is an encoder-decoder, `use_cache=False`, or several processes generate together.
     """
-    cache = model_kwargs.get("past_key_values")
+    cache = passed_cache(model_kwargs)
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"decode_on_cpu is for decoder-only models, and {type(model).__name__} is an encoder-decoder. Leave out "
@@ -261,8 +262,8 @@ def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_
         )
     if not isinstance(cache, HybridCache):
         raise TypeError(
-            "decode_on_cpu moves caches of hf_hybrid_cache only, got past_key_values of type "
-            f"{type(cache).__name__}. Pass past_key_values=DynamicHybridCache(model.config) to generate."
+            f"decode_on_cpu moves caches of hf_hybrid_cache only, got {CACHE_ARGUMENT} of type "
+            f"{type(cache).__name__}. Pass {CACHE_ARGUMENT}=DynamicHybridCache(model.config) to generate."
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError(

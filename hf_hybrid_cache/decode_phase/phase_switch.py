@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..cache import HybridCache
+from ..cache_argument import passed_cache
 from .movable_weights import HOST, MovableWeights
 
 
@@ -74,13 +75,13 @@ class PhaseSwitch:
             raise
 
     def _before_forward(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        if kwargs.get("past_key_values") is not self._cache:
+        if passed_cache(kwargs) is not self._cache:
             return None
         self._weights.use_device()
         return on_device(args, self._weights.device), on_device(kwargs, self._weights.device)
 
     def _after_forward(self, model: Any, args: tuple, kwargs: dict[str, Any], output: ModelOutput) -> None:
-        if kwargs.get("past_key_values") is not self._cache:
+        if passed_cache(kwargs) is not self._cache:
             return
         # In place: whoever holds the output must not hold memory of the device.
         for name, value in output.items():

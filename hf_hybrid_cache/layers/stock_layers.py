@@ -27,8 +27,10 @@ def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None)
         setattr(
             layer, name, {key: moved(item) for key, item in value.items()} if isinstance(value, dict) else moved(value)
         )
-    if getattr(layer, "is_initialized", False) and hasattr(layer, "device"):
-        layer.device, layer.dtype = device, dtype or layer.dtype
+    # What it notes of its states: nothing before the first, and no dtype if it only attends, since transformers 5.24.
+    for name, value in {"device": device, "dtype": dtype}.items():
+        if value is not None and getattr(layer, name, None) is not None:
+            setattr(layer, name, value)
 
 
 def forget_states_of(layer: Any) -> None:

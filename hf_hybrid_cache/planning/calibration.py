@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from ..cache_argument import cache_argument
 from ..layers import HybridLayer, LayerStores
 from ..other_processes import OtherProcesses
 from ..storage import InitialCapacity, KVShape, can_page_lock, is_accelerator, require_host_bytes
@@ -253,7 +254,7 @@ class _Model:
 
     def step_seconds(self) -> float:
         self._excluded = 0.0
-        seconds = _seconds(lambda: self._model(self._token, past_key_values=self._cache), self._device)
+        seconds = _seconds(lambda: self._model(self._token, **cache_argument(self._cache)), self._device)
         return seconds - self._excluded
 
     def _read_matrix(self, module: torch.nn.Module, inputs: tuple) -> None:

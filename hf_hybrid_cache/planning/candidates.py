@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..cache_argument import CACHE_ARGUMENT
 from ..codecs import minmax
 from ..layers import Placement
 from ..storage import KVCodec
@@ -153,7 +154,7 @@ class Candidate:
         loaded_on = "cpu" if self.way == Way.CPU or self.experts_on_host else "cuda"
         loaded = model.name, str(model.dtype).removeprefix("torch."), loaded_on
         model_name, dtype, device = map(json.dumps, loaded)
-        generate = ["**inputs", "past_key_values=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
+        generate = ["**inputs", f"{CACHE_ARGUMENT}=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
         if self.way == Way.CPU_DECODE:
             configured = "" if self.weights is None else f".configure(weights={self.weights})"
             generate.append(f"custom_generate=decode_on_cpu{configured}")

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ..cache_argument import cache_argument
 from ..layers import tensors_of
 from ..storage import KVShape
 from ..weights import WEIGHT_BITS
@@ -247,7 +248,7 @@ def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chu
         _FusedOperations(end) as attention,
         _PeakMemory(weights, held) as memory,
     ):
-        model(ids, past_key_values=cache, **options)
+        model(ids, **cache_argument(cache), **options)
     return _Chunk(memory.peak_bytes, flops.get_total_flops() + attention.flops, attention.dims)
 
 

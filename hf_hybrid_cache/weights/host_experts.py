@@ -76,7 +76,7 @@ def host_experts(
 
     Example:
         >>> with host_experts(model, 4):
-        ...     model.generate(**inputs, past_key_values=cache)
+        ...     model.generate(**inputs, cache=cache)
     """
     width = _checked(bits, group_size)
     _require_cpu(model)

@@ -81,7 +81,7 @@ def weights_in_bits(
 
     Example:
         >>> with weights_in_bits(model, 4):
-        ...     model.generate(**inputs, past_key_values=cache)
+        ...     model.generate(**inputs, cache=cache)
     """
     width = Width.checked(bits, group_size, head_bits)
     covered, report = _prepared(model, width)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
 
 CHUNK = 512  # tokens of the prompt per forward pass
 NEW_TOKENS = 20  # what transformers generates where nothing says how many
@@ -50,9 +51,9 @@ def generate(
         given = (kwargs.get(name), getattr(generation_config, name, None), getattr(model.generation_config, name, None))
         return next((value for value in given if value is not None), None)
 
-    if kwargs.pop("past_key_values", None) is not None:
+    if passed_cache(kwargs) is not None:
         raise ValueError(
-            f"This generation method makes the cache itself. Leave out past_key_values, {INSTEAD} The latter goes on "
+            f"This generation method makes the cache itself. Leave out {CACHE_ARGUMENT}, {INSTEAD} The latter goes on "
             "from a cache that is filled."
         )
     # "hybrid" is in configs of older models, and means nothing any more.
@@ -87,7 +88,7 @@ def generate(
             prefill_chunk_size=min(chunk, prompt_tokens),
         )
     # Not the method of `model`, which transformers sets to this function where the model's own repository holds it.
-    return type(model).generate(model, inputs, generation_config=generation_config, past_key_values=cache, **kwargs)
+    return type(model).generate(model, inputs, generation_config=generation_config, **kwargs | cache_argument(cache))
 
 
 def _device_of(model: Any, gpu_memory: int | str | None) -> tuple[torch.device, int | str | None]:

@@ -3,11 +3,13 @@
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from hf_hybrid_cache.cache_argument import cache_argument
+
 
 def decode(model, ids: torch.Tensor, cache, **options):
     ids = ids.to(model.device)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False} | options
-    return model.generate(ids, past_key_values=cache, **options)
+    return model.generate(ids, **cache_argument(cache), **options)
 
 
 class Watcher(BaseStreamer):

@@ -11,6 +11,7 @@ from groups import Group
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, decode_on_cpu, minmax
+from hf_hybrid_cache.cache_argument import cache_argument
 
 import simulated
 from accelerator.decoding import Watcher, decode
@@ -36,7 +37,7 @@ def test_tokens_on_the_device_equal_those_of_dynamic_cache(cache: str, family: s
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=make(model.config),
+                **cache_argument(make(model.config)),
                 max_new_tokens=40,
                 do_sample=False,
             )
@@ -60,8 +61,8 @@ def test_logits_of_quantized_caches_on_the_device_are_those_of_the_codes(bits, o
             coded_reference(model.config, minmax(bits, sink_tokens=0, rotate=True)),
         ):
             with torch.no_grad():
-                model(ids, past_key_values=cache)
-                steps = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(10)]
+                model(ids, **cache_argument(cache))
+                steps = [model(ids[:, step : step + 1], **cache_argument(cache)).logits for step in range(10)]
             logits.append(torch.cat(steps, dim=1))
     finally:
         model.to("cpu")
@@ -176,7 +177,7 @@ def generate_together(bits: int | None, device: str, simulator: Path) -> list[li
     )
     ids = random_prompt(1, 300).to(device)
     tokens = model.generate(
-        ids, past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=100
+        ids, **cache_argument(cache), max_new_tokens=20, do_sample=False, prefill_chunk_size=100
     ).tolist()
     assert cache.memory().device_bytes == 0 or bits is not None
     assert cache.layers[0].keys.device.type == device
@@ -190,7 +191,7 @@ def test_processes_share_the_cache_of_a_model_on_the_device(bits: int | None, py
     assert together[0] == together[1]
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     alone = model.generate(
-        random_prompt(1, 300).to(DEVICE), past_key_values=stock(model.config), max_new_tokens=20, do_sample=False
+        random_prompt(1, 300).to(DEVICE), **cache_argument(stock(model.config)), max_new_tokens=20, do_sample=False
     )
     # Of a random model, the codes of 8 bits change some tokens.
     assert bits is not None or together[0] == alone.tolist()

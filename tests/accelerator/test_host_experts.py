@@ -7,6 +7,7 @@ import torch
 from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.weights import streamed_experts
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
@@ -143,8 +144,8 @@ def test_with_popular_experts_on_the_device_a_model_computes_the_same(family, bi
     model.to(DEVICE)
     with torch.no_grad():
         cache = DynamicHybridCache(model.config, cpu_decode=False)
-        prompt = model(ids[:, :290].to(DEVICE), past_key_values=cache).logits
-        steps = [model(ids[:, [at]].to(DEVICE), past_key_values=cache).logits for at in range(290, 300)]
+        prompt = model(ids[:, :290].to(DEVICE), **cache_argument(cache)).logits
+        steps = [model(ids[:, [at]].to(DEVICE), **cache_argument(cache)).logits for at in range(290, 300)]
     ours = torch.cat([prompt, *steps], 1).cpu()
     errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
     assert errors.median() < (1e-5 if bits is None else 2e-3)

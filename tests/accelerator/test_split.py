@@ -12,6 +12,7 @@ from hf_hybrid_cache import OffloadedHybridCache
 from hf_hybrid_cache.attention.device_part import DevicePart
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.host_part import HostPart
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage import SplitStore, cpu_share
 
 from accelerator.decoding import decode
@@ -25,8 +26,8 @@ def cache_and_step():
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = OffloadedHybridCache(model.config, device_tokens=128, cpu_decode=True)
     with torch.no_grad(), in_order(ORDERS[-1]):
-        model(random_prompt(1, 300).to(DEVICE), past_key_values=cache)
-        yield cache, lambda: model(random_prompt(1, 1).to(DEVICE), past_key_values=cache).logits
+        model(random_prompt(1, 300).to(DEVICE), **cache_argument(cache))
+        yield cache, lambda: model(random_prompt(1, 1).to(DEVICE), **cache_argument(cache)).logits
 
 
 def test_the_kernel_runs_beside_the_thread_of_the_model(cache_and_step, monkeypatch: pytest.MonkeyPatch):

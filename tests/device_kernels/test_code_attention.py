@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 import hf_hybrid_cache.attention.code_attention as module
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, QuantizedHybridCache, StaleHandleError, minmax
 from hf_hybrid_cache.attention.handles import KVHandle
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.device_kernels import runs_on
 from hf_hybrid_cache.layers import HybridLayer
 
@@ -68,8 +69,8 @@ def logits_of(model, cache) -> torch.Tensor:
     """Of a prompt, and of steps after it that go beyond the end of a block."""
     ids = random_prompt(1, PROMPT).to(model.device)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
-        steps = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(3)]
+        model(ids, **cache_argument(cache))
+        steps = [model(ids[:, step : step + 1], **cache_argument(cache)).logits for step in range(3)]
     return torch.cat(steps, dim=1)
 
 
@@ -111,7 +112,7 @@ def tokens(model, cache, batch: int = 1, **options) -> torch.Tensor:
     mask = torch.ones_like(ids)
     mask[-1, : 5 * (batch - 1)] = 0  # shorter sequences are filled up in front
     options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask} | options
-    return model.generate(ids, past_key_values=cache, **options)
+    return model.generate(ids, **cache_argument(cache), **options)
 
 
 MODES = {

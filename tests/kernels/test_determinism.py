@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import (
     BITS,
     RecordLayout,
@@ -133,7 +134,7 @@ def test_generate_gives_the_same_logits_for_any_number_of_threads(
         result = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=make_cache(model.config, cpu_decode=True),
+            **cache_argument(make_cache(model.config, cpu_decode=True)),
             max_new_tokens=8,
             do_sample=True,
             output_logits=True,

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
 from hf_hybrid_cache.planning import Candidate, Machine, ModelCost, Way, cache_cost, model_cost, predict, stock_cost
 
@@ -55,7 +56,7 @@ def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "c
     """A prompt in chunks, and two tokens more."""
     lengths = [*range(0, num_tokens - 2, CHUNK), num_tokens - 2, num_tokens - 1, num_tokens]
     for start, end in pairwise(lengths):
-        model(torch.ones(1, end - start, dtype=torch.long, device=device), past_key_values=cache, logits_to_keep=1)
+        model(torch.ones(1, end - start, dtype=torch.long, device=device), **cache_argument(cache), logits_to_keep=1)
 
 
 @pytest.mark.covering(2)
@@ -106,7 +107,7 @@ def test_bytes_at_the_end_of_the_prompt_are_those_that_the_cache_reports_then(pl
     cache = HybridCache(model.config, made[0], codec=made[1])
     with torch.inference_mode():
         for ids in torch.ones(1, 1100, dtype=torch.long).split(CHUNK, dim=1):
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **cache_argument(cache), logits_to_keep=1)
     assert cost.prefill.host == pytest.approx(cache.memory().host_bytes, rel=0.03)
 
 

@@ -11,6 +11,7 @@ import hf_hybrid_cache
 from experiments.published_machines import MACHINES
 from experiments.simulated_step import SURPRISES, best_share, fixed_policies, moved, seconds_of, simulated_seconds
 from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import (
     CacheSpeed,
@@ -185,4 +186,4 @@ def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(
     assert made._stores.placement == placement
     ids = random_prompt(1, 300)
     plain = model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert torch.equal(model.generate(ids, past_key_values=made, max_new_tokens=5, do_sample=False), plain)
+    assert torch.equal(model.generate(ids, **cache_argument(made), max_new_tokens=5, do_sample=False), plain)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_hybrid_cache import quantize_weights
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import SHAPES, ModelLoadError, load_config
 from hf_hybrid_cache.planning import WEIGHT_BITS, CostError, model_cost
 
@@ -45,7 +46,7 @@ def test_weights_and_states_are_those_of_the_real_model(family: str, dtype: torc
     model = tiny_model(family, dtype)
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(random_prompt(2, 5), past_key_values=cache)
+        model(random_prompt(2, 5), **cache_argument(cache))
     full = {i: layer for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized}
     assert cost.weight_bytes == sum(weight.nbytes for weight in model.parameters())
     assert {index: (shape.keys, shape.values, shape.key_dtype) for index, shape in cost.shapes.items()} == {

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load_config
 from hf_hybrid_cache.planning import (
     BITS,
@@ -364,7 +365,7 @@ def test_a_cache_for_a_budget_is_the_one_that_is_recommended(real_model: PreTrai
     prompt = random_prompt(1, 30)
     plain = real_model.generate(prompt, max_new_tokens=5, do_sample=False)
     cache = HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="1GiB")
-    assert torch.equal(real_model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False), plain)
+    assert torch.equal(real_model.generate(prompt, **cache_argument(cache), max_new_tokens=5, do_sample=False), plain)
     assert cache._stores.placement == Candidate("dynamic", Way.CPU).placement
 
     model = model_cost(real_model.config)

@@ -25,6 +25,7 @@ from hf_hybrid_cache import (
     Selection,
     saved_token_ids,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.saving.container import LENGTH_BYTES, TensorForm
 from hf_hybrid_cache.saving.sections import Section
 from hf_hybrid_cache.saving.writing import checksum_of_header, write
@@ -42,7 +43,7 @@ def good_file(family: str, bits: int | None) -> bytes:
     full = DynamicHybridCache(model.config, selection=selection)
     filled = QuantizedHybridCache(model.config, bits, sink_tokens=0) if bits else full
     with torch.no_grad():
-        model(ids, past_key_values=filled)
+        model(ids, **cache_argument(filled))
     with tempfile.TemporaryDirectory() as folder:
         filled.save(f"{folder}/cache.kv", ids)
         return Path(folder, "cache.kv").read_bytes()

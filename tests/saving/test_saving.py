@@ -25,6 +25,7 @@ from hf_hybrid_cache import (
     quanto,
     saved_token_ids,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage import host_memory
@@ -44,7 +45,7 @@ declines = pytest.mark.filterwarnings("ignore:Attention asks for the keys and va
 @torch.no_grad()
 def filled(model: PreTrainedModel, make, num_tokens: int, batch: int = 1) -> HybridCache:
     cache = make(model.config)
-    model(random_prompt(batch, num_tokens), past_key_values=cache)
+    model(random_prompt(batch, num_tokens), **cache_argument(cache))
     return cache
 
 
@@ -56,7 +57,7 @@ def continued(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **cache_argument(cache),
         max_new_tokens=4,
         do_sample=False,
         return_dict_in_generate=True,
@@ -113,7 +114,7 @@ def test_a_file_is_the_same_wherever_tokens_were_and_any_placement_loads_it(bits
             for ours, theirs in zip(first.layers, other.layers, strict=True):
                 assert torch.equal(ours.keys, theirs.keys)
                 assert torch.equal(ours.values, theirs.values)
-        logits = [model(question, past_key_values=cache).logits for cache in (first, *others)]
+        logits = [model(question, **cache_argument(cache)).logits for cache in (first, *others)]
         if bits is None:  # of codes, how many tokens are coded next depends on where they are
             for each in logits[1:]:
                 torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)

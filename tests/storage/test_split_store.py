@@ -18,6 +18,7 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.attention.host_kernel import HostKernel, TorchWorkspace
 from hf_hybrid_cache.attention.host_part import HostPart
 from hf_hybrid_cache.attention.part import Queries
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage import LocalStore, ResidentStore, Scratch, SplitStore, Staging, StreamedStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
@@ -196,11 +197,11 @@ def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with torch.no_grad(), monkeypatch.context() as patch:
-        expected, _ = (model(ids, past_key_values=each).logits for each in (whole, cache))
+        expected, _ = (model(ids, **cache_argument(each)).logits for each in (whole, cache))
         token = expected[:, -1:].argmax(dim=-1)
         patch.setattr(*refused, refusing)
         for _ in range(8):
-            theirs, ours = (model(token, past_key_values=each).logits for each in (whole, cache))
+            theirs, ours = (model(token, **cache_argument(each)).logits for each in (whole, cache))
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
             token = theirs.argmax(dim=-1)
     (decision,) = cache.stats.decisions

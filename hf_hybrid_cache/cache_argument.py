@@ -1,0 +1,27 @@
+"""The name of the argument that takes a cache: `cache` since transformers 5.24, `past_key_values` before."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+# Of the installed version, for arguments and for outputs.
+CACHE_ARGUMENT = "cache" if "cache" in {each.name for each in fields(BaseModelOutputWithPast)} else "past_key_values"
+# All that a caller may use: the newer versions take the older names, too.
+_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """
+    A cache under the name that the installed transformers wants.
+
+    Example:
+        >>> model.generate(**inputs, **cache_argument(cache), max_new_tokens=200)
+    """
+    return {CACHE_ARGUMENT: cache}
+
+
+def passed_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments of a model or of `generate`, under whichever name; `None` if there is none."""
+    return next((arguments[name] for name in _NAMES if arguments.get(name) is not None), None)
