@@ -14,13 +14,13 @@ REPOSITORY = PACKAGE.parent
 
 # Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
-    "kernels": {"kernels", "numba"},
+    "kernels": {"kernels", "numba", "scalars"},
     "processes": {"processes", "torch"},
-    "storage": {"processes", "storage", "torch"},
-    "codecs": {"codecs", "kernels", "storage", "torch"},
+    "storage": {"processes", "scalars", "storage", "torch"},
+    "codecs": {"codecs", "kernels", "scalars", "storage", "torch"},
     "device_kernels": {"device_kernels", "kernels", "torch", "triton"},
     "attention": {"attention", "codecs", "device_kernels", "kernels", "storage", "torch"},
-    "layers": {"attention", "layers", "processes", "storage", "torch", "transformers"},
+    "layers": {"attention", "layers", "processes", "scalars", "storage", "torch", "transformers"},
     "other_processes": set(),
     "user_folder": set(),
     "planning": {
@@ -29,6 +29,7 @@ ALLOWED = {
         "layers",
         "other_processes",
         "planning",
+        "scalars",
         "storage",
         "torch",
         "transformers",
@@ -45,13 +46,15 @@ ALLOWED = {
         "planning",
         "processes",
         "saving",
+        "scalars",
         "storage",
         "torch",
         "transformers",
     },
-    "weights": {"kernels", "storage", "torch", "transformers", "weights"},
+    "weights": {"kernels", "scalars", "storage", "torch", "transformers", "weights"},
     "decode_phase": {"cache", "decode_phase", "storage", "torch", "transformers", "weights"},
     "jobs": {"jobs"},
+    "scalars": set(),
     "lazy_names": set(),
     "models": {"lazy_names", "models", "torch", "transformers", "user_folder"},
     "cli": {

@@ -52,6 +52,21 @@ class HybridLayer(CacheLayerMixin):
         return self.store is not None
 
     @property
+    def device(self) -> torch.device:
+        """Of the states that come and are returned; as in transformers' layer there is none before the first."""
+        return self._states_shape().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys, likewise."""
+        return self._states_shape().key_dtype
+
+    def _states_shape(self) -> KVShape:
+        if self.store is None:
+            raise AttributeError(f"Layer {self.layer_idx} has no device and no dtype before its first states.")
+        return self.store.shape
+
+    @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first."""
         store = self._usable_store()
@@ -101,7 +116,7 @@ class HybridLayer(CacheLayerMixin):
         `IncompleteCacheError`.
         """
         self._usable_store()
-        self._check(key_states, value_states)
+        key_states, value_states = self._fitting(key_states, value_states)
         self._stores.note_pass(self._ordinal)
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
@@ -314,7 +329,12 @@ class HybridLayer(CacheLayerMixin):
             with nullcontext() if self._selection is None else self._selection.index.following(indices):
                 store.select_batch(indices)
 
-    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        New states as they can follow those that are stored, which go to where the new ones are.
+
+        Types are made one as by `torch.cat`, which transformers' layers use, unless the query's type would be another.
+        """
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.device != values.device:
             raise ValueError(
                 "Keys and values must be [batch, num_kv_heads, tokens, head_dim] with the same first three sizes on "
@@ -325,18 +345,26 @@ class HybridLayer(CacheLayerMixin):
                 "This cache writes in place and keeps no gradients, but the new states require them. Run the model "
                 "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
             )
-        if self.store is None:
-            return
-        shape = KVShape.of(keys, values)
-        if shape == self.store.shape:
-            return
-        if self.store.num_tokens > 0:
+        store, shape = self.store, KVShape.of(keys, values)
+        if store is None or shape == store.shape:
+            return keys, values
+        if store.num_tokens == 0:
+            self.reset()
+            return keys, values
+        common = shape.promoted_with(store.shape)
+        fits = common == store.shape._replace(
+            device=common.device, key_dtype=common.key_dtype, value_dtype=common.value_dtype
+        )
+        # Under autocast attention converts what it is given.
+        if not fits or (common != shape and not torch.is_autocast_enabled(shape.device.type)):
             raise ValueError(
-                f"Layer {self.layer_idx} holds {self.store.num_tokens:,} tokens of {self.store.shape}; the new states "
-                f"are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
-                "batch_repeat_interleave or batch_select_indices."
+                f"Layer {self.layer_idx} holds {store.num_tokens:,} tokens of {store.shape}; the new states are "
+                f"{shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
+                "batch_repeat_interleave or batch_select_indices, its type with cache.to(dtype)."
             )
-        self.reset()
+        if common != store.shape:
+            self._move(common)
+        return keys.to(common.key_dtype), values.to(common.value_dtype)
 
 
 def _is_streamed(store: KVStore) -> bool:
