@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import lent_states
 
 from caches import CACHES, QUANTIZED, group_of_one
@@ -32,13 +33,13 @@ Edit = Callable[[Cache], None]
 def filled(make: Callable[[PreTrainedConfig], Cache], mode: Callable = torch.no_grad) -> Cache:
     cache = make(CONFIG)
     with mode():
-        tiny_model("llama")(random_prompt(1, TOKENS), past_key_values=cache, logits_to_keep=1)
+        tiny_model("llama")(random_prompt(1, TOKENS), **cache_argument(cache), logits_to_keep=1)
     return cache
 
 
 def next_logits(cache: Cache) -> torch.Tensor:
     with torch.no_grad():
-        return tiny_model("llama")(random_prompt(1, 1, seed=1), past_key_values=cache).logits
+        return tiny_model("llama")(random_prompt(1, 1, seed=1), **cache_argument(cache)).logits
 
 
 def require_as_stock(name: str, edit: Edit, mode: Callable = torch.no_grad) -> None:
@@ -105,9 +106,9 @@ def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
     ]
     before = copy.deepcopy(kept)
     with torch.no_grad():
-        model(random_prompt(1, 70, seed=2), past_key_values=cache)
+        model(random_prompt(1, 70, seed=2), **cache_argument(cache))
         cache.crop(-100)
-        model(random_prompt(1, 80, seed=3), past_key_values=cache)
+        model(random_prompt(1, 80, seed=3), **cache_argument(cache))
         cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([1, 0]))
         for layer in cache.layers:
@@ -143,9 +144,9 @@ def test_slices_kept_by_an_attention_function_then_stay(name: str):
     cache = ALL[name](CONFIG)
     with attention_of_ones_own(attend) as model, torch.no_grad():
         for tokens in (150, 100, 1):
-            model(random_prompt(1, tokens, seed=tokens), past_key_values=cache)
+            model(random_prompt(1, tokens, seed=tokens), **cache_argument(cache))
         cache.crop(-80)
-        model(random_prompt(1, 90, seed=9), past_key_values=cache)
+        model(random_prompt(1, 90, seed=9), **cache_argument(cache))
     assert len(kept) == 4 * 2 * CONFIG.num_hidden_layers
     for part, expected in zip(kept, before, strict=True):
         assert torch.equal(part, expected)

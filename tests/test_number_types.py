@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import HybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from caches import CACHES
 from tiny_models import random_prompt, tiny_model
@@ -28,7 +29,7 @@ def last_logits(make: Callable[[PreTrainedConfig], Cache], dtype: torch.dtype) -
     cache = make(model.config)
     with torch.no_grad():
         for tokens in (200, 5, 1):
-            logits = model(random_prompt(2, tokens, seed=tokens), past_key_values=cache, logits_to_keep=1).logits
+            logits = model(random_prompt(2, tokens, seed=tokens), **cache_argument(cache), logits_to_keep=1).logits
     return logits
 
 

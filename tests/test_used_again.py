@@ -31,6 +31,7 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     decode_on_cpu,
 )
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import COMMON, llama, random_prompt, tiny_model
 
@@ -49,7 +50,7 @@ def used(make: Callable[[PreTrainedConfig], HybridCache] = DynamicHybridCache, b
     """A cache that holds 100 tokens, by way of `generate`."""
     cache = make(CONFIG)
     options = {"max_new_tokens": 6, "do_sample": False}
-    tiny_model("llama").generate(random_prompt(batch, HELD - 5), past_key_values=cache, **options)
+    tiny_model("llama").generate(random_prompt(batch, HELD - 5), **cache_argument(cache), **options)
     assert cache.get_seq_length() == HELD
     return cache
 
@@ -61,7 +62,7 @@ def test_used_cache_when_asked_a_shorter_prompt_then_refuses(way: str, tokens: i
     keys = [layer.keys for layer in cache.layers]
     prompt = random_prompt(1, tokens, seed=3)
     with pytest.raises(ValueError, match=r"not longer than the 100 tokens.*whole conversation.*new cache"):
-        tiny_model("llama").generate(prompt, past_key_values=cache, max_new_tokens=3, **WAYS[way])
+        tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=3, **WAYS[way])
     assert all(layer.keys is before for layer, before in zip(cache.layers, keys, strict=True))
 
 
@@ -69,7 +70,7 @@ def test_used_cache_when_asked_a_shorter_prompt_as_embeddings_then_refuses():
     model, cache = tiny_model("llama"), used()
     embeds = model.get_input_embeddings()(random_prompt(1, 60))
     with pytest.raises(ValueError, match="the prompt of 60 tokens is not longer"):
-        model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=3)
+        model.generate(inputs_embeds=embeds, **cache_argument(cache), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("way", WAYS.keys() - {"beams"})  # for which it would have to be repeated before
@@ -77,20 +78,20 @@ def test_used_cache_when_asked_a_longer_prompt_then_continues(way: str):
     model, cache = tiny_model("llama"), DynamicHybridCache(CONFIG)
     prompt, options = random_prompt(1, 120), {"max_new_tokens": 6} | WAYS[way]
     with torch.no_grad():
-        model(prompt[:, :70], past_key_values=cache)
+        model(prompt[:, :70], **cache_argument(cache))
     torch.manual_seed(0)
-    expected = model.generate(prompt, past_key_values=DynamicHybridCache(CONFIG), **options)
+    expected = model.generate(prompt, **cache_argument(DynamicHybridCache(CONFIG)), **options)
     torch.manual_seed(0)
-    assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
+    assert torch.equal(model.generate(prompt, **cache_argument(cache), **options), expected)
 
 
 def test_used_cache_when_given_new_tokens_only_then_continues():
     model, cache, prompt = tiny_model("llama"), DynamicHybridCache(CONFIG), random_prompt(1, 120)
     with torch.no_grad():
-        model(prompt[:, :100], past_key_values=cache)
+        model(prompt[:, :100], **cache_argument(cache))
     options = {"max_new_tokens": 6, "do_sample": False}
-    new = model.generate(prompt[:, 100:], attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
-    expected = model.generate(prompt, past_key_values=DynamicHybridCache(CONFIG), **options)
+    new = model.generate(prompt[:, 100:], attention_mask=torch.ones_like(prompt), **cache_argument(cache), **options)
+    expected = model.generate(prompt, **cache_argument(DynamicHybridCache(CONFIG)), **options)
     assert torch.equal(new[:, 20:], expected[:, 120:])
 
 
@@ -100,7 +101,7 @@ def test_used_cache_when_assisted_then_refuses(tokens: int):
     cache = used()
     with pytest.raises(ValueError, match=r"the cache holds 100 tokens already.*Use a new cache"):
         tiny_model("llama").generate(
-            random_prompt(1, tokens), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4
+            random_prompt(1, tokens), **cache_argument(cache), prompt_lookup_num_tokens=3, max_new_tokens=4
         )
     assert cache.get_seq_length() == HELD
 
@@ -124,7 +125,7 @@ def test_decoder_with_fewer_layers_than_its_encoder_then_answers_as_stock(family
     outputs = [
         model.generate(
             prompt,
-            past_key_values=EncoderDecoderCache(cache, DynamicCache(config=config)),
+            **cache_argument(EncoderDecoderCache(cache, DynamicCache(config=config))),
             max_new_tokens=8,
             do_sample=False,
         )
@@ -143,11 +144,11 @@ def with_two_of_four_layers() -> PreTrainedModel:
 def test_model_whose_last_layers_were_removed_then_answers_as_stock(tmp_path, make: Callable):
     model, cache, stock = with_two_of_four_layers(), make(CONFIG), DynamicCache(config=CONFIG)
     options = {"max_new_tokens": 8, "do_sample": False}
-    first = model.generate(random_prompt(1, 90), past_key_values=cache, **options)
-    assert torch.equal(first, model.generate(random_prompt(1, 90), past_key_values=stock, **options))
+    first = model.generate(random_prompt(1, 90), **cache_argument(cache), **options)
+    assert torch.equal(first, model.generate(random_prompt(1, 90), **cache_argument(stock), **options))
     longer = torch.cat([first, random_prompt(1, 10, seed=4)], dim=1)
-    again = model.generate(longer, past_key_values=cache, **options)
-    assert torch.equal(again, model.generate(longer, past_key_values=stock, **options))
+    again = model.generate(longer, **cache_argument(cache), **options)
+    assert torch.equal(again, model.generate(longer, **cache_argument(stock), **options))
     cache.drop_unfinished()
     assert cache.get_seq_length() == stock.get_seq_length()
     cache.save(tmp_path / "two_layers.kv")
@@ -158,19 +159,19 @@ def test_first_pass_that_was_ended_half_way_then_is_never_continued(tmp_path):
     """A single pass that ended early is taken for that of a smaller model until another one goes farther."""
     cache, whole, prompt = DynamicHybridCache(CONFIG), tiny_model("llama"), random_prompt(1, 90)
     with torch.no_grad():
-        with_two_of_four_layers()(prompt, past_key_values=cache)
+        with_two_of_four_layers()(prompt, **cache_argument(cache))
         with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
             cache.save(tmp_path / "unfinished.kv")
         with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
-            whole.generate(prompt, past_key_values=cache, max_new_tokens=2)
+            whole.generate(prompt, **cache_argument(cache), max_new_tokens=2)
         with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
-            whole(prompt[:, :5], past_key_values=cache)
+            whole(prompt[:, :5], **cache_argument(cache))
         with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
-            whole(prompt[:, :5], past_key_values=cache)
+            whole(prompt[:, :5], **cache_argument(cache))
     cache.drop_unfinished()
     assert cache.get_seq_length() == 0
-    expected = whole.generate(prompt, past_key_values=DynamicCache(config=CONFIG), max_new_tokens=4, do_sample=False)
-    assert torch.equal(whole.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False), expected)
+    expected = whole.generate(prompt, **cache_argument(DynamicCache(config=CONFIG)), max_new_tokens=4, do_sample=False)
+    assert torch.equal(whole.generate(prompt, **cache_argument(cache), max_new_tokens=4, do_sample=False), expected)
 
 
 BORDER = 32
@@ -197,8 +198,8 @@ def test_model_that_leaves_the_cache_at_a_border_then_says_so_once(phi3, tokens:
     options = {"max_new_tokens": 10, "do_sample": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        output = phi3.generate(prompt, past_key_values=cache, **options)
-    assert torch.equal(output, phi3.generate(prompt, past_key_values=stock, **options))
+        output = phi3.generate(prompt, **cache_argument(cache), **options)
+    assert torch.equal(output, phi3.generate(prompt, **cache_argument(stock), **options))
     said = [str(each.message) for each in caught if "goes on without this cache" in str(each.message)]
     assert len(said) == (left_at is not None)
     assert cache.get_seq_length() == stock.get_seq_length() == (tokens + 9 if left_at is None else left_at)
@@ -209,8 +210,8 @@ def test_model_that_leaves_the_cache_at_a_border_then_says_so_once(phi3, tokens:
 def test_cache_filled_beyond_the_border_in_one_call_then_is_used(phi3):
     cache, prompt = DynamicHybridCache(phi3.config), random_prompt(1, 60)
     with torch.no_grad():
-        phi3(prompt[:, :-1], past_key_values=cache, logits_to_keep=1)
+        phi3(prompt[:, :-1], **cache_argument(cache), logits_to_keep=1)
     options = {"max_new_tokens": 10, "do_sample": False}
-    output = phi3.generate(prompt, past_key_values=cache, **options)
+    output = phi3.generate(prompt, **cache_argument(cache), **options)
     assert cache.get_seq_length() == 69
-    assert torch.equal(output, phi3.generate(prompt, past_key_values=DynamicCache(config=phi3.config), **options))
+    assert torch.equal(output, phi3.generate(prompt, **cache_argument(DynamicCache(config=phi3.config)), **options))

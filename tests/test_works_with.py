@@ -70,3 +70,42 @@ def test_training_is_refused_with_the_way_out(make: Callable[[PreTrainedConfig],
     model = tiny_model("llama")
     with pytest.raises(RuntimeError, match=r"under torch\.no_grad\(\) .* train with transformers' DynamicCache"):
         model(random_prompt(1, 20), **cache_argument(make(model.config)))
+
+
+def logits(model: PreTrainedModel, cache: Cache, tokens: slice, is_cast: bool = False) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        return model(random_prompt(1, 150)[:, tokens], **cache_argument(cache)).logits
+
+
+@each_cache
+@pytest.mark.parametrize(("prefix", "then"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_a_wider_type_continues_a_prefix_as_with_stock(make: Callable, prefix: torch.dtype, then: torch.dtype):
+    config = tiny_model("llama").config
+    ours, stock = make(config), DynamicCache(config=config)
+    for cache in (ours, stock):
+        logits(tiny_model("llama", prefix), cache, slice(0, 20))
+    for tokens in (slice(20, 30), slice(30, 31), slice(31, 32)):
+        expected = logits(tiny_model("llama", then), stock, tokens)
+        torch.testing.assert_close(logits(tiny_model("llama", then), ours, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours.layers[0].keys, stock.layers[0].keys)
+
+
+@each_cache
+def test_a_narrower_type_is_refused_with_the_way_out(make: Callable[[PreTrainedConfig], Cache]):
+    cache = make(tiny_model("llama").config)
+    logits(tiny_model("llama"), cache, slice(0, 20))
+    with pytest.raises(ValueError, match=r"torch\.float32 .* torch\.bfloat16 .* its type with cache\.to\(dtype\)"):
+        logits(tiny_model("llama", torch.bfloat16), cache, slice(20, 21))
+    assert cache.get_seq_length() == 20
+    logits(tiny_model("llama", torch.bfloat16), cache.to(torch.bfloat16), slice(20, 21))
+
+
+@each_cache
+@pytest.mark.parametrize(("first", "then"), [(True, False), (False, True), (True, True)])
+def test_autocast_in_any_phase_gives_what_it_gives_with_stock(make: Callable, first: bool, then: bool):
+    model = tiny_model("llama")
+    ours, stock = make(model.config), DynamicCache(config=model.config)
+    for tokens, is_cast in ((slice(0, 20), first), (slice(20, 21), then), (slice(21, 22), then)):
+        expected = logits(model, stock, tokens, is_cast)
+        # Our kernel does not round to bfloat16, as autocast lets stock's attention do.
+        torch.testing.assert_close(logits(model, ours, tokens, is_cast), expected, rtol=0, atol=0.15)

@@ -29,6 +29,7 @@ class DynamicHybridCache(HybridCache):
             `True`, `False`, `None` (if the model is on the CPU) or the indices of some layers.
         group: processes that keep a share each, see `HybridCache`.
         selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
+        offloading: `False`, see `HybridCache`.
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
@@ -42,8 +43,9 @@ class DynamicHybridCache(HybridCache):
         cpu_decode: bool | Collection[int] | None = None,
         group: "ProcessGroup | None" = None,
         selection: Selection | None = None,
+        offloading: bool = False,
     ):
-        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, group=group, selection=selection)
+        super().__init__(config, Placement(cpu_decode=cpu_decode), max_length, None, group, selection, offloading)
 
 
 class OffloadedHybridCache(HybridCache):
@@ -65,6 +67,7 @@ class OffloadedHybridCache(HybridCache):
         device_tokens: tokens of each layer that are on the device, at most: the first and the most recent ones. The
             device attends to them, with `cpu_decode` while the CPU attends to the others. 0 for none.
         selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
+        offloading: `False`, see `HybridCache`.
 
     Example:
         >>> cache = OffloadedHybridCache(model.config)
@@ -81,10 +84,11 @@ class OffloadedHybridCache(HybridCache):
         on_oom: OnOom = "evict",
         device_tokens: int = 0,
         selection: Selection | None = None,
+        offloading: bool = False,
     ):
         share, adapts = _share_of(cpu_decode)
         placement = Placement(True, prefetch_layers, resident_layers, pin_memory, share, on_oom, device_tokens, adapts)
-        super().__init__(config, placement, selection=selection)
+        super().__init__(config, placement, selection=selection, offloading=offloading)
 
 
 Bits = int | tuple[int, int]
@@ -122,9 +126,11 @@ class QuantizedHybridCache(HybridCache):
             most: the first and the most recent ones. 0 for none.
         group: processes that keep a share each, see `HybridCache`.
         selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
+        offloading: to be left out: a model that says it makes a cross-attention cache with other bits by itself.
 
     Raises:
-        ValueError: an argument is none of these.
+        TypeError: `offloading` is given.
+        ValueError: another argument is none of these.
 
     Example:
         >>> cache = QuantizedHybridCache(model.config, bits=4)
@@ -147,7 +153,13 @@ class QuantizedHybridCache(HybridCache):
         device_tokens: int = 0,
         group: "ProcessGroup | None" = None,
         selection: Selection | None = None,
+        offloading: bool | None = None,
     ):
+        if offloading is not None:
+            raise TypeError(
+                "This model makes a cross-attention cache of the class it is given, and would lose bits and other "
+                "options. Pass EncoderDecoderCache(cache, DynamicHybridCache(config)): it holds the prompt once."
+            )
         codec: KVCodec | dict[int, KVCodec]
         if isinstance(bits, list):
             bits = _bits_of_layers(config, bits)

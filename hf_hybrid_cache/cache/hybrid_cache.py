@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -23,14 +23,16 @@ from ..layers import (
     LayerStores,
     Placement,
     Selection,
+    checked_count,
+    follow,
     forget_states_of,
     move_tensors_of,
-    require_count,
     tensors_of,
 )
 from ..planning import Way, advice, choose, parse_bytes
 from ..processes import Peers
 from ..saving import CacheFile, CacheFileError, save_layers, traits_of
+from ..scalars import as_integer
 from ..storage import (
     CacheStats,
     HostMemoryError,
@@ -117,13 +119,14 @@ class HybridCache(DynamicCache):
         group: of processes that run the model in step (`torch.distributed`): each keeps a share of the blocks in its
             host memory and attends to it there, and what they find is merged once a layer.
         selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
+        offloading: `False`; models say so that make a cross-attention cache of this class by themselves (T5Gemma).
 
     Raises:
         TypeError: `config` is not a transformers config, or `group` not a process group.
-        ValueError: `max_length` is not an integer of at least 0, there are fewer layers than resident ones, memory is
-            to be page-locked without CUDA, `cpu_decode`, `codec` or `selection` names a layer that is not one of full
-            attention, with `group` layers are to be elsewhere than in host memory, or there is a `selection` and
-            layers are not to be attended to on the CPU, by one process.
+        ValueError: `offloading` is asked for, `max_length` is not an integer of at least 0, there are fewer layers than
+            resident ones, memory is to be page-locked without CUDA, `cpu_decode`, `codec` or `selection` names a layer
+            that is not one of full attention, with `group` layers are to be elsewhere than in host memory, or there is
+            a `selection` and layers are not to be attended to on the CPU, by one process.
     """
 
     def __init__(
@@ -134,14 +137,17 @@ class HybridCache(DynamicCache):
         codec: KVCodec | Mapping[int, KVCodec] | None = None,
         group: "ProcessGroup | None" = None,
         selection: Selection | None = None,
+        offloading: bool = False,
     ):
         require_config(config)
+        if offloading:
+            raise ValueError("offloading=True is of transformers' own caches: use OffloadedHybridCache(config).")
         _require_instance("placement", placement, Placement, "Placement(offload=True)")
         _require_instance("selection", selection, Selection, "Selection(mass=0.995)")
         for each in codec.values() if isinstance(codec, Mapping) else [codec]:
             _require_instance("codec", each, KVCodec, "minmax(4)")
         if max_length is not None:
-            require_count("max_length", max_length)
+            max_length = checked_count("max_length", max_length)
         placement = placement or Placement()
         peers = None if group is None else Peers(group)
         if peers is not None:
@@ -161,7 +167,7 @@ class HybridCache(DynamicCache):
         del layers[getattr(text_config, "num_decoder_layers", None) or len(layers) :]
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
-        codecs = {index: each for index, each in given.items() if each is not None}
+        codecs = {_as_index(index): each for index, each in given.items() if each is not None}
         dense_layers = () if selection is None else selection.dense_layers
         named = {"cpu_decode": placement.cpu_layers, "codec": codecs, "selection": dense_layers}
         for argument, indices in named.items():
@@ -219,7 +225,9 @@ class HybridCache(DynamicCache):
             >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
         """
         require_config(config)
-        require_count("context", context)
+        context = checked_count("context", context)
+        batch_size = checked_count("batch_size", batch_size)
+        prefill_chunk_size = checked_count("prefill_chunk_size", prefill_chunk_size)
         device_bytes, host_bytes = (
             None if memory is None else parse_bytes(memory) for memory in (gpu_memory, host_memory)
         )
@@ -253,6 +261,8 @@ class HybridCache(DynamicCache):
             self._require_reached_before(layer_idx)
         if layer_idx in (self._first, self._last) and key_states.shape[2] == 1 and key_states.is_cpu:
             self._note_step(layer_idx, key_states.shape[0])
+        if not isinstance(self.layers[layer_idx], HybridLayer):
+            follow(self.layers[layer_idx], key_states.device)
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
@@ -270,6 +280,7 @@ class HybridCache(DynamicCache):
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
         self._note_access(layer_idx, f"new convolution {kwargs.get('state_idx', args)}")
+        follow(self.layers[layer_idx], conv_states.device)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     @outside_of_graphs
@@ -278,6 +289,7 @@ class HybridCache(DynamicCache):
     ) -> torch.Tensor:
         """Store states of a layer of linear attention, as transformers' own cache does."""
         self._note_access(layer_idx, f"recurrence {kwargs.get('state_idx', args)}")
+        follow(self.layers[layer_idx], recurrent_states.device)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], token_ids: torch.Tensor | None = None) -> None:
@@ -460,30 +472,55 @@ class HybridCache(DynamicCache):
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
         return MemoryReport(sizes["device"], sizes["host"], self._num_tokens)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """
-        Move what is stored to where a model on `device` can use it, layer by layer; where it is already, nothing moves.
+        Move what is stored to where a model can use it, layer by layer; where it is already, nothing moves.
+
+        Nothing has to be moved for a model that computes elsewhere now: a layer goes where new states come from. This
+        gives memory of a device back before that, or changes the type.
 
         Args:
-            device: of the model that will use the cache next. Layers that live in host memory stay there.
-            dtype: of the states of that model; `None` if it does not change.
+            *args: as `torch.Tensor.to` takes them, by position or by name: `device` of the model that will use the
+                cache next, `dtype` of its states, both, or another tensor that has them. Layers that live in host
+                memory stay there.
+            **kwargs: likewise. With `non_blocking=`, `True` or `False`, a device is only announced, and nothing moves
+                before states come from there: accelerate's hooks hand every argument of every module to the device of
+                the module, and keys and values would go around with them.
+
+        Returns:
+            This cache.
 
         Raises:
             HostMemoryError: host memory would not suffice; everything is where it was then.
+            TypeError: `dtype` is not a floating one.
+            ValueError: the device is meta, which holds nothing.
         """
-        device = torch.empty(0, device=device).device  # with its index, as the states of the model have it
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, is_non_blocking, _ = parsed
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"Keys and values are floating-point numbers, and cannot be {dtype}.")
+        if dtype is None and (device is None or is_non_blocking or "non_blocking" in kwargs):
+            return self
+        if device is not None and device.type == "meta":
+            raise ValueError("Keys and values cannot be moved to meta, which holds nothing. Use cache.reset().")
+        if device is not None:
+            device = torch.empty(0, device=device).device  # with its index, as the states of the model have it
         before = [(layer, *_whereabouts(layer)) for layer in self.layers]
         try:
-            for layer in self.layers:
-                _move(layer, device, dtype)
+            for layer, held_on, _ in before:
+                if held_on is not None:
+                    _move(layer, device or held_on, dtype)
         except BaseException as error:
             for layer, old_device, old_dtype in before:
                 if old_device is not None:
                     _move(layer, old_device, old_dtype)
             if isinstance(error, HostMemoryError):
-                dtypes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
-                raise self._advised(error, self._num_tokens, device=device, **dtypes) from None
+                changes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
+                if device is not None:
+                    changes["device"] = device
+                raise self._advised(error, self._num_tokens, **changes) from None
             raise
+        return self
 
     @_ListOfAnInstance
     def is_linear(self) -> list[bool]:
@@ -700,7 +737,7 @@ class HybridCache(DynamicCache):
             f"The model goes on without this cache, which stays at {num_tokens:,} tokens: beyond {border:,} tokens its "
             "rotary embedding is another one, and transformers computes all tokens again, into a DynamicCache of its "
             f"own. Keep prompt and answer within {border:,} tokens, or fill the cache beyond them in one call of the "
-            "model before generate: model(ids, past_key_values=cache, logits_to_keep=1).",
+            f"model before generate: model(ids, {CACHE_ARGUMENT}=cache, logits_to_keep=1).",
             stacklevel=2,
         )
 
@@ -809,7 +846,19 @@ class HybridCache(DynamicCache):
                 yield from ((buffer.device, buffer.num_bytes) for buffer in layer.buffers())
 
 
+def _as_index(given: Any) -> Any:
+    """The index of a layer that a user gave, as one of Python's integers; what is none is refused by its name."""
+    index = as_integer(given)
+    return given if index is None else index
+
+
 def require_config(config: object) -> None:
+    if isinstance(config, Iterator):
+        raise TypeError(
+            "torch.nn.DataParallel makes one cache of those of its replicas, which is not possible here. Use one "
+            "process for each device (torch.nn.parallel.DistributedDataParallel) with a cache of its own, or "
+            "use_cache=False."
+        )
     if not isinstance(config, PreTrainedConfig):
         given = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
         raise TypeError(f"config must be a transformers config such as model.config, got {given}.")

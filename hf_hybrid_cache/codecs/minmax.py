@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from ..kernels import BITS, CHUNK, RecordLayout, decode_blocks, encode_blocks
+from ..scalars import as_integer
 from ..storage import GRANULE, Codec, KVCodec, kernel_array
 from .balance import Balance, factors_for_keys, mixing_for_values
 from .packing import pack, unpack
@@ -160,11 +161,11 @@ def minmax(
     Raises:
         ValueError: one of these is something else.
     """
-    pair = bits if isinstance(bits, tuple) else (bits, bits)
-    if len(pair) != 2 or any(type(each) is not int or each not in BITS for each in pair):
+    pair = [as_integer(each) for each in (bits if isinstance(bits, tuple) else (bits, bits))]
+    if len(pair) != 2 or any(each not in BITS for each in pair):
         raise ValueError(f"bits must be 8, 4 or 2, or a pair of these for keys and values, got {bits!r}.")
-    is_integer = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if not is_integer or group_size <= 0 or group_size % CHUNK:
+    size = as_integer(group_size)
+    if size is None or size <= 0 or size % CHUNK:
         raise ValueError(f"group_size must be a positive multiple of {CHUNK}, got {group_size!r}.")
     if not isinstance(rotate, bool) and rotate != "auto":
         raise ValueError(f"rotate must be 'auto', True or False, got {rotate!r}.")
@@ -172,7 +173,8 @@ def minmax(
     if not isinstance(auto_bits, bool) or (auto_bits and is_fitted):
         raise ValueError(f"auto_bits must be True or False, and needs rotate='auto', got {auto_bits!r} and {rotate!r}.")
     keys, values = (
-        MinMaxCodec(each, group_size, role == 0, rotate is not False, is_fitted=is_fitted)
+        MinMaxCodec(each, size, role == 0, rotate is not False, is_fitted=is_fitted)
         for role, each in enumerate(pair)
+        if each is not None
     )
     return KVCodec(keys, values, sink_tokens, auto_bits)

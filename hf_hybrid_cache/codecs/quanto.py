@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels import NOT_FINITE
+from ..scalars import as_integer
 from ..storage import GRANULE, Codec, KVCodec
 
 GROUP = 64
@@ -84,7 +85,8 @@ def quanto(bits: int = 4, sink_tokens: int = GRANULE) -> KVCodec:
         import optimum.quanto  # noqa: F401
     except ImportError as error:
         raise ImportError("This codec needs optimum-quanto: pip install hf_hybrid_cache[quanto]") from error
-    if isinstance(bits, bool) or bits not in _BITS:
+    number = as_integer(bits)
+    if number is None or number not in _BITS:
         raise ValueError(f"bits must be 4 or 2 for quanto, got {bits!r}.")
-    codec = QuantoCodec(bits)
+    codec = QuantoCodec(number)
     return KVCodec(codec, codec, sink_tokens)

@@ -84,7 +84,7 @@ class DecodeOnCPU:
                 "dtype of the model."
             )
         if self.weights is not None:
-            Width.checked(self.weights, name="weights")
+            object.__setattr__(self, "weights", Width.checked(self.weights, name="weights").bits)
         for name in ("restore", "keep_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")

@@ -7,6 +7,8 @@ import platform
 import sys
 from pathlib import Path
 
+from ..scalars import as_integer
+
 VARIABLE = "HF_HYBRID_CACHE_NUM_THREADS"
 # Numbers of the system call, for which the C library has no function.
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
@@ -51,10 +53,10 @@ def get_num_threads() -> int:
 def _checked(given: object, name: str) -> int:
     most = len(_processors())
     try:
-        count = int(given)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        count = 0
-    if isinstance(given, float) or not 1 <= count <= most:
+        count = int(given) if isinstance(given, str) else as_integer(given)
+    except ValueError:
+        count = None
+    if count is None or not 1 <= count <= most:
         raise ValueError(
             f"{name} must be an integer from 1 to {most}, the processors that this process may use, got {given!r}."
         )

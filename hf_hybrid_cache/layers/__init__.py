@@ -3,9 +3,9 @@
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
-from .placement import LEAST_DEVICE_TOKENS, OnOom, Placement, require_count
+from .placement import LEAST_DEVICE_TOKENS, OnOom, Placement, checked_count
 from .selection import Selection
-from .stock_layers import forget_states_of, move_tensors_of, tensors_of
+from .stock_layers import follow, forget_states_of, move_tensors_of, tensors_of
 
 __all__ = [
     "LEAST_DEVICE_TOKENS",
@@ -17,8 +17,9 @@ __all__ = [
     "OnOom",
     "Placement",
     "Selection",
+    "checked_count",
+    "follow",
     "forget_states_of",
     "move_tensors_of",
-    "require_count",
     "tensors_of",
 ]

@@ -59,6 +59,21 @@ class HybridLayer(CacheLayerMixin):
         return self._store is not None
 
     @property
+    def device(self) -> torch.device:
+        """Of the states that come and are returned; as in transformers' layer there is none before the first."""
+        return self._states_shape().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys, likewise."""
+        return self._states_shape().key_dtype
+
+    def _states_shape(self) -> KVShape:
+        if self._store is None:
+            raise AttributeError(f"Layer {self.layer_idx} has no device and no dtype before its first states.")
+        return self._store.shape
+
+    @property
     def keys(self) -> torch.Tensor | None:
         """
         All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first.
@@ -158,7 +173,7 @@ class HybridLayer(CacheLayerMixin):
         """
         self._usable_store()
         self._lent = None
-        self._check(key_states, value_states)
+        key_states, value_states = self._fitting(key_states, value_states)
         self._stores.note_pass(self._ordinal)
         if self._store is None:
             self.lazy_initialization(key_states, value_states)
@@ -478,20 +493,33 @@ class HybridLayer(CacheLayerMixin):
                 "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
             )
 
-    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        New states as they can follow those that are stored, which go to where the new ones are.
+
+        Types are made one as by `torch.cat`, which transformers' layers use, unless the query's type would be another.
+        """
         self._require_states(keys, values)
-        if self._store is None:
-            return
-        shape = KVShape.of(keys, values)
-        if shape == self._store.shape:
-            return
-        if self._store.num_tokens > 0:
+        store, shape = self._store, KVShape.of(keys, values)
+        if store is None or shape == store.shape:
+            return keys, values
+        if store.num_tokens == 0:
+            self.reset()
+            return keys, values
+        common = shape.promoted_with(store.shape)
+        fits = common == store.shape._replace(
+            device=common.device, key_dtype=common.key_dtype, value_dtype=common.value_dtype
+        )
+        # Under autocast attention converts what it is given.
+        if not fits or (common != shape and not torch.is_autocast_enabled(shape.device.type)):
             raise ValueError(
-                f"Layer {self.layer_idx} holds {self._store.num_tokens:,} tokens of {self._store.shape}; the new "
-                f"states are {shape}. Use a new cache or cache.reset() for other inputs, or change this one's "
-                "batch with batch_repeat_interleave or batch_select_indices."
+                f"Layer {self.layer_idx} holds {store.num_tokens:,} tokens of {store.shape}; the new states are "
+                f"{shape}. Use a new cache or cache.reset() for other inputs, or change this one's batch with "
+                "batch_repeat_interleave or batch_select_indices, its type with cache.to(dtype)."
             )
-        self.reset()
+        if common != store.shape:
+            self._move(common)
+        return keys.to(common.key_dtype), values.to(common.value_dtype)
 
 
 def _first_difference(held: Pair, states: Pair) -> int:

@@ -2,22 +2,26 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from ..scalars import as_float, as_integer
 
 # A block of 64 for the first ones, and one for the most recent ones.
 LEAST_DEVICE_TOKENS = 128
 OnOom = Literal["evict", "raise"]
 
 
-def require_count(name: str, count: object) -> None:
+def checked_count(name: str, given: object) -> int:
     """
-    Check a number of layers or tokens that a user gave.
+    A number of layers or tokens that a user gave.
 
     Raises:
         ValueError: it is not an integer of at least 0.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, got {count!r}.")
+    count = as_integer(given)
+    if count is None or count < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {given!r}.")
+    return count
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ class Placement:
     def __post_init__(self) -> None:
         if self.on_oom not in get_args(OnOom):
             raise ValueError(f'on_oom must be "evict" or "raise", got {self.on_oom!r}.')
-        require_count("prefetch_layers", self.prefetch_layers)
-        require_count("resident_layers", self.resident_layers)
-        require_count("device_tokens", self.device_tokens)
+        for name in ("prefetch_layers", "resident_layers", "device_tokens"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+        share = as_float(self.cpu_decode)
+        if share is not None and as_integer(self.cpu_decode) is None:
+            object.__setattr__(self, "cpu_decode", share)
         if isinstance(self.cpu_decode, float):
             if not 0 < self.cpu_decode < 1:
                 raise ValueError(
@@ -126,7 +132,7 @@ class Placement:
 
 def layer_indices(given: object) -> frozenset[int] | None:
     """A collection of indices of layers; `None` if it is none."""
-    indices = given if isinstance(given, Collection) else [None]
-    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices):
-        return None
-    return frozenset(index for index in indices if isinstance(index, int))
+    members: Collection[Any] = given if isinstance(given, Collection) else [None]
+    indices = [as_integer(member) for member in members]
+    valid = [index for index in indices if index is not None and index >= 0]
+    return frozenset(valid) if len(valid) == len(indices) else None

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ..scalars import as_float
 from .placement import layer_indices
 
 
@@ -39,8 +40,10 @@ class Selection:
         for name, share, whole in (("mass", self.mass, "the attention"), ("most", self.most, "the indexed tokens")):
             if share is None:
                 continue
-            if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+            number = as_float(share)
+            if number is None or not 0 < number <= 1:
                 raise ValueError(f"{name} must be a number above 0 and at most 1, a share of {whole}, got {share!r}.")
+            object.__setattr__(self, name, number)
         layers = layer_indices(self.dense_layers)
         if layers is None:
             raise ValueError(f"dense_layers must be a collection of indices of layers, got {self.dense_layers!r}.")

@@ -16,21 +16,25 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move those tensors to `device`, floating ones as `dtype`."""
+    """Move those tensors to `device`, floating ones as `dtype`, and let the layer say so."""
 
     def moved(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return item.to(device, dtype if item.is_floating_point() else None)
-        return item
+        if isinstance(item, torch.device):
+            return device
+        return (dtype or item) if isinstance(item, torch.dtype) else item
 
     for name, value in vars(layer).items():
         setattr(
             layer, name, {key: moved(item) for key, item in value.items()} if isinstance(value, dict) else moved(value)
         )
-    # What it notes of its states: nothing before the first, and no dtype if it only attends, since transformers 5.24.
-    for name, value in {"device": device, "dtype": dtype}.items():
-        if value is not None and getattr(layer, name, None) is not None:
-            setattr(layer, name, value)
+
+
+def follow(layer: Any, device: torch.device) -> None:
+    """Move those tensors to where the layer's next states are."""
+    if getattr(layer, "device", None) not in (None, device):
+        move_tensors_of(layer, device, None)
 
 
 def forget_states_of(layer: Any) -> None:

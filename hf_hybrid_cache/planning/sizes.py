@@ -3,6 +3,8 @@
 import re
 from fractions import Fraction
 
+from ..scalars import as_integer
+
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # With more digits it is a slip, and more bytes than floats reach.
@@ -17,7 +19,8 @@ def parse_bytes(size: str | int) -> int:
     Raises:
         ValueError: it is something else.
     """
-    match = _SIZE.fullmatch(str(size).strip())
+    number = as_integer(size)
+    match = _SIZE.fullmatch(str(size if number is None else number).strip())
     if match is None or (not match[2] and match[3].upper() == "IB"):
         raise ValueError(f"{size!r} is not a size in bytes: write it as 8GiB, 8GB, 512MiB or a plain number.")
     units = _DECIMAL if match[3].upper() == "B" else _BINARY

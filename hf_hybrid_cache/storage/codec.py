@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..scalars import as_integer
 from .growth import GRANULE
 
 
@@ -102,10 +103,10 @@ class KVCodec:
     auto_bits: bool = False
 
     def __post_init__(self) -> None:
-        given = self.sink_tokens
-        if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-            raise ValueError(f"sink_tokens must be an integer of at least 0, got {given!r}.")
-        object.__setattr__(self, "sink_tokens", -(-given // GRANULE) * GRANULE)
+        sink_tokens = as_integer(self.sink_tokens)
+        if sink_tokens is None or sink_tokens < 0:
+            raise ValueError(f"sink_tokens must be an integer of at least 0, got {self.sink_tokens!r}.")
+        object.__setattr__(self, "sink_tokens", -(-sink_tokens // GRANULE) * GRANULE)
 
     def __str__(self) -> str:
         return f"keys {self.keys}, values {self.values}"

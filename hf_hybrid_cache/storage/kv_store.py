@@ -48,6 +48,13 @@ class KVShape(NamedTuple):
         batch, num_kv_heads, _, key_dim = keys.shape
         return cls(batch, num_kv_heads, key_dim, values.shape[3], keys.dtype, values.dtype, keys.device)
 
+    def promoted_with(self, other: "KVShape") -> "KVShape":
+        """The same, with types that hold what is of its own and of another one's."""
+        return self._replace(
+            key_dtype=torch.promote_types(self.key_dtype, other.key_dtype),
+            value_dtype=torch.promote_types(self.value_dtype, other.value_dtype),
+        )
+
     @property
     def keys(self) -> tuple[int, int, int]:
         return (self.batch, self.num_kv_heads, self.key_dim)

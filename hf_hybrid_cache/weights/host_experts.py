@@ -13,8 +13,8 @@ from .coverage import Covered, coverage
 from .experts_implementation import chosen_experts_used, require_experts, use_chosen_experts
 from .host_weight import HostWeight
 from .popular_experts import PopularExperts
-from .quantized_weights import WeightsReport, code_for_good, coded_for_a_while, require_some
-from .width import GROUP_SIZE, Width
+from .quantized_weights import WeightsReport, code_for_good, coded_for_a_while, require_own_weights, require_some
+from .width import GROUP_SIZE, Width, checked_integer
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,10 @@ def move_experts_to_host(
         >>> model.to("cuda")
     """
     width = _checked(bits, group_size)
-    if isinstance(device_experts, bool) or not isinstance(device_experts, int):
-        raise TypeError(f"device_experts must be an integer, got {device_experts!r}.")
+    device_experts = checked_integer("device_experts", device_experts)
     if device_experts < 0:
         raise ValueError(f"device_experts must not be negative, got {device_experts}. 0 keeps all in host memory.")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ValueError(
-            "accelerate manages where this model's weights are (several devices, or offloading). Load it onto the CPU, "
-            "move its experts, then use model.to(device)."
-        )
+    require_own_weights(model, "move its experts, then use model.to(device)")
     if any(weight.is_meta for module in require_experts(model).values() for weight in module.parameters()):
         raise ValueError("Weights are on meta: load the model's weights first.")
     before = use_chosen_experts(model)
@@ -169,6 +164,7 @@ def _checked(bits: int | None, group_size: int) -> Width | None:
 def _require_cpu(model: PreTrainedModel) -> None:
     devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu"})
     if devices:
+        require_own_weights(model, "then use host_experts")
         raise ValueError(
             f"Weights are on {' and '.join(devices)}, and experts go to host memory for a while only where all of the "
             "model is on the CPU. Use move_experts_to_host."

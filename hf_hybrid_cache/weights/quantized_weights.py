@@ -166,6 +166,24 @@ def coding_bar(num_weights: int, bits: int | None) -> Any:
     return logging.tqdm(total=num_weights, desc=text, delay=_WORTH_A_BAR, leave=False, disable=bits is None)
 
 
+def require_own_weights(model: PreTrainedModel, then: str) -> None:
+    """
+    Check that nobody else manages where weights are.
+
+    Args:
+        model: whose weights.
+        then: how the advice to load the model onto the CPU goes on.
+
+    Raises:
+        ValueError: accelerate does.
+    """
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            "accelerate manages where this model's weights are (several devices, or offloading). Load it onto the CPU, "
+            f"without device_map, {then}."
+        )
+
+
 def require_some(covered: list[Covered], left: dict[str, str], model: PreTrainedModel) -> None:
     """
     Check that there is something to do.
@@ -183,6 +201,7 @@ def require_some(covered: list[Covered], left: dict[str, str], model: PreTrained
 def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], WeightsReport]:
     devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu"})
     if devices:
+        require_own_weights(model, f"or with quantization_config=CodedWeightsConfig(bits={width.bits})")
         raise ValueError(
             f"Weights are on {' and '.join(devices)}; weights of few bits need the CPU. Use model.to('cpu'), "
             f"or decode there with custom_generate=decode_on_cpu.configure(weights={width.bits})."

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ..kernels import WEIGHT_BITS
+from ..scalars import as_integer
 
 GROUP_SIZE, HEAD_BITS = 32, 8
 _ALLOWED_GROUP_SIZES = (32, 64, 128)
@@ -33,9 +34,10 @@ class Width(NamedTuple):
             TypeError: one of them is not an integer.
             ValueError: there are no such weights.
         """
-        for label, value in ((name, bits), ("group_size", group_size), ("head_bits", head_bits)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{label} must be an integer, got {value!r}.")
+        bits, group_size, head_bits = (
+            checked_integer(label, given)
+            for label, given in ((name, bits), ("group_size", group_size), ("head_bits", head_bits))
+        )
         if bits not in WEIGHT_BITS:
             raise ValueError(f"{name} must be 8 or 4, got {bits}. Leave it out for the weights as they are.")
         if head_bits not in WEIGHT_BITS:
@@ -43,3 +45,16 @@ class Width(NamedTuple):
         if group_size not in _ALLOWED_GROUP_SIZES:
             raise ValueError(f"group_size must be 32, 64 or 128, got {group_size}.")
         return cls(bits, group_size, head_bits)
+
+
+def checked_integer(name: str, given: object) -> int:
+    """
+    What a user gave as an integer.
+
+    Raises:
+        TypeError: it is none.
+    """
+    integer = as_integer(given)
+    if integer is None:
+        raise TypeError(f"{name} must be an integer, got {given!r}.")
+    return integer
