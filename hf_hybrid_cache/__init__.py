@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     )
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU, decode_on_cpu
-    from .kernels import get_num_threads, set_integer_kernels, set_num_threads, uses_integer_kernels
+    from .kernels import (
+        KernelsDisabledError,
+        get_num_threads,
+        set_integer_kernels,
+        set_num_threads,
+        uses_integer_kernels,
+    )
     from .layers import DeviceMemoryError, IncompleteCacheError, Placement, Selection
     from .processes import LostProcessError, OutOfStepError
     from .saving import CacheFileError, saved_token_ids
@@ -45,6 +51,7 @@ __all__ = [
     "HybridCache",
     "IncompleteCacheError",
     "KVCodec",
+    "KernelsDisabledError",
     "LostProcessError",
     "MemoryReport",
     "OffloadedHybridCache",
@@ -84,7 +91,13 @@ __getattr__ = lazy_names(
         ),
         "codecs": ("minmax", "quanto"),
         "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
-        "kernels": ("get_num_threads", "set_integer_kernels", "set_num_threads", "uses_integer_kernels"),
+        "kernels": (
+            "KernelsDisabledError",
+            "get_num_threads",
+            "set_integer_kernels",
+            "set_num_threads",
+            "uses_integer_kernels",
+        ),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement", "Selection"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "saving": ("CacheFileError", "saved_token_ids"),

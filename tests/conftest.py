@@ -9,6 +9,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Test processes share the cores: threads that wait must sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Kernels are tested on several threads, though torch has one here.
+os.environ.setdefault("HF_HYBRID_CACHE_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
 import hypothesis
 import pytest

@@ -81,7 +81,7 @@ def free_port() -> int:
 
 
 def _serve(pipe: Connection, rank: int, size: int, meeting: str, timeout: timedelta) -> None:
-    os.environ["HF_HYBRID_CACHE_NUM_THREADS"] = "1"
+    os.environ.pop("HF_HYBRID_CACHE_NUM_THREADS", None)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timeout)
     while True:

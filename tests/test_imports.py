@@ -14,14 +14,15 @@ REPOSITORY = PACKAGE.parent
 
 # Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
-    "kernels": {"kernels", "numba", "scalars"},
+    "kernels": {"control_groups", "kernels", "numba", "scalars", "user_folder"},
     "processes": {"processes", "torch"},
-    "storage": {"processes", "scalars", "storage", "torch"},
+    "storage": {"control_groups", "processes", "scalars", "storage", "torch"},
     "codecs": {"codecs", "kernels", "scalars", "storage", "torch"},
     "device_kernels": {"device_kernels", "kernels", "torch", "triton"},
     "attention": {"attention", "codecs", "device_kernels", "kernels", "storage", "torch"},
     "layers": {"attention", "layers", "processes", "scalars", "storage", "torch", "transformers"},
     "other_processes": set(),
+    "control_groups": set(),
     "user_folder": set(),
     "planning": {
         "_version",

@@ -12,7 +12,6 @@ from test_documentation import REPORT, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_hybrid_cache.cli import ranks
 from hf_hybrid_cache.cli.app import app
 
 from tiny_models import COMMON
@@ -103,18 +102,6 @@ def test_what_several_processes_cannot_do_is_refused(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert f"rank 1: error: {message}" in result.stderr
-
-
-def test_kernels_use_as_many_threads_as_torchrun_lets_openmp_use(monkeypatch: pytest.MonkeyPatch):
-    environment = {"OMP_NUM_THREADS": "3"}
-    ranks.share_processors(environment)
-    assert ranks.THREADS not in environment
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ranks.share_processors(environment)
-    assert environment[ranks.THREADS] == "3"
-    environment[ranks.THREADS] = "5"
-    ranks.share_processors(environment)
-    assert environment[ranks.THREADS] == "5"
 
 
 def test_processes_of_one_machine_take_nodes_one_after_the_other(monkeypatch: pytest.MonkeyPatch):

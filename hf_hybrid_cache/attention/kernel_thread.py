@@ -5,6 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
+from ..kernels import use_threads_here
+
 Result = TypeVar("Result")
 
 
@@ -20,8 +24,15 @@ class KernelThread:
         self._process = 0
 
     def submit(self, work: Callable[[], Result]) -> "Future[Result]":
-        """Have `work` done."""
+        """Have `work` done, with as many threads as torch has where this is called."""
+        threads = torch.get_num_threads()
+
+        def run() -> Result:
+            if torch.get_num_threads() != threads:
+                use_threads_here(threads)
+            return work()
+
         if self._executor is None or self._process != os.getpid():
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf_hybrid_cache-kernel")
             self._process = os.getpid()
-        return self._executor.submit(work)
+        return self._executor.submit(run)

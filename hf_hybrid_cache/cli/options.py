@@ -7,7 +7,7 @@ import typer
 
 from .choices import DTYPES, NAMED_MODELS
 from .nodes import NodeError, bind_to_node, spread_over_nodes
-from .ranks import local_rank, share_processors
+from .ranks import local_rank
 
 Model = Annotated[str, typer.Option(help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.")]
 Bits = Annotated[
@@ -44,7 +44,6 @@ def run_on_node(choice: str | None) -> None:
 
     Of processes that `torchrun` has started on a machine, the first one takes that node and the others those after it.
     """
-    share_processors()
     if choice is None:
         return
     if not re.fullmatch(r"all|\d{1,9}", choice):

@@ -1,9 +1,6 @@
-"""The processes that `torchrun` starts with one command: how many, which one this is, and how many threads each has."""
+"""The processes that `torchrun` starts with one command: how many, and which one this is."""
 
 import os
-from collections.abc import MutableMapping
-
-THREADS = "HF_HYBRID_CACHE_NUM_THREADS"
 
 
 def num_processes() -> int:
@@ -19,9 +16,3 @@ def rank() -> int:
 def local_rank() -> int:
     """Of this process among those on this machine; 0 without `torchrun`."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def share_processors(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let kernels use as many threads as OpenMP does, which `torchrun` limits, unless the user has said how many."""
-    if num_processes() > 1 and "OMP_NUM_THREADS" in environment:
-        environment.setdefault(THREADS, environment["OMP_NUM_THREADS"])

@@ -22,7 +22,7 @@ EXECUTORS = ("local", "slurm", "debug")
 INSTALL = 'pip install "hf_hybrid_cache[jobs]"'
 _POLL_SECONDS = {"local": 0.2, "slurm": 10.0, "debug": 0.0}
 _STDERR = 2
-_THREADS = ("OMP_NUM_THREADS", "HF_HYBRID_CACHE_NUM_THREADS")
+_THREADS = "OMP_NUM_THREADS"
 # For processes here to end in, once they were told to.
 _ENDING_SECONDS = 10.0
 # submitit's own default ends jobs after five minutes.
@@ -108,7 +108,7 @@ class Jobs:
             return
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = str(max(1, processors // self.at_once))
-        missing = {name: share for name in _THREADS if self.at_once > 1 and name not in os.environ}
+        missing = {_THREADS: share} if self.at_once > 1 and _THREADS not in os.environ else {}
         self.folder.mkdir(parents=True, exist_ok=True)
         stderr = os.dup(_STDERR)
         # In the background of a shell the signal by which jobs are ended is ignored, and processes inherit that.

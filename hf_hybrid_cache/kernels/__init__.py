@@ -3,13 +3,20 @@
 from .blocks import BLOCK, value_width
 from .coded_blocks import BITS, CHUNK, RecordLayout
 from .coding import NOT_FINITE, decode_blocks, encode_blocks
-from .compilation import compile_and_wait, compile_in_background
+from .compilation import (
+    compile_and_wait,
+    compile_coded_weights_in_background,
+    compile_in_background,
+    compile_plain_weights_in_background,
+)
+from .compiled import KernelsDisabledError
 from .experts import ExpertCall
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .key_index import encode_index, index_bytes
 from .page_workspace import IndexedBlocks
 from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
+from .parallel import use_threads_here
 from .plain_products import PlainWeights, add_up_plain_experts, multiply_plain
 from .threads import get_num_threads, set_num_threads
 from .vector_ir import CACHE_LINE
@@ -26,6 +33,7 @@ __all__ = [
     "CodedBlocks",
     "ExpertCall",
     "IndexedBlocks",
+    "KernelsDisabledError",
     "PanelLayout",
     "PanelProducts",
     "PlainWeights",
@@ -34,7 +42,9 @@ __all__ = [
     "Workspace",
     "add_up_plain_experts",
     "compile_and_wait",
+    "compile_coded_weights_in_background",
     "compile_in_background",
+    "compile_plain_weights_in_background",
     "decode_blocks",
     "decode_panels",
     "decode_row",
@@ -47,6 +57,7 @@ __all__ = [
     "multiply_plain",
     "set_integer_kernels",
     "set_num_threads",
+    "use_threads_here",
     "uses_integer_kernels",
     "value_width",
 ]

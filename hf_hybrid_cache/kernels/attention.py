@@ -13,7 +13,7 @@ import numpy as np
 
 from .bfloat16_tiles import score_pairs
 from .blocks import BLOCK
-from .compiled import jit, jit_inlined, jit_part
+from .compiled import Needed, jit, jit_inlined, jit_part
 from .parallel import share_out
 from .rotation import rotate_back
 from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
@@ -336,15 +336,20 @@ def highest_of(head, row, maxima):
     return 0.0 if highest == -np.inf else highest
 
 
-def compile_attention(element: np.dtype) -> None:
-    """Compile attention over blocks of `element`, or load it from Numba's cache on disk."""
+def attention_kernels(element: np.dtype) -> list[Needed]:
+    """What attends to blocks of `element`."""
+    return [(attend, taking(plain_call_type(element)))]
+
+
+def taking(call: Any) -> tuple[Any, ...]:
+    """The types that a kernel is given with a call of this type."""
+    return numba.int64, numba.int64, numba.int64, call
+
+
+def plain_call_type(element: np.dtype) -> Any:
+    """Of a `Call` with blocks of `element`."""
     blocks = numba.from_dtype(element)[:, :, :, ::1]
-    attend.compile(signature(call_type(Call, {"keys": blocks, "values": blocks})))
-
-
-def signature(call: Any) -> Any:
-    """Of a kernel that takes a call of this type."""
-    return numba.void(numba.int64, numba.int64, numba.int64, call)
+    return call_type(Call, {"keys": blocks, "values": blocks})
 
 
 def call_type(call: type, fields: dict[str, Any]) -> Any:

@@ -14,12 +14,12 @@ from .attention import (
     call_type,
     merge_segments,
     share,
-    signature,
     started_segment,
+    taking,
 )
 from .blocks import BLOCK
 from .coded_slots import attend_slots, forms_of, put_into_slot
-from .compiled import jit, jit_inlined, jit_part
+from .compiled import Needed, jit, jit_inlined, jit_part
 from .folding import SLOTS
 from .parallel import share_out
 from .prefetching import prefetch_bytes
@@ -157,9 +157,9 @@ def merge_coded_segments(head, call):
     merge_segments(head, call, call.coded_segments, call.value_dim, call.value_rotation, mixing)
 
 
-def compile_coded_attention(element: np.dtype) -> None:
-    """Compile attention over coded blocks beside blocks of `element`, or load it from Numba's cache on disk."""
-    attend_coded.compile(signature(coded_call_type(element)))
+def coded_attention_kernels(element: np.dtype) -> list[Needed]:
+    """What attends to coded blocks beside blocks of `element`."""
+    return [(attend_coded, taking(coded_call_type(element)))]
 
 
 def coded_call_type(element: np.dtype) -> Any:

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
-from .compiled import jit, jit_finite, jit_inlined, jit_part
+from .compiled import Needed, jit, jit_finite, jit_inlined, jit_part
 from .parallel import share_out, team_of_kernels
 from .rotation import rotate
 from .tiles import pointer
@@ -349,14 +349,13 @@ def _decode_block(part, call):
             state[d] = number
 
 
-def compile_coding(element: np.dtype) -> None:
-    """Compile coding of states that kernels see as `element`, or load it from Numba's cache on disk."""
-    for kernel in (_encode, _decode):
-        kernel.compile(coding_signature(element))
+def coding_kernels(element: np.dtype) -> list[Needed]:
+    """What codes states that kernels see as `element`, and decodes them."""
+    return [(kernel, taking_states(element)) for kernel in (_encode, _decode)]
 
 
-def coding_signature(element: np.dtype) -> Any:
-    """Of a kernel that takes a `Coding` of states that kernels see as `element`."""
+def taking_states(element: np.dtype) -> tuple[Any, ...]:
+    """The types that a kernel is given with a `Coding` of states that kernels see as `element`."""
     number, record_bytes = numba.int64, numba.uint8[:, :, ::1]
     states = numba.uint16[::1] if element == np.uint16 else numba.uint32[::1]
     kinds = {
@@ -368,4 +367,4 @@ def coding_signature(element: np.dtype) -> Any:
         "failures": numba.int64[::1],
     }
     call = numba.types.NamedTuple([kinds.get(field, number) for field in Coding._fields], Coding)
-    return numba.void(number, number, number, call)
+    return number, number, number, call

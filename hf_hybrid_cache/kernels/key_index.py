@@ -15,8 +15,8 @@ import numpy as np
 
 from .blocks import BLOCK
 from .coded_blocks import RecordLayout
-from .coding import as_number, by_channel, coding_call, coding_signature, in_words, rotated_block, rounded_to_upper_half
-from .compiled import jit, jit_part
+from .coding import as_number, by_channel, coding_call, in_words, rotated_block, rounded_to_upper_half, taking_states
+from .compiled import Needed, jit, jit_part
 from .parallel import share_out, team_of_kernels
 from .vector_ir import CACHE_LINE
 
@@ -114,6 +114,6 @@ def _as_bfloat16(number):
     return np.uint16(rounded_to_upper_half(np.float32(number).view(np.uint32)))
 
 
-def compile_index(element: np.dtype) -> None:
-    """Compile the index of keys that kernels see as `element`, or load it from Numba's cache on disk."""
-    _encode_index.compile(coding_signature(element))
+def index_kernels(element: np.dtype) -> list[Needed]:
+    """What writes the index of keys that kernels see as `element`."""
+    return [(_encode_index, taking_states(element))]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .attention import call_type, highest_of, is_masked, mask_scores, share, signature, started_segment
+from .attention import call_type, highest_of, is_masked, mask_scores, share, started_segment, taking
 from .blocks import BLOCK
 from .coded_tiles import score_coded_tile
 from .compiled import jit_part
@@ -294,8 +294,8 @@ def reads_all(call):
     return True
 
 
-def selected_signature(attention: Any) -> Any:
-    """Of a kernel that takes a `SelectedCall` of a call of this type."""
+def taking_selected(attention: Any) -> tuple[Any, ...]:
+    """The types that a kernel is given with a `SelectedCall` of a call of this type."""
     real = numba.float32
     fields = {
         "attention": attention,
@@ -318,4 +318,4 @@ def selected_signature(attention: Any) -> Any:
         "runs": numba.int64[:, ::1],
         "pages_read": numba.int64[::1],
     }
-    return signature(call_type(SelectedCall, fields))
+    return taking(call_type(SelectedCall, fields))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .compiled import jit, jit_inlined, jit_part
+from .compiled import Needed, jit, jit_inlined, jit_part, taking_numbers
 from .experts import ExpertCall, adding_up_experts
 from .numbers_at import Numbers, address_of, load_numbers, store_numbers, store_sixteen
 from .panel_tiles import SQUARE, SQUARE_BITS, TOKENS, multiply_panels
@@ -290,3 +290,8 @@ def _add_up_experts(
         chosen, num_pairs, tokens, pairs_of_token, is_bfloat16, shares, has_bfloat16_shares, up_bias, down_bias, out
     )
     return _add_up(parallel, team, threads, _weights_at(up), _weights_at(down), call)
+
+
+def panel_product_kernels() -> list[Needed]:
+    """What multiplies with weights of few bits, and what adds up experts that have them."""
+    return [(kernel, taking_numbers(kernel)) for kernel in (_multiply, _add_up_experts)]

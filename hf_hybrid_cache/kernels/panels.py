@@ -17,10 +17,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 
 from .coding import as_number, extremes, put_codes
-from .compiled import jit, jit_part
+from .compiled import Needed, jit, jit_part
 from .panel_tiles import CHUNK, WEIGHT_BITS, decode_chunk
 from .parallel import share_out, team_of_kernels
 from .tiles import nearest
@@ -261,3 +262,13 @@ def _decode_row(words, bits, factor, row, out):
         halves = words[panel, index, 0].view(np.uint16)
         scale, low = _half(np.uint32(halves[lane])), _half(np.uint32(halves[LANES + lane]))
         out[column] = np.float32(factor) * (low + scale * code)
+
+
+def panel_kernels(element: np.dtype) -> list[Needed]:
+    """What codes weights that kernels see as `element`, and decodes them."""
+    number, words = numba.int64, numba.uint32[:, :, :, ::1]
+    numbers = (numba.uint16 if element == np.uint16 else numba.uint32)[:, ::1]
+    kinds = {"numbers": numbers, "words": words, "factor": numba.float64}
+    call = numba.types.NamedTuple([kinds.get(field, number) for field in Panels._fields], Panels)
+    of_row = words, number, numba.float64, number, numba.float32[::1]
+    return [*((kernel, (number, number, number, call)) for kernel in (_encode, _decode)), (_decode_row, of_row)]

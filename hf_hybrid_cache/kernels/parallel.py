@@ -31,6 +31,8 @@ _imported_by = os.getpid()
 def team_of_kernels() -> tuple[int, int, int]:
     """What `share_out` is to be told, by this thread, now: `parallel`, `team` and `threads`."""
     threads = get_num_threads()
+    if threads == 1:
+        return 0, 1, 1
     pool = openmp() or started_threads()
     return pool.parallel, max(threads, pool.team()), threads
 
@@ -38,10 +40,12 @@ def team_of_kernels() -> tuple[int, int, int]:
 @intrinsic
 def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts: Any, work: Any, call: Any) -> Any:
     """
-    Call `work(part, call)` for each part below `parts`; whoever is done takes the next. One part is this thread's.
+    Call `work(part, call)` for each part below `parts`; whoever is done takes the next.
 
-    parallel: of `Threads`; team: threads that are woken; threads: how many of them take part; work: jitted, returns
-    nothing and raises nothing; call: a tuple.
+    One part is this thread's, and so are all parts if it is the only one.
+
+    parallel: of `Threads`, not called for one part or one thread; team: threads that are woken; threads: how many of
+    them take part; work: jitted, returns nothing and raises nothing; call: a tuple.
     """
     taken = typing_context.resolve_function_type(work, (types.intp, call), {})
     pointer = INT8.as_pointer()
@@ -81,7 +85,8 @@ def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts
         kind = ir.FunctionType(ir.VoidType(), [body.type, pointer, INT32, INT32])
         run = builder.inttoptr(parallel, kind.as_pointer())
         data = builder.bitcast(shared, pointer)
-        with builder.if_else(builder.icmp_signed("<=", parts, INT64(1))) as (then, otherwise):
+        is_alone = builder.or_(*(builder.icmp_signed("<=", number, INT64(1)) for number in (parts, threads)))
+        with builder.if_else(is_alone) as (then, otherwise):
             with then:
                 builder.call(body, [data])
             with otherwise:
@@ -103,6 +108,12 @@ class Threads(NamedTuple):
 
     parallel: int
     team: Callable[[], int]
+
+
+def use_threads_here(number: int) -> None:
+    """Have torch and the kernels use so many threads in calls of this thread; elsewhere all stays as it is."""
+    with contextlib.suppress(AttributeError, TypeError, OSError):  # no OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(number)
 
 
 def openmp() -> Threads | None:

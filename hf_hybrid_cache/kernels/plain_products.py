@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .column_tiles import COLUMNS, add_columns
-from .compiled import jit, jit_part
+from .compiled import Needed, jit, jit_part, taking_numbers
 from .experts import ExpertCall, adding_up_experts
 from .numbers_at import Numbers, address_of, load_numbers, store_numbers
 from .parallel import share_out, team_of_kernels
@@ -238,7 +238,8 @@ def _multiply(
 
 @jit
 def _add_up_experts(
-    parallel, team, threads, up, matrices, up_rows, up_columns, is_transposed, down, _, down_rows, down_columns, __,
+    parallel, team, threads, up, matrices, up_rows, up_columns, is_transposed,
+    down, _, down_rows, down_columns, is_down_transposed,
     chosen, num_pairs, tokens, pairs_of_token, is_bfloat16,
     shares, has_bfloat16_shares, up_bias, down_bias, out,
 ):  # fmt: skip
@@ -248,3 +249,8 @@ def _add_up_experts(
     of_up = Weights(Numbers(up, is_bfloat16), matrices, up_rows, up_columns, is_transposed)
     of_down = Weights(Numbers(down, is_bfloat16), matrices, down_rows, down_columns, is_transposed)
     return _add_up(parallel, team, threads, of_up, of_down, call)
+
+
+def plain_product_kernels() -> list[Needed]:
+    """What multiplies with weights in full precision, and what adds up experts that have them."""
+    return [(kernel, taking_numbers(kernel)) for kernel in (_multiply, _add_up_experts)]

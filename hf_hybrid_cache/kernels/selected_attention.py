@@ -6,21 +6,19 @@ that carry the wanted share; attention to those, or to all where those are too m
 `attention`. The first and the last blocks, which are not indexed, are all attended to.
 """
 
-import numba
 import numpy as np
 
 from .attention import (
-    Call,
     attend_blocks,
-    call_type,
     merge_segments,
+    plain_call_type,
     share,
     started_segment,
     weigh_values,
     weights_of_tile,
 )
 from .blocks import BLOCK
-from .compiled import jit, jit_part
+from .compiled import Needed, jit, jit_part
 from .left_out import add_left_out
 from .page_choice import (
     choose_pages,
@@ -29,7 +27,7 @@ from .page_choice import (
     rate_segment,
     reads_all,
     run_of,
-    selected_signature,
+    taking_selected,
 )
 from .page_tiles import PAGE, hide_pages
 from .parallel import share_out
@@ -115,7 +113,6 @@ def _merge_segments(head, call):
     merge_segments(head, call.attention, 0, 0, 1, call.attention.partial[0, 0, :0])
 
 
-def compile_selected_attention(element: np.dtype) -> None:
-    """Compile attention to chosen pages of blocks of `element`, or load it from Numba's cache on disk."""
-    blocks = numba.from_dtype(element)[:, :, :, ::1]
-    attend_selected.compile(selected_signature(call_type(Call, {"keys": blocks, "values": blocks})))
+def selected_attention_kernels(element: np.dtype) -> list[Needed]:
+    """What attends to chosen pages of blocks of `element`."""
+    return [(attend_selected, taking_selected(plain_call_type(element)))]

@@ -17,7 +17,7 @@ from .coded_attention import (
     started_coded_segment,
 )
 from .coded_slots import attend_slots, forms_of, put_into_slot
-from .compiled import jit, jit_part
+from .compiled import Needed, jit, jit_part
 from .folding import SLOTS
 from .left_out import add_left_out
 from .page_choice import (
@@ -27,7 +27,7 @@ from .page_choice import (
     rate_segment,
     reads_all,
     run_of,
-    selected_signature,
+    taking_selected,
 )
 from .parallel import share_out
 
@@ -89,6 +89,6 @@ def _merge_segments(head, call):
     merge_coded_segments(head, call.attention)
 
 
-def compile_selected_codes(element: np.dtype) -> None:
-    """Compile attention to chosen pages beside blocks of `element`, or load it from Numba's cache on disk."""
-    attend_selected_codes.compile(selected_signature(coded_call_type(element)))
+def selected_code_kernels(element: np.dtype) -> list[Needed]:
+    """What attends to chosen pages of codes beside blocks of `element`."""
+    return [(attend_selected_codes, taking_selected(coded_call_type(element)))]

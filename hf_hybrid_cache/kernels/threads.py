@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+from ..control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 from ..scalars import as_integer
 
 VARIABLE = "HF_HYBRID_CACHE_NUM_THREADS"
@@ -14,7 +17,17 @@ VARIABLE = "HF_HYBRID_CACHE_NUM_THREADS"
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
 # In turn, and in turn by weights.
 _SPREAD = (3, 6)
-_num_threads: int | None = None
+_UNLIMITED = sys.maxsize
+
+
+class _Number(NamedTuple):
+    """Of threads; one that is asked for holds whatever number torch has."""
+
+    value: int
+    is_asked_for: bool
+
+
+_number: _Number | None = None
 
 
 def set_num_threads(num_threads: int | None) -> None:
@@ -26,28 +39,50 @@ def set_num_threads(num_threads: int | None) -> None:
 
     Args:
         num_threads: at most as many as the process may use; `None` for the default, which is the environment variable
-            `HF_HYBRID_CACHE_NUM_THREADS`, else the physical cores of one socket; of all, where the process takes
-            memory of several NUMA nodes in turn.
+            `HF_HYBRID_CACHE_NUM_THREADS`, else the least of three numbers: torch's threads
+            (`torch.get_num_threads()`, asked at each call), the physical cores of one socket (of all, where the process
+            takes memory of several NUMA nodes in turn), and the processors that its container has time on.
 
     Raises:
         ValueError: it is not between 1 and the number of processors that this process may use.
     """
-    global _num_threads
-    _num_threads = None if num_threads is None else _checked(num_threads, "num_threads")
+    global _number
+    _number = None if num_threads is None else _Number(_checked(num_threads, "num_threads"), is_asked_for=True)
 
 
 def get_num_threads() -> int:
     """
-    How many threads attend on the CPU.
+    How many threads attend on the CPU in calls of this thread; in others torch may have another number.
+
+    Torch's number counts once it is imported.
 
     Raises:
         ValueError: `HF_HYBRID_CACHE_NUM_THREADS` is not such a number.
     """
-    global _num_threads
-    if _num_threads is None:
+    global _number
+    if _number is None:
         given = os.environ.get(VARIABLE)
-        _num_threads = _physical_cores(of_all=_is_memory_spread()) if given is None else _checked(given, VARIABLE)
-    return _num_threads
+        most = min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
+        _number = _Number(most, is_asked_for=False) if given is None else _Number(_checked(given, VARIABLE), True)
+    return _number.value if _number.is_asked_for else min(_number.value, _threads_of_torch())
+
+
+def _threads_of_torch() -> int:
+    """Unlimited where torch is not imported."""
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None and hasattr(torch, "get_num_threads") else _UNLIMITED
+
+
+def _processors_at_a_time(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """As many as the quota of the process's container gives it time of, rounded up; unlimited without one."""
+    quotas = [_UNLIMITED]
+    for folder, version in control_groups("cpu", root, membership):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with contextlib.suppress(OSError, ValueError):  # not limited here
+            quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+            if quota > 0:
+                quotas.append(max(1, math.ceil(quota / period)))
+    return min(quotas)
 
 
 def _checked(given: object, name: str) -> int:

@@ -6,11 +6,18 @@ from typing import NamedTuple
 
 import psutil
 
+from ..control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
+
 if sys.platform == "linux":
     import resource
 
 # Of a limit on the process: for what Python and torch allocate beside a cache that takes all the rest.
 _SPARE_BYTES = 32 * 2**20
+# What is allowed, what is used, and what of it is page cache, by the version of control groups.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 class Limit(NamedTuple):
@@ -56,27 +63,13 @@ def _process_limits() -> list[Limit]:
     return limits
 
 
-def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Bytes left under each memory limit on this process: its control groups (v2 and v1), up to the root."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    headrooms = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # v2
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # v1
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = top / path.lstrip("/")
-        # Inside a container the path may be the host's; the container's own group is then mounted at the top.
-        for folder in [group, *group.parents] if group.is_dir() else [top]:
-            if folder.is_relative_to(top):
-                headrooms += _headroom(folder, *names)
-    return headrooms
+def _cgroup_headrooms(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> list[int]:
+    """Bytes left under each memory limit on this process."""
+    return [
+        headroom
+        for folder, version in control_groups("memory", root, membership)
+        for headroom in _headroom(folder, *_FILES[version])
+    ]
 
 
 def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:

@@ -14,6 +14,7 @@ from ..kernels import (
     ExpertCall,
     PanelLayout,
     PanelProducts,
+    compile_coded_weights_in_background,
     decode_panels,
     decode_row,
     encode_panels,
@@ -170,7 +171,9 @@ class CodedMatrices(Matrices):
         for first in range(0, layout.panels, step):
             rows = weight[first * PANEL_ROWS : (first + step) * PANEL_ROWS].contiguous()
             part, where = layout.part(first, first + step)
-            encode_panels(_as_array(rows if is_read else rows.float()), part, factor, panels[where])
+            numbers = _as_array(rows if is_read else rows.float())
+            encode_panels(numbers, part, factor, panels[where])
+            compile_coded_weights_in_background(numbers.dtype, has_experts=len(self._data) > 1)
         return factor
 
 

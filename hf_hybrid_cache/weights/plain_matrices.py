@@ -6,7 +6,13 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from ..kernels import ExpertCall, PlainWeights, add_up_plain_experts, multiply_plain
+from ..kernels import (
+    ExpertCall,
+    PlainWeights,
+    add_up_plain_experts,
+    compile_plain_weights_in_background,
+    multiply_plain,
+)
 from .matrices import Matrices
 
 _OF_KERNEL = (torch.float32, torch.bfloat16)
@@ -26,6 +32,8 @@ class PlainMatrices(Matrices):
     def __init__(self, weights: torch.Tensor):
         super().__init__(*weights.shape)
         self._weights = weights
+        if weights.dtype in _OF_KERNEL:
+            compile_plain_weights_in_background()
 
     def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
         return functional.linear(tokens, self._weights[index], bias)

@@ -1,7 +1,8 @@
 """How many threads the kernels use, and that several callers do not disturb each other."""
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +10,18 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import pytest
+import torch
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
-from hf_hybrid_cache.kernels import parallel
-from hf_hybrid_cache.kernels.threads import VARIABLE, _is_memory_spread, _physical_cores, _processors
+from hf_hybrid_cache.attention.kernel_thread import KernelThread
+from hf_hybrid_cache.kernels import parallel, threads
+from hf_hybrid_cache.kernels.threads import (
+    VARIABLE,
+    _is_memory_spread,
+    _physical_cores,
+    _processors,
+    _processors_at_a_time,
+)
 from kernels.programs import run_program
 from kernels.test_attention import make, run
 
@@ -24,10 +33,94 @@ def default_before_and_afterwards():
     set_num_threads(None)
 
 
-def test_the_default_is_the_physical_cores_of_one_socket(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for, and the machine has more cores than torch has threads here."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert 1 <= get_num_threads() <= len(_processors())
-    assert get_num_threads() == _physical_cores(of_all=_is_memory_spread())
+    monkeypatch.setattr(threads, "_physical_cores", lambda of_all: 64)
+    monkeypatch.setattr(threads, "_processors_at_a_time", lambda: sys.maxsize)
+
+
+@pytest.fixture
+def threads_of_torch() -> Iterator[None]:
+    """Any number may be set; those after find it as it was."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_default_is_what_torch_has_now(many_cores: None, threads_of_torch: None):
+    for number in (1, 3, 2):
+        torch.set_num_threads(number)
+        assert get_num_threads() == number
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(get_num_threads).result() == number
+
+
+def test_the_default_is_at_most_the_cores_of_a_socket(monkeypatch: pytest.MonkeyPatch, threads_of_torch: None):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    torch.set_num_threads(1024)
+    assert get_num_threads() == min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
+
+
+def test_a_number_that_is_asked_for_counts_whatever_torch_has(many_cores: None, threads_of_torch: None):
+    most = len(_processors())
+    set_num_threads(most)
+    torch.set_num_threads(1)
+    assert get_num_threads() == most
+
+
+def test_a_thread_that_works_for_another_has_its_number(many_cores: None, threads_of_torch: None):
+    worker = KernelThread()
+    for number in (2, 1, 3):
+        torch.set_num_threads(number)
+        assert worker.submit(lambda: (get_num_threads(), torch.get_num_threads())).result() == (number, number)
+        assert torch.get_num_threads() == number
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "most"),
+    [
+        ("0::/pod/job", {"pod/job/cpu.max": "150000 100000", "pod/cpu.max": "max 100000"}, 2),
+        ("0::/pod/job", {"pod/job/cpu.max": "max 100000", "pod/cpu.max": "20000 100000"}, 1),
+        ("0::/of/the/host", {"cpu.max": "400000 100000"}, 4),
+        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "250000", "cpu/job/cpu.cfs_period_us": "100000"}, 3),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, sys.maxsize),
+        ("4:memory:/job", {}, sys.maxsize),
+    ],
+)
+def test_a_quota_of_a_container_counts_as_so_many_processors(
+    lines: str, files: dict[str, str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, content in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text(lines + "\n")
+    assert _processors_at_a_time(tmp_path / "groups", membership) == most
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
+def test_one_thread_of_torch_wakes_no_other():
+    program = """
+import os
+import torch
+from kernels import test_threads
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+del os.environ[test_threads.VARIABLE]
+case, alone = test_threads.make("bfloat16", 5000), num_threads()
+test_threads.run(*case, 0.125)
+assert num_threads() == alone
+most = len(test_threads._processors())
+test_threads.set_num_threads(most)
+test_threads.run(*case, 0.125)
+assert num_threads() == alone + most - 1
+"""
+    run_program(program, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
@@ -48,8 +141,10 @@ def test_threads_of_a_core_count_once_and_sockets_are_added_where_memory_is_of_a
 
 
 def test_threads_that_openmp_binds_to_processors_are_as_many():
-    program = "import torch; from hf_hybrid_cache import get_num_threads; assert get_num_threads() == {}"
-    run_program(program.format(_physical_cores(of_all=_is_memory_spread())), OMP_PROC_BIND="true")
+    program = "import os; del os.environ[{!r}]; import torch; from hf_hybrid_cache import get_num_threads; "
+    program += "torch.set_num_threads(1024); assert get_num_threads() == {}"
+    most = min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
+    run_program(program.format(VARIABLE, most), OMP_PROC_BIND="true")
 
 
 def test_a_number_that_is_set_is_used_and_taken_back(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,238 @@
+"""Kernels are compiled once for each element type, are kept where that can be, and are never in the way."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+import hf_hybrid_cache
+from hf_hybrid_cache.kernels import PanelLayout, PanelProducts, decode_blocks, encode_blocks, factor_of
+from hf_hybrid_cache.kernels.attention import attention_kernels
+from hf_hybrid_cache.kernels.coded_attention import coded_attention_kernels
+from hf_hybrid_cache.kernels.coding import coding_kernels
+from hf_hybrid_cache.kernels.compiled import Needed
+from hf_hybrid_cache.kernels.key_index import index_kernels
+from hf_hybrid_cache.kernels.panel_products import panel_product_kernels
+from hf_hybrid_cache.kernels.panels import decode_panels, decode_row, encode_panels, panel_kernels
+from hf_hybrid_cache.kernels.plain_products import plain_product_kernels
+from hf_hybrid_cache.kernels.selected_attention import selected_attention_kernels
+from hf_hybrid_cache.kernels.selected_coded_attention import selected_code_kernels
+from kernels import test_attention, test_chosen, test_coded_attention, test_experts, test_selected_attention
+from kernels.programs import TESTS
+from kernels.reference import stored
+from kernels.test_coding import layout_of
+
+NAMES = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
+# The smallest kernel there is.
+SMALL = "integer_kernels._processor_has_pair_dot"
+CALL_SMALL = """
+from hf_hybrid_cache.kernels import integer_kernels, uses_integer_kernels
+assert uses_integer_kernels() in (True, False)
+kernel = integer_kernels._processor_has_pair_dot
+print(sum(kernel.stats.cache_misses.values()), sum(kernel.stats.cache_hits.values()))
+"""
+COMPILED, LOADED = "1 0", "0 1"
+
+
+def attend(storage: str) -> None:
+    test_attention.run(*test_attention.make(storage, 100), 0.125)
+
+
+def attend_coded(storage: str) -> None:
+    made = test_coded_attention.make(storage=storage)
+    test_coded_attention.attend_in(test_coded_attention.Workspace(test_coded_attention.shape_of(made[0])), made)
+
+
+def attend_selected(storage: str) -> None:
+    made = test_selected_attention.make_plain(storage=storage)
+    test_selected_attention.run_selected(made, test_selected_attention.index_of(made), 0.5)
+
+
+def attend_selected_codes(storage: str) -> None:
+    made = test_coded_attention.make(storage=storage)
+    test_selected_attention.run_selected(made, test_selected_attention.index_of(made), 0.5)
+
+
+def code(storage: str) -> None:
+    states, _ = stored(np.ones((1, 1, 64, 64), np.float32), storage)
+    layout = layout_of(True, 4, 64)
+    decode_blocks(encode_blocks(states, layout), layout, states)
+
+
+def index(storage: str) -> None:
+    test_selected_attention.encode_index(
+        stored(np.ones((1, 1, 64, 64), np.float32), storage)[0],
+        np.empty((1, 1, test_selected_attention.index_bytes(64)), np.uint8),
+    )
+
+
+def code_weights(storage: str) -> None:
+    weight, _ = stored(np.ones((16, 32), np.float32), storage)
+    layout = PanelLayout(4, 16, 32, 32)
+    panels = np.empty(layout.num_bytes, np.uint8)
+    encode_panels(weight, layout, factor_of(1.0), panels)
+    decode_panels(panels, layout, factor_of(1.0), weight)
+    decode_row(panels, layout, factor_of(1.0), 0, np.empty(32, np.float32))
+
+
+def multiply_coded(storage: str) -> None:
+    layout = PanelLayout(4, 16, 32, 32)
+    panels, out = np.zeros(layout.num_bytes, np.uint8), np.empty((1, 16), np.float32)
+    tokens, chosen = np.ones((1, 32), np.float32), np.zeros(1, np.int64)
+    products = PanelProducts(panels.ctypes.data, layout, [1.0])
+    products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
+    products.multiply_chosen(chosen.ctypes.data, 1, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
+    test_experts.run(test_experts.coded(32, 16, 4).kernel, test_experts.given(32, 16, storage=storage))
+
+
+def multiply_plain(storage: str) -> None:
+    weights, tokens = (test_chosen.random_numbers(*shape, storage=storage)[0] for shape in ((6, 16, 32), (1, 32)))
+    for of in (test_chosen.of_rows, test_chosen.of_columns):
+        test_chosen.run(of(weights), tokens, np.zeros((1, 1)), None, 16)
+    test_experts.run(test_experts.plain(32, 16, storage).kernel, test_experts.given(32, 16, storage=storage))
+
+
+Ahead = Callable[[np.dtype], list[Needed]]
+FAMILIES: dict[str, tuple[Ahead, Callable[[str], None], list[str]]] = {
+    "attention": (attention_kernels, attend, list(NAMES)),
+    "attention to codes": (coded_attention_kernels, attend_coded, list(NAMES)),
+    "attention to pages": (selected_attention_kernels, attend_selected, list(NAMES)),
+    "attention to pages of codes": (selected_code_kernels, attend_selected_codes, list(NAMES)),
+    "codes": (coding_kernels, code, ["float32", "bfloat16"]),
+    "index": (index_kernels, index, ["float32", "bfloat16"]),
+    "coded weights": (panel_kernels, code_weights, ["float32", "bfloat16"]),
+    "products with coded weights": (lambda _: panel_product_kernels(), multiply_coded, ["float32", "bfloat16"]),
+    "products with plain weights": (lambda _: plain_product_kernels(), multiply_plain, ["float32", "bfloat16"]),
+}
+CASES = [(name, storage) for name, (_, _, storages) in FAMILIES.items() for storage in storages]
+
+
+@pytest.mark.parametrize(("family", "storage"), CASES, ids=" of ".join)
+def test_compiling_ahead_and_a_call_leave_one_overload_and_one_file(family: str, storage: str):
+    ahead, call, _ = FAMILIES[family]
+    needed = ahead(np.dtype(NAMES[storage]))
+    call_only_once = set()
+    for kernel, types in needed:
+        kernel.compile(types)
+        assert types in kernel.overloads
+        call_only_once.add((kernel, len(kernel.overloads), len(files_of(kernel))))
+    call(storage)
+    assert call_only_once == {(kernel, len(kernel.overloads), len(files_of(kernel))) for kernel, _ in needed}
+
+
+def files_of(kernel: object) -> list[Path]:
+    files = kernel.files  # type: ignore[attr-defined]
+    return list(Path(files.cache_path).glob(f"{files._name}-*.nbc"))
+
+
+def run_small(home: Path | str, program: str = CALL_SMALL, **environment: str) -> tuple[str, str]:
+    """What a process prints that calls the smallest kernel, and what it says of it."""
+    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    given = {"PYTHONPATH": paths, "HF_HYBRID_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""} | environment
+    run = [sys.executable, "-P", "-W", "always", "-c", program]
+    done = subprocess.run(run, env=os.environ | given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path):
+    assert run_small(tmp_path) == (COMPILED, "")
+    assert run_small(tmp_path) == (LOADED, "")
+    assert run_small("/nowhere", NUMBA_CACHE_DIR=str(tmp_path / "numba")) == (COMPILED, "")
+    assert run_small("/nowhere", NUMBA_CACHE_DIR=str(tmp_path / "numba")) == (LOADED, "")
+
+
+def test_a_file_that_is_damaged_is_compiled_and_written_again(tmp_path: Path):
+    run_small(tmp_path)
+    for damaged in [*tmp_path.rglob("*.nbc"), *tmp_path.rglob("*.nbi")]:
+        damaged.write_bytes(damaged.read_bytes()[:-20])
+        assert run_small(tmp_path) == (COMPILED, "")
+        assert run_small(tmp_path) == (LOADED, "")
+
+
+@pytest.mark.parametrize("home", ["is a file", "is nowhere"])
+def test_where_nothing_can_be_written_kernels_answer_and_that_is_said_once(home: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    if home == "is a file":
+        answer, said = run_small(tmp_path / "file" / "folder", CALL_SMALL + ANOTHER)
+    else:
+        answer, said = run_small("", CALL_SMALL + ANOTHER, XDG_CACHE_HOME="", HOME="~")
+    assert answer == COMPILED
+    assert said.count("Compiled kernels are not kept") == 1
+    assert "Set HF_HYBRID_CACHE_HOME to a folder that can be written." in said
+
+
+ANOTHER = "from hf_hybrid_cache.kernels import bfloat16_tiles; bfloat16_tiles.has_bfloat16_products()\n"
+FILL_THE_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="lets every write fail by a limit on files")
+def test_on_a_full_disk_kernels_answer_and_what_is_there_is_used(tmp_path: Path):
+    answer, said = run_small(tmp_path, FILL_THE_DISK + CALL_SMALL)
+    assert answer == COMPILED
+    assert said.count("Compiled kernels are not kept") == 1
+    run_small(tmp_path)
+    assert run_small(tmp_path, FILL_THE_DISK + CALL_SMALL) == (LOADED, "")
+
+
+def test_two_processes_that_need_a_kernel_at_once_compile_it_once(tmp_path: Path):
+    place = "from hf_hybrid_cache.kernels.kernel_files import kernel_folder; print(kernel_folder())"
+    folder = Path(run_small(tmp_path, place)[0])
+    folder.mkdir(parents=True)
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "HF_HYBRID_CACHE_HOME": str(tmp_path)}
+    program = "import hf_hybrid_cache.kernels; print('ready', flush=True)\n" + CALL_SMALL
+    with FileLock(folder / f"{SMALL}.lock"):
+        run = [sys.executable, "-c", program]
+        processes = [subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+    assert sorted(process.communicate(timeout=300)[0].strip() for process in processes) == [LOADED, COMPILED]
+
+
+def test_a_change_of_any_source_is_noticed_and_checkouts_share_what_is_the_same(tmp_path: Path):
+    package = Path(hf_hybrid_cache.__file__).parent
+    copy = tmp_path / "copy" / package.name
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert run_small(tmp_path) == (COMPILED, "")
+    assert run_small(tmp_path, PYTHONPATH=str(copy.parent)) == (LOADED, "")
+    with (copy / "kernels" / "tiles.py").open("a") as source:
+        source.write("# changed\n")
+    assert run_small(tmp_path, PYTHONPATH=str(copy.parent)) == (COMPILED, "")
+
+
+def test_folders_of_sources_that_are_gone_are_deleted_after_a_month(tmp_path: Path):
+    old, young = (tmp_path / "kernels" / name for name in ("old", "young"))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    month_ago = old.stat().st_mtime - 31 * 24 * 3600
+    os.utime(old, (month_ago, month_ago))
+    run_small(tmp_path)
+    assert not old.exists()
+    assert young.exists()
+
+
+WITHOUT_COMPILER = """
+import numpy as np
+from hf_hybrid_cache import *
+from hf_hybrid_cache.kernels import compile_in_background
+compile_in_background(np.dtype(np.float32))
+try:
+    uses_integer_kernels()
+except KernelsDisabledError as error:
+    print(error)
+"""
+
+
+def test_where_numba_may_not_compile_one_sentence_says_so(tmp_path: Path):
+    said, errors = run_small(tmp_path, WITHOUT_COMPILER, NUMBA_DISABLE_JIT="1")
+    assert said.endswith("NUMBA_DISABLE_JIT forbids Numba to compile: unset it.")
+    assert len(said.splitlines()) == 1
+    assert "Traceback" not in errors
