@@ -106,6 +106,51 @@ def test_used_cache_when_assisted_then_refuses(tokens: int):
     assert cache.get_seq_length() == HELD
 
 
+def test_other_words_with_decode_on_cpu_then_are_refused():
+    """The token ids of the calls before are known there."""
+    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False, "custom_generate": decode_on_cpu}
+    cache, prompt = DynamicHybridCache(CONFIG), random_prompt(1, 60)
+    first = model.generate(prompt, **cache_argument(cache), **options)
+    other = random_prompt(1, 90, seed=5)
+    other[:, :50] = prompt[:, :50]
+    position = int((other[0, 50:60] != prompt[0, 50:60]).nonzero()[0]) + 50
+    with pytest.raises(ValueError, match=f"token {position} of sequence 0 is .*whole conversation"):
+        model.generate(other, **cache_argument(cache), **options)
+    assert cache.get_seq_length() == 65
+    longer = torch.cat([first, random_prompt(1, 10, seed=6)], dim=1)
+    again = model.generate(longer, **cache_argument(cache), **options)
+    assert torch.equal(again, model.generate(longer, **cache_argument(DynamicHybridCache(CONFIG)), **options))
+    cache.crop(50 - cache.get_seq_length())
+    model.generate(other, **cache_argument(cache), **options)
+
+
+def test_other_words_than_those_of_a_file_then_are_refused(tmp_path):
+    model, prompt = tiny_model("llama"), random_prompt(1, 60)
+    cache = DynamicHybridCache(CONFIG)
+    with torch.no_grad():
+        model(prompt, **cache_argument(cache))
+    cache.save(tmp_path / "document.kv", prompt)
+    loaded = HybridCache.load(tmp_path / "document.kv", CONFIG)
+    with pytest.raises(ValueError, match="does not go on with the 60 tokens"):
+        model.generate(
+            random_prompt(1, 90, seed=5), **cache_argument(loaded), max_new_tokens=2, custom_generate=decode_on_cpu
+        )
+
+
+def test_cache_that_the_model_does_not_use_then_is_worth_a_sentence(phi3):
+    cache = DynamicHybridCache(CONFIG)
+    with pytest.warns(UserWarning, match="has not used the cache"):
+        cache.note_tokens(random_prompt(1, 5))
+    with pytest.warns(UserWarning, match="goes on without this cache") as caught:
+        phi3.generate(
+            random_prompt(1, 60),
+            **cache_argument(DynamicHybridCache(phi3.config, cpu_decode=False)),
+            max_new_tokens=2,
+            custom_generate=decode_on_cpu,
+        )
+    assert len(caught) == 1
+
+
 T5_LIKE: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "t5": (T5Config, T5ForConditionalGeneration),
     "mt5": (MT5Config, MT5ForConditionalGeneration),
@@ -194,7 +239,9 @@ def phi3() -> PreTrainedModel:
 
 @pytest.mark.parametrize(("tokens", "left_at"), [(10, None), (28, 32), (BORDER, 32), (BORDER + 1, 0), (60, 0)])
 def test_model_that_leaves_the_cache_at_a_border_then_says_so_once(phi3, tokens: int, left_at: int | None):
-    cache, stock, prompt = DynamicHybridCache(phi3.config), DynamicCache(config=phi3.config), random_prompt(1, tokens)
+    # Without kernels: Numba changes the filters of warnings while it compiles in the background.
+    cache, stock = DynamicHybridCache(phi3.config, cpu_decode=False), DynamicCache(config=phi3.config)
+    prompt = random_prompt(1, tokens)
     options = {"max_new_tokens": 10, "do_sample": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -184,8 +184,10 @@ class HybridCache(DynamicCache):
         self._first, self._last = (ours[0], ours[-1]) if ours else (-1, -1)
         self._was_asked_half_way = False
         self._tokens_before = 0
+        self._token_ids: torch.Tensor | None = None  # as far as they are known
         # Of two forms of rotary embedding, one for short and one for long contexts.
         self._may_leave_border = hasattr(text_config, "original_max_position_embeddings")
+        self._has_left_border = False
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())
         for ordinal, index in enumerate(ours):
             layers[index] = HybridLayer(index, ordinal, self._stores)
@@ -389,6 +391,7 @@ class HybridCache(DynamicCache):
             known = config.get_text_config(decoder=True).dtype
             converted_to = file.conversion(dtype, known if isinstance(known, torch.dtype) else None, mmap)
             file.fill(cache.layers, device, mmap, verify)
+            cache._token_ids = file.token_ids()
         if converted_to is not None:
             for layer in cache.layers:
                 held_on, _ = _whereabouts(layer)
@@ -618,7 +621,64 @@ class HybridCache(DynamicCache):
         self._passes.reset()
         self._was_asked_half_way = False
         self._tokens_before = 0
+        self._token_ids = None
         self.stats.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of each sequence, or all if there are not that many."""
+        super().crop(tokens_to_remove)
+        if self._token_ids is not None:
+            self._token_ids = self._token_ids[:, : self._num_tokens]
+
+    def require_prefix(self, token_ids: torch.Tensor) -> None:
+        """
+        Check that a prompt begins with the tokens that are stored, as far as it is known which these are.
+
+        They are known after `load` of a file that has them, and after `note_tokens`.
+
+        Args:
+            token_ids: of the whole prompt, `[batch, tokens]`.
+
+        Raises:
+            ValueError: it begins with others.
+        """
+        if self._token_ids is None:
+            return
+        known, given = self._token_ids[:, : self._num_tokens], token_ids.to("cpu", torch.long)
+        known = known[:, : given.shape[1]]
+        if given.shape[0] != known.shape[0]:
+            return  # of another batch, which the layers refuse
+        different = (given[:, : known.shape[1]] != known).nonzero()
+        if len(different):
+            sequence, position = different[different[:, 1].argmin()].tolist()
+            raise ValueError(
+                f"The prompt does not go on with the {self._num_tokens:,} tokens that the cache holds: token "
+                f"{position:,} of sequence {sequence} is {int(given[sequence, position])}, and the cache holds "
+                f"{int(known[sequence, position])} there (counted from 0). Pass the whole conversation as the prompt, "
+                "or use a new cache, or cache.reset()."
+            )
+
+    def note_tokens(self, token_ids: torch.Tensor | None) -> None:
+        """
+        Note which tokens a generation with this cache has computed, for `require_prefix`.
+
+        Warns if the model has not used the cache at all.
+
+        Args:
+            token_ids: prompt and answer, `[batch, tokens]`; `None` if it is not known any more what is stored.
+        """
+        self._token_ids = None if token_ids is None else token_ids.detach().to("cpu", torch.long)
+        if not self._num_tokens and self._may_be_unused:
+            warnings.warn(
+                "The model has not used the cache that it was passed, which is empty: it keeps none, or one of its "
+                "own.",
+                stacklevel=_stack_level(),
+            )
+
+    @property
+    def _may_be_unused(self) -> bool:
+        """Whether an empty cache is one that was not used: some layer counts tokens, and nothing was said already."""
+        return any(isinstance(layer, CacheLayerMixin) for layer in self.layers) and not self._has_left_border
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""
@@ -645,6 +705,7 @@ class HybridCache(DynamicCache):
     @contextmanager
     def _changing_all(self, operation: str) -> Iterator[None]:
         """For what changes layer after layer and cannot be taken back."""
+        self._token_ids = None
         before = self._versions()
         try:
             yield
@@ -732,7 +793,7 @@ class HybridCache(DynamicCache):
         border = border_that_drops_the_cache(num_tokens)
         if border is None:
             return
-        self._may_leave_border = False
+        self._may_leave_border, self._has_left_border = False, True
         warnings.warn(
             f"The model goes on without this cache, which stays at {num_tokens:,} tokens: beyond {border:,} tokens its "
             "rotary embedding is another one, and transformers computes all tokens again, into a DynamicCache of its "

@@ -168,6 +168,8 @@ def timed_generate(
         end = time.perf_counter()
     finally:
         hook.remove()
+    if isinstance(cache, HybridCache):
+        cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor([recorder.tokens], dtype=torch.long)], dim=1))
     return Run(
         recorder.tokens, recorder.first_token - start, end - recorder.first_token, *_memory(cache), _share_read(cache)
     )

@@ -144,6 +144,9 @@ class DecodeOnCPU:
 
         caller = input_ids.device
         prompt_length = _prompt_length(input_ids, generation_config, model_kwargs)
+        is_whole = prompt_length == input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None
+        if is_whole:
+            cache.require_prefix(input_ids)
         offered = {"streamer": streamer, "inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
         taken = {name: value for name, value in offered.items() if name in inspect.signature(loop).parameters}
         inputs = on_device({"input_ids": input_ids} | taken | model_kwargs, HOST)
@@ -156,14 +159,19 @@ class DecodeOnCPU:
         dtype = None if self.dtype == model.dtype else self.dtype
         if model.device.type == "cpu" and dtype is None and self.weights is None:
             with chosen_experts_if_any(model):
-                return on_device(loop(model, **inputs), caller)
-        _require_movable(model)
-        kept = self._kept.setdefault(model, {}) if self.keep_weights else None
-        width = None if self.weights is None else Width.checked(self.weights)
-        weights = MovableWeights(model, dtype, self.restore, kept, width)
-        switch = PhaseSwitch(model, cache, weights, dtype, self.restore, prompt_length)
-        with chosen_experts_if_any(model):
-            return on_device(switch.run(loop, inputs), caller)
+                output = loop(model, **inputs)
+        else:
+            _require_movable(model)
+            kept = self._kept.setdefault(model, {}) if self.keep_weights else None
+            width = None if self.weights is None else Width.checked(self.weights)
+            weights = MovableWeights(model, dtype, self.restore, kept, width)
+            switch = PhaseSwitch(model, cache, weights, dtype, self.restore, prompt_length)
+            with chosen_experts_if_any(model):
+                output = switch.run(loop, inputs)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        # Beams are not stored in the order in which they are returned.
+        cache.note_tokens(sequences if is_whole and generation_config.num_beams == 1 else None)
+        return on_device(output, caller)
 
 
 decode_on_cpu = DecodeOnCPU()
