@@ -27,10 +27,13 @@ from experiments import records
 from experiments.told_decoder import DECODERS, DTYPE, VOCABULARY, ToldDecoder
 
 DEFAULT = "default"
+# Of `DECODERS`: what others are held against, which takes turns with them in the same process.
+STOCK = "stock"
 _CORES = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
 _FEWER = str(max(1, _CORES - 1))
 SETTINGS: dict[str, dict[str, str]] = {
     DEFAULT: {},
+    "OMP_NUM_THREADS=1": {"OMP_NUM_THREADS": "1"},
     "one thread fewer": {"OMP_NUM_THREADS": _FEWER, "HF_HYBRID_CACHE_NUM_THREADS": _FEWER},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
     **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 10_000, 100_000)},
@@ -89,9 +92,10 @@ def cells_of(samples: Samples) -> list[dict[str, Any]]:
             "median_seconds": seconds[setting, number],
             "times_quiet": ratios((setting, number), (setting, 0)),
             "times_default": ratios((setting, number), (DEFAULT, number)),
+            "times_stock": {cache: taken / of_caches[STOCK] for cache, taken in of_caches.items()},
             "samples_seconds": {cache: list(taken) for cache, taken in samples[setting, number].items()},
         }
-        for setting, number in seconds
+        for (setting, number), of_caches in seconds.items()
     ]
 
 
@@ -106,7 +110,11 @@ def table(cells: Sequence[Mapping[str, Any]], busy: Sequence[int]) -> str:
             for cache, number in columns
         )
         lines.append(f"{setting:<25}" + "".join(f"{text:>15}" for text in shown))
-    return "\n".join([*lines, "In brackets: times as long as with the same setting when nothing else runs."])
+    lines.append("In brackets: times as long as with the same setting when nothing else runs.")
+    for cell in cells:
+        shown = (f"{cache} {ratio:.2f}x" for cache, ratio in cell["times_stock"].items() if cache != STOCK)
+        lines.append(f"against stock, {cell['setting']}, {cell['busy_processes']} busy: {', '.join(shown)}")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -6,10 +6,15 @@ from pathlib import Path
 
 def cache_home() -> Path:
     """
-    Folder for converted models and measured speeds.
+    Folder for compiled kernels, converted models and measured speeds.
 
     `$HF_HYBRID_CACHE_HOME`, else `$XDG_CACHE_HOME/hf_hybrid_cache`, else `~/.cache/hf_hybrid_cache`.
+
+    Raises:
+        FileNotFoundError: it is under the home folder, and there is none.
     """
-    if home := os.environ.get("HF_HYBRID_CACHE_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_hybrid_cache"
+    given = os.environ.get("HF_HYBRID_CACHE_HOME")
+    try:
+        return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_hybrid_cache").expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError("There is no home folder: set HF_HYBRID_CACHE_HOME to another one.") from error

@@ -5,12 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_hybrid_cache.user_folder import cache_home
+
 # Nothing in the tests may depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Test processes share the cores: threads that wait must sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Compiled kernels stay where they are, also for tests that set another home.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_home().parent))
 # Kernels are tested on several threads, though torch has one here.
-os.environ.setdefault("HF_HYBRID_CACHE_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+if hasattr(os, "sched_getaffinity"):
+    os.environ.setdefault("HF_HYBRID_CACHE_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
 
 import hypothesis
 import pytest

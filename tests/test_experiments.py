@@ -90,6 +90,11 @@ each_experiment = pytest.mark.parametrize(
             {f"meta-llama/Llama-3.{name}, batch {batch}, 2" for name in ("2-1B", "1-8B") for batch in (1, 8)},
         ),
         (
+            "short_programs",
+            ["--warm", "1", "--cold", "0", "--uses", "attention", "--longest", "0"],
+            {"warm, all processors"},
+        ),
+        (
             "lost_process",
             ["--processes", "2", "--killed", "1", "--stopped", "1", "--timeout", "1"],
             {"killed", "stopped"},
@@ -294,6 +299,7 @@ def test_steps_beside_busy_processes_are_compared_with_quiet_ones_and_with_the_d
     assert [cell["median_seconds"]["ours"] for cell in cells] == list(seconds.values())
     assert [cell["times_quiet"]["ours"] for cell in cells] == [1, 3, 1, 1.5]
     assert [cell["times_default"]["stock"] for cell in cells] == [1, 1, 1, 0.5]
+    assert [cell["times_stock"]["ours"] for cell in cells] == [0.5] * 4
     assert cells[1]["samples_seconds"] == {"ours": [6.0, 0.5, 99.0], "stock": [12.0]}
     assert "6.0 (3.0x)" in busy_machine.table(
         [cell | {"median_seconds": {"ours": 6e-3, "stock": 1.0}} for cell in cells], [0, 1]

@@ -136,6 +136,9 @@ def test_converted_models_go_where_the_environment_says(monkeypatch, tmp_path):
     assert cache_home() == tmp_path / "xdg" / "hf_hybrid_cache"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_home() == Path.home() / ".cache" / "hf_hybrid_cache"
+    monkeypatch.setenv("HOME", "~")
+    with pytest.raises(FileNotFoundError, match="set HF_HYBRID_CACHE_HOME to another one"):
+        cache_home()
 
 
 # Conversion, of a file small enough to be written here

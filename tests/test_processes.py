@@ -200,6 +200,54 @@ def test_kernels_that_are_waited_for_are_compiled_in_two_processes(tmp_path: Pat
     run_program(COMPILE_ON_TWO_CORES, NUMBA_CACHE_DIR=str(tmp_path))
 
 
+# What is slow says when it is done; the process would abort if it came back later.
+END_WHILE_KERNELS_ARE_COMPILED = """
+import threading, time
+from hf_hybrid_cache.kernels.compilation import _started
+
+class Slow:
+    def __init__(self, name):
+        self.name, self.files = name, self
+
+    def are_being_written(self):
+        return False
+
+    def compile(self, types):
+        begun.set()
+        time.sleep(1)
+        print(self.name, flush=True)
+
+begun = threading.Event()
+_started([(Slow("first"), ()), (Slow("second"), ())])
+assert begun.wait(60)
+"""
+END_WHILE_A_STORE_IS_ASKED = """
+import threading, time
+from torch.distributed import HashStore
+from hf_hybrid_cache.processes.roll_call import Alarm
+
+class Slow(HashStore):
+    def check(self, keys):
+        begun.set()
+        time.sleep(0.5)
+        print("answer", flush=True)
+        return False
+
+begun = threading.Event()
+with Alarm(Slow()):
+    assert begun.wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [(END_WHILE_KERNELS_ARE_COMPILED, "first\n"), (END_WHILE_A_STORE_IS_ASKED, "answer\n")]
+)
+def test_the_end_waits_for_what_a_thread_is_at_and_nothing_begins(program: str, said: str):
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
 RUN_FOR_EVER = """
 import os, signal, threading
 import test_processes as t

@@ -96,7 +96,7 @@ class SlowSteps:
 def _warn(usual: float, now: float, processors: float, threads: int) -> None:
     global _has_warned
     _has_warned = True
-    cure = f"use fewer threads than {threads} (torch.set_num_threads and hf_hybrid_cache.set_num_threads)"
+    cure = f"use fewer threads than {threads} (torch.set_num_threads, which attention follows)"
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         cure = f"set GOMP_SPINCOUNT=0 in the environment before Python starts, or {cure}"
     warnings.warn(

@@ -24,6 +24,7 @@ from .panels import panel_kernels
 from .plain_products import plain_product_kernels
 from .selected_attention import selected_attention_kernels
 from .selected_coded_attention import selected_code_kernels
+from .threads import get_num_threads
 
 # From disk it takes less.
 _SECONDS_TO_LOAD = 2.0
@@ -112,7 +113,9 @@ def _started(needed: Iterable[Needed]) -> _Compilation | None:
 
 def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
     """
-    Compile the same now, on two cores if nothing is on disk yet: Numba compiles in one thread of a process at a time.
+    Compile the same now, on two cores if nothing is on disk yet, and more than one thread may be used.
+
+    The second one is another process: in one, Numba compiles one kernel at a time.
 
     Args:
         element: as in `compile_in_background`.
@@ -123,7 +126,7 @@ def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], No
         KernelsDisabledError: Numba is told not to compile.
     """
     needed, beside = _needed(element, is_coded), None
-    if is_coded and not attend_coded.files.exist():
+    if is_coded and get_num_threads() > 1 and not attend_coded.files.exist():
         program = "import numpy, sys; from hf_hybrid_cache.kernels import coded_attention; "
         program += "[(kernel, types)] = coded_attention.coded_attention_kernels(numpy.dtype(sys.argv[1])); "
         program += "kernel.compile(types)"

@@ -38,7 +38,7 @@ def kernel_folder() -> Path:
     Where compiled kernels are kept: under `$NUMBA_CACHE_DIR` if it is set, else under `cache_home()`.
 
     Raises:
-        RuntimeError: there is no home.
+        FileNotFoundError: there is no home.
     """
     given = numba.config.CACHE_DIR  # type: ignore[attr-defined]
     home = Path(given) / "hf_hybrid_cache" if given else cache_home()
@@ -81,7 +81,7 @@ class KernelFiles(NullCache):
     @property
     def cache_path(self) -> str | None:
         """The folder; `None` where there is no home."""
-        with suppress(RuntimeError):
+        with suppress(FileNotFoundError):
             return str(kernel_folder())
         return None
 
@@ -186,7 +186,7 @@ def _warn(folder: str | None, error: Exception) -> None:
     if _has_warned:
         return
     _has_warned = True
-    place = "they have no folder" if folder is None else f"{folder} cannot be written"
+    place = "they have no place" if folder is None else f"{folder} cannot be written"
     warnings.warn(
         f"Compiled kernels are not kept, because {place} ({error}): each process compiles them again, which takes "
         "seconds. Set HF_HYBRID_CACHE_HOME to a folder that can be written.",

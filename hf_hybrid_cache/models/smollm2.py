@@ -63,7 +63,10 @@ def _smollm2_folder() -> Path:
     cached = [try_to_load_from_cache(SMOLLM2_REPO, file) for file in SMOLLM2_FILES]
     if isinstance(cached[0], str) and all(isinstance(file, str) for file in cached):
         return Path(cached[0]).parent
-    converted = cache_home() / SMOLLM2_FOLDER
+    try:
+        converted = cache_home() / SMOLLM2_FOLDER
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"smollm2-135m has no place on this disk. {error}") from error
     if converted.is_dir():
         return converted
     if hub_answers():

@@ -167,8 +167,9 @@ def load_speeds(dtype: torch.dtype) -> Speeds:
     Raises:
         SpeedsFileError: the file is damaged, or of another machine or version.
     """
-    path, here = speeds_path(), _signature()
+    here = _signature()
     try:
+        path = speeds_path()
         content = json.loads(path.read_text())
         there = dict(content["measured_on"])
         kept = content["speeds"]

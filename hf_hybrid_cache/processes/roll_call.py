@@ -1,10 +1,13 @@
 """Who is missing after a collective has failed: those that are left sign, and who has not signed is named."""
 
+import atexit
 import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Self
+from weakref import WeakSet
 
 from torch import distributed
 
@@ -19,6 +22,10 @@ _PAUSE = 0.02
 _PREFIX = "hf_hybrid_cache"
 _CALLED = f"{_PREFIX} called"
 _SECONDS_BETWEEN_QUESTIONS = 0.5
+# For an answer, when the process ends.
+_SECONDS_AT_THE_END = 1.0
+
+_asking: WeakSet[threading.Thread] = WeakSet()
 
 
 def absent_ranks(store: "distributed.Store", rank: int, size: int) -> list[int]:
@@ -35,8 +42,7 @@ def absent_ranks(store: "distributed.Store", rank: int, size: int) -> list[int]:
     """
     call = _RollCall(store, rank, size)
     # Of a store whose process was stopped no answer comes, not even an error.
-    asking = threading.Thread(target=call.ask, daemon=True)
-    asking.start()
+    asking = _beside(call.ask)
     if call.has_answered.wait(_SECONDS_TO_ANSWER):
         asking.join(_SECONDS_TO_SIGN + 2 * _SECONDS_TO_READ)
     return call.absent
@@ -59,7 +65,7 @@ class Alarm:
         self.is_raised = threading.Event()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._watch, daemon=True).start()
+        _beside(self._watch)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -115,3 +121,24 @@ def _until(missing: Callable[[], list[int]], number: int, seconds: float) -> lis
     while len(found := missing()) > number and time.monotonic() < end:
         time.sleep(_PAUSE)
     return found
+
+
+def _beside(ask: Callable[[], None]) -> threading.Thread:
+    """A thread that asks a store, started."""
+    _let_the_end_wait()
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    _asking.add(thread)
+    return thread
+
+
+@cache
+def _let_the_end_wait() -> None:
+    """A thread that comes back from torch when the interpreter has gone aborts the process."""
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """Of a store that does not answer, a thread does not come back."""
+    for thread in list(_asking):
+        thread.join(_SECONDS_AT_THE_END)

@@ -91,6 +91,12 @@ def test_a_damaged_file_is_named_and_the_next_measurement_replaces_it(damage):
     assert load_speeds(torch.bfloat16) == SPEEDS
 
 
+def test_without_a_home_no_speeds_are_known(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("HF_HYBRID_CACHE_HOME", ""), ("XDG_CACHE_HOME", ""), ("HOME", "~")):
+        monkeypatch.setenv(name, value)
+    assert load_speeds(torch.float32) == Speeds()
+
+
 def test_a_file_of_before_there_were_weights_of_few_bits_has_all_other_speeds():
     path = save_speeds(torch.bfloat16, SPEEDS)
     content = json.loads(path.read_text())
