@@ -199,7 +199,8 @@ def test_built_in_mixtures_have_as_many_weights_as_stated_and_as_many_for_a_toke
     config = load_config(name)
     cost = model_cost(config)
     total, of_a_token = stated
-    assert cost.weight_bytes / 2e9 == pytest.approx(total, abs=0.05)
+    # DeepSeek-V3's routers are in float32 since transformers 5.24.
+    assert cost.weight_bytes / 2e9 == pytest.approx(total, abs=0.05, rel=3e-4)
     # Some makers count the embedding of tokens, of which one row is read.
     multiplied, embedding = cost.step_weight_bytes / 2e9, config.vocab_size * config.hidden_size / 1e9
     assert multiplied - 0.05 <= of_a_token <= multiplied + embedding + 0.05
