@@ -71,8 +71,9 @@ def run(checkout: Path, cache: str | None, tests: Iterable[str], limit: float, c
             "STOCK_TESTS_CACHE": cache or "",
             "STOCK_TESTS_OUTCOMES": str(outcomes),
         }
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "experiments.stock_tests_plugin"]
-        command += ["-p", "no:cacheprovider", "-m", _MARKS_LEFT_OUT, *(["-k", chosen] if chosen else []), f"@{names}"]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--continue-on-collection-errors"]
+        command += ["-p", "experiments.stock_tests_plugin", "-p", "no:cacheprovider", "-m", _MARKS_LEFT_OUT]
+        command += [*(["-k", chosen] if chosen else []), f"@{names}"]
         try:
             subprocess.run(command, cwd=checkout, env=environment, timeout=limit, stdout=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

@@ -89,6 +89,11 @@ class Outcomes:
     def __init__(self, path: Path, replacement: Replacement):
         self._path, self._replacement = path, replacement
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            error = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
+            self._write({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "error": error, "caches": 0})
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         # Both runs of a test draw the same numbers.
@@ -117,7 +122,7 @@ class Outcomes:
             self._outcome["outcome"] = report.outcome
             if report.failed and call.excinfo is not None:
                 error = call.excinfo.value
-                self._outcome["error"] = f"{type(error).__name__}: {error}".strip()[:2000]
+                self._outcome["error"] = f"{type(error).__name__}: {error}".strip()[:500]
         return report
 
     def _write(self, line: dict[str, Any]) -> None:
