@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 # Between a cache and who asks: decorators, and a cache that holds this one.
-_BETWEEN = (__package__.partition(".")[0], "torch", "functools", "transformers.cache_utils")
+_BETWEEN = (f"{__package__}.", "torch.", "functools", "transformers.cache_utils")
 
 
 def length_of_whole_prompt(step: str) -> int | None:
