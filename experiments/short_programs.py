@@ -31,6 +31,7 @@ if sys.argv[1] == "pinned":
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, Selection, quantize_weights
+from hf_hybrid_cache.cache_argument import cache_argument
 config = LlamaConfig(
     num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=100,
@@ -45,7 +46,7 @@ USES = {
 }
 _PROMPT = """
 with torch.no_grad():
-    model(torch.arange(70)[None], past_key_values=cache)
+    model(torch.arange(70)[None], **cache_argument(cache))
 if sys.argv[2] == "compiled":
     for thread in threading.enumerate():
         if thread.name.startswith("compile"):
