@@ -91,7 +91,8 @@ class Outcomes:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            error = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
+            last_line = str(report.longrepr).strip().splitlines()[-1]
+            error = last_line.removeprefix("E").partition(" (/")[0].strip()  # without the folder of a package
             self._write({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "error": error, "caches": 0})
 
     @pytest.hookimpl(wrapper=True)
