@@ -287,6 +287,7 @@ def test_only_experts_is_yes_or_no(only_experts):
 
 def test_ended_at_any_line_the_next_model_loads_as_if_nothing_had_been(tmp_path):
     mixtral(num_hidden_layers=1).save_pretrained(tmp_path)
+    loaded(tmp_path)  # once, for what is done once
     whole = Interruption(folder="weights")
     whole.run(lambda: loaded(tmp_path))
     quantizers, own = dict(AUTO_QUANTIZER_MAPPING), loaded(tmp_path, None)

@@ -92,7 +92,7 @@ def decoding_on_cpu(model: LlamaForCausalLM, num_tokens: int, new_tokens: int) -
     """What is in use while the CPU decodes, after a prompt that the device has read."""
     gc.collect()
     ids, memory = prompt(model, num_tokens), DeviceMemory()
-    model.generate(  # type: ignore[misc]
+    model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         **cache_argument(DynamicHybridCache(model.config)),

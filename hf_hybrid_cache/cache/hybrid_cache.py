@@ -183,6 +183,7 @@ class HybridCache(DynamicCache):
         self._steps = SlowSteps()
         self._first, self._last = (ours[0], ours[-1]) if ours else (-1, -1)
         self._was_asked_half_way = False
+        self._was_asked = False
         self._tokens_before = 0
         self._token_ids: torch.Tensor | None = None  # as far as they are known
         # Of two forms of rotary embedding, one for short and one for long contexts.
@@ -543,6 +544,7 @@ class HybridCache(DynamicCache):
             ValueError: `generate` is about to continue what is stored with a prompt that is not longer.
         """
         first, last = self._lengths_of_ends()
+        self._was_asked = True
         self._was_asked_half_way = first != last or self._passes.is_unfinished
         if first:
             prompt = length_of_whole_prompt("_prefill")
@@ -578,6 +580,7 @@ class HybridCache(DynamicCache):
             ValueError: there are none.
             IncompleteCacheError: the forward pass before this one, or `crop`, reached the first layers only.
         """
+        self._was_asked = True
         if query_length == 0 or self._passes.begins_with(layer_idx):
             self._require_finished()
         if query_length == 0:
@@ -771,7 +774,9 @@ class HybridCache(DynamicCache):
             if self._was_asked_half_way:
                 self._require_finished()
             self._stores.recently_lent.take_edits()
-            self._tokens_before = self._num_tokens
+            # Who fills a cache layer by layer does not ask; a forward pass does.
+            self._tokens_before = self._num_tokens if self._was_asked else 0
+            self._was_asked = False
         self._was_asked_half_way = False
         self._passes.note_access(layer_idx, access)
 
