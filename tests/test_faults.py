@@ -225,7 +225,7 @@ def test_a_prefill_that_was_interrupted_is_forgotten_as_a_whole():
     cache = DynamicHybridCache(model.config)
     with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=5):
         generated(model, ids, cache)
-    with pytest.raises(IncompleteCacheError, match="hold 140 tokens, the last one 0"):
+    with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
         generated(model, ids, cache)
     cache.drop_unfinished()
     assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
@@ -306,7 +306,7 @@ def test_wrong_indices_do_not_make_a_cache_incomplete():
 def test_a_cache_that_is_not_whole_is_not_saved(tmp_path: Path):
     cache = DynamicHybridCache(CONFIG)
     cache.update(*random_states(5, seed=0)[0], 0)
-    with pytest.raises(IncompleteCacheError, match="the first 1 layers of attention hold 5 tokens, the last one 0"):
+    with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
         cache.save(tmp_path / "part.kv")
     assert not list(tmp_path.iterdir())
 

@@ -73,10 +73,11 @@ def _of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-class _ListOfAnInstance(property):
-    """The same for the first property, a list, that `generate` looks into, since transformers 5.24."""
+class _ClassOfCaches(type):
+    """The same for the first property that `generate` looks into, since transformers 5.24."""
 
-    def __iter__(self) -> NoReturn:
+    @property
+    def is_linear(cls) -> NoReturn:
         _refuse_class()
 
 
@@ -101,7 +102,7 @@ class MemoryReport:
         return (self.device_bytes + self.host_bytes) / self.num_tokens if self.num_tokens else 0.0
 
 
-class HybridCache(DynamicCache):
+class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
@@ -525,11 +526,6 @@ class HybridCache(DynamicCache):
                 raise self._advised(error, self._num_tokens, **changes) from None
             raise
         return self
-
-    @_ListOfAnInstance
-    def is_linear(self) -> list[bool]:
-        """Which layers have linear attention only."""
-        return super().is_linear
 
     @outside_of_graphs
     @_of_an_instance
