@@ -1,4 +1,5 @@
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +19,12 @@ if hasattr(os, "sched_getaffinity"):
     os.environ.setdefault("HF_HYBRID_CACHE_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
 from hf_hybrid_cache import set_integer_kernels
+from hf_hybrid_cache.kernels import compile_in_background
 
 import interpreted
 import slow
@@ -106,3 +109,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         "counts": dict(sorted((config.stash[_COUNTS] + Counter(soak.counts())).items())),
     }
     terminalreporter.write_line(f"record: {records.save('soak', record, folder)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_that_most_tests_use() -> None:
+    """
+    Compile them, or load them, before any test.
+
+    Numba changes the filters of warnings while it does, also in the background, and a test would see others than it set.
+    """
+    for element in ("float32", "uint16"):
+        for is_coded in (False, True):
+            compile_in_background(np.dtype(element), is_coded)
+    for thread in threading.enumerate():
+        if thread.name == "compile kernels":
+            thread.join()

@@ -291,10 +291,16 @@ def test_ended_at_any_line_the_next_model_loads_as_if_nothing_had_been(tmp_path)
     whole = Interruption(folder="weights")
     whole.run(lambda: loaded(tmp_path))
     quantizers, own = dict(AUTO_QUANTIZER_MAPPING), loaded(tmp_path, None)
+    ended = 0
     for at_line in range(0, whole.lines, max(1, whole.lines // 12)):
         fault = Interruption(KeyboardInterrupt, at_line, folder="weights")
-        assert fault.run(lambda: loaded(tmp_path)), fault.place
+        # Lines that another thread runs are not counted, and how many those are differs.
+        if fault.run(lambda: loaded(tmp_path)):
+            ended += 1
+        else:
+            assert fault.place is None
         assert_same_weights(loaded(tmp_path, None), own)
+    assert ended >= 4
     assert_as_quantized_afterwards(tmp_path)
     assert quantizers == AUTO_QUANTIZER_MAPPING
 
