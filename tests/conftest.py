@@ -116,7 +116,7 @@ def kernels_that_most_tests_use() -> None:
     """
     Compile them, or load them, before any test.
 
-    Numba changes the filters of warnings while it does, also in the background, and a test would see others than it set.
+    Numba changes the filters of warnings meanwhile, also in the background, and a test would see others than it set.
     """
     for element in ("float32", "uint16"):
         for is_coded in (False, True):
