@@ -31,7 +31,7 @@ from ..layers import (
 )
 from ..planning import Way, advice, choose, parse_bytes
 from ..processes import Peers
-from ..saving import CacheFile, CacheFileError, save_layers, traits_of
+from ..saving import CacheFile, CacheFileError, first_difference, save_layers, traits_of
 from ..scalars import as_integer
 from ..storage import (
     CacheStats,
@@ -647,9 +647,9 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         known = known[:, : given.shape[1]]
         if given.shape[0] != known.shape[0]:
             return  # of another batch, which the layers refuse
-        different = (given[:, : known.shape[1]] != known).nonzero()
-        if len(different):
-            sequence, position = different[different[:, 1].argmin()].tolist()
+        different = first_difference(known, given[:, : known.shape[1]])
+        if different is not None:
+            sequence, position = different
             raise ValueError(
                 f"The prompt does not go on with the {self._num_tokens:,} tokens that the cache holds: token "
                 f"{position:,} of sequence {sequence} is {int(given[sequence, position])}, and the cache holds "

@@ -114,8 +114,8 @@ class HybridLayer(CacheLayerMixin):
 
         The layer holds what it did then.
         """
-        self._lent = None
         self._require_states(keys, values)
+        self._lent = None
         old = self._usable_store()
         self._require_own(old)
         shape = KVShape.of(keys, values)
@@ -386,7 +386,6 @@ class HybridLayer(CacheLayerMixin):
                 f"Layer {self.layer_idx} was edited and has no {lost}: they were written to and are gone, or only the "
                 "others were assigned. Call layer.set(keys, values) with both."
             )
-        self._require_states(keys, values)
         self.set(keys, values)
         if lent.assigned_tokens is None:
             lent.forget_edits()

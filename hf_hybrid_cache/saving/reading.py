@@ -19,6 +19,7 @@ from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
 from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, index_name, layer_name, part_names
+from .token_prefix import first_difference
 from .writing import bytes_of, checksum_of_header, pieces
 
 # For hundreds of KV heads of 512.
@@ -104,9 +105,9 @@ class CacheFile:
             raise CacheFileError(
                 self.path, f"holds {list(saved.shape)} tokens, with which token_ids {list(given.shape)} cannot begin."
             )
-        different = (given[:, : saved.shape[1]] != saved).nonzero()
-        if len(different):
-            sequence, position = different[different[:, 1].argmin()].tolist()
+        different = first_difference(saved, given[:, : saved.shape[1]])
+        if different is not None:
+            sequence, position = different
             raise CacheFileError(
                 self.path,
                 f"is of another text: token {position:,} of sequence {sequence} is {int(saved[sequence, position])} in "
