@@ -12,15 +12,15 @@ demo: $(VENV)/.demo
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python -m notebooks.execute
 
-# Every property, in a few minutes.
+# Every property, and what goes wrong with one value of a parameter or with two; SELECTION=--thorough is for `test-all`.
+SELECTION ?= -m "not slow"
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --simulate tests/accelerator
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECTION)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECTION) --simulate tests/accelerator
 
-# What `make test` leaves out: all combinations, long contexts, whole experiments, and longer searches at random.
-test-all: $(VENV)/.test $(VENV)/.quantizers
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or soak" --thorough --simulate tests/accelerator
+# The same with all combinations, long contexts, whole experiments, and longer searches at random.
+test-all: SELECTION := --thorough
+test-all: test $(VENV)/.quantizers
 	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_quantized_models.py
 
 # The contract with the newest transformers that setup.cfg allows, in a folder beside the environment, or with another one:

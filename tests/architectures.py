@@ -8,6 +8,29 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 CONFIGS = {config.__name__: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
 MOST_PARAMETERS = 20_000_000
+# Each has kinds of layers, of attention, of positions or of weights that the others have not.
+REPRESENTATIVES = {
+    "BloomConfig": "a bias of the distance for positions, queries, keys and values from one matrix",
+    "DeepseekV3Config": "attention to latents",
+    "FalconConfig": "one KV head",
+    "GPT2Config": "learned positions, columns before rows",
+    "GPTNeoConfig": "local and global attention",
+    "Gemma2Config": "soft-capping",
+    "Gemma3TextConfig": "windows and full attention",
+    "GptOssConfig": "attention sinks, experts in columns before rows",
+    "GraniteMoeConfig": "experts of one matrix for gate and up",
+    "JambaConfig": "state spaces and attention, experts",
+    "Lfm2Config": "convolutions and attention",
+    "Llama4TextConfig": "attention in chunks",
+    "LlamaConfig": "the usual",
+    "MambaConfig": "no attention",
+    "MistralConfig": "windows alone",
+    "MixtralConfig": "experts",
+    "Phi3Config": "rotations that depend on the length",
+    "Qwen3MoeConfig": "normed queries and keys, experts",
+    "Qwen3NextConfig": "linear and full attention",
+    "WhisperConfig": "the decoder of a model of two parts",
+}
 
 # Attributes of sizes, by the names that configs have for them.
 _SIZES: dict[str, Any] = {

@@ -30,6 +30,8 @@ import interpreted
 import slow
 import soak
 
+pytest.register_assert_rewrite("coded_models")
+
 # Before anything imports Triton.
 interpreted.load()
 
@@ -124,3 +126,10 @@ def kernels_that_most_tests_use() -> None:
     for thread in threading.enumerate():
         if thread.name == "compile kernels":
             thread.join()
+
+
+@pytest.fixture(autouse=True)
+def torch_asks_subclasses() -> Iterator[None]:
+    """A test that leaves `with torch._C.DisableTorchFunctionSubclass()` in the middle would spoil all after it."""
+    yield
+    assert torch._C._is_torch_function_enabled()

@@ -1,9 +1,11 @@
 """Raises an exception at any line that the package runs."""
 
+import dis
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import hf_hybrid_cache
@@ -52,7 +54,7 @@ class Interruption:
         code = frame.f_code
         if event == "call":
             return self._trace if code.co_filename.startswith(self._files) and not _is_out_of_reach(frame) else None
-        if event == "line" and self.place is None:
+        if event == "line" and self.place is None and frame.f_lasti not in _ends_of_with(code):
             if self.lines == self.at_line:
                 self.place = f"{code.co_filename}:{frame.f_lineno}"
                 raise self.error(f"injected at {self.place}")
@@ -66,3 +68,22 @@ def _is_out_of_reach(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@functools.cache
+def _ends_of_with(code: CodeType) -> frozenset[int]:
+    """
+    Where lines begin that only call `__exit__`, of which Python tells once more with the line of the `with`.
+
+    No signal comes between a block and the call, so what is raised there would leave a block as nothing else can.
+    """
+    ends: set[int] = set()
+    instructions = list(dis.get_instructions(code))
+    for index, instruction in enumerate(instructions):
+        names = [each.opname for each in instructions[index : index + 4]]
+        constants = {each.argval for each in instructions[index : index + 3]}
+        is_exit = names[:3] == ["LOAD_CONST"] * 3 and names[3:] in (["CALL"], ["PRECALL"]) and constants == {None}
+        if is_exit or instruction.opname == "WITH_EXCEPT_START":
+            # Before it stands at most what makes room on the stack.
+            ends |= {instruction.offset, instructions[index - 1].offset}
+    return frozenset(ends)

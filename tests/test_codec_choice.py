@@ -47,7 +47,7 @@ def run(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, chunk: in
     return torch.cat([model(piece, **cache_argument(cache)).logits for piece in ids.split(chunk, dim=1)], dim=1)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", MODES)

@@ -4,11 +4,11 @@ import copy
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from coded_models import IN_4_BITS, assert_as_quantized_afterwards, assert_same_weights, loaded
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import MergeModulelist
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -18,23 +18,9 @@ from hf_hybrid_cache.weights import NothingToCodeError
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
 from hf_hybrid_cache.weights.expert_layers import expert_modules
 
-from architectures import CONFIGS, small_config, small_model
+from architectures import small_config, small_model
 from interruptions import Interruption
-from slow import slow_but
 from tiny_models import random_prompt
-
-QUICK = [
-    "DeepseekV3Config",
-    "GPT2Config",
-    "GptOssConfig",
-    "GraniteMoeConfig",
-    "LlamaConfig",
-    "MixtralConfig",
-    "OlmoeConfig",
-    "Qwen3MoeConfig",
-    "Qwen3NextConfig",
-]
-IN_4_BITS = CodedWeightsConfig(bits=4)
 
 
 def mixtral(**changes: Any) -> PreTrainedModel:
@@ -45,48 +31,7 @@ def mixtral(**changes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def loaded(folder: Path, config: CodedWeightsConfig | None = IN_4_BITS, **settings: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": "auto", **settings}, quantization_config=config)
-
-
-def assert_same_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    """The same codes under the same names, and the same numbers of weights that have none."""
-    own, others = (dict(model.named_parameters(remove_duplicate=False)) for model in (ours, theirs))
-    assert list(own) == list(others)
-    for name, weight in own.items():
-        other = others[name]
-        assert type(weight) is type(other), name
-        assert weight.dtype == other.dtype, name
-        if isinstance(weight, CodedWeight):
-            assert weight.is_transposed == other.is_transposed, name
-            assert weight.matrices.layout == other.matrices.layout, name
-            assert weight.matrices._factors == other.matrices._factors, name
-            assert torch.equal(weight.matrices._data, other.matrices._data), name
-        else:
-            assert torch.equal(weight, other), name
-
-
-def assert_as_quantized_afterwards(folder: Path, config: CodedWeightsConfig = IN_4_BITS, **settings: Any) -> None:
-    ours, theirs = loaded(folder, config, **settings), loaded(folder, None, **settings)
-    report = quantize_weights(theirs, config.bits, config.group_size, config.head_bits)
-    assert_same_weights(ours, theirs)
-    assert ours.hf_quantizer.report == report
-
-
 # --- the same model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", slow_but(QUICK, CONFIGS))
-def test_a_model_is_that_which_is_quantized_after_loading(name, dtype, tmp_path):
-    try:
-        model = small_model(name).to(dtype)
-        model.save_pretrained(tmp_path, max_shard_size="40KB")
-        loaded(tmp_path, None, dtype=dtype)
-    except Exception as error:
-        pytest.skip(f"not small, or not to be saved and loaded: {error}")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert_as_quantized_afterwards(tmp_path, dtype=dtype)
 
 
 @pytest.mark.parametrize("options", [(8,), (4, 64), (4, 32, 4)], ids=str)

@@ -53,7 +53,7 @@ def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=8, do_sample=False)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [compile_forward, compile_model, compile_layers])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, str], None], name: str):

@@ -133,7 +133,7 @@ class ComparedAttention(StoredAttention):
 
 
 # What codes are made of differs where what attention gave before does, so tokens and logits tell little here.
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("exact_kernels")
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @EVERY_MODE

@@ -1,19 +1,27 @@
 """
-Every causal architecture of transformers gives the same tokens with our caches as with its own, also after `reset`.
+Every causal architecture of transformers: its tokens with our caches, its weights and experts in codes, and loading it.
 
 What stock cannot do with a shrunk config is listed with its error, so that a new failure is seen.
 """
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from coded_models import assert_as_quantized_afterwards, note_operations, with_dense_weights
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, host_experts, weights_in_bits
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.weights.expert_layers import expert_modules
 
-from architectures import CONFIGS, small_model
+from architectures import CONFIGS, REPRESENTATIVES, small_config, small_model
+from tiny_models import random_prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of models that were not made for generating
 
 # Of the version that results were made with: how the config, the model, or generating with stock's cache fails.
 LISTED_VERSION = "5.24.0"
@@ -60,23 +68,129 @@ STOCK_CANNOT = {
 }
 
 
+# Whose experts are chosen by scores that come close to each other.
+CLOSE_CHOICES = {"BailingHybridConfig", "GraniteMoeConfig", "GraniteMoeSharedConfig"}
+# Tokens that come close enough to go to another expert; they are off, and those that see them.
+OTHER_EXPERTS = {"ExaoneMoeConfig"}
+
+
+class Architecture:
+    """
+    A small model, made once for all that is asked of it; no test changes it.
+
+    Attributes:
+        error: what stock raised while it was made, or generated.
+        expected: the tokens that it generates with stock's cache.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._model: PreTrainedModel | None = None
+        self.error: Exception | None = None
+        try:
+            self._model = small_model(name)
+            self.expected = generated(self._model, DynamicCache(config=self._model.config))
+        except Exception as error:
+            self.error = error
+
+    def model(self) -> PreTrainedModel:
+        """Skips a test where there is none, or where it takes more than tokens."""
+        if self._model is None:
+            pytest.skip(f"stock cannot: {type(self.error).__name__}: {str(self.error)[:100]}")
+        return self._model
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            name, marks=[pytest.mark.xdist_group(name), *([] if name in REPRESENTATIVES else [pytest.mark.slow])]
+        )
+        for name in CONFIGS
+    ],
+)
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    return Architecture(request.param)
+
+
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     ids = torch.arange(3, 43)[None]
     return model.generate(ids, **cache_argument(cache), max_new_tokens=12, do_sample=False, eos_token_id=None)
 
 
-@pytest.mark.filterwarnings("ignore")  # of models that were not made for generating
-@pytest.mark.parametrize("name", CONFIGS)
-def test_an_architecture_gives_the_tokens_that_it_gives_with_stock(name: str):
+def logits(model: PreTrainedModel, num_tokens: int) -> torch.Tensor:
+    """Skips the test where they cannot be had with tokens alone."""
     try:
-        model = small_model(name)
-        expected = generated(model, DynamicCache(config=model.config))
+        with torch.no_grad():
+            return model(input_ids=random_prompt(2, num_tokens).clamp(max=90)).logits
     except Exception as error:
-        is_known = STOCK_CANNOT.get(name, str(error) + "?") in str(error).replace("\n", " ")
+        pytest.skip(f"not to be run with tokens alone: {error}")
+
+
+def test_it_gives_the_tokens_that_it_gives_with_stock(architecture: Architecture):
+    if (error := architecture.error) is not None:
+        is_known = STOCK_CANNOT.get(architecture.name, str(error) + "?") in str(error).replace("\n", " ")
         if transformers.__version__ == LISTED_VERSION and not is_known:
-            raise
+            raise error
         pytest.skip(f"stock cannot: {type(error).__name__}: {str(error)[:100]}")
+    model = architecture.model()
     for cache in (DynamicHybridCache(model.config), OffloadedHybridCache(model.config, cpu_decode=False)):
-        assert torch.equal(generated(model, cache), expected)
+        assert torch.equal(generated(model, cache), architecture.expected)
     cache.reset()
-    assert torch.equal(generated(model, cache), expected)
+    assert torch.equal(generated(model, cache), architecture.expected)
+
+
+def test_it_computes_with_its_codes_and_reads_no_weight_in_another_way(
+    architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+):
+    model, name = architecture.model(), architecture.name
+    logits(model, 6)
+    operations = note_operations(monkeypatch)
+    with weights_in_bits(model, 8, group_size=32):
+        ours = logits(model, 6)
+        assert not operations
+        theirs = logits(with_dense_weights(model), 6)
+    errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
+    if name in OTHER_EXPERTS:
+        assert errors.median() < 5e-3
+    else:
+        assert errors.max() < (5e-2 if name in CLOSE_CHOICES else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_coded_while_it_is_loaded_it_is_that_which_is_quantized_afterwards(
+    architecture: Architecture, dtype: torch.dtype, tmp_path: Path
+):
+    model = copy.deepcopy(architecture.model()).to(dtype)
+    try:
+        model.save_pretrained(tmp_path, max_shard_size="40KB")
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    except Exception as error:
+        pytest.skip(f"not to be saved and loaded: {error}")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_as_quantized_afterwards(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_its_experts_compute_what_they_do_one_after_the_other(architecture: Architecture, num_tokens: int):
+    if not expert_modules(architecture.model()):
+        pytest.skip(f"{architecture.name} has no stacked experts")
+    model = copy.deepcopy(architecture.model())
+    model.set_experts_implementation("eager")
+    theirs = logits(model, num_tokens)
+    with host_experts(model):
+        ours = logits(model, num_tokens)
+    # Choices of experts that come close to each other change with the last bits.
+    assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()
+
+
+@pytest.mark.slow
+def test_representatives_have_every_kind_of_layer_that_any_architecture_has():
+    kinds: dict[str, set[str]] = {}
+    for name in CONFIGS:
+        try:
+            cache = DynamicCache(config=small_config(name))
+        except Exception:
+            continue  # listed above
+        kinds[name] = {type(layer).__name__ for layer in cache.layers}
+    assert set().union(*kinds.values()) == set().union(*(kinds.get(name, set()) for name in REPRESENTATIVES))

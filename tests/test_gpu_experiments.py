@@ -17,6 +17,8 @@ from experiments.gpu.page import END, README, RESULTS_PAGE, START, decode_table,
 from experiments.gpu.running import Ended, Journal, run_all
 from experiments.gpu.steps import Step, all_steps
 
+from slow import slow_but
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -77,7 +79,7 @@ def test_every_step_is_a_program_that_knows_its_options(tmp_path: Path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("module", ["gpu", "gpu.decode"])
+@pytest.mark.parametrize("module", slow_but(["gpu"], ["gpu", "gpu.decode"]))
 def test_without_a_gpu_only_a_rehearsal_is_run(module: str):
     arguments = [sys.executable, "-m", f"experiments.{module}"]
     result = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)

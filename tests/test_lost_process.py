@@ -17,6 +17,7 @@ from torch import distributed
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, LostProcessError, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from slow import slow
 from tiny_models import random_prompt, tiny_model
 
 if not distributed.is_available() or not distributed.is_gloo_available():
@@ -72,10 +73,16 @@ def end_of_the_others(group: Group, lost_rank: int) -> tuple[set[str], float]:
     return said, time.monotonic() - start
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("has_host", [False, True])
-@pytest.mark.parametrize("lost_rank", [0, 2])
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("lost_rank", "has_host", "number"),
+    [
+        slow(0, False, signal.SIGKILL),
+        slow(0, True, signal.SIGSTOP),
+        slow(2, False, signal.SIGSTOP),
+        slow(2, True, signal.SIGKILL),
+        (2, True, signal.SIGSTOP),
+    ],
+)
 def test_all_others_end_and_name_the_rank(lost_rank: int, has_host: bool, number: int):
     with Group(SIZE, TIMEOUT[number], has_host) as group:
         group.start(generate, 8 if has_host else None, lost_rank, number, 7)

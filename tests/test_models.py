@@ -281,6 +281,7 @@ def test_the_1b_configuration_has_the_size_and_the_kv_of_llama_3_2_1b():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.skipif(psutil.virtual_memory().available < 5 * 2**30, reason="needs 5 GiB of free memory")
+@pytest.mark.slow
 def test_the_random_1b_model_takes_little_more_memory_than_its_weights():
     report = json.loads(
         run_python(

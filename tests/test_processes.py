@@ -176,6 +176,7 @@ def test_forked_children_data_loaders_and_any_number_of_threads_give_the_same_to
     run_program("import test_processes as t\n" + "\n".join(f"t.{step}()" for step in steps))
 
 
+@pytest.mark.slow
 @HAS_FORK
 def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path):
     run_program("import test_processes as t; t.fork_while_a_kernel_is_compiled()", NUMBA_CACHE_DIR=str(tmp_path))
@@ -240,7 +241,9 @@ with Alarm(Slow()):
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [(END_WHILE_KERNELS_ARE_COMPILED, "first\n"), (END_WHILE_A_STORE_IS_ASKED, "answer\n")]
+    ("program", "said"),
+    [(END_WHILE_KERNELS_ARE_COMPILED, "first\n"), (END_WHILE_A_STORE_IS_ASKED, "answer\n")],
+    ids=["compiling", "asking"],
 )
 def test_the_end_waits_for_what_a_thread_is_at_and_nothing_begins(program: str, said: str):
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
@@ -295,7 +298,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("program", "codes"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(
+    ("program", "codes"),
+    [
+        pytest.param(*end, id=name, marks=[] if name == "sys.exit while a thread compiles" else pytest.mark.slow)
+        for name, end in ENDS.items()
+    ],
+)
 def test_a_process_ends_in_the_middle_of_something(program: str, codes: list[int], tmp_path: Path):
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     environment = os.environ | {"PYTHONPATH": paths}

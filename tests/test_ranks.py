@@ -72,10 +72,15 @@ def test_the_first_process_alone_writes_what_one_process_answers(folder: Path):
     assert first.stdout == alone(folder, *document, *QUESTION, "--cache", "dynamic")
     assert second.stdout == ""
     assert "2 processes keep a share of the cache each" in first.stderr
-    # What they have saved one process loads, and the other way round.
     assert alone(folder, "--load-cache", file, *QUESTION) == first.stdout
-    (again, _) = run_together(folder, "--load-cache", file, *QUESTION)
-    assert again.stdout == first.stdout
+
+
+@pytest.mark.slow
+def test_what_one_process_has_saved_several_load(folder: Path):
+    file = str(folder / "alone.kv")
+    answer = alone(folder, "--document", str(folder / "report.txt"), *QUESTION, "--save-cache", file)
+    first, _ = run_together(folder, "--load-cache", file, *QUESTION)
+    assert first.stdout == answer
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def dtype_name(value: object) -> str | None:
 @pytest.mark.parametrize(
     ("num_tokens", "dtype", "cache"),
     [
-        (SHORT, torch.float32, "dynamic"),
-        (SHORT, torch.bfloat16, "offloaded_partly"),
+        (SHORT, torch.float32, "offloaded_partly"),
+        slow(SHORT, torch.bfloat16, "offloaded_partly"),
         *(slow(LONG, dtype, cache) for dtype in (torch.float32, torch.bfloat16) for cache in SAME_ATTENTION),
     ],
     ids=dtype_name,
@@ -98,7 +98,7 @@ def test_a_real_model_answers_the_same_from_a_long_prompt(num_tokens: int, dtype
 
 @pytest.mark.parametrize(
     ("num_tokens", "cache"),
-    [(SHORT, "default"), (SHORT, "cpu_decode_partly"), *(slow(LONG, cache) for cache in OWN_ATTENTION)],
+    [(SHORT, "default"), *(slow(LONG, cache) for cache in OWN_ATTENTION)],
 )
 def test_a_real_model_answers_the_same_when_the_kernel_attends(num_tokens: int, cache: str):
     tokens, logits, hybrid = answer(torch.float32, num_tokens, OWN_ATTENTION[cache])
@@ -114,7 +114,8 @@ def bfloat16_error(num_tokens: int) -> float:
     return (answer(torch.bfloat16, num_tokens, stock, tokens)[1] - exact).square().mean().item()
 
 
-@pytest.mark.parametrize(("num_tokens", "cache"), [(SHORT, "default"), *(slow(LONG, cache) for cache in OWN_ATTENTION)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_tokens", "cache"), [(SHORT, "default"), *((LONG, cache) for cache in OWN_ATTENTION)])
 def test_in_bfloat16_the_kernel_is_no_farther_from_float32_than_torch_is(num_tokens: int, cache: str):
     tokens, exact = expected(torch.float32, num_tokens)
     logits = answer(torch.bfloat16, num_tokens, OWN_ATTENTION[cache], tokens)[1]

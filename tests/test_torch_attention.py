@@ -28,6 +28,7 @@ def masks(tokens: int) -> dict[str, torch.Tensor | None]:
     }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("attend", [attend_by_torch, attend_plainly])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16), (7, 7)], ids=str)

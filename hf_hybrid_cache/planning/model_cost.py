@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -228,7 +228,7 @@ class _Chunk:
     attended_dims: set[tuple[int, int]]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode operations would not come apart into those whose arithmetic is known
 def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chunk:
     """Run the chunk that brings the cache to `end` tokens, with any tokens before it."""
     missing = end - chunk - cache.get_seq_length()
@@ -244,12 +244,11 @@ def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chu
     ids = torch.zeros(batch, chunk, dtype=torch.long, device=META)
     weights = [*model.parameters(), *model.buffers()]
     with (
-        FlopCounterMode(display=False) as flops,
         _FusedOperations(end) as attention,
-        _PeakMemory(weights, held) as memory,
+        _Operations(weights, held) as others,
     ):
         model(ids, **cache_argument(cache), **options)
-    return _Chunk(memory.peak_bytes, flops.get_total_flops() + attention.flops, attention.dims)
+    return _Chunk(others.peak_bytes, others.flops + attention.flops, attention.dims)
 
 
 # Which of them there are depends on torch.
@@ -289,16 +288,18 @@ class _FusedOperations(TorchFunctionMode):
         return query.new_empty(*query.shape[:-1], values.shape[3])
 
 
-class _PeakMemory(TorchDispatchMode):
+class _Operations(TorchDispatchMode):
     """
-    Counts the bytes of tensors that live at once, those of `others` excepted; `held` are there from the beginning.
+    Counts arithmetic, and the bytes of tensors that live at once, those of `others` excepted.
 
     Attributes:
-        peak_bytes: more than in the beginning, at most.
+        flops: of products of matrices.
+        peak_bytes: more than those of `held`, which are there from the beginning, at most.
     """
 
     def __init__(self, others: Iterable[torch.Tensor], held: Iterable[torch.Tensor]):
         super().__init__()
+        self.flops = 0
         self.peak_bytes = 0
         self._bytes = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in others}
@@ -308,6 +309,9 @@ class _PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        flops_of = flop_registry.get(func.overloadpacket)
+        if flops_of is not None:
+            self.flops += flops_of(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)

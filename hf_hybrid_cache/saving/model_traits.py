@@ -49,7 +49,15 @@ def traits_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """What is not the same, such as "hidden_size is 64 in the file and 128 in the model"."""
+    saved, wanted = _told_once(saved), _told_once(wanted)
     names = [name for name in (*_TRAITS, *saved) if saved.get(name) != wanted.get(name)]
     return [
         f"{name} is {saved.get(name)} in the file and {wanted.get(name)} in the model" for name in dict.fromkeys(names)
     ]
+
+
+def _told_once(traits: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a factor that some versions of transformers repeat beside the parameters of the rotation."""
+    rotation = traits.get("rope_parameters")
+    is_told = isinstance(rotation, Mapping) and "partial_rotary_factor" in rotation
+    return {name: value for name, value in traits.items() if name != "partial_rotary_factor" or not is_told}

@@ -26,6 +26,7 @@ def in_any_order() -> Iterator[None]:
         yield
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,6 +70,7 @@ def test_logits_of_quantized_caches_on_the_device_are_those_of_the_codes(bits, o
     torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)

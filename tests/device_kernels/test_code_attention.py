@@ -74,6 +74,7 @@ def logits_of(model, cache) -> torch.Tensor:
     return torch.cat(steps, dim=1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bits", slow_but([8, (4, 2)], [8, 4, (4, 2), 2]))
 def test_logits_are_those_of_the_codes(device, launches, bits, place: str):
@@ -95,6 +96,7 @@ def test_balances_of_keys_and_values_fold_into_query_and_result(device, launches
     assert launches
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "family", slow_but(["gemma4_shared"], ["gemma3", "gemma4_shared", "qwen3_next", "deepseek_v3"])
@@ -124,6 +126,7 @@ MODES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", slow_but(["batch", "prompt_lookup"], MODES))
 def test_tokens_of_every_mode_are_those_of_states_that_are_put_together(launches, device, mode: str, place: str):

@@ -76,6 +76,7 @@ def of_columns(weights: np.ndarray) -> Multiply:
     return lambda *given: multiply_plain(PlainWeights(stored.ctypes.data, *weights.shape, is_transposed=True), *given)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "of_token"), [(1, 1), (1, 4), (2, 3), (9, 2), (40, 6)])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
@@ -94,6 +95,7 @@ def test_products_with_chosen_weights_are_those_in_float64(of, shape, num_tokens
     assert (np.abs(out - exact) <= 1e-6 * of_all + rounding).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "of_token"), [(1, 4), (9, 2), (40, 6)])
 @pytest.mark.parametrize("bits", [8, 4])

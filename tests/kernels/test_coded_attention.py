@@ -31,7 +31,6 @@ from kernels.reference import (
     to_blocks,
 )
 
-from slow import slow_but
 from soak import count, search_at_random
 
 WAYS = [False, True]
@@ -268,7 +267,8 @@ LESSER = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
-@pytest.mark.parametrize("processor", slow_but(["AVX2"], LESSER))
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", LESSER)
 def test_the_kernels_are_right_on_lesser_processors(processor: str, tmp_path: Path):
     """Compiled anew for them, in a process of its own."""
     name, features, has_dot_product = LESSER[processor]

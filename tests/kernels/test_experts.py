@@ -134,6 +134,7 @@ def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
     return sums, sizes
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "of_token"), TOKENS)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
@@ -145,6 +146,7 @@ def test_sums_of_experts_are_those_in_float64(shape, tokens, of_token, storage, 
     assert (np.abs(run(weights.kernel, asked) - sums) <= 3e-6 * sizes).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tokens", "of_token"), TOKENS)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])

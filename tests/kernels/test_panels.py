@@ -51,6 +51,7 @@ def random_weight(rows: int, columns: int, storage: str = "float32", seed: int =
     return stored(generator.standard_normal((rows, columns)).astype(np.float32), storage)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("bits", [8, 4])
@@ -90,6 +91,7 @@ def test_decoding_gives_what_the_codes_say(shape, bits):
         assert np.abs(out - numbers[row]).max() < 1e-6
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 8, 9, 21])
 @pytest.mark.parametrize("bits", [8, 4])

@@ -30,6 +30,7 @@ from hf_hybrid_cache.planning import (
 )
 from hf_hybrid_cache.planning.divided import USED_SHARE
 
+from slow import slow_but
 from tiny_models import COMMON, random_prompt
 
 GIB = 2**30
@@ -113,7 +114,7 @@ def test_whole_layers_are_on_the_gpu_as_codes_where_more_fits_so(llama: ModelCos
     assert with_more - taken == pytest.approx(found.division(llama, CONTEXT).resident_bytes, rel=0.15)
 
 
-@pytest.mark.parametrize("cache", ["offloaded", "quantized-4"])
+@pytest.mark.parametrize("cache", slow_but(["quantized-4"], ["offloaded", "quantized-4"]))
 def test_predictions_are_those_of_a_simulation_of_gpu_bus_and_cpu(cache: str, llama: ModelCost):
     choose = random.Random(0)
     compared = 0
@@ -145,6 +146,7 @@ def test_on_a_published_machine_no_fixed_policy_and_no_other_share_is_more_than_
         assert ours <= 1.05 * best_share(model, division, cache, speeds)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("times", SURPRISES.values(), ids=list(SURPRISES))
 @pytest.mark.parametrize("at_first", [1 / 32, 0.5, 31 / 32])
 def test_wherever_it_begins_the_share_is_moved_to_one_that_is_within_five_percent_of_the_best(

@@ -28,6 +28,7 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
 from hf_hybrid_cache.layers import HybridLayer
+from hf_hybrid_cache.saving.model_traits import differences
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory_limits import Limit
@@ -78,6 +79,7 @@ def assert_goes_on_like(model: PreTrainedModel, loaded: HybridCache, original: H
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.covering(1)
 @declines
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -393,3 +395,12 @@ def test_token_ids_that_are_not_those_of_the_tokens_are_refused(ids: torch.Tenso
     cache = filled(tiny_model("llama"), DynamicHybridCache, 10)
     with pytest.raises(ValueError, match=r"must be integers \[batch, 10\]"):
         cache.save(tmp_path / "cache.kv", ids)
+
+
+def test_what_one_version_of_transformers_says_twice_of_a_model_is_no_difference():
+    rotation = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    twice, once = {"rope_parameters": rotation, "partial_rotary_factor": 0.25}, {"rope_parameters": rotation}
+    assert not differences(twice, once)
+    assert not differences(once, twice)
+    assert differences(twice, {"rope_parameters": rotation | {"partial_rotary_factor": 0.5}})
+    assert differences({"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.5})

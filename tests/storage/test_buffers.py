@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from contracts.buffers import LENGTHS, SHAPE, BufferContract
 from kernels.programs import wait_for_compilation
 
 from hf_hybrid_cache.kernels import BLOCK, value_width
@@ -18,99 +19,81 @@ from hf_hybrid_cache.storage.host_buffer import HostBuffer
 from hf_hybrid_cache.storage.record_buffer import RecordBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
-SHAPE = (2, 3, 8)
 CPU = torch.device("cpu")
-LENGTHS = [1, GRANULE - 1, GRANULE, GRANULE + 1, 255, 256, 257, 320, 321, 1000, 4095, 4097, 9000]
 
 
-def host(expected_tokens: int = 20_000) -> HostBuffer:
-    return HostBuffer(SHAPE, torch.float32, expected_tokens=expected_tokens)
+class TestHostBuffer(BufferContract):
+    expected_tokens = 20_000
+
+    def make(self) -> HostBuffer:
+        return HostBuffer(SHAPE, torch.float32, expected_tokens=self.expected_tokens)
+
+    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
+        return buffer._data[:, :, index]
 
 
-def short_reservation() -> HostBuffer:
-    return host(expected_tokens=100)
+class TestHostBufferThatOutgrowsItsReservation(TestHostBuffer):
+    expected_tokens = 100
 
 
-def chunked() -> TokenBuffer:
-    return TokenBuffer(SHAPE, torch.float32, CPU)
+class TestTokenBuffer(BufferContract):
+    def make(self) -> TokenBuffer:
+        return TokenBuffer(SHAPE, torch.float32, CPU)
+
+    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
+        return buffer._data[:, :, index]
 
 
-def chunked_token_major() -> TokenBuffer:
-    return TokenBuffer(SHAPE, torch.float32, CPU, token_major=True)
+class TestTokenMajorBuffer(BufferContract):
+    def make(self) -> TokenBuffer:
+        return TokenBuffer(SHAPE, torch.float32, CPU, token_major=True)
+
+    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
+        return buffer._data[index]
 
 
-def key_blocks(expected_tokens: int = 20_000) -> BlockBuffer:
-    return BlockBuffer(SHAPE, torch.float32, transposed=True, expected_tokens=expected_tokens)
+class TestBlocksOfKeys(BufferContract):
+    expected_tokens = 20_000
+
+    def make(self) -> BlockBuffer:
+        return BlockBuffer(SHAPE, torch.float32, transposed=True, expected_tokens=self.expected_tokens)
+
+    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
+        block, place = divmod(index, BLOCK)
+        return torch.from_numpy(buffer.array()[block, :, :, place]).view(SHAPE)
 
 
-def value_blocks(expected_tokens: int = 20_000) -> BlockBuffer:
-    return BlockBuffer(SHAPE, torch.float32, transposed=False, expected_tokens=expected_tokens)
+class TestBlocksOfKeysThatOutgrowTheirReservation(TestBlocksOfKeys):
+    expected_tokens = 100
 
 
-def key_blocks_short_reservation() -> BlockBuffer:
-    return key_blocks(expected_tokens=100)
+class TestBlocksOfValues(BufferContract):
+    def make(self) -> BlockBuffer:
+        return BlockBuffer(SHAPE, torch.float32, transposed=False, expected_tokens=20_000)
+
+    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
+        block, place = divmod(index, BLOCK)
+        return torch.from_numpy(buffer.array()[block, :, place, : SHAPE[2]]).view(SHAPE)
 
 
-BUFFERS = [
-    host,
-    short_reservation,
-    chunked,
-    chunked_token_major,
-    key_blocks,
-    value_blocks,
-    key_blocks_short_reservation,
-]
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]], ids=len)
+def test_planned_bytes_of_records_are_those_held_after_growing(lengths: list[int]):
+    planned, buffer = (RecordBuffer(SHAPE, expected_records=20_000) for _ in range(2))
+    for num_records in lengths:
+        buffer.ensure(num_records, keep=0)
+    assert planned.planned_bytes(lengths) == buffer.num_bytes
 
 
-@pytest.mark.parametrize("make", BUFFERS)
-@pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_what_is_written_in_pieces_is_read_as_one(make, num_tokens: int):
-    states = torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2])
-    buffer = make()
-    start = 0
-    for end in [*(length for length in LENGTHS if length < num_tokens), num_tokens]:
-        buffer.ensure(end, keep=start)
-        buffer.write(start, states[:, :, start:end])
-        start = end
-    assert torch.equal(buffer.read(num_tokens), states)
-    third = num_tokens // 3
-    assert torch.equal(buffer.read_range(third, num_tokens), states[:, :, third:])
-
-
-def records() -> RecordBuffer:
-    return RecordBuffer(SHAPE, expected_records=20_000)
-
-
-@pytest.mark.parametrize("make", [*BUFFERS, records])
-@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]])
-def test_planned_bytes_are_those_held_after_growing(make, lengths: list[int]):
-    planned = make().planned_bytes(lengths)
-    buffer = make()
-    for num_tokens in lengths:
-        buffer.ensure(num_tokens, keep=0)
-    assert planned == buffer.num_bytes
-
-
-@pytest.mark.parametrize("make", BUFFERS)
-def test_writing_no_tokens_changes_nothing_in_a_full_buffer_either(make):
-    buffer = make()
-    buffer.ensure(1, keep=0)
-    states = torch.randn(SHAPE[0], SHAPE[1], buffer.capacity, SHAPE[2])
-    buffer.ensure(buffer.capacity, keep=0)
-    buffer.write(0, states)
-    buffer.write(buffer.capacity, states[:, :, :0])
-    assert torch.equal(buffer.read(buffer.capacity), states)
-
-
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("make", [key_blocks, value_blocks])
-def test_blocks_go_to_a_device_and_come_back(make, dtype: torch.dtype, num_tokens: int):
+@pytest.mark.parametrize("transposed", [True, False], ids=["keys", "values"])
+def test_blocks_go_to_a_device_and_come_back(transposed: bool, dtype: torch.dtype, num_tokens: int):
     states = torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2]).to(dtype)
     device = TokenBuffer(SHAPE, dtype, CPU, token_major=True)
     device.ensure(num_tokens, keep=0)
     device.write(0, states)
-    blocks = BlockBuffer(SHAPE, dtype, make is key_blocks, expected_tokens=20_000)
+    blocks = BlockBuffer(SHAPE, dtype, transposed, expected_tokens=20_000)
     blocks.ensure(num_tokens, keep=0)
     blocks.save(device, 0, num_tokens // 2 + 1)
     blocks.save(device, num_tokens // 2, num_tokens)
@@ -197,7 +180,7 @@ def test_what_is_moved_to_a_larger_buffer_is_in_huge_pages_again():
 
 
 def test_host_memory_grows_without_moving_or_copying_what_is_stored():
-    buffer = host()
+    buffer = HostBuffer(SHAPE, torch.float32, expected_tokens=20_000)
     buffer.ensure(1, keep=0)
     first = buffer.read(1)
     for num_tokens in LENGTHS:
@@ -209,7 +192,7 @@ def test_host_memory_grows_without_moving_or_copying_what_is_stored():
 
 
 def test_a_view_outlives_its_buffer():
-    buffer = host()
+    buffer = HostBuffer(SHAPE, torch.float32, expected_tokens=20_000)
     buffer.ensure(5, keep=0)
     buffer.write(0, torch.ones(2, 3, 5, 8))
     view = buffer.read(5)
@@ -244,44 +227,6 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
     extra = grown_capacity(num_tokens) - num_tokens
     assert 256 <= extra <= 4096 + GRANULE
     assert grown_capacity(num_tokens) % GRANULE == 0
-
-
-@pytest.mark.parametrize("make", BUFFERS)
-@pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]])
-def test_selected_sequences_are_those_of_index_select(make, indices: list[int], monkeypatch: pytest.MonkeyPatch):
-    # A few tokens at a time, so that several pieces are needed.
-    monkeypatch.setattr("hf_hybrid_cache.storage.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
-    monkeypatch.setattr("hf_hybrid_cache.storage.run_buffer._COPY_ROWS", 2)
-    states = torch.randn(2, 3, 300, 8)
-    buffer = make()
-    buffer.ensure(300, keep=0)
-    buffer.write(0, states)
-    selected = buffer.select_batch(torch.tensor(indices), 300)
-    assert torch.equal(selected.read(300), states[indices])
-    selected.ensure(400, keep=300)
-    assert torch.equal(selected.read(300), states[indices])
-
-
-@pytest.mark.parametrize("make", BUFFERS)
-def test_a_duplicate_is_independent(make):
-    buffer = make()
-    buffer.ensure(300, keep=0)
-    buffer.write(0, torch.ones(2, 3, 300, 8))
-    twin = buffer.duplicate(200)
-    buffer.write(0, torch.zeros(2, 3, 300, 8))
-    assert torch.equal(twin.read(200), torch.ones(2, 3, 200, 8))
-
-
-@pytest.mark.parametrize("make", BUFFERS)
-def test_buffers_made_in_inference_mode_are_written_outside_it(make):
-    buffer = make()
-    with torch.inference_mode():
-        buffer.ensure(3, keep=0)
-        buffer.write(0, torch.ones(2, 3, 3, 8))
-    buffer.write(0, torch.zeros(2, 3, 3, 8))
-    buffer.ensure(10_000, keep=3)
-    buffer.write(3, torch.ones(2, 3, 9, 8))
-    assert buffer.read(12).sum() == 2 * 3 * 9 * 8
 
 
 LIMITED = """

@@ -1,0 +1,124 @@
+"""Every store of keys and values: on the device, in host memory, streamed, split, coded and shared."""
+
+import pytest
+import torch
+from contracts.stores import CONFIG, Pair, StoreContract
+from torch import distributed
+
+from hf_hybrid_cache import HybridCache, Placement, minmax
+from hf_hybrid_cache.storage import BufferedStore, CodedStore, KVStore, SharedStore, SplitStore
+from hf_hybrid_cache.storage.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+
+from caches import group_of_one
+
+
+def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
+    """`[batch, num_kv_heads, entries, head_dim]`, one after the other, as they lie in memory."""
+    data, dim = buffer._data, buffer.shape[2]
+    if isinstance(buffer, BlockBuffer):
+        places = [(index // 64, index % 64) for index in range(num_entries)]
+        if buffer.transposed:
+            found = [data[block, :, :, :, place] for block, place in places]
+        else:
+            found = [data[block, :, :, place, :dim] for block, place in places]
+    else:
+        found = [data[index] if buffer.token_major else data[:, :, index] for index in range(num_entries)]
+    return torch.stack(found, 2) if found else data.new_empty(*buffer.shape[:2], 0, dim)
+
+
+def plain(store: BufferedStore) -> Pair:
+    return entries(store.keys, store.num_tokens), entries(store.values, store.num_tokens)
+
+
+def coded(store: CodedStore) -> Pair:
+    """The records are decoded by the codec: what a record says is for the tests of codecs."""
+    whole = []
+    for codec, full, records in zip(
+        (store.codec.keys, store.codec.values), plain(store.full), plain(store.records), strict=True
+    ):
+        decoded = full.new_empty(*full.shape[:2], records.shape[2] * 64, full.shape[3])
+        codec.decode(records, decoded)
+        first = min(store.sink_tokens, full.shape[2])
+        whole.append(torch.cat([full[:, :, :first], decoded, full[:, :, first:]], 2))
+    return whole[0], whole[1]
+
+
+def around(device: BufferedStore, middle: Pair, first: int) -> Pair:
+    """The last tokens on a device follow the first ones there."""
+    keys, values = (
+        torch.cat([ends[:, :, :first], between, ends[:, :, first:]], 2)
+        for ends, between in zip(plain(device), middle, strict=True)
+    )
+    return keys, values
+
+
+class TestOnTheDevice(StoreContract):
+    placement = Placement(cpu_decode=False)
+
+    def in_memory(self, store: KVStore) -> Pair:
+        assert isinstance(store, BufferedStore)
+        return plain(store)
+
+
+class TestInHostMemory(TestOnTheDevice):
+    placement = Placement(cpu_decode=True)
+
+
+class TestStreamed(TestOnTheDevice):
+    placement = Placement(offload=True, cpu_decode=False)
+
+
+class TestSplit(StoreContract):
+    placement = Placement(cpu_decode=True, device_tokens=192)
+
+    def in_memory(self, store: KVStore) -> Pair:
+        assert isinstance(store, SplitStore)
+        assert isinstance(store.host, BufferedStore)
+        return around(store.device, plain(store.host), store.first_tokens)
+
+
+class TestSplitAndStreamed(TestSplit):
+    placement = Placement(offload=True, cpu_decode=False, device_tokens=130)
+
+
+class TestCodedOnTheDevice(StoreContract):
+    placement = Placement(cpu_decode=False)
+    codec = minmax(4, rotate=True)
+
+    def in_memory(self, store: KVStore) -> Pair:
+        assert isinstance(store, CodedStore)
+        return coded(store)
+
+
+class TestCodedInHostMemory(TestCodedOnTheDevice):
+    placement = Placement(cpu_decode=True)
+    codec = minmax(8, sink_tokens=0, rotate=True)
+
+
+class TestCodedAndStreamed(TestCodedOnTheDevice):
+    placement = Placement(offload=True, cpu_decode=False)
+    codec = minmax((8, 4), rotate=False)
+
+
+class TestCodedAndSplit(StoreContract):
+    placement = Placement(cpu_decode=True, device_tokens=192)
+    codec = minmax(8, rotate=True)
+
+    def in_memory(self, store: KVStore) -> Pair:
+        assert isinstance(store, SplitStore)
+        assert isinstance(store.host, CodedStore)
+        return around(store.device, coded(store.host), store.first_tokens)
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+class TestSharedWithNobody(StoreContract):
+    placement = Placement(cpu_decode=True)
+
+    def cache(self) -> HybridCache:
+        return HybridCache(CONFIG, self.placement, group=group_of_one())
+
+    def in_memory(self, store: KVStore) -> Pair:
+        assert isinstance(store, SharedStore)
+        assert isinstance(store.local, BufferedStore)
+        return plain(store.local)
