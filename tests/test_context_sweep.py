@@ -34,7 +34,6 @@ from experiments.sweep.prefill_time import PROBE_TOKENS, PrefillTime
 from experiments.sweep.process import run_limited
 from hf_hybrid_cache import DynamicHybridCache
 
-from slow import slow_but
 from tiny_models import tiny_model
 
 CELL = Cell("a-model", "dynamic", "cpu", 1024, 3, "real")
@@ -101,9 +100,8 @@ def test_a_cell_is_measured_and_recorded(sweep_here: Callable[..., tuple[int, st
 
 
 @needs_smollm2
-@pytest.mark.parametrize(
-    "name", slow_but(["quantized-4-weights-4"], ["dynamic-weights-8", "dynamic-weights-4", "quantized-4-weights-4"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dynamic-weights-8", "dynamic-weights-4", "quantized-4-weights-4"])
 def test_a_cell_with_weights_of_few_bits_reads_their_codes(name: str, tmp_path: Path):
     cell = Cell("smollm2-135m", name, "cpu", 70, 3, "real")
     found = {cache: measure.measure(replace(cell, cache=cache))["result"] for cache in (name, "dynamic")}

@@ -267,6 +267,7 @@ def generate_again_and_again(rounds: int) -> None:
     assert late.mappings - early.mappings < 10, (early, late)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_memory_threads_files_and_mappings_stay_as_they_were_after_the_first_caches():
     rounds = 3 + budget(16, 197)

@@ -115,6 +115,7 @@ def save(path: str, lost_rank: int) -> None:
     cache.save(path)
 
 
+@pytest.mark.slow
 def test_nothing_half_written_is_there_after_one_is_lost_while_a_cache_is_saved(tmp_path: Path):
     path = tmp_path / "cache.kv"
     with Group(SIZE, TIMEOUT[signal.SIGKILL]) as group:

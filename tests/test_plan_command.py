@@ -1,13 +1,17 @@
 """The command `plan`, and the measurements that it can start."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import PreTrainedConfig
 from typer.testing import CliRunner
 
 from hf_hybrid_cache import HostMemoryError
@@ -18,10 +22,12 @@ from hf_hybrid_cache.planning import (
     WEIGHT_BITS,
     DeviceSpeed,
     Machine,
+    ModelCost,
     Speeds,
     WeightSpeed,
     calibration,
     load_speeds,
+    model_cost,
     predict,
     save_speeds,
     speeds_path,
@@ -41,6 +47,20 @@ CARD = ["--gpu-memory", "8GiB", "--host-memory", "32GiB"]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_model_is_worked_out_once() -> Iterator[None]:
+    known: dict[tuple, ModelCost] = {}
+
+    def remembered(config: PreTrainedConfig, *others: Any) -> ModelCost:
+        key = (config.to_json_string(), config.name_or_path, *others)
+        if key not in known:
+            known[key] = model_cost(config, *others)
+        return known[key]
+
+    with mock.patch.object(plan_report, "model_cost", remembered):
+        yield
 
 
 def invoke(*arguments: str):

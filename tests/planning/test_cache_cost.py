@@ -59,7 +59,7 @@ def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "c
         model(torch.ones(1, end - start, dtype=torch.long, device=device), **cache_argument(cache), logits_to_keep=1)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codec", [None, *CODECS])
 @pytest.mark.parametrize("placement", ON_CPU)
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from hf_hybrid_cache.planning import (
 )
 from hf_hybrid_cache.planning.divided import USED_SHARE
 
-from slow import slow_but
 from tiny_models import COMMON, random_prompt
 
 GIB = 2**30
@@ -114,7 +113,8 @@ def test_whole_layers_are_on_the_gpu_as_codes_where_more_fits_so(llama: ModelCos
     assert with_more - taken == pytest.approx(found.division(llama, CONTEXT).resident_bytes, rel=0.15)
 
 
-@pytest.mark.parametrize("cache", slow_but(["quantized-4"], ["offloaded", "quantized-4"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["offloaded", "quantized-4"])
 def test_predictions_are_those_of_a_simulation_of_gpu_bus_and_cpu(cache: str, llama: ModelCost):
     choose = random.Random(0)
     compared = 0
