@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test test-all test-newest soak docs lint sweep sweep-gpu gpu gpu-wheels report clean
+.PHONY: demo notebooks test test-all test-quantized-models test-newest soak docs lint sweep sweep-gpu gpu gpu-wheels report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 notebooks: $(VENV)/.notebooks
 	$(BIN)/python -m notebooks.execute
 
-# Every property, and what goes wrong with one value of a parameter or with two; SELECTION=--thorough is for `test-all`.
+# Every property, and what goes wrong with one value of a parameter or with two. SELECTION is for `test-all` and `.ci/run`.
 SELECTION ?= -m "not slow"
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(SELECTION)
@@ -20,7 +20,10 @@ test: $(VENV)/.test
 
 # The same with all combinations, long contexts, whole experiments, and longer searches at random.
 test-all: SELECTION := --thorough
-test-all: test $(VENV)/.quantizers
+test-all: test test-quantized-models
+
+# Models that other libraries have quantized, with those that `make test` does not install.
+test-quantized-models: $(VENV)/.test $(VENV)/.quantizers
 	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_quantized_models.py
 
 # The contract with the newest transformers that setup.cfg allows, in a folder beside the environment, or with another one:

@@ -21,7 +21,7 @@ def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 def mark_all_but_covering(items: Iterable[pytest.Item]) -> None:
     """
-    Of tests that are marked as `covering(count)`, mark combinations of parameters as slow.
+    Of tests that are marked as `covering(count)`, mark combinations of parameters as slow, and as such combinations.
 
     So many are left that any `count` values of different parameters that meet in a combination meet in one of these:
     what goes wrong with a value, or with a pair of values where it is 2, goes wrong there.
@@ -36,6 +36,7 @@ def mark_all_but_covering(items: Iterable[pytest.Item]) -> None:
             missing -= groups.pop(best)
         for case in groups:
             case.add_marker(pytest.mark.slow)
+            case.add_marker(pytest.mark.combination)
 
 
 def _groups(case: Any) -> set[tuple[str, ...]]:
