@@ -13,6 +13,7 @@ import transformers
 from coded_models import assert_as_quantized_afterwards, note_operations, with_dense_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, host_experts, weights_in_bits
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -189,6 +190,7 @@ def test_representatives_have_every_kind_of_layer_that_any_architecture_has():
     kinds: dict[str, set[str]] = {}
     for name in CONFIGS:
         try:
+            MODEL_FOR_CAUSAL_LM_MAPPING[CONFIGS[name]]  # imports kinds of layers of its own
             cache = DynamicCache(config=small_config(name))
         except Exception:
             continue  # listed above

@@ -143,9 +143,10 @@ class Trial:
             found = contents(cache)
         except IncompleteCacheError:
             return False
-        if same(found, self._before) or (
+        is_before = same(found, self._before) or (
             self._block and same(found, self._before, self._taken_back, block=self._block)
-        ):
+        )
+        if is_before and not same(found, self._after):
             self._operation(cache)
             found = contents(cache)
         assert same(found, self._after), place

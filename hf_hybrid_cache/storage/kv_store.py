@@ -185,5 +185,5 @@ class KVStore(ABC):
         self._is_changing = False
 
     def _set_length(self, num_tokens: int) -> None:
+        self.version += 1  # first: ended between, nobody trusts what was handed out before
         self.num_tokens = num_tokens
-        self.version += 1
