@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`: further instances of what the remaining tests hold."""
+"""What `make test`, or `.ci/run` too, leave to `make test-all`: further instances of what the remaining tests hold."""
 
 import itertools
 from collections.abc import Collection, Iterable
@@ -10,6 +10,11 @@ import pytest
 def slow(*values: Any) -> Any:
     """A case that `make test` leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def combination(*values: Any) -> Any:
+    """A case that `.ci/run` leaves out, too."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.combination])
 
 
 def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:

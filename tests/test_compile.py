@@ -54,6 +54,7 @@ def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", [compile_forward, compile_model, compile_layers])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, str], None], name: str):

@@ -13,7 +13,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 
 from caches import OWN_ATTENTION, SAME_ATTENTION, stock
-from slow import slow
+from slow import combination, slow
 
 pytestmark = [
     pytest.mark.skipif(
@@ -85,7 +85,7 @@ def dtype_name(value: object) -> str | None:
     [
         (SHORT, torch.float32, "offloaded_partly"),
         slow(SHORT, torch.bfloat16, "offloaded_partly"),
-        *(slow(LONG, dtype, cache) for dtype in (torch.float32, torch.bfloat16) for cache in SAME_ATTENTION),
+        *(combination(LONG, dtype, cache) for dtype in (torch.float32, torch.bfloat16) for cache in SAME_ATTENTION),
     ],
     ids=dtype_name,
 )
@@ -98,7 +98,11 @@ def test_a_real_model_answers_the_same_from_a_long_prompt(num_tokens: int, dtype
 
 @pytest.mark.parametrize(
     ("num_tokens", "cache"),
-    [(SHORT, "default"), *(slow(LONG, cache) for cache in OWN_ATTENTION)],
+    [
+        (SHORT, "default"),
+        slow(LONG, "default"),
+        *(combination(LONG, cache) for cache in sorted(OWN_ATTENTION.keys() - {"default"})),
+    ],
 )
 def test_a_real_model_answers_the_same_when_the_kernel_attends(num_tokens: int, cache: str):
     tokens, logits, hybrid = answer(torch.float32, num_tokens, OWN_ATTENTION[cache])
@@ -115,7 +119,9 @@ def bfloat16_error(num_tokens: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_tokens", "cache"), [(SHORT, "default"), *((LONG, cache) for cache in OWN_ATTENTION)])
+@pytest.mark.parametrize(
+    ("num_tokens", "cache"), [(SHORT, "default"), *(combination(LONG, cache) for cache in OWN_ATTENTION)]
+)
 def test_in_bfloat16_the_kernel_is_no_farther_from_float32_than_torch_is(num_tokens: int, cache: str):
     tokens, exact = expected(torch.float32, num_tokens)
     logits = answer(torch.bfloat16, num_tokens, OWN_ATTENTION[cache], tokens)[1]

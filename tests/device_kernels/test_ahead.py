@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import interpreted
+from slow import combination
 
 TESTS = Path(__file__).parent.parent
 # Bytes that the threads of a program may share (CUDA C++ Programming Guide, technical specifications by capability).
@@ -17,7 +18,7 @@ SHARED = {89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 @pytest.mark.skipif(interpreted.why_not() is not None, reason=str(interpreted.why_not()))
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", [each if each == 89 else combination(each) for each in SHARED])
 def test_the_kernel_compiles_and_fits_into_shared_memory(capability: int, tmp_path: Path):
     # In a process of its own, where Triton does not interpret.
     environment = {name: value for name, value in os.environ.items() if name != interpreted.VARIABLE}

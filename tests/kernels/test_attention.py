@@ -13,6 +13,7 @@ from hf_hybrid_cache.kernels.bfloat16_tiles import has_bfloat16_products
 from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, to_blocks
 
+from slow import combination
 from soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
@@ -256,7 +257,9 @@ PORTABLE = {
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names processors of the x86-64 family")
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", PORTABLE)
+@pytest.mark.parametrize(
+    "processor", [each if each == "without any extension" else combination(each) for each in PORTABLE]
+)
 def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
     """Compiled anew for them, in a process of its own."""
     name, features = PORTABLE[processor]
