@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     EncoderDecoderCache,
     LongT5Config,
@@ -75,6 +77,8 @@ def test_used_cache_when_asked_a_shorter_prompt_as_embeddings_then_refuses():
 
 @pytest.mark.parametrize("way", sorted(WAYS.keys() - {"beams"}))  # for which it would have to be repeated before
 def test_used_cache_when_asked_a_longer_prompt_then_continues(way: str):
+    if way == "chunks" and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip("this transformers takes chunks from the start of the prompt, whatever a cache holds")
     model, cache = tiny_model("llama"), DynamicHybridCache(CONFIG)
     prompt, options = random_prompt(1, 120), {"max_new_tokens": 6} | WAYS[way]
     with torch.no_grad():
