@@ -1,5 +1,6 @@
 """A process that ends, or stops answering, ends the others that share a cache with it, and they name it."""
 
+import itertools
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from torch import distributed
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, LostProcessError, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from slow import slow
+from slow import combination, slow
 from tiny_models import random_prompt, tiny_model
 
 if not distributed.is_available() or not distributed.is_gloo_available():
@@ -76,11 +77,13 @@ def end_of_the_others(group: Group, lost_rank: int) -> tuple[set[str], float]:
 @pytest.mark.parametrize(
     ("lost_rank", "has_host", "number"),
     [
-        slow(0, False, signal.SIGKILL),
-        slow(0, True, signal.SIGSTOP),
-        slow(2, False, signal.SIGSTOP),
-        slow(2, True, signal.SIGKILL),
         (2, True, signal.SIGSTOP),
+        slow(0, False, signal.SIGKILL),
+        *(
+            combination(*case)
+            for case in itertools.product((0, 2), (False, True), (signal.SIGKILL, signal.SIGSTOP))
+            if case not in ((2, True, signal.SIGSTOP), (0, False, signal.SIGKILL))
+        ),
     ],
 )
 def test_all_others_end_and_name_the_rank(lost_rank: int, has_host: bool, number: int):

@@ -76,6 +76,14 @@ def test_the_first_process_alone_writes_what_one_process_answers(folder: Path):
 
 
 @pytest.mark.slow
+def test_what_several_processes_have_saved_several_load(folder: Path):
+    file = str(folder / "together.kv")
+    first, _ = run_together(folder, "--document", str(folder / "report.txt"), *QUESTION, "--save-cache", file)
+    again, _ = run_together(folder, "--load-cache", file, *QUESTION)
+    assert again.stdout == first.stdout != ""
+
+
+@pytest.mark.slow
 def test_what_one_process_has_saved_several_load(folder: Path):
     file = str(folder / "alone.kv")
     answer = alone(folder, "--document", str(folder / "report.txt"), *QUESTION, "--save-cache", file)

@@ -84,6 +84,7 @@ def dtype_name(value: object) -> str | None:
     ("num_tokens", "dtype", "cache"),
     [
         (SHORT, torch.float32, "offloaded_partly"),
+        slow(SHORT, torch.float32, "dynamic"),
         slow(SHORT, torch.bfloat16, "offloaded_partly"),
         *(combination(LONG, dtype, cache) for dtype in (torch.float32, torch.bfloat16) for cache in SAME_ATTENTION),
     ],
@@ -100,6 +101,7 @@ def test_a_real_model_answers_the_same_from_a_long_prompt(num_tokens: int, dtype
     ("num_tokens", "cache"),
     [
         (SHORT, "default"),
+        slow(SHORT, "cpu_decode_partly"),
         slow(LONG, "default"),
         *(combination(LONG, cache) for cache in sorted(OWN_ATTENTION.keys() - {"default"})),
     ],

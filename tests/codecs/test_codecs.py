@@ -1,6 +1,7 @@
 """Codecs: what they keep, what they refuse, and that records mean the same on a processor and on an accelerator."""
 
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,76 +11,66 @@ from contracts.codecs import CodecContract, random_states
 from hf_hybrid_cache import KVCodec, minmax, quanto
 from hf_hybrid_cache.codecs.minmax import MinMaxCodec
 from hf_hybrid_cache.codecs.packing import pack, unpack
-from hf_hybrid_cache.storage import Codec
 
 BITS = [8, 4, 2]
 
 
-class TestKeysOf8Bits(CodecContract):
+class MinMaxContract(CodecContract):
+    bits: ClassVar[int]
+    rotate: ClassVar[bool] = False
+    group_size: ClassVar[int] = 64
+
+    def make(self) -> KVCodec:
+        return minmax(self.bits, self.group_size, rotate=self.rotate)
+
+
+class TestOf8Bits(MinMaxContract):
+    bits, error = 8, 0.02
+
+
+class TestRotatedOf8Bits(TestOf8Bits):
+    rotate = True
+
+
+class TestOf4Bits(MinMaxContract):
+    bits, error = 4, 0.2
+
+
+class TestRotatedOf4Bits(TestOf4Bits):
+    rotate = True
+
+
+class TestOf4BitsInSmallGroups(TestOf4Bits):
+    group_size = 16
+
+
+class TestOf2Bits(MinMaxContract):
+    bits, error = 2, 0.7
+
+
+class TestRotatedOf2Bits(TestOf2Bits):
+    rotate = True
+
+
+class TestBalanced(CodecContract):
     error = 0.02
-
-    def make(self) -> Codec:
-        return minmax(8, rotate=False).keys
-
-
-class TestRotatedValuesOf8Bits(CodecContract):
-    error = 0.02
-
-    def make(self) -> Codec:
-        return minmax(8, rotate=True).values
-
-
-class TestRotatedKeysOf4Bits(CodecContract):
-    error = 0.2
-
-    def make(self) -> Codec:
-        return minmax(4, rotate=True).keys
-
-
-class TestValuesOf4BitsInSmallGroups(CodecContract):
-    error = 0.2
-
-    def make(self) -> Codec:
-        return minmax(4, group_size=16, rotate=False).values
-
-
-class TestKeysOf2Bits(CodecContract):
-    error = 0.7
-
-    def make(self) -> Codec:
-        return minmax(2, rotate=False).keys
-
-
-class TestRotatedValuesOf2Bits(CodecContract):
-    error = 0.7
-
-    def make(self) -> Codec:
-        return minmax(2, rotate=True).values
-
-
-class TestBalancedKeys(CodecContract):
-    error = 0.1
     dims = (16,)  # of which it was balanced
 
-    def make(self) -> Codec:
-        return balanced(minmax(8), num_kv_heads=3, key_dim=16, value_dim=16).keys
+    def make(self) -> KVCodec:
+        return balanced(minmax(8), num_kv_heads=3, key_dim=16, value_dim=16)
 
 
 @pytest.mark.xdist_group("quanto")  # which compiles code when it is first used
 class TestQuanto(CodecContract):
-    error = 0.12
+    bits, error = 4, 0.12
 
-    def make(self) -> Codec:
+    def make(self) -> KVCodec:
         pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
-        return quanto(4).keys
+        return quanto(self.bits)
 
 
 class TestQuantoOf2Bits(TestQuanto):
-    error = 0.6
-
-    def make(self) -> Codec:
-        pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: pip install hf_hybrid_cache[quanto]")
-        return quanto(2).values
+    bits, error = 2, 0.6
 
 
 @pytest.mark.covering(2)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import pytest
 import torch
 
+from hf_hybrid_cache.storage.block_buffer import BlockBuffer
 from hf_hybrid_cache.storage.growth import GRANULE
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
@@ -18,16 +19,21 @@ def random_states(num_tokens: int) -> torch.Tensor:
     return torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2], generator=generator)
 
 
+def token_in_memory(buffer: TokenBuffer, index: int) -> torch.Tensor:
+    """`[batch, num_kv_heads, head_dim]`, found without the help of the buffer."""
+    data = buffer._data
+    if isinstance(buffer, BlockBuffer):
+        block, place = divmod(index, GRANULE)
+        return data[block, :, :, :, place] if buffer.transposed else data[block, :, :, place, : buffer.shape[2]]
+    return data[index] if buffer.token_major else data[:, :, index]
+
+
 class BufferContract(ABC):
-    """A subclass makes an empty buffer, and finds a token in its memory without the buffer's help."""
+    """A subclass makes an empty buffer; `token_in_memory` knows how it lies in memory."""
 
     @abstractmethod
     def make(self) -> TokenBuffer:
         """Of float32 states of `SHAPE`."""
-
-    @abstractmethod
-    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
-        """`[batch, num_kv_heads, head_dim]`."""
 
     def filled(self, states: torch.Tensor) -> TokenBuffer:
         buffer = self.make()
@@ -51,7 +57,7 @@ class BufferContract(ABC):
         states = random_states(300)
         buffer = self.filled(states)
         for index in (0, 1, GRANULE - 1, GRANULE, GRANULE + 1, 299):
-            assert torch.equal(self.token_in_memory(buffer, index), states[:, :, index])
+            assert torch.equal(token_in_memory(buffer, index), states[:, :, index])
 
     @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]], ids=len)
     def test_planned_bytes_are_those_held_after_growing(self, lengths: list[int]):

@@ -28,9 +28,6 @@ class TestHostBuffer(BufferContract):
     def make(self) -> HostBuffer:
         return HostBuffer(SHAPE, torch.float32, expected_tokens=self.expected_tokens)
 
-    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
-        return buffer._data[:, :, index]
-
 
 class TestHostBufferThatOutgrowsItsReservation(TestHostBuffer):
     expected_tokens = 100
@@ -40,16 +37,10 @@ class TestTokenBuffer(BufferContract):
     def make(self) -> TokenBuffer:
         return TokenBuffer(SHAPE, torch.float32, CPU)
 
-    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
-        return buffer._data[:, :, index]
-
 
 class TestTokenMajorBuffer(BufferContract):
     def make(self) -> TokenBuffer:
         return TokenBuffer(SHAPE, torch.float32, CPU, token_major=True)
-
-    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
-        return buffer._data[index]
 
 
 class TestBlocksOfKeys(BufferContract):
@@ -57,10 +48,6 @@ class TestBlocksOfKeys(BufferContract):
 
     def make(self) -> BlockBuffer:
         return BlockBuffer(SHAPE, torch.float32, transposed=True, expected_tokens=self.expected_tokens)
-
-    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
-        block, place = divmod(index, BLOCK)
-        return torch.from_numpy(buffer.array()[block, :, :, place]).view(SHAPE)
 
 
 class TestBlocksOfKeysThatOutgrowTheirReservation(TestBlocksOfKeys):
@@ -70,10 +57,6 @@ class TestBlocksOfKeysThatOutgrowTheirReservation(TestBlocksOfKeys):
 class TestBlocksOfValues(BufferContract):
     def make(self) -> BlockBuffer:
         return BlockBuffer(SHAPE, torch.float32, transposed=False, expected_tokens=20_000)
-
-    def token_in_memory(self, buffer: TokenBuffer, index: int) -> torch.Tensor:
-        block, place = divmod(index, BLOCK)
-        return torch.from_numpy(buffer.array()[block, :, place, : SHAPE[2]]).view(SHAPE)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]], ids=len)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from contracts.buffers import token_in_memory
 from contracts.stores import CONFIG, Pair, StoreContract
 from torch import distributed
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
 from hf_hybrid_cache.storage import BufferedStore, CodedStore, KVStore, SharedStore, SplitStore
-from hf_hybrid_cache.storage.block_buffer import BlockBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
 from caches import group_of_one
@@ -15,16 +15,8 @@ from caches import group_of_one
 
 def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
     """`[batch, num_kv_heads, entries, head_dim]`, one after the other, as they lie in memory."""
-    data, dim = buffer._data, buffer.shape[2]
-    if isinstance(buffer, BlockBuffer):
-        places = [(index // 64, index % 64) for index in range(num_entries)]
-        if buffer.transposed:
-            found = [data[block, :, :, :, place] for block, place in places]
-        else:
-            found = [data[block, :, :, place, :dim] for block, place in places]
-    else:
-        found = [data[index] if buffer.token_major else data[:, :, index] for index in range(num_entries)]
-    return torch.stack(found, 2) if found else data.new_empty(*buffer.shape[:2], 0, dim)
+    found = [token_in_memory(buffer, index) for index in range(num_entries)]
+    return torch.stack(found, 2) if found else buffer._data.new_empty(*buffer.shape[:2], 0, buffer.shape[2])
 
 
 def plain(store: BufferedStore) -> Pair:
