@@ -1,5 +1,6 @@
-"""What `make test`, or `.ci/run` too, leave to `make test-all`: further instances of what the remaining tests hold."""
+"""What `make test` leaves to `make test-all`, and `.ci/run` to turns: further instances of what the rest holds."""
 
+import hashlib
 import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -22,6 +23,30 @@ def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     cases = list(cases)
     assert all(case in cases for case in quick)
     return [case if case in quick else slow(case) for case in cases]
+
+
+def slow_ones_outside_of(share: str, items: list[pytest.Item]) -> list[pytest.Item]:
+    """
+    Choose the slow tests to leave out: all but one of several shares, in which all cases of a function are together.
+
+    Args:
+        share: "k/n": n shares, of which the one that k falls on when they take turns.
+        items: what was collected.
+
+    Raises:
+        pytest.UsageError: it is no share.
+    """
+    turn, _, shares = share.partition("/")
+    if not (turn.isdecimal() and shares.isdecimal() and int(shares) > 0):
+        raise pytest.UsageError(f"--slow-share takes two numbers, as 3/8, not {share!r}")
+    chosen = int(turn) % int(shares)
+
+    def is_left_out(item: pytest.Item) -> bool:
+        function = item.nodeid.partition("[")[0].encode()
+        is_chosen = hashlib.sha256(function).digest()[0] % int(shares) == chosen
+        return bool(item.get_closest_marker("combination") or (item.get_closest_marker("slow") and not is_chosen))
+
+    return [item for item in items if is_left_out(item)]
 
 
 def mark_all_but_covering(items: Iterable[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.saving.model_traits import differences
+from hf_hybrid_cache.saving.token_prefix import first_difference
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory_limits import Limit
@@ -395,6 +396,12 @@ def test_token_ids_that_are_not_those_of_the_tokens_are_refused(ids: torch.Tenso
     cache = filled(tiny_model("llama"), DynamicHybridCache, 10)
     with pytest.raises(ValueError, match=r"must be integers \[batch, 10\]"):
         cache.save(tmp_path / "cache.kv", ids)
+
+
+def test_of_several_differences_the_earliest_token_is_told_whatever_its_sequence():
+    known = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
+    assert first_difference(known, torch.tensor([[1, 2, 3, 9], [1, 9, 3, 4]])) == (1, 1)
+    assert first_difference(known, known.clone()) is None
 
 
 def test_what_one_version_of_transformers_says_twice_of_a_model_is_no_difference():
