@@ -25,6 +25,7 @@ import torch
 
 from hf_hybrid_cache import set_integer_kernels
 from hf_hybrid_cache.kernels import compile_in_background
+from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
 
 import interpreted
 import slow
@@ -51,8 +52,19 @@ def exact_kernels() -> Iterator[None]:
     set_integer_kernels(None)
 
 
+@pytest.fixture
+def torch_attends() -> Iterator[None]:
+    """Many queries attend by torch, as they do by default where it is faster."""
+    set_prefill_kernel(False)
+    yield
+    set_prefill_kernel(None)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="let tests that search at random search longer")
+    parser.addoption(
+        "--slow-share", metavar="K/N", help="of slow tests only every n-th, the k-th of them, and no combinations"
+    )
     parser.addoption("--soak", action="store_true", help="let tests that search at random search for very long")
     parser.addoption("--soak-record", type=Path, metavar="FOLDER", help="write what was done there")
 
@@ -69,8 +81,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow.mark_all_but_covering(items)
+    share = config.getoption("--slow-share")
+    if share is not None:
+        left_out = slow.slow_ones_outside_of(share, items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

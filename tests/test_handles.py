@@ -10,9 +10,10 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, StaleHandleError
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, StaleHandleError
 from hf_hybrid_cache.attention import compile_kernels
 from hf_hybrid_cache.attention.handles import KVHandle
+from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
 
 from lazy_streams import copy_late
 
@@ -205,14 +206,22 @@ def test_handles_are_refused_once_the_cache_has_changed(change):
         keys + 1
 
 
-def test_first_tokens_are_tensors_and_long_chunks_where_an_accelerator_attends_to_them():
-    for streams, kind in ((False, KVHandle), (True, torch.Tensor)):
-        cache = DynamicHybridCache(CONFIG, cpu_decode=True)
-        if streams:
-            copy_late(cache)
-        assert type(cache.update(*states(1, 0), 0)[0]) is torch.Tensor
-        assert type(cache.update(*states(17, 1), 0)[0]) is kind
-        assert type(cache.update(*states(16, 2), 0)[0]) is KVHandle
+def are_handles(cache: HybridCache) -> list[bool]:
+    """What comes back for a first token, then 17, then 16."""
+    return [isinstance(cache.update(*states(tokens, seed), 0)[0], KVHandle) for seed, tokens in enumerate((1, 17, 16))]
+
+
+def test_all_chunks_are_attended_to_in_host_memory_but_long_ones_where_an_accelerator_is():
+    assert are_handles(DynamicHybridCache(CONFIG, cpu_decode=True)) == [True] * 3
+    cache = DynamicHybridCache(CONFIG, cpu_decode=True)
+    copy_late(cache)
+    assert are_handles(cache) == [False, False, True]
+
+
+def test_first_tokens_are_tensors_where_they_are_quantized_afterwards_or_torch_is_faster(torch_attends):
+    assert are_handles(DynamicHybridCache(CONFIG, cpu_decode=True)) == [False, True, True]
+    set_prefill_kernel(None)
+    assert are_handles(QuantizedHybridCache(CONFIG, cpu_decode=True)) == [False, True, True]
 
 
 def attended_on_cpu(cache: HybridCache) -> list[bool]:

@@ -25,11 +25,13 @@ from hf_hybrid_cache.models import (
     ModelLoadError,
     cache_home,
     convert_gguf,
+    fastest_type,
     llama_3_2_1b_config,
     load,
     random_llama,
 )
 from hf_hybrid_cache.models import smollm2 as smollm2_module
+from hf_hybrid_cache.models.fastest_type import fastest_dtype
 from hf_hybrid_cache.models.source import no_progress_bars
 
 needs_smollm2 = pytest.mark.skipif(
@@ -114,9 +116,32 @@ def test_smollm2_has_its_shape_its_chat_template_and_stops_at_the_end_of_a_turn(
 
 
 @needs_smollm2
-def test_smollm2_is_float32_on_a_cpu_unless_asked_otherwise(smollm2):
-    assert smollm2[0].dtype == torch.float32
-    assert load("smollm2-135m", dtype=torch.bfloat16, device_map="cpu")[0].dtype == torch.bfloat16
+def test_smollm2_is_of_the_fastest_type_on_a_cpu_unless_asked_otherwise(smollm2):
+    assert smollm2[0].dtype == fastest_dtype()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert load("smollm2-135m", dtype=dtype, device_map="cpu")[0].dtype == dtype
+
+
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+def test_the_fastest_type_is_measured_once_and_again_on_another_processor(kept, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path))
+    measured = fastest_dtype()
+    path = tmp_path / "fastest_type.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"dtype": kept}))
+    assert fastest_dtype() == getattr(torch, kept)
+    path.write_text(json.dumps({"dtype": kept, "measured_on": "another"}))
+    monkeypatch.setattr(fastest_type, "_measured", lambda: "float32")
+    assert fastest_dtype() == torch.float32
+    path.write_text("[1")
+    assert fastest_dtype() == torch.float32
+    assert measured in (torch.float32, torch.bfloat16)
+
+
+def test_the_fastest_type_is_told_where_nothing_can_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "file"))
+    assert fastest_dtype() in (torch.float32, torch.bfloat16)
 
 
 @needs_smollm2

@@ -34,6 +34,10 @@ class CodeAttention:
         self._query_map: torch.Tensor | None = None
         self._result_map: torch.Tensor | None = None
 
+    def takes_prompts(self, store: KVStore) -> bool:
+        """No: their states are there, in full precision."""
+        return False
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -42,6 +46,7 @@ class CodeAttention:
         mask: torch.Tensor | None,
         scale: float | None,
         selection: LayerSelection | None = None,
+        are_causal: bool = False,
     ) -> torch.Tensor:
         """
         Attend to the tokens of `store`, all of them.
@@ -49,6 +54,7 @@ class CodeAttention:
         Arguments and result are those of `StoredAttention`; the query and what is stored are on one device.
         """
         assert isinstance(store, CodedStore)
+        assert not are_causal
         if store.wants_queries:
             store.observe(query)
         (keys, values), records = store.parts()

@@ -35,8 +35,12 @@ class HandledAttention(Protocol):
         mask: torch.Tensor | None,
         scale: float | None,
         selection: LayerSelection | None = None,
+        are_causal: bool = False,
     ) -> torch.Tensor:
         """See `StoredAttention`."""
+
+    def takes_prompts(self, store: KVStore) -> bool:
+        """Whether queries may be causal."""
 
     def decline(self) -> None:
         """Note that something needs the states themselves."""
@@ -192,14 +196,17 @@ def _attend(
         and (query.dtype, query.device) == (store.shape.key_dtype, store.shape.device)
         and (sizes[1] == heads or (enable_gqa and sizes[1] % heads == 0))
     )
-    needs_more = dropout_p > 0 or is_causal or (torch.is_grad_enabled() and query.requires_grad)
+    needs_more = dropout_p > 0 or (torch.is_grad_enabled() and query.requires_grad)
     if not fits or needs_more or not _covers(attn_mask, query, tokens):
+        return None
+    is_prompt = attn_mask is None and sizes[2] == tokens
+    if is_causal and not (is_prompt and key.layer.attention.takes_prompts(store)):
         return None
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     group = sizes[1] // store.shape.num_kv_heads
     with as_written(query.device):
-        return key.layer.attention(query, store, group, attn_mask, scale, key.layer.selection)
+        return key.layer.attention(query, store, group, attn_mask, scale, key.layer.selection, is_causal)
 
 
 def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:

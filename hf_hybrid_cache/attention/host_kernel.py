@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from ..codecs import MinMaxCodec
-from ..kernels import CodedBlocks, Shape, Workspace, compile_and_wait
-from ..storage import GRANULE, CacheStats, CodedStore, HostStore, LocalStore, kernel_element
+from ..kernels import CodedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
+from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVShape, LocalStore, kernel_element
 from .kernel_thread import KernelThread
 from .layer_selection import LayerSelection
-from .masks import Arrays, LastMask, mask_arrays
+from .masks import Arrays, LastMask, SeenTokens, mask_arrays, seen_tokens
+from .merging import Found
 from .part import Queries
 
 # With more queries of a head, attention is bound by arithmetic, and torch's is faster.
@@ -35,6 +36,11 @@ def compile_kernels(dtype: torch.dtype, is_coded: bool, on_wait: Callable[[], No
         compile_and_wait(element, is_coded, on_wait)
 
 
+def has_kernel_for_many(shape: KVShape) -> bool:
+    """Whether many queries attend to states of this shape by a kernel on the CPU, because it is faster than torch."""
+    return shape.element is not None and uses_prefill_kernel(shape.element)
+
+
 class HostKernel:
     """
     The kernel, for all layers of a cache, with the memory that it works in.
@@ -44,13 +50,15 @@ class HostKernel:
 
     Attributes:
         thread: for what goes on beside the thread that asks for it.
-        masks: as the kernel takes them.
+        masks: as the kernel for few queries takes them.
+        seen: as the kernel for many queries takes them.
     """
 
     def __init__(self, stats: CacheStats):
         self._stats = stats
         self.thread = KernelThread()
         self.masks = LastMask[Arrays](mask_arrays)
+        self.seen = LastMask[SeenTokens](seen_tokens)
         # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
         self._workspaces: OrderedDict[Shape, TorchWorkspace] = OrderedDict()
 
@@ -76,7 +84,7 @@ class HostKernel:
             elsewhere: tokens, from the first to before the last, that are attended to elsewhere: the last ones, or the
                 last ones that are coded.
         """
-        query, group, scale = queries
+        query, group, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
         num_kv_heads = query_heads // group
         workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
@@ -114,6 +122,53 @@ class HostKernel:
             selection.note(tokens - left_out, tokens, has_rated=indexed is not None)
         return workspace
 
+    def attend_many(self, queries: Queries, store: LocalStore, seen: SeenTokens, dtype: torch.dtype) -> Found:
+        """
+        Attend to the tokens of `store`, which are in host memory, with queries that are as many as you like.
+
+        Args:
+            queries: on the CPU.
+            store: its keys and values share batch, type and head_dim with the query.
+            seen: of its tokens.
+            dtype: of what is found: float32, or the query's.
+        """
+        query, _, scale, _ = queries
+        batch, query_heads, query_length, head_dim = query.shape
+        store.wait_until_stored()
+        assert isinstance(store, HostStore | CodedStore)
+        full: LocalStore = store
+        coded = None
+        if isinstance(store, CodedStore):
+            full, coded = store.full, _coded_blocks(store, store.records.num_tokens)
+        assert isinstance(full, HostStore)
+        query = query if query.dtype == torch.bfloat16 else query.float()
+        query = query if query.stride(3) == 1 else query.contiguous()
+        found = dtype if dtype == torch.bfloat16 else torch.float32
+        # In memory a token follows the other, as transformers wants it next.
+        out = torch.empty(batch, query_length, query_heads, store.shape.value_dim, dtype=found).transpose(1, 2)
+        lse = torch.empty(batch, query_heads, query_length)
+        tokens = store.num_tokens
+        everything = np.array([[[[0, tokens]]]]) if seen.ranges is None else seen.ranges
+        start = time.perf_counter()
+        attend_many(
+            _strided(query),
+            _strided(out),
+            found == torch.bfloat16,
+            lse.numpy(),
+            full.keys.array(),
+            full.values.array(),
+            tokens,
+            head_dim,
+            store.shape.value_dim,
+            head_dim**-0.5 if scale is None else scale,
+            everything,
+            seen.visible,
+            seen.bias,
+            coded,
+        )
+        self._stats.kernel_seconds += time.perf_counter() - start
+        return Found(out.to(dtype), lse)
+
     def _workspace(self, shape: Shape) -> "TorchWorkspace":
         if shape not in self._workspaces:
             self._workspaces[shape] = TorchWorkspace(shape)
@@ -144,6 +199,11 @@ class TorchWorkspace:
             self.query = seen(self.kernel.query, shape.key_dim)
             self.out = seen(self.kernel.out, shape.value_dim)
             self.log_sums = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
+
+
+def _strided(states: torch.Tensor) -> Strided:
+    sequence, head, token, _ = (stride * states.element_size() for stride in states.stride())
+    return Strided(states.data_ptr(), (sequence, head, token))
 
 
 def _coded_blocks(store: CodedStore, number: int) -> CodedBlocks | None:

@@ -7,8 +7,9 @@ import torch
 
 from ..storage import CodedStore, HostStore, Issued, LocalStore, can_page_lock
 from .chunk_attention import attend_in_pieces, attend_to_chunk
-from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace
+from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace, has_kernel_for_many
 from .layer_selection import LayerSelection
+from .masks import causal_tokens
 from .merging import Found
 from .part import AttentionPart, Queries
 
@@ -55,7 +56,12 @@ class HostPart(AttentionPart):
 
     @property
     def _has_many_queries(self) -> bool:
-        return self._queries.states.shape[2] > MAX_QUERIES
+        return self._queries.states.shape[2] > MAX_QUERIES or self._queries.are_causal
+
+    @property
+    def _has_kernel(self) -> bool:
+        """Whether there is a kernel for many queries, and it is the faster way."""
+        return self._queries.states.is_cpu and has_kernel_for_many(self._store.shape)
 
     def begin(self) -> None:
         query = self._queries.states
@@ -90,6 +96,8 @@ class HostPart(AttentionPart):
     def attend(self) -> torch.Tensor:
         query = self._queries.states
         if self._has_many_queries:
+            if self._has_kernel:
+                return self._found_by_kernel(query.dtype).out
             self._store.wait_for_copies()
             assert isinstance(self._store, HostStore | CodedStore)
             return attend_to_chunk(query, self._store, self._queries.group, self._mask, self._queries.scale)
@@ -128,10 +136,19 @@ class HostPart(AttentionPart):
         return on_host.flatten(1, 2).to(device, non_blocking=is_locked)
 
     def _found_in_pieces(self) -> Found:
-        query, group, scale = self._queries
+        query, group, scale, _ = self._queries
+        if self._has_kernel:
+            return self._found_by_kernel(torch.float32)
         self._store.wait_for_copies()
         assert isinstance(self._store, HostStore | CodedStore)
         return attend_in_pieces(query, self._store, group, self._mask, scale, self._first_of_chunk)
+
+    def _found_by_kernel(self, dtype: torch.dtype) -> Found:
+        """What many queries find, as `dtype`."""
+        query, store = self._queries.states, self._store
+        is_causal = self._queries.are_causal
+        seen = causal_tokens(query.shape[2], store.num_tokens) if is_causal else self._kernel.seen.of(self._mask)
+        return self._kernel.attend_many(self._queries, store, seen, dtype)
 
 
 def _nothing_to_wait_for() -> None:

@@ -1,7 +1,7 @@
 """Masks of attention, as kernels take them, made once for all layers of a step."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,3 +45,37 @@ def mask_arrays(mask: torch.Tensor | None) -> Arrays:
     if host.dtype == torch.bool:
         return host.contiguous().view(torch.uint8).numpy(), None
     return None, host.to(torch.float32).contiguous().numpy()
+
+
+class SeenTokens(NamedTuple):
+    """
+    A mask as the kernel for many queries takes it.
+
+    Attributes:
+        ranges: int64 `[batch, query_heads, query_length, 2]`, where any of the first three may be 1: the first token
+            that a query sees, and the one after the last; `None` for all.
+        visible: uint8 `[batch, query_heads, query_length, tokens]` likewise, if some token between these is hidden.
+        bias: float32 likewise, if the mask is added to the scores.
+    """
+
+    ranges: np.ndarray | None = None
+    visible: np.ndarray | None = None
+    bias: np.ndarray | None = None
+
+
+def seen_tokens(mask: torch.Tensor | None) -> SeenTokens:
+    """`mask` as the kernel for many queries takes it."""
+    visible, bias = mask_arrays(mask)
+    if visible is None:
+        return SeenTokens(bias=bias)
+    tokens = visible.shape[-1]
+    first, last = visible.argmax(-1), tokens - visible[..., ::-1].argmax(-1)
+    count = visible.sum(-1, dtype=np.int64)
+    ranges = np.stack([first, np.where(count == 0, first, last)], axis=-1)
+    return SeenTokens(ranges, None if np.array_equal(count, ranges[..., 1] - first) else visible)
+
+
+def causal_tokens(query_length: int, tokens: int) -> SeenTokens:
+    """Of queries that are the last of so many tokens, and see those before and themselves."""
+    ends = np.arange(tokens - query_length + 1, tokens + 1)
+    return SeenTokens(np.stack([np.zeros_like(ends), ends], axis=-1)[None, None])

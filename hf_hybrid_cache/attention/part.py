@@ -16,11 +16,13 @@ class Queries(NamedTuple):
         states: `[batch, query_heads, query_length, head_dim]`, on any device.
         group: query heads that share a KV head.
         scale: of the scores; `None` for `head_dim ** -0.5`.
+        are_causal: they are the last tokens of a sequence, of which each sees those before it and itself.
     """
 
     states: torch.Tensor
     group: int
     scale: float | None
+    are_causal: bool = False
 
 
 class AttentionPart(ABC):

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from ..storage import MARK_SIZE, SharedStore
 from .chunk_attention import attend_in_pieces, has_log_sums
-from .host_kernel import MAX_QUERIES, HostKernel
+from .host_kernel import MAX_QUERIES, HostKernel, has_kernel_for_many
 from .masks import LastMask, mask_arrays
 from .merging import Found, merged_at_once
 from .part import AttentionPart, Queries
@@ -48,11 +48,16 @@ class SharedPart(AttentionPart):
 
     def _attend_to_share(self, found: "SharedRows") -> None:
         """Write what the own share gives."""
-        (query, group, scale), store, mask = self._queries, self._store, self._mask
+        (query, group, scale, _), store, mask = self._queries, self._store, self._mask
         local, length = store.local, query.shape[2]
         if not local.num_tokens:
             found.out.zero_()
             found.log_sums.fill_(-torch.inf)
+            return
+        if length > MAX_QUERIES and has_kernel_for_many(store.shape):
+            out, log_sums = self._kernel.attend_many(self._queries, local, self._kernel.seen.of(mask), torch.float32)
+            found.out.copy_(out)
+            found.log_sums.copy_(log_sums)
             return
         if length > MAX_QUERIES and has_log_sums(store, mask):
             cut = store.share.tokens(store.num_tokens - length)

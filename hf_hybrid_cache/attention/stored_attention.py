@@ -9,9 +9,20 @@ import torch
 
 from ..codecs import is_foldable
 from ..kernels import compile_in_background
-from ..storage import CacheStats, KVCodec, KVStore, LocalStore, Share, SharedStore, SplitStore
+from ..storage import (
+    CacheStats,
+    HostStore,
+    KVCodec,
+    KVShape,
+    KVStore,
+    LocalStore,
+    Share,
+    SharedStore,
+    SplitStore,
+    StreamedStore,
+)
 from .device_part import DevicePart
-from .host_kernel import HostKernel
+from .host_kernel import HostKernel, has_kernel_for_many
 from .host_part import HostPart
 from .layer_selection import LayerSelection
 from .masks import LastMask
@@ -51,6 +62,17 @@ class StoredAttention:
         """Whether there is a kernel on the CPU for blocks that are coded like this."""
         return is_foldable(codec)
 
+    def has_kernel_for_many(self, shape: KVShape) -> bool:
+        """Whether many queries attend to states of this shape by a kernel on the CPU."""
+        return has_kernel_for_many(shape)
+
+    def takes_prompts(self, store: KVStore) -> bool:
+        """Whether a sequence's first queries attend to themselves in `store`, faster than torch to their states."""
+        if isinstance(store, SharedStore) and store.share.is_all:
+            store = store.local
+        is_on_host = isinstance(store, HostStore) and not isinstance(store, StreamedStore)
+        return is_on_host and store.shape.device.type == "cpu" and has_kernel_for_many(store.shape)
+
     def prepare(self, element: np.dtype, is_coded: bool, is_selected: bool) -> None:
         """Have the kernel for blocks of `element`, coded ones and chosen pages, compiled by the time it is needed."""
         compile_in_background(element, is_coded, is_selected)
@@ -63,6 +85,7 @@ class StoredAttention:
         mask: torch.Tensor | None,
         scale: float | None,
         selection: LayerSelection | None = None,
+        are_causal: bool = False,
     ) -> torch.Tensor:
         """
         Attend to the tokens of `store`.
@@ -75,13 +98,14 @@ class StoredAttention:
                 tokens]`, where any of the first three may be 1.
             scale: of the scores; `None` for `head_dim ** -0.5`.
             selection: what may be left out, of few queries; `None` for nothing.
+            are_causal: each query sees the tokens before it and itself; only of a store that `takes_prompts`.
 
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
         if store.wants_queries:
             store.observe(query)
-        parts = self._parts_of(store, Queries(query, group, scale), mask, selection)
+        parts = self._parts_of(store, Queries(query, group, scale, are_causal), mask, selection)
         return parts[0].attend() if len(parts) == 1 else _merged(parts, mask is not None).to(query.dtype)
 
     def _parts_of(

@@ -18,6 +18,7 @@ from .panel_products import PanelProducts
 from .panels import PANEL_ROWS, WEIGHT_BITS, PanelLayout, decode_panels, decode_row, encode_panels, factor_of
 from .parallel import use_threads_here
 from .plain_products import PlainWeights, add_up_plain_experts, multiply_plain
+from .prefill import Strided, attend_many, uses_prefill_kernel
 from .threads import get_num_threads, set_num_threads
 from .vector_ir import CACHE_LINE
 from .workspace import CodedBlocks, Shape, Workspace
@@ -39,8 +40,10 @@ __all__ = [
     "PlainWeights",
     "RecordLayout",
     "Shape",
+    "Strided",
     "Workspace",
     "add_up_plain_experts",
+    "attend_many",
     "compile_and_wait",
     "compile_coded_weights_in_background",
     "compile_in_background",
@@ -59,5 +62,6 @@ __all__ = [
     "set_num_threads",
     "use_threads_here",
     "uses_integer_kernels",
+    "uses_prefill_kernel",
     "value_width",
 ]

@@ -19,7 +19,7 @@ from .rotation import rotate_back
 from .tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
 
 # Masks add the lowest finite float32, which times log2(e) would be infinite: a row of nothing else is not empty.
-_LOWEST, _LOG2_E = np.float32(-3e38), np.float32(LOG2_E)
+LOWEST, _LOG2_E = np.float32(-3e38), np.float32(LOG2_E)
 _LN_2 = math.log(2)
 
 
@@ -250,7 +250,7 @@ def _mask_tile(start, first_row, head, factor, plan, address):
             ]
             for token in range(seen):
                 biased = scores[tile_row, token] + added[token] * _LOG2_E
-                scores[tile_row, token] = biased if added[token] == -np.inf else max(biased, _LOWEST)
+                scores[tile_row, token] = biased if added[token] == -np.inf else max(biased, LOWEST)
         if plan.visible:
             shown = visible[
                 sequence % visible.shape[0],
@@ -297,7 +297,7 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
                 rotate_back(merged, dim, size, mixing)
             if np.isnan(maxima[segment, head, row]):
                 continue
-            weight = _power_of_two(maxima[segment, head, row] - base)
+            weight = power_of_two(maxima[segment, head, row] - base)
             total += weight * sums[segment, head, row]
             address = partials + ((segment * heads + head) * rows + row) * width * 4
             partial = numba.carray(pointer(address, real), (width,))
@@ -313,7 +313,7 @@ def merge_segments(head, call, rotated_segments, dim, size, mixing):
 
 
 @jit_inlined
-def _power_of_two(x):
+def power_of_two(x):
     """Of a float64 of at most 0, to 1e-11 relative: a library's takes longer than all the rest of a merge."""
     if not x >= -1000.0:
         return x - x if np.isnan(x) else 0.0

@@ -22,6 +22,8 @@ from .key_index import index_kernels
 from .panel_products import panel_product_kernels
 from .panels import panel_kernels
 from .plain_products import plain_product_kernels
+from .prefill import uses_prefill_kernel
+from .prefill_attention import prefill_kernels
 from .selected_attention import selected_attention_kernels
 from .selected_coded_attention import selected_code_kernels
 from .threads import get_num_threads
@@ -63,6 +65,8 @@ def compile_plain_weights_in_background() -> None:
 def _needed(element: np.dtype, is_coded: bool, is_selected: bool = False) -> list[Needed]:
     """Those first that are needed first."""
     needed = coding_kernels(element) if is_coded else []
+    if uses_prefill_kernel(element):
+        needed += prefill_kernels(element)
     needed += attention_kernels(element)
     if is_coded:
         needed += coded_attention_kernels(element)

@@ -47,7 +47,18 @@ def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts
     parallel: of `Threads`, not called for one part or one thread; team: threads that are woken; threads: how many of
     them take part; work: jitted, returns nothing and raises nothing; call: a tuple.
     """
-    taken = typing_context.resolve_function_type(work, (types.intp, call), {})
+    return _shared_out(typing_context, work, call, tells_thread=False)
+
+
+@intrinsic
+def share_out_to(typing_context: Any, parallel: Any, team: Any, threads: Any, parts: Any, work: Any, call: Any) -> Any:
+    """The same with `work(part, thread, call)`, where `thread` counts those that take part."""
+    return _shared_out(typing_context, work, call, tells_thread=True)
+
+
+def _shared_out(typing_context: Any, work: Any, call: Any, tells_thread: bool) -> Any:
+    numbers = (types.intp,) * (1 + tells_thread)
+    taken = typing_context.resolve_function_type(work, (*numbers, call), {})
     pointer = INT8.as_pointer()
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -76,7 +87,7 @@ def share_out(typing_context: Any, parallel: Any, team: Any, threads: Any, parts
         compiled = work.dispatcher.get_compile_result(taken)
         context.active_code_library.add_linking_library(compiled.library)
         function = context.declare_function(builder.module, compiled.fndesc)
-        given = [part, inner.load(member(inner, seen, 4))]
+        given = [part, *[worker] * tells_thread, inner.load(member(inner, seen, 4))]
         context.call_conv.call_function(inner, function, taken.return_type, taken.args, given)
         inner.branch(take)
         inner.position_at_end(leave)

@@ -10,6 +10,7 @@ Element types: `float32`; `uint16` is bfloat16, the upper half of a float32; `in
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -118,42 +119,59 @@ score_tile = _score(wide=True)
 score_narrow_tile = _score(wide=False)
 
 
-@intrinsic
-def softmax_tile(typing_context: Any, scores: Any, factor: Any, maxima: Any, sums: Any, corrections: Any) -> Any:
+def softmax_of(
+    degree: int, store_row: Callable[[Any, ir.IRBuilder, list[ir.Value], list[ir.Value]], None]
+) -> Callable[..., Any]:
     """
-    Turn scores into weights relative to a running maximum (online softmax, arXiv:1805.02867).
+    An intrinsic that turns scores into weights relative to a running maximum (online softmax, arXiv:1805.02867).
 
-    Replaces `scores` by `2 ** (factor * scores - maximum)`, raises the maximum and the sum of each row to
-    cover this block, and writes the factor that corrects what was summed relative to the old maximum. A row with a
-    score that is not a number gets such a sum, whatever its maximum.
+    It makes weights `2 ** (factor * scores - maximum)`, raises the maximum and the sum of each row to cover this block,
+    and writes the factor that corrects what was summed relative to the old maximum. A row with a score that is not a
+    number gets such a sum, whatever its maximum.
 
-    scores: address of float32 `[ROWS, BLOCK]`; maxima, sums, corrections: addresses of float32 `[ROWS]`.
+    The intrinsic takes: scores, address of float32 `[ROWS, BLOCK]`; factor; maxima, sums, corrections: addresses of
+    float32 `[ROWS]`.
+
+    Args:
+        degree: of the polynomial, see `vector_ir.exp2`.
+        store_row: writes the weights of a row, given the addresses that their scores are at.
     """
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        scores, factor, maxima, sums, corrections = arguments
-        # With the maximum of the very numbers that it is taken from, no power is above 0, however large the scores.
-        factor, rows = vec.splat(builder, factor), score_places(builder, scores)
-        scaled = [[builder.fmul(vec.load(builder, place, FLOATS), factor) for place in row] for row in rows]
-        highest = vec.fold(builder, [reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
-        old = vec.load_four(builder, maxima)
-        new = vec.maximum(builder, highest, old)
-        vec.store_four(builder, new, maxima)
-        base = base_of(builder, new)
-        correction = vec.exp2(context, builder, builder.fsub(old, base), 6)
-        vec.store_four(builder, correction, corrections)
-        added = []
-        for row, (places, vectors) in enumerate(zip(rows, scaled, strict=True)):
-            row_base = vec.splat_fourth(builder, base, row)
-            weights = [vec.exp2(context, builder, builder.fsub(vector, row_base), 6) for vector in vectors]
-            for place, weight in zip(places, weights, strict=True):
-                vec.store(builder, weight, place)
-            added.append(reduced(builder, weights, vec.add))
-        before = builder.fmul(vec.load_four(builder, sums), correction)
-        vec.store_four(builder, builder.fadd(before, vec.fold(builder, added, vec.add)), sums)
-        return context.get_dummy_value()
+    def softmax_tile(typing_context: Any, scores: Any, factor: Any, maxima: Any, sums: Any, corrections: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+            scores, factor, maxima, sums, corrections = arguments
+            # With the maximum of the very numbers that it is taken from, no power is above 0, however large the scores.
+            factor, rows = vec.splat(builder, factor), score_places(builder, scores)
+            scaled = [[builder.fmul(vec.load(builder, place, FLOATS), factor) for place in row] for row in rows]
+            highest = vec.fold(builder, [reduced(builder, row, vec.maximum) for row in scaled], vec.maximum)
+            old = vec.load_four(builder, maxima)
+            new = vec.maximum(builder, highest, old)
+            vec.store_four(builder, new, maxima)
+            base = base_of(builder, new)
+            correction = vec.exp2(context, builder, builder.fsub(old, base), 6)
+            vec.store_four(builder, correction, corrections)
+            added = []
+            for row, (places, vectors) in enumerate(zip(rows, scaled, strict=True)):
+                row_base = vec.splat_fourth(builder, base, row)
+                weights = [vec.exp2(context, builder, builder.fsub(vector, row_base), degree) for vector in vectors]
+                store_row(context, builder, weights, places)
+                added.append(reduced(builder, weights, vec.add))
+            before = builder.fmul(vec.load_four(builder, sums), correction)
+            vec.store_four(builder, builder.fadd(before, vec.fold(builder, added, vec.add)), sums)
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), generate
+        return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), generate
+
+    made: Callable[..., Any] = intrinsic(softmax_tile)
+    return made
+
+
+def store_in_place(context: Any, builder: ir.IRBuilder, weights: list[ir.Value], places: list[ir.Value]) -> None:
+    for weight, place in zip(weights, places, strict=True):
+        vec.store(builder, weight, place)
+
+
+softmax_tile = softmax_of(6, store_in_place)
 
 
 def score_places(builder: ir.IRBuilder, scores: ir.Value) -> list[list[ir.Value]]:
@@ -290,3 +308,26 @@ def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     number = builder.select(not_finite, builder.or_(number, vec.ints(0x7F800000)), number)
     sign = builder.shl(builder.and_(bits, vec.ints(0x8000)), vec.ints(16))
     return builder.bitcast(builder.or_(number, sign), FLOATS)
+
+
+@intrinsic
+def widen(typing_context: Any, element: Any, source: Any, count: Any, target: Any) -> Any:
+    """
+    Write numbers of `element` as float32.
+
+    source, target: addresses; count: of them, a multiple of sixteen that is not 0.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        _, source, count, target = arguments
+
+        def body(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            place = builder.add(source, builder.mul(index, INT64(LANES * _ITEM_BYTES[element])))
+            [numbers] = load_vectors(context, builder, element, place, 1)
+            vec.store(builder, numbers, builder.add(target, builder.mul(index, INT64(LANES * 4))))
+            return []
+
+        vec.loop(builder, builder.sdiv(count, INT64(LANES)), [], body)
+        return context.get_dummy_value()
+
+    return types.void(element, *[types.int64] * 3), generate

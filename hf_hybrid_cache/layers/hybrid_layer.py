@@ -188,7 +188,8 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
-        as_handles = not needs_states and store.num_tokens > 0
+        takes_first = self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
+        as_handles = not needs_states and (store.num_tokens > 0 or takes_first)
         if as_handles and self.is_attended_on_cpu and (are_few or not _is_streamed(store)):
             self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..user_folder import cache_home
+from .fastest_type import fastest_dtype
 from .source import (
     Device,
     Loaded,
@@ -49,7 +50,7 @@ def load_smollm2(name: str, dtype: torch.dtype | None, device_map: Device, quant
     """Load it; see `hf_hybrid_cache.models.load`."""
     folder = _smollm2_folder()
     if dtype is None:
-        dtype = torch.float32 if _is_cpu(device_map) else torch.bfloat16
+        dtype = fastest_dtype() if _is_cpu(device_map) else torch.bfloat16
     try:
         with no_progress_bars():
             return from_pretrained(str(folder), dtype, device_map, True, quantization_config)
@@ -82,9 +83,8 @@ def convert_gguf(source: Path, folder: Path) -> None:
     """
     Write a SmolLM2 GGUF file as a folder for `from_pretrained`.
 
-    The weights are stored in float32 (538 MB for the 135M model): exactly what the 4-bit file decodes to, and what
-    `load` uses on a CPU, so that it maps the file instead of converting it. The folder appears under its name only when
-    it is complete.
+    The weights are stored in float32 (538 MB for the 135M model): exactly what the 4-bit file decodes to. The folder
+    appears under its name only when it is complete.
 
     Args:
         source: the GGUF file.

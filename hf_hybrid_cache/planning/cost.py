@@ -150,9 +150,10 @@ class LayerCost(NamedTuple):
         attends_on_cpu = stores.attends_on_cpu(index, 0, shape)
         attends_in_place = attends_on_cpu or stores.attends_in_codes(index, 0, shape)
         all_states = lengths[-1] * sum(_token_bytes(shape))
-        # Attention of a chunk then takes a few thousand tokens at a time out of the blocks, which is little.
+        # Attention of a chunk then takes some of the blocks at a time, which is little.
         is_streamed = not attends_on_cpu or stores.cpu_share is not None
-        in_pieces = not is_streamed and shape.device == HOST and shape.key_dim == shape.value_dim
+        takes_some = stores.attention.has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
+        in_pieces = not is_streamed and shape.device == HOST and takes_some
         slots = scratch = of_middle = copied = moved = 0
         entries: KVStore = store
         sizes = lengths
