@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .layers import DeviceMemoryError, IncompleteCacheError, Placement, Selection
     from .processes import LostProcessError, OutOfStepError
+    from .prompt_reading import prefill
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
     from .weights import (
@@ -68,6 +69,7 @@ __all__ = [
     "host_experts",
     "minmax",
     "move_experts_to_host",
+    "prefill",
     "quantize_weights",
     "quanto",
     "saved_token_ids",
@@ -100,6 +102,7 @@ __getattr__ = lazy_names(
         ),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement", "Selection"),
         "processes": ("LostProcessError", "OutOfStepError"),
+        "prompt_reading": ("prefill",),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
         "weights": (

@@ -23,7 +23,7 @@ def shown_run(
     temperature: float = 0.0,
 ) -> Run:
     """As `timed_generate`, with a bar called `title` of what the cache does not hold yet."""
-    with prefill_bar(notes, title, input_ids.shape[1] - cache.get_seq_length()) as bar:
+    with prefill_bar(notes, title, input_ids.shape[1] - 1 - cache.get_seq_length()) as bar:
 
         def on_each_token(token: int) -> None:
             bar.stop()  # before the answer is written where the bar was

@@ -1,10 +1,9 @@
 """One timed generation with any of the caches."""
 
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
@@ -14,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
 from ..cache_argument import cache_argument
 from ..layers import Selection, tensors_of
+from ..prompt_reading import PREFILL_CHUNK_SIZE, prefill
 from .console import UsageError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def timed_generate(
     input_ids: torch.Tensor,
     cache: Cache,
     max_new_tokens: int,
-    prefill_chunk_size: int = 512,
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
     on_prefill: Callable[[int], None] | None = None,
     on_token: Callable[[int], None] | None = None,
     temperature: float = 0.0,
@@ -129,7 +129,7 @@ def timed_generate(
         cache: an empty one, or one that holds the first tokens, which are not computed again then.
         max_new_tokens: at most; an end-of-text token ends the answer before.
         prefill_chunk_size: tokens of the prompt per forward pass.
-        on_prefill: called with the number of tokens after each chunk.
+        on_prefill: called with the number of tokens after each chunk, of all but the last token of the prompt.
         on_token: called with each new token.
         temperature: of sampling; 0 takes the likeliest token each time.
     """
@@ -137,61 +137,30 @@ def timed_generate(
     recorder = _Recorder(on_token)
     group = cache.group if isinstance(cache, HybridCache) else None
 
-    def count(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if on_prefill and not recorder.tokens:
-            on_prefill(kwargs["input_ids"].shape[1])
-
-    hook = model.register_forward_hook(count, with_kwargs=True)
-    try:
-        _synchronize(model)
-        start = time.perf_counter()
-        chunk_size: int | None = min(prefill_chunk_size, input_ids.shape[1])
-        if cache.get_seq_length():
-            _fill_up_to_the_last_chunk(model, input_ids, cache, prefill_chunk_size)
-            chunk_size = None
-        model.generate(  # type: ignore[operator]
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            **cache_argument(cache),
-            max_new_tokens=max_new_tokens,
-            prefill_chunk_size=chunk_size,
-            streamer=recorder,
-            do_sample=temperature > 0,
-            num_beams=1,
-            temperature=temperature
-            or None,  # of a model's own settings transformers would warn that greedy ignores them
-            top_k=None,
-            top_p=None,
-            logits_processor=None if group is None else LogitsProcessorList([SameLogits(group)]),
-        )
-        _synchronize(model)
-        end = time.perf_counter()
-    finally:
-        hook.remove()
+    _synchronize(model)
+    start = time.perf_counter()
+    if input_ids.shape[1] > 1:
+        prefill(model, input_ids[:, :-1], cache, chunk_size=prefill_chunk_size, progress=on_prefill or False)
+    model.generate(  # type: ignore[operator]
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        **cache_argument(cache),
+        max_new_tokens=max_new_tokens,
+        streamer=recorder,
+        do_sample=temperature > 0,
+        num_beams=1,
+        temperature=temperature or None,  # of a model's own settings transformers would warn that greedy ignores them
+        top_k=None,
+        top_p=None,
+        logits_processor=None if group is None else LogitsProcessorList([SameLogits(group)]),
+    )
+    _synchronize(model)
+    end = time.perf_counter()
     if isinstance(cache, HybridCache):
         cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor([recorder.tokens], dtype=torch.long)], dim=1))
     return Run(
         recorder.tokens, recorder.first_token - start, end - recorder.first_token, *_memory(cache), _share_read(cache)
     )
-
-
-@torch.no_grad()
-def _fill_up_to_the_last_chunk(
-    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, prefill_chunk_size: int
-) -> None:
-    """
-    Compute the tokens that follow those of `cache`, chunk by chunk.
-
-    `generate` of transformers before 5.21 takes its chunks from the start of the prompt, whatever the cache holds.
-    """
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    starts = range(cache.get_seq_length(), input_ids.shape[1] - prefill_chunk_size, prefill_chunk_size)
-    for start in starts:
-        end = start + prefill_chunk_size
-        mask = torch.ones_like(input_ids[:, :end])
-        model(
-            input_ids=input_ids[:, start:end], attention_mask=mask, **cache_argument(cache), use_cache=True, **options
-        )
 
 
 def _share_read(cache: Cache) -> float | None:

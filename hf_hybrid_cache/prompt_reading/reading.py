@@ -1,0 +1,132 @@
+"""Reading a prompt into a cache, chunk by chunk."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..cache import HybridCache
+from ..cache_argument import cache_argument
+from ..scalars import as_integer
+from .checkpoint import Checkpoint
+from .interrupts import finishing
+from .progress import PrefillProgress
+
+# Long enough for the weights' products, and short enough for the activations of a chunk to be little beside a cache.
+PREFILL_CHUNK_SIZE = 512
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: Cache,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    chunk_size: int = PREFILL_CHUNK_SIZE,
+    progress: bool | Callable[[int], None] = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Cache:
+    """
+    Read a prompt into a cache: a document that questions follow, or all but the last token of what `generate` gets.
+
+    No logits are kept, and no more activations than those of a chunk. Tokens that the cache holds already are not read
+    again. At Ctrl-C the chunk at hand is finished, and the cache is whole: call it again to go on. A second Ctrl-C ends
+    at once.
+
+    Args:
+        model: a decoder.
+        input_ids: of the prompt, `[batch, tokens]`; all of them are read.
+        cache: for the model; empty, or with the first tokens of the prompt.
+        attention_mask: `[batch, tokens]`, 0 where a prompt is filled up on the left; `None` for none.
+        chunk_size: tokens in a forward pass.
+        progress: show a bar, on a terminal and in a notebook: tokens, tokens a second, and the time that is left. Or
+            what is called with the number of tokens of each chunk.
+        checkpoint: file to keep the cache in while the prompt is read, and at the end. If it is there already, what it
+            holds is taken from it: use the cache that is returned. Writing takes about 3% of the time at most; what was
+            read since the last time is lost with the process.
+
+    Returns:
+        `cache`, or the one from `checkpoint`.
+
+    Raises:
+        ValueError: the cache holds something else, or more; or an argument is not what it should be.
+        TypeError: a checkpoint of a cache that has no file, or an encoder-decoder model.
+        CacheFileError: `checkpoint` is of another prompt or model, or cannot be written.
+
+    Example:
+        >>> cache = prefill(model, document_ids, QuantizedHybridCache(model.config, bits=4), checkpoint="report.kv")
+        >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache, max_new_tokens=200)
+    """
+    chunk = _checked(model, input_ids, attention_mask, chunk_size)
+    kept = None if checkpoint is None else Checkpoint(checkpoint, cache)
+    end = input_ids.shape[1]
+    if kept is not None:
+        cache = kept.taken_up(model, input_ids)
+    if isinstance(cache, HybridCache):
+        cache.require_prefix(input_ids)
+    start = cache.get_seq_length()
+    if start > end:
+        raise ValueError(
+            f"The cache holds {start:,} tokens, and the prompt has {end:,}: pass a prompt that goes on, or a new cache."
+        )
+    inputs = _Inputs(model, input_ids, attention_mask)
+    with PrefillProgress(start, end, progress is True) as bar, finishing() as is_interrupted:
+        while start < end and not is_interrupted():
+            following = min(start + chunk, end)
+            model(**inputs.of(start, following), **cache_argument(cache), use_cache=True)
+            bar.reach(following)
+            if callable(progress):
+                progress(following - start)
+            start = following
+            if isinstance(cache, HybridCache):
+                cache.note_tokens(input_ids[:, :start])
+            if kept is not None and (kept.is_due or start == end or is_interrupted()):
+                kept.write(cache, input_ids[:, :start])
+    return cache
+
+
+def _checked(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, chunk_size: int
+) -> int:
+    """The size of a chunk, where all arguments are what they should be."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError("prefill is for decoders: an encoder-decoder model reads its prompt in the encoder, at once.")
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        raise ValueError(f"input_ids must be integers [batch, tokens], got {list(input_ids.shape)} {input_ids.dtype}.")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must be as input_ids, {list(input_ids.shape)}, got {list(attention_mask.shape)}."
+        )
+    chunk = as_integer(chunk_size)
+    if chunk is None or chunk < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+    return chunk
+
+
+class _Inputs:
+    """What the model is given for a chunk."""
+
+    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None):
+        self._input_ids = input_ids.to(model.device)
+        is_padded = attention_mask is not None and not bool(attention_mask.all())
+        self._mask = attention_mask.to(model.device) if attention_mask is not None and is_padded else None
+        parameters = inspect.signature(model.forward).parameters
+        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._positions: torch.Tensor | None = None
+        if self._mask is not None and "position_ids" in parameters:
+            # As `generate` counts them.
+            self._positions = (self._mask.long().cumsum(-1) - 1).clamp_min(0)
+
+    def of(self, start: int, end: int) -> dict[str, Any]:
+        """For tokens from `start` on to before `end`."""
+        inputs = {"input_ids": self._input_ids[:, start:end], **self._options}
+        if self._mask is not None:
+            inputs["attention_mask"] = self._mask[:, :end]
+        if self._positions is not None:
+            inputs["position_ids"] = self._positions[:, start:end]
+        return inputs
