@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8000])
-    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder of the record (default: results/prompt_speed/MODEL/DTYPE)")

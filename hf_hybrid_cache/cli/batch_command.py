@@ -41,7 +41,7 @@ def batch(
         int | None,
         typer.Option(min=1, help="Read only so many tokens of each document. Default: all; too many are an error."),
     ] = None,
-    prefill_chunk_size: PrefillChunkSize = 512,
+    prefill_chunk_size: PrefillChunkSize = 2048,
     dtype: DType = None,
     device: Device = None,
     cpu_node: CpuNode = None,

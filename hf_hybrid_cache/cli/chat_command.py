@@ -32,7 +32,7 @@ def chat(
         int | None,
         typer.Option(min=1, help="Tokens of the document to keep at most. Default: what leaves room to talk."),
     ] = None,
-    prefill_chunk_size: PrefillChunkSize = 512,
+    prefill_chunk_size: PrefillChunkSize = 2048,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token each time.")
     ] = 0.0,

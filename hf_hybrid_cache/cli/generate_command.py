@@ -49,7 +49,7 @@ def generate(
             f"{RANDOM_TOKENS:,} random ones for a model without a tokenizer.",
         ),
     ] = None,
-    prefill_chunk_size: PrefillChunkSize = 512,
+    prefill_chunk_size: PrefillChunkSize = 2048,
     prefetch_layers: Annotated[
         int | None, typer.Option(min=0, help="offloaded: layers on their way to the device ahead of use. Default: 1.")
     ] = None,

@@ -17,7 +17,7 @@ from .interrupts import finishing
 from .progress import PrefillProgress
 
 # Long enough for the weights' products, and short enough for the activations of a chunk to be little beside a cache.
-PREFILL_CHUNK_SIZE = 512
+PREFILL_CHUNK_SIZE = 2048
 
 
 @torch.no_grad()
