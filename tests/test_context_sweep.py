@@ -110,7 +110,8 @@ def test_a_cell_with_weights_of_few_bits_reads_their_codes(name: str, tmp_path: 
     share = found[name]["weight_bytes"] / found["dynamic"]["weight_bytes"]
     bits = CACHES[name].weights
     assert bits is not None
-    whole = 16 if torch.cuda.is_available() else 32  # the dtype that this model is loaded with
+    # Of the type that this model is loaded with.
+    whole = 16 if torch.cuda.is_available() else 8 * fastest_dtype().itemsize
     assert bits / whole < share < (bits + 2) / whole  # with scales, and a head in 8 bits
     record = {"cell": asdict(cell), "limit_seconds": 60.0, "result": found[name], "environment": ENVIRONMENT}
     assert store.checked(store.write(tmp_path, record))
