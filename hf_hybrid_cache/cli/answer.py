@@ -167,7 +167,7 @@ def answer(
             few_bits = task.run_with_few_bits("quantized")
             runs |= {} if few_bits is None else {WITH_WEIGHTS: few_bits}
         out.print(table(runs))
-        write(out, conclusion(runs, prompt.input_ids.shape[1]))
+        write(out, conclusion(runs, prompt.input_ids.shape[1], kind))
         for name, run in runs.items():
             if tokenizer is not None and run.first_difference(runs["stock"]) is not None:
                 answered = tokenizer.decode(run.tokens, skip_special_tokens=True)

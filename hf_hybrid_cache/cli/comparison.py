@@ -39,8 +39,8 @@ def table(runs: dict[str, Run]) -> Table:
     return table
 
 
-def conclusion(runs: dict[str, Run], num_tokens: int) -> str:
-    """What the table shows, in two lines."""
+def conclusion(runs: dict[str, Run], num_tokens: int, dtype: str) -> str:
+    """What the table shows, in two lines, and what to make of answers that differ in a type of few digits."""
     stock, ours = runs["stock"], {name: runs[name] for name in CACHES if name != "stock"}
     rates = {one_line(name): run.decode_tokens_per_second for name, run in runs.items() if run is not stock}
     share = 100 * _bytes(runs["quantized"]) / max(1, _bytes(stock))
@@ -49,7 +49,10 @@ def conclusion(runs: dict[str, Run], num_tokens: int) -> str:
         ratios = [f"{name} {(rate or 0.0) / stock.decode_tokens_per_second:.2f}" for name, rate in rates.items()]
         text += f"Tokens a second after {num_tokens:,}, in parts of stock's: {', '.join(ratios)}.\n"
     same = sum(run.first_difference(stock) is None for run in ours.values())
-    return text + f"Quantized holds {share:.0f}% of stock's bytes; {same} of {len(ours)} give the same answer.\n"
+    text += f"Quantized holds {share:.0f}% of stock's bytes; {same} of {len(ours)} give the same answer.\n"
+    if same < len(ours) and dtype != "float32":
+        text += f"In {dtype} attention that adds up in another order rounds differently: try --dtype float32.\n"
+    return text
 
 
 def one_line(name: str) -> str:
