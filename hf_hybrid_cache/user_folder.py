@@ -18,3 +18,20 @@ def cache_home() -> Path:
         return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_hybrid_cache").expanduser()
     except RuntimeError as error:
         raise FileNotFoundError("There is no home folder: set HF_HYBRID_CACHE_HOME to another one.") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """
+    Write a file in a folder that is made if it is not there: all of it, or what was there stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

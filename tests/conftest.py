@@ -85,9 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow.mark_all_but_covering(items)
     share = config.getoption("--slow-share")
     if share is not None:
-        left_out = slow.slow_ones_outside_of(share, items)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        left_out = set(slow.slow_ones_outside_of(share, items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

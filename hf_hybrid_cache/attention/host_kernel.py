@@ -17,7 +17,7 @@ from .masks import Arrays, LastMask, SeenTokens, mask_arrays, seen_tokens
 from .merging import Found
 from .part import Queries
 
-# With more queries of a head, attention is bound by arithmetic, and torch's is faster.
+# With more queries of a head attention is bound by arithmetic, and the kernel for many, or torch's, is faster.
 MAX_QUERIES = 64
 _MAX_WORKSPACES = 8
 

@@ -16,16 +16,12 @@ from numba.extending import intrinsic
 from . import vector_ir as vec
 from .blocks import BLOCK
 from .compiled import jit
+from .packed_tiles import has_pair_products, multiply_pairs
 from .tiles import ROWS
-from .vector_ir import FLOATS, INT16, INT32, INT64, INTS, LANES
+from .vector_ir import INT16, INT32, INT64, INTS, LANES
 
-_FEATURES = "avx512f", "avx512bw", "avx512bf16"
 _HALVES = 2 * LANES  # numbers of 16 bits in a vector
 _VECTORS = BLOCK // _HALVES
-
-
-def _has_dot(context: Any) -> bool:
-    return all(vec.has_feature(context, feature) for feature in _FEATURES)
 
 
 @intrinsic
@@ -33,7 +29,7 @@ def _has_bfloat16_dot(typing_context: Any) -> Any:
     """Whether the processor has them, a constant."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return ir.IntType(1)(int(_has_dot(context)))
+        return ir.IntType(1)(int(has_pair_products(context)))
 
     return types.boolean(), generate
 
@@ -63,10 +59,9 @@ def score_pairs(
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         _, query, stride, keys, head_dim, scores, ahead = arguments
-        if element != types.uint16 or not _has_dot(context):
+        if element != types.uint16 or not has_pair_products(context):
             return context.get_dummy_value()
         add, multiply = builder.add, builder.mul
-        dot = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
 
         def body(pair: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             offset = multiply(pair, INT64(2 * BLOCK * 2))
@@ -82,8 +77,9 @@ def score_pairs(
                 position = add(query, add(multiply(INT64(row), stride), multiply(pair, INT64(4))))
                 number = vec.splat(builder, vec.load(builder, position, INT32))
                 of_row = sums[row * len(loaded) : (row + 1) * len(loaded)]
-                for key, total in zip(loaded, of_row, strict=True):
-                    results.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, key, number], False))
+                results += [
+                    multiply_pairs(builder, key, number, total) for key, total in zip(loaded, of_row, strict=True)
+                ]
             return results
 
         count = builder.lshr(head_dim, INT64(1))

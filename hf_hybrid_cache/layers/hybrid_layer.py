@@ -188,8 +188,7 @@ class HybridLayer(CacheLayerMixin):
         if watched is not None:
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
-        takes_first = self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
-        as_handles = not needs_states and (store.num_tokens > 0 or takes_first)
+        as_handles = not needs_states and (store.num_tokens > 0 or self._takes_prompts(store))
         if as_handles and self.is_attended_on_cpu and (are_few or not _is_streamed(store)):
             self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
@@ -206,6 +205,10 @@ class HybridLayer(CacheLayerMixin):
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
+
+    def _takes_prompts(self, store: KVStore) -> bool:
+        """Whether the first tokens are attended to where they are stored, too."""
+        return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
     def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU, to all or to a part of what is in host memory."""

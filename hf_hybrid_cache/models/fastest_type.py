@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
-from ..user_folder import cache_home
+from ..user_folder import cache_home, write_whole
 
 _SIZES = 256, 2048, 1024  # of a product that takes some milliseconds
 _ROUNDS = 7
@@ -74,11 +73,5 @@ def _keep(kept: dict[str, object], path: Path | None) -> None:
     """As far as there is a place for it."""
     if path is None:
         return
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(kept, indent=1) + "\n")
-        unfinished.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        write_whole(path, json.dumps(kept, indent=1) + "\n")

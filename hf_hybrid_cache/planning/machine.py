@@ -1,7 +1,6 @@
 """The machine that a plan is for: its memory, and its speeds, which are measured once and kept in a file."""
 
 import json
-import os
 import platform
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import torch
 
 from .._version import __version__
 from ..storage import available_host_bytes
-from ..user_folder import cache_home
+from ..user_folder import cache_home, write_whole
 
 _SCHEMA = 1
 # Numbers beyond are no measurements, and products of them may be infinite.
@@ -195,10 +194,7 @@ def save_speeds(dtype: torch.dtype, speeds: Speeds) -> Path:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         kept = {}
     kept[str(dtype)] = asdict(speeds)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps({"measured_on": here, "speeds": kept}, indent=1) + "\n")
-    unfinished.replace(path)
+    write_whole(path, json.dumps({"measured_on": here, "speeds": kept}, indent=1) + "\n")
     return path
 
 
