@@ -1,3 +1,4 @@
+import gc
 import os
 import threading
 import time
@@ -94,6 +95,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if session.config.getoption("loadgroup", False) and grouped and "@" not in grouped[0].nodeid:
         raise pytest.UsageError("This pytest-xdist does not keep groups of tests together with this pytest.")
+    # A million objects of modules and tests live until the end: a collection need not go over them each time.
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -108,6 +111,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["soak"] = soak.counts()
 

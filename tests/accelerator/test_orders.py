@@ -73,6 +73,7 @@ def test_attention_is_given_what_dynamic_cache_would_give(placement: str, host_t
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.covering(2)
 @all_orders
 @pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
