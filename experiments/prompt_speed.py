@@ -2,10 +2,11 @@
 What a user waits for before the first token: whole prompts, with transformers' cache and with ours, in turns.
 
 `stock` is transformers' `DynamicCache`, in one piece (as `generate` does by default) or in chunks. "In update" is the
-part of it that storing keys and values takes. Token ids are random.
+part of it that storing keys and values takes. "8_bits_of_both" has weights of 8 bits, too. Token ids are random.
 """
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from experiments import records
 from experiments.decoding import prefill
 from experiments.timing import medians, samples_in_turns
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, quantize_weights
 from hf_hybrid_cache.models import load
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,18 +58,32 @@ WAYS: dict[str, Callable[[Any], Cache]] = {
     "8_bits": lambda config: TimedQuantized(config, 8),
     "4_bits": lambda config: TimedQuantized(config, 4),
     "2_bits": lambda config: TimedQuantized(config, 2),
+    "8_bits_of_both": lambda config: TimedQuantized(config, 8),
+    "4_bits_of_both": lambda config: TimedQuantized(config, 4),
 }
+# Of weights, if these are of few bits.
+WEIGHT_BITS = {"8_bits_of_both": 8, "4_bits_of_both": 4}
 
 
-def measure(model: Any, num_tokens: int, chunk: int, ways: list[str], rounds: int) -> dict[str, Any]:
-    """Raw samples in seconds."""
+def with_weights(model: Any, ways: list[str]) -> dict[str, Any]:
+    """The model, with the weights that each way has."""
+    models: dict[int | None, Any] = {None: model}
+    for bits in {WEIGHT_BITS[name] for name in ways if name in WEIGHT_BITS}:
+        models[bits] = copy.deepcopy(model)
+        quantize_weights(models[bits], bits)
+    return {name: models[WEIGHT_BITS.get(name)] for name in ways}
+
+
+def measure(models: dict[str, Any], num_tokens: int, chunk: int, rounds: int) -> dict[str, Any]:
+    """Raw samples in seconds, by the names of the ways."""
+    ways, model = list(models), next(iter(models.values()))
     ids = torch.randint(5, model.config.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     updates: dict[str, list[float]] = {name: [] for name in ways}
 
     def seconds_of(name: str) -> float:
         cache: Any = WAYS[name](model.config)
         start = time.perf_counter()
-        prefill(model, cache, ids, num_tokens if name.endswith("one_piece") else chunk)
+        prefill(models[name], cache, ids, num_tokens if name.endswith("one_piece") else chunk)
         seconds = time.perf_counter() - start
         updates[name].append(cache.seconds)
         return seconds
@@ -100,8 +115,9 @@ def main() -> None:
     model, _ = load(options.model, DTYPES[options.dtype], "cpu")
     print(f"{'tokens':>7} {'way':>19} {'prefill':>9} {'in update':>10} {'faster':>7}")
     cells = []
+    models = with_weights(model, options.ways)
     for num_tokens in options.tokens:
-        cell = measure(model, num_tokens, options.chunk, options.ways, options.rounds)
+        cell = measure(models, num_tokens, options.chunk, options.rounds)
         for name, seconds in cell["median_seconds"].items():
             faster = cell["times_as_fast_as_stock"].get(name)
             print(

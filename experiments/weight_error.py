@@ -6,10 +6,12 @@ over inputs and outputs, and one input in a hundred with weights several times a
 are tens of times as large as the others. The error is that of the output, relative to its length, against float64, with
 tokens in float32. An expert of Qwen3-30B-A3B's shape likewise: its gate, up and down projections together. Peers are
 torch's codes of 8 bits (a scale for each row) and of 4 bits (min-max, groups of 64), and llama.cpp's Q8_0 and Q4_0
-(groups of 32) as the `gguf` package codes them.
+(groups of 32) as the `gguf` package codes them. Ours are with few tokens, and with as many as a prompt has, which are
+rounded to 8 bits where the processor has the products for it.
 
 Model: the KL divergence of the next token of SmolLM2-135M from that with the weights as they are, in float32 over
-English text. Its weights in 4 bits prove little, because they come from a file of 4 bits.
+English text. A window is read as a prompt is, and its head gets few tokens at a time, as the end of a prompt does; also
+with tokens that are not rounded to 8 bits. Its weights in 4 bits prove little, because they come from a file of 4 bits.
 """
 
 import argparse
@@ -26,13 +28,13 @@ from transformers.utils import logging
 
 from experiments import records
 from experiments.texts import TEXTS, english_ids
-from hf_hybrid_cache import weights_in_bits
+from hf_hybrid_cache import set_integer_kernels, weights_in_bits
 from hf_hybrid_cache.models import load, random_llama
 
 SHAPES = {"attention": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192)}
 EXPERT = (2048, 768)  # hidden and intermediate size
 GROUPS = (32, 64, 128)
-TOKENS = 64
+TOKENS = FEW_TOKENS = 64
 LARGE_WEIGHTS, LARGE_INPUTS = 6.0, 30.0
 
 
@@ -103,18 +105,25 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def counts(name: str) -> dict[str, int]:
+    """How many times a form is given its tokens, by the name of a row."""
+    return {name: 1, f"{name}, prompt": 2} if name.startswith("ours") else {name: 1}
+
+
 def layer_errors(divisor: int) -> dict[str, dict[str, float]]:
     """By form and shape: the error of a layer's output."""
-    errors: dict[str, dict[str, float]] = {name: {} for name in FORMS}
+    errors: dict[str, dict[str, float]] = {row: {} for name in FORMS for row in counts(name)}
     for shape, sizes in SHAPES.items():
         rows, columns = (size // divisor for size in sizes)
         generator = torch.Generator().manual_seed(0)
         weight, tokens = heavy_weight(rows, columns, generator), heavy_tokens(columns, generator)
         exact = tokens.double() @ weight.double().T
         for name, code in FORMS.items():
-            with torch.no_grad():
-                out = linear(tokens, code(weight))
-            errors[name][shape] = float((out - exact).norm() / exact.norm())
+            coded = code(weight)
+            for row, times in counts(name).items():
+                with torch.no_grad():
+                    out = linear(tokens.repeat(times, 1), coded)[:TOKENS]
+                errors[row][shape] = float((out - exact).norm() / exact.norm())
     return errors
 
 
@@ -132,9 +141,11 @@ def expert_errors(divisor: int) -> dict[str, float]:
     exact = output(tokens.double(), *(weight.double() for weight in weights))
     errors = {}
     for name, code in FORMS.items():
-        with torch.no_grad():
-            out = output(tokens, *map(code, weights))
-        errors[name] = float((out - exact).norm() / exact.norm())
+        coded = [code(weight) for weight in weights]
+        for row, times in counts(name).items():
+            with torch.no_grad():
+                out = output(tokens.repeat(times, 1), *coded)[:TOKENS]
+            errors[row] = float((out - exact).norm() / exact.norm())
     return errors
 
 
@@ -150,7 +161,9 @@ def divergence(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor
 
 def log_probabilities(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        log_probs: torch.Tensor = model(window[None]).logits[0].log_softmax(-1)
+        hidden = model.get_decoder()(window[None]).last_hidden_state[0]
+        logits = torch.cat([model.get_output_embeddings()(few) for few in hidden.split(FEW_TOKENS)])
+        log_probs: torch.Tensor = logits.log_softmax(-1)
     return log_probs
 
 
@@ -166,6 +179,11 @@ def model_divergence(windows: int, length: int) -> dict[str, Any]:
                 with weights_in_bits(model, bits, group, head_bits):
                     name = f"ours-{bits}, head in {head_bits}, groups of {group}"
                     results.setdefault(text, {})[name] = divergence(model, ids, expected)
+                    set_integer_kernels(False)
+                    try:
+                        results[text][f"{name}, exact tokens"] = divergence(model, ids, expected)
+                    finally:
+                        set_integer_kernels(None)
     return results
 
 
@@ -180,14 +198,14 @@ def main() -> None:
     errors = layer_errors(arguments.divisor)
     for name, error in expert_errors(arguments.divisor).items():
         errors[name]["expert"] = error
-    print(f"{'error of the output':<24}" + "".join(f"{shape:>12}" for shape in (*SHAPES, "expert")))
+    print(f"{'error of the output':<30}" + "".join(f"{shape:>12}" for shape in (*SHAPES, "expert")))
     for name, by_shape in errors.items():
-        print(f"{name:<24}" + "".join(f"{error:>12.5f}" for error in by_shape.values()))
+        print(f"{name:<30}" + "".join(f"{error:>12.5f}" for error in by_shape.values()))
     results = model_divergence(arguments.windows, arguments.length) if arguments.windows else {}
     for text, by_form in results.items():
         print(f"SmolLM2-135M, {text}")
         for name, result in by_form.items():
-            print(f"{name:<40} KL {result['kl_nats']:.6f} nats, the same token first {result['same_top_token']:.1%}")
+            print(f"{name:<54} KL {result['kl_nats']:.6f} nats, the same token first {result['same_top_token']:.1%}")
     record = {
         "layer_errors": errors,
         "model": "smollm2-135m",

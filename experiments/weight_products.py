@@ -27,7 +27,7 @@ from experiments.timing import in_turns, medians
 from hf_hybrid_cache import quantize_weights
 from hf_hybrid_cache.models import random_llama
 
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 4096]
 GROUP = 32
 # What torch and Numba read to find out what the processor has.
 INSTRUCTION_SETS = {

@@ -21,9 +21,11 @@ from hf_hybrid_cache import (
     HostMemoryError,
     QuantizedHybridCache,
     quantize_weights,
+    set_integer_kernels,
     weights_in_bits,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.kernels import has_gemm
 from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
 from hf_hybrid_cache.weights.coded_weight import CodedWeight
 
@@ -58,6 +60,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("num_tokens", [1, 9, MOST_TOKENS])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("exact_kernels")
 def test_a_model_computes_with_what_its_codes_stand_for(family, bits, num_tokens, operations):
     model = tiny_model(family)
     own = logits(model, num_tokens)
@@ -89,6 +92,7 @@ def test_experts_compute_with_their_codes_however_transformers_runs_them(name, i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, MOST_TOKENS, MOST_TOKENS + 1, 300])
 @pytest.mark.parametrize("columns", [200, 8300], ids=["decoded at once", "decoded in two parts"])
+@pytest.mark.usefixtures("exact_kernels")
 def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, columns, dtype):
     torch.manual_seed(0)
     matrices = CodedMatrices(torch.randn(2, 700, columns).to(dtype), 4, 64)
@@ -99,10 +103,43 @@ def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, co
     assert error < {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - CLOSE_CHOICES))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_tokens_of_a_prompt_are_rounded_to_8_bits(family, bits, operations):
+    model = tiny_model(family)
+    with weights_in_bits(model, bits):
+        ours = logits(model, MOST_TOKENS)
+        theirs = logits(with_dense_weights(model), MOST_TOKENS)
+    assert not operations, "slow: the numbers of a weight were read"
+    # Of random weights, a model of this size makes an error several times as large.
+    assert (ours - theirs).norm() / theirs.norm() < 0.1
+
+
+@pytest.mark.skipif(not has_gemm(), reason="the processor does not add up four products of 8 bits")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_many_tokens_are_multiplied_as_integers_unless_exact_kernels_are_asked_for(dtype):
+    torch.manual_seed(0)
+    matrices = CodedMatrices(torch.randn(2, 700, 200).to(dtype), 4, 64)
+    tokens, bias = torch.randn(MOST_TOKENS + 1, 200).to(dtype), torch.randn(700).to(dtype)
+    exact = tokens.double() @ matrices.dense(1, torch.float32).double().T + bias.double()
+
+    def error() -> float:
+        return float((matrices.multiply(tokens, 1, bias).double() - exact).norm() / exact.norm())
+
+    assert 4e-3 < error() < 1e-2
+    set_integer_kernels(False)
+    try:
+        assert error() < 3.5e-3
+    finally:
+        set_integer_kernels(None)
+
+
 def test_many_tokens_are_multiplied_in_float32_where_torch_is_slow_in_bfloat16():
     program = """
 import torch
+from hf_hybrid_cache import set_integer_kernels
 from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
+set_integer_kernels(False)
 matrices = CodedMatrices(torch.randn(1, 50, 2000), 4, 64)
 tokens, bias = torch.randn(MOST_TOKENS + 1, 2000).bfloat16(), torch.randn(50).bfloat16()
 single = matrices.multiply(tokens.float(), bias=bias.float()).bfloat16()

@@ -7,7 +7,7 @@ what is stored. Any other operation on them gets the real states, so that every 
 slower. Nothing of torch or transformers is patched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from ..codecs import as_written
 from ..storage import KVStore
 from .graph_breaks import outside_of_graphs
 from .layer_selection import LayerSelection
+from .observed_keys import OBSERVED, observed
 
 
 class StaleHandleError(RuntimeError):
@@ -83,7 +84,8 @@ class LayerView:
         store = self.store
         if self._states is None:
             self.attention.decline()
-            self._states = store.read()
+            keys, values = store.read()
+            self._states = (observed(keys, store.observe) if store.wants_queries else keys), values
         return self._states
 
 
@@ -143,11 +145,19 @@ class KVHandle(torch.Tensor):
             shape = _REPEATING[func](handle, *arguments)
             if shape is not None:
                 return handle.seen_as(shape, lambda states: func(states, *arguments))
+        elif func in OBSERVED and cls._are_observed(args):
+            args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs))
+            return func(*args, **kwargs)
         elif func in _NOT_DISPATCHED:
             args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs))
         # Shape, type and device are answered by the handle itself; what needs data ends in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    @staticmethod
+    def _are_observed(args: Sequence[object]) -> bool:
+        """Whether queries are still to be seen by what attends to the states in another way."""
+        return any(isinstance(each, KVHandle) and each.layer.store.wants_queries for each in args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

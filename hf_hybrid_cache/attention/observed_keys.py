@@ -60,3 +60,5 @@ _VIEWS = {
     torch.Tensor.type,
     torch.Tensor.view,
 }
+# What is answered by keys that are observed.
+OBSERVED = _PRODUCTS | _VIEWS

@@ -11,6 +11,7 @@ from .compilation import (
 )
 from .compiled import KernelsDisabledError
 from .experts import ExpertCall
+from .gemm import has_gemm, multiply_many, uses_gemm
 from .integer_kernels import set_integer_kernels, uses_integer_kernels
 from .key_index import encode_index, index_bytes
 from .page_workspace import IndexedBlocks
@@ -56,11 +57,14 @@ __all__ = [
     "encode_panels",
     "factor_of",
     "get_num_threads",
+    "has_gemm",
     "index_bytes",
+    "multiply_many",
     "multiply_plain",
     "set_integer_kernels",
     "set_num_threads",
     "use_threads_here",
+    "uses_gemm",
     "uses_integer_kernels",
     "uses_prefill_kernel",
     "value_width",

@@ -18,7 +18,9 @@ from .attention import attention_kernels
 from .coded_attention import attend_coded, coded_attention_kernels
 from .coding import coding_kernels
 from .compiled import Needed
+from .gemm import uses_gemm
 from .key_index import index_kernels
+from .panel_gemm import gemm_kernels
 from .panel_products import panel_product_kernels
 from .panels import panel_kernels
 from .plain_products import plain_product_kernels
@@ -53,7 +55,10 @@ def compile_in_background(element: np.dtype, is_coded: bool = False, is_selected
 @cache
 def compile_coded_weights_in_background(element: np.dtype, has_experts: bool) -> None:
     """The same for coding weights of `element`, for products with them, and for experts that have such weights."""
-    _started([*panel_kernels(element), *panel_product_kernels()[: 1 + has_experts]])
+    needed = panel_kernels(element)
+    if uses_gemm(is_bfloat16=element == np.uint16):
+        needed += gemm_kernels()
+    _started([*needed, *panel_product_kernels()[: 1 + has_experts]])
 
 
 @cache

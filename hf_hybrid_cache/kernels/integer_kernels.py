@@ -1,4 +1,4 @@
-"""Whether attention over coded blocks takes the processor's integer dot products."""
+"""Whether attention over coded blocks, and many tokens with weights of few bits, take integer dot products."""
 
 from functools import cache
 
@@ -20,10 +20,12 @@ def _is_available() -> bool:
 
 def set_integer_kernels(enabled: bool | None) -> None:
     """
-    Say whether attention over coded blocks takes integer dot products, in the whole process.
+    Say whether attention over coded blocks, and a prompt with weights of few bits, take integer dot products, in the
+    whole process.
 
     With them the query and the weights are rounded, relative to the largest of their row and block: to 16 bits for
-    codes of 8 bits, to 8 bits for others.
+    codes of 8 bits, to 8 bits for others. The tokens of a prompt are rounded to 8 bits between the least and the
+    largest of 32 channels, where the processor has the products for it (x86-64 with AVX512-VNNI).
 
     Args:
         enabled: `None`, the default, takes them where the processor has them (x86-64 with AVX2); `False` takes
@@ -39,5 +41,5 @@ def set_integer_kernels(enabled: bool | None) -> None:
 
 
 def uses_integer_kernels() -> bool:
-    """Whether attention over coded blocks takes integer dot products."""
+    """Whether they are to be taken."""
     return _is_available() if _wanted is None else _wanted

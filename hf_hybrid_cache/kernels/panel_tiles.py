@@ -90,10 +90,10 @@ def multiply_panels(
                 outputs = num_panels * count
                 zeros = [vec.ints(0)] * (outputs * _sums_of_output(context, width, outputs))
                 sums_of_outputs = _by_output(vec.loop(builder, group_words, zeros, add_words), outputs)
-                scales_and_lows = [_scales_and_lows(context, builder, start) for start in starts]
+                of_panels = [scales_and_lows(context, builder, start) for start in starts]
                 results = []
                 for output in range(outputs):
-                    token, (scale, low) = output // num_panels, scales_and_lows[output % num_panels]
+                    token, (scale, low) = output // num_panels, of_panels[output % num_panels]
                     total = _total(context, builder, sums_of_outputs[output])
                     place = add(multiply(INT64(token), number_stride), multiply(group, INT64(4)))
                     step, total_of_numbers = (
@@ -202,7 +202,7 @@ def decode_chunk(
         bits, numbers, chunk, rows, out, row_bytes, factor, is_bfloat16 = arguments
         add, multiply = builder.add, builder.mul
         by = vec.splat(builder, factor)
-        scale, low = (builder.fmul(each, by) for each in _scales_and_lows(context, builder, numbers))
+        scale, low = (builder.fmul(each, by) for each in scales_and_lows(context, builder, numbers))
 
         def decoded(words: list[ir.Value], width: int) -> list[ir.Value]:
             """The numbers of each column, a vector with one lane for each row."""
@@ -252,7 +252,7 @@ def _transposed(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value
     return vectors
 
 
-def _scales_and_lows(context: Any, builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
+def scales_and_lows(context: Any, builder: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Of the group of a panel that begins at an address."""
     addresses = address, builder.add(address, INT64(2 * LANES))
     scale, low = (load_vectors(context, builder, types.int16, each, 1)[0] for each in addresses)

@@ -55,11 +55,12 @@ def set_prefill_kernel(enabled: bool | None) -> None:
 
 def uses_prefill_kernel(element: np.dtype) -> bool:
     """Whether many queries attend to blocks of `element` by this kernel. With AMX torch multiplies bfloat16 faster."""
-    return not (element == np.uint16 and _has_amx()) if _wanted is None else _wanted
+    return not (element == np.uint16 and has_amx()) if _wanted is None else _wanted
 
 
 @cache
-def _has_amx() -> bool:
+def has_amx() -> bool:
+    """Whether the processor multiplies tiles of bfloat16."""
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 

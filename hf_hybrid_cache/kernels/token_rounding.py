@@ -17,7 +17,7 @@ from .vector_ir import FLOAT, INT8, INT16, INT32, INT64, INTS, LANES
 
 # That of two signed digits.
 _LARGEST = 127 * 256 + 127.0
-_INFINITE = 0x7F800000
+INFINITE = 0x7F800000
 # By the bits of a code: columns of a word whose codes are bytes of it, as it is and then shifted by a code.
 QUADS = {8: ((0, 2, 1, 3),), 4: ((0, 4, 1, 5), (2, 6, 3, 7))}
 
@@ -56,7 +56,7 @@ def round_group(
 
             (sizes,) = vec.loop(builder, vectors, [vec.ints(0)], largest_size)
             size = vec.call(builder, "llvm.vector.reduce.umax.v16i32", INT32, sizes)
-            largest, is_finite = builder.bitcast(size, FLOAT), builder.icmp_unsigned("<", size, INT32(_INFINITE))
+            largest, is_finite = builder.bitcast(size, FLOAT), builder.icmp_unsigned("<", size, INT32(INFINITE))
             counts = builder.and_(is_finite, builder.fcmp_ordered(">", largest, FLOAT(vec.NEGLIGIBLE)))
             factor = builder.select(counts, builder.fdiv(FLOAT(_LARGEST), largest), FLOAT(0.0))
             factors = vec.splat(builder, factor)

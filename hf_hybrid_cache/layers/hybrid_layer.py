@@ -8,7 +8,17 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import CodeAttention, KeyIndex, handles_of, observed
-from ..storage import CodedStore, KVShape, KVStore, Pair, SharedStore, SplitStore, StreamedStore, TokenBuffer
+from ..storage import (
+    ChunkStore,
+    CodedStore,
+    KVShape,
+    KVStore,
+    Pair,
+    SharedStore,
+    SplitStore,
+    StreamedStore,
+    TokenBuffer,
+)
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
 from .lent_states import LentStates
@@ -201,7 +211,10 @@ class HybridLayer(CacheLayerMixin):
                 assert isinstance(store, CodedStore)
                 store.stage(key_states, value_states)
                 return handles_of(store, self._code_attention)
+            is_first = store.num_tokens == 0
             keys, values = store.append(key_states, value_states)
+            if is_first and not needs_states and not are_few and self._attends_to_codes(store):
+                return handles_of(ChunkStore(store, key_states, value_states), self._stores.attention)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
@@ -209,6 +222,16 @@ class HybridLayer(CacheLayerMixin):
     def _takes_prompts(self, store: KVStore) -> bool:
         """Whether the first tokens are attended to where they are stored, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
+
+    def _attends_to_codes(self, store: KVStore) -> bool:
+        """Whether what is stored is coded, and the kernel could attend to its tokens as they come."""
+        return (
+            self.is_attended_on_cpu
+            and isinstance(store, CodedStore)
+            and not _is_streamed(store)
+            and store.shape.device.type == "cpu"
+            and self._stores.attention.has_kernel_for_many(store.shape)
+        )
 
     def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU, to all or to a part of what is in host memory."""

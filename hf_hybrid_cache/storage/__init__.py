@@ -3,6 +3,7 @@
 from .address_space import huge_page_memory
 from .block_buffer import kernel_array, kernel_element
 from .buffered_store import BufferedStore
+from .chunk_store import ChunkStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
 from .coded_share import CodedShare
 from .coded_store import RECENT_TOKENS, CodedStore, coded_blocks, full_tokens, record_shape
@@ -35,6 +36,7 @@ __all__ = [
     "Allowance",
     "BufferedStore",
     "CacheStats",
+    "ChunkStore",
     "Codec",
     "CodecChoice",
     "CodedShare",

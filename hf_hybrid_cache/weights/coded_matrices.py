@@ -19,11 +19,13 @@ from ..kernels import (
     decode_row,
     encode_panels,
     factor_of,
+    multiply_many,
+    uses_gemm,
 )
 from ..storage import huge_page_memory
 from .matrices import Matrices
 
-# With more tokens the products are bound by arithmetic, and torch's are faster.
+# With more tokens the products are bound by arithmetic.
 MOST_TOKENS = 64
 # Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache, and as many as torch
 # needs to be fast. With many tokens it gains more from larger products than the cache does.
@@ -85,11 +87,13 @@ class CodedMatrices(Matrices):
     def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype, shape = tokens.dtype, tokens.shape
         num_tokens = tokens.numel() // self.layout.columns
+        is_bfloat16 = dtype == torch.bfloat16
+        by_torch = num_tokens > MOST_TOKENS and not uses_gemm(is_bfloat16)
         # The kernels do not read float16; without instructions for it, torch takes bfloat16 three times as long.
-        if dtype == torch.float16 or (num_tokens > MOST_TOKENS and dtype != torch.float32 and not _has_bfloat16()):
+        if dtype == torch.float16 or (by_torch and is_bfloat16 and not _has_bfloat16()):
             return self.multiply(tokens.float(), index, None if bias is None else bias.float()).to(dtype)
-        if num_tokens > MOST_TOKENS:
-            return self._multiply_many(tokens.reshape(num_tokens, -1), index, bias).view(*shape[:-1], -1)
+        if by_torch:
+            return self._multiply_decoded(tokens.reshape(num_tokens, -1), index, bias).view(*shape[:-1], -1)
         out = tokens.new_empty(shape[:-1] + self.out_sizes)
         if num_tokens:
             tokens = tokens.contiguous()
@@ -97,8 +101,11 @@ class CodedMatrices(Matrices):
             if bias is not None:
                 bias = bias.contiguous()
                 bias_at = bias.data_ptr()
-            is_bfloat16 = dtype == torch.bfloat16
-            self._products.multiply(index, tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr())
+            given = tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr()
+            if num_tokens > MOST_TOKENS:
+                multiply_many(self._data[index].data_ptr(), self.layout, self._factors[index], *given)
+            else:
+                self._products.multiply(index, *given)
         return out
 
     def multiply_chosen(
@@ -134,8 +141,8 @@ class CodedMatrices(Matrices):
         else:
             out.copy_(self._decoded(index, 0, layout.panels, torch.empty(layout.rows, layout.columns)))
 
-    def _multiply_many(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
-        """Of many tokens `[tokens, columns]`: torch multiplies them with some panels at a time."""
+    def _multiply_decoded(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """The same of many tokens `[tokens, columns]` by torch, with what some panels at a time stand for."""
         layout, item = self.layout, tokens.element_size()
         out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
         decoded_bytes = _DECODED_BYTES if len(tokens) < _MANY_TOKENS else _DECODED_BYTES_OF_MANY

@@ -1,0 +1,126 @@
+"""Products of weights of few bits with many tokens, as integers: beside float64, and what rounding may change."""
+
+import numpy as np
+import pytest
+
+from hf_hybrid_cache.kernels import PanelLayout, get_num_threads, has_gemm, multiply_many, set_num_threads
+from kernels.test_panels import FACTOR, coded, random_weight, taken_apart
+
+pytestmark = pytest.mark.skipif(not has_gemm(), reason="the processor does not add up four products of 8 bits")
+CHUNK = 32
+
+
+def product(tokens: np.ndarray, panels: np.ndarray, layout: PanelLayout, bias: np.ndarray | None = None) -> np.ndarray:
+    out = np.full((len(tokens), layout.rows), 7, tokens.dtype)
+    addresses = tokens.ctypes.data, 0 if bias is None else bias.ctypes.data
+    is_bfloat16 = tokens.dtype == np.uint16
+    given = addresses[0], len(tokens), is_bfloat16, addresses[1], out.ctypes.data
+    multiply_many(panels.ctypes.data, layout, FACTOR, *given)
+    return out
+
+
+def rounding(tokens: np.ndarray) -> np.ndarray:
+    """By how much each number of `tokens` may be off, `[tokens, columns]`."""
+    columns = tokens.shape[1]
+    filled = np.zeros((len(tokens), -(-columns // CHUNK) * CHUNK))
+    filled[:, :columns] = tokens
+    chunks = filled.reshape(len(tokens), -1, CHUNK)
+    steps = np.maximum(np.ptp(chunks, 2) / 254, np.abs(chunks).max(2) / 2**15)
+    return 0.501 * np.repeat(steps, CHUNK, 1)[:, :columns]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (17, 33), (48, 64), (50, 100), (130, 200), (70, 1025)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 6, 7, 12, 65])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("mean", [0.0, 3.0, -1000.0])
+def test_products_are_off_by_the_rounding_of_tokens_alone(shape, num_tokens, bits, group, has_bias, mean):
+    layout = PanelLayout(bits, *shape, group)
+    panels = coded(random_weight(*shape)[0], layout)
+    numbers, _ = taken_apart(panels, layout)
+    generator = np.random.default_rng(1)
+    tokens = (mean + generator.standard_normal((num_tokens, layout.columns))).astype(np.float32)
+    bias = generator.standard_normal(layout.rows).astype(np.float32) * has_bias
+    exact = tokens.astype(np.float64) @ numbers.T + bias
+    out = product(tokens, panels, layout, bias if has_bias else None)
+    sizes = np.abs(tokens) @ np.abs(numbers).T
+    assert (np.abs(out - exact) <= rounding(tokens) @ np.abs(numbers).T + 1e-5 * sizes + 1e-5).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tokens_that_are_multiples_of_their_step_are_multiplied_exactly(bits):
+    layout = PanelLayout(bits, 40, 96, 32)
+    panels = coded(random_weight(40, 96)[0], layout)
+    numbers, _ = taken_apart(panels, layout)
+    generator = np.random.default_rng(2)
+    tokens = generator.integers(0, 255, (9, 3, CHUNK))
+    tokens[:, :, :2] = 0, 254
+    tokens = (tokens.reshape(9, -1) - 100.0).astype(np.float32)
+    exact = tokens.astype(np.float64) @ numbers.T
+    assert np.abs(product(tokens, panels, layout) - exact).max() <= 1e-5 * (np.abs(tokens) @ np.abs(numbers).T).max()
+
+
+def test_products_of_bfloat16_are_those_of_the_same_numbers_rounded_to_the_nearest():
+    layout = PanelLayout(4, 40, 96, 32)
+    panels = coded(random_weight(40, 96)[0], layout)
+    tokens, exact = random_weight(70, 96, "bfloat16", seed=1)
+    bias, _ = random_weight(1, 40, "bfloat16", seed=2)
+    whole = product(exact.astype(np.float32), panels, layout, (bias[0].astype(np.uint32) << 16).view(np.float32))
+    halves = (product(tokens, panels, layout, bias[0]).astype(np.uint32) << 16).view(np.float32)
+    assert (np.abs(halves - whole) <= 2.0**-8 * np.abs(whole)).all()
+
+
+def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
+    layout = PanelLayout(4, 300, 256, 64)
+    panels = coded(random_weight(300, 256)[0], layout)
+    tokens = random_weight(13, 256, seed=1)[0]
+    together = product(tokens, panels, layout)
+    for threads in range(1, get_num_threads() + 1):
+        set_num_threads(threads)
+        try:
+            alone = np.concatenate([product(tokens[index : index + 1], panels, layout) for index in range(13)])
+        finally:
+            set_num_threads(None)
+        assert (alone == together).all()
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_outlier_costs_the_numbers_of_other_chunks_and_tokens_nothing(outlier, bits):
+    layout = PanelLayout(bits, 32, 256, 128)
+    panels = coded(random_weight(32, 256)[0], layout)
+    # What it is multiplied with is small.
+    tokens = random_weight(7, 256, seed=1)[0]
+    expected = product(tokens, panels, layout)
+    far = tokens.copy()
+    far[0, 5] = outlier
+    assert (product(far, panels, layout)[1:] == expected[1:]).all()
+    numbers, _ = taken_apart(panels, layout)
+    exact = far.astype(np.float64) @ numbers.T
+    assert (np.abs(product(far, panels, layout) - exact) <= rounding(far) @ np.abs(numbers).T + 1e-5 * outlier).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_tokens_that_are_not_finite_give_outputs_that_are_not(value):
+    layout = PanelLayout(8, 20, 40, 32)
+    panels = coded(random_weight(20, 40)[0], layout)
+    tokens = np.zeros((8, 40), np.float32)
+    tokens[0, 3] = value
+    out = product(tokens, panels, layout)
+    assert not np.isfinite(out[0]).any()
+    assert (out[1:] == 0).all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-20, 1e30])
+def test_tokens_of_any_size_are_kept(size):
+    layout = PanelLayout(8, 20, 64, 32)
+    panels = coded(random_weight(20, 64)[0], layout)
+    numbers, _ = taken_apart(panels, layout)
+    tokens = (random_weight(6, 64, seed=1)[0].astype(np.float64) * size).astype(np.float32)
+    tokens[1] = size
+    exact = tokens.astype(np.float64) @ numbers.T
+    out = product(tokens, panels, layout)
+    # So small that a model computes nothing with it.
+    assert (np.abs(out - exact) <= rounding(tokens) @ np.abs(numbers).T + 1e-5 * np.abs(exact) + 1e-27).all()
