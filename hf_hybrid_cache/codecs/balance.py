@@ -159,11 +159,14 @@ def mixing_for_values(values: torch.Tensor) -> torch.Tensor | None:
     tokens, head_dim = rows.shape[1:]
     if tokens < _TOKENS_A_CHANNEL * head_dim:
         return None
-    eigenvalues, axes = torch.linalg.eigh(rows.mT @ rows / tokens)
-    eigenvalues = _shares(eigenvalues)
+    moments = rows.mT @ rows / tokens
+    # Without the axes, which take three times as long, and few layers need.
+    eigenvalues = _shares(torch.linalg.eigvalsh(moments))
     gain = eigenvalues.mean(dim=1) / eigenvalues.sqrt().mean(dim=1).square()
     if gain.mean() < _WORTH_MIXING:
         return None
+    eigenvalues, axes = torch.linalg.eigh(moments)
+    eigenvalues = _shares(eigenvalues)
     found = eigenvalues.log().var(dim=1, correction=0, keepdim=True).clamp_min(_LEAST_SHARE)
     real = (found - _CHANCE * head_dim / tokens).clamp_min(_LEAST_SHARE)
     power = real / found * (0.5 - 0.25 * _USUAL_SPREAD / real).clamp_min(0.25)

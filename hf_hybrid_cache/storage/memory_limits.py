@@ -18,6 +18,8 @@ _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
+# What version 1 says instead of "max" is a little below this.
+_NO_LIMIT = 2**62
 
 
 class Limit(NamedTuple):
@@ -75,11 +77,12 @@ def _cgroup_headrooms(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP
 def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
     try:
         limit = (folder / limit_name).read_text().strip()
+        # As most have it, without the half millisecond that the other files take.
+        if limit == "max" or int(limit) >= _NO_LIMIT:
+            return []
         usage = int((folder / usage_name).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
-        return []
-    if limit == "max":
         return []
     # Page cache counts as usage, but the kernel gives it up before it refuses memory.
     return [int(limit) - usage + int(stat.get(reclaimable_name, 0))]
