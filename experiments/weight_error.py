@@ -34,7 +34,7 @@ from hf_hybrid_cache.models import load, random_llama
 SHAPES = {"attention": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192)}
 EXPERT = (2048, 768)  # hidden and intermediate size
 GROUPS = (32, 64, 128)
-TOKENS = FEW_TOKENS = 64
+TOKENS = FEW_TOKENS = 32
 LARGE_WEIGHTS, LARGE_INPUTS = 6.0, 30.0
 
 

@@ -470,6 +470,17 @@ def test_the_page_of_results_states_what_the_records_hold():
         assert f"{cell['ratio']:.4f}" in page or f"{cell['ratio']:.3f}" in page
 
 
+PROMPT_WAYS = (
+    "stock_in_one_piece",
+    "ours_in_one_piece",
+    "ours",
+    "8_bits",
+    "4_bits",
+    "8_bits_of_both",
+    "4_bits_of_both",
+)
+
+
 def test_the_page_of_results_states_what_the_records_of_prompts_hold():
     page = (REPOSITORY / "docs" / "results.md").read_text()
     for folder in ("prompt_attention", "prompt_attention/float32"):
@@ -485,7 +496,7 @@ def test_the_page_of_results_states_what_the_records_of_prompts_hold():
             for cell in record["cells"]:
                 seconds = " | ".join(
                     f"{cell['median_seconds'][way]:.2f} s" if way in cell["median_seconds"] else ""
-                    for way in ("stock_in_one_piece", "ours_in_one_piece", "ours", "8_bits", "4_bits")
+                    for way in PROMPT_WAYS
                 )
                 assert f"| {cell['tokens']:,} | {cell['chunk']:,} | {seconds} |" in page
 
