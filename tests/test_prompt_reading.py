@@ -109,6 +109,15 @@ def test_what_the_cache_holds_is_not_read_again_and_other_prompts_are_refused():
     assert cache.get_seq_length() == TOKENS
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts reach Python, also in a process that was started in the background of a shell, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_after_ctrl_c_the_cache_is_whole_and_reading_goes_on():
     model, ids = tiny_model("llama"), random_prompt(1, TOKENS)
     plain = answer(model, ids, DynamicCache(config=model.config))
@@ -124,6 +133,7 @@ def test_after_ctrl_c_the_cache_is_whole_and_reading_goes_on():
     assert torch.equal(answer(model, ids, prefill(model, ids[:, :-1], cache)), plain)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once():
     def twice() -> None:
         for _ in range(2):

@@ -301,7 +301,11 @@ class SplitStore(LocalStore):
         try:
             middle = add_to_host(leaving[0], leaving[1])
         except BaseException:
-            self.host.truncate(before)  # these tokens are on the device, or new
+            has_coded = isinstance(self.host, CodedStore) and self.host.num_tokens != before
+            if has_coded or not self.host.is_intact:
+                self._is_changing = True  # what was coded on the way is not taken back
+            else:
+                self.host.truncate(before)  # these tokens are on the device, or new
             raise
         from_device = min(count, held - first)
         skipped = count - from_device

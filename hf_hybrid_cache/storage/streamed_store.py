@@ -145,8 +145,9 @@ class StreamedStore(HostStore):
         if torch.equal(indices, torch.arange(self.shape.batch)):
             return
         self.wait_for_copies()
-        super().select_batch(indices)
+        # First: ended between, nothing on the device is what it was before.
         self.staging.invalidate(self)
+        super().select_batch(indices)
 
     def wait_for_copies(self) -> None:
         self.copies.wait()

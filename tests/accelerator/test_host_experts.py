@@ -38,6 +38,7 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("num_tokens", [1, 20, 60, 300])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.usefixtures("exact_kernels")
 def test_a_model_computes_on_the_device_what_it_computes_on_the_cpu(family, bits, num_tokens, order):
     model = expert_model(family)
     ids = random_prompt(1, num_tokens)
@@ -51,6 +52,7 @@ def test_a_model_computes_on_the_device_what_it_computes_on_the_cpu(family, bits
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.usefixtures("exact_kernels")
 def test_tokens_are_those_of_the_cpu(family, cache):
     model = expert_model(family)
     move_experts_to_host(model)
@@ -136,6 +138,7 @@ def test_codes_keep_their_type_when_the_model_changes_its():
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.usefixtures("exact_kernels")
 def test_with_popular_experts_on_the_device_a_model_computes_the_same(family, bits, order):
     model = expert_model(family)
     ids = random_prompt(1, 300)

@@ -197,7 +197,7 @@ class StoreContract(ABC):
 
         whole, after = trial(None)
         before, _ = self.both()
-        for at_line in range(0, whole.lines, max(1, whole.lines // 12)):
+        for at_line in range(0, whole.lines, max(1, whole.lines // 40)):
             fault, store = trial(at_line)
             if store.is_intact:
                 possible = [each.read() for each in (before, after) if each.num_tokens == store.num_tokens]
