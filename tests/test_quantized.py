@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from coded_reference import coded_reference
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
@@ -15,6 +16,7 @@ from hf_hybrid_cache import (
     KVCodec,
     Placement,
     QuantizedHybridCache,
+    StaleHandleError,
     decode_on_cpu,
     minmax,
     quanto,
@@ -227,3 +229,20 @@ def test_each_chunk_of_a_prompt_sees_the_tokens_in_full_precision_as_they_are_no
         ours, theirs = (each.update(*new, 0) for each in (cache, plain))
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("rotate", [True, "auto"])
+def test_the_first_chunk_is_attended_to_as_it_came_by_the_kernel(rotate):
+    cache = QuantizedHybridCache(CONFIG, 4, rotate=rotate)
+    keys, values = states(300, seed=1), states(300, seed=2)
+    query = torch.randn(1, 16, 300, 64, generator=torch.Generator().manual_seed(3))
+    handles = cache.update(keys, values, 0)
+    out = scaled_dot_product_attention(query, *handles, is_causal=True, enable_gqa=True)
+    assert cache.stats.kernel_seconds > 0
+    expected = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+    # Codes of 4 bits would be off by a thousand times as much.
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(cache.layers[0].keys, keys)
+    cache.crop(-1)
+    with pytest.raises(StaleHandleError):
+        scaled_dot_product_attention(query, *handles, is_causal=True, enable_gqa=True)
