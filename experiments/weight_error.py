@@ -34,7 +34,7 @@ from hf_hybrid_cache.models import load, random_llama
 SHAPES = {"attention": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192)}
 EXPERT = (2048, 768)  # hidden and intermediate size
 GROUPS = (32, 64, 128)
-TOKENS = FEW_TOKENS = 32
+TOKENS = 32  # few
 LARGE_WEIGHTS, LARGE_INPUTS = 6.0, 30.0
 
 
@@ -162,7 +162,7 @@ def divergence(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor
 def log_probabilities(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         hidden = model.get_decoder()(window[None]).last_hidden_state[0]
-        logits = torch.cat([model.get_output_embeddings()(few) for few in hidden.split(FEW_TOKENS)])
+        logits = torch.cat([model.get_output_embeddings()(few) for few in hidden.split(TOKENS)])
         log_probs: torch.Tensor = logits.log_softmax(-1)
     return log_probs
 

@@ -81,11 +81,11 @@ def test_every_step_is_a_program_that_knows_its_options(tmp_path: Path):
 
 def error_of(module: str, *arguments: str) -> str:
     """What a program writes that refuses its arguments."""
-    program, errors = importlib.import_module(f"experiments.{module}"), io.StringIO()
+    experiment, errors = importlib.import_module(f"experiments.{module}"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
         patch.setattr(sys, "argv", [module, *arguments])
         with pytest.raises(SystemExit) as ended:
-            program.main()
+            experiment.main()
     assert ended.value.code
     return f"{errors.getvalue()}{ended.value.code}"
 

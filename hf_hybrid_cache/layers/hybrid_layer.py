@@ -213,7 +213,7 @@ class HybridLayer(CacheLayerMixin):
                 return handles_of(store, self._code_attention)
             is_first = store.num_tokens == 0
             keys, values = store.append(key_states, value_states)
-            if is_first and not needs_states and not are_few and self._attends_to_codes(store):
+            if is_first and not needs_states and not are_few and self._takes_prompts_to_code(store):
                 return handles_of(ChunkStore(store, key_states, value_states), self._stores.attention)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
@@ -223,7 +223,7 @@ class HybridLayer(CacheLayerMixin):
         """Whether the first tokens are attended to where they are stored, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
-    def _attends_to_codes(self, store: KVStore) -> bool:
+    def _takes_prompts_to_code(self, store: KVStore) -> bool:
         """Whether what is stored is coded, and the kernel could attend to its tokens as they come."""
         return (
             self.is_attended_on_cpu

@@ -28,15 +28,15 @@ class ChunkStore(HostStore):
     """
 
     def __init__(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor):
-        self._store: KVStore | None = None
+        # First, because its version counts as this one's.
+        self._store, self._states = store, (keys, values)
         super().__init__(store.shape, InitialCapacity(0, keys.shape[2]), _Unlimited(1))
         self.extend(keys, values)
-        self._store, self._states = store, (keys, values)
 
     @property
     def version(self) -> int:
         """That of the layer's store."""
-        return 0 if self._store is None else self._store.version
+        return self._store.version
 
     @version.setter
     def version(self, version: int) -> None:
@@ -44,10 +44,9 @@ class ChunkStore(HostStore):
 
     @property
     def wants_queries(self) -> bool:
-        return self._store is not None and self._store.wants_queries
+        return self._store.wants_queries
 
     def observe(self, query: torch.Tensor) -> None:
-        assert self._store is not None
         self._store.observe(query)
 
     def read(self) -> Pair:

@@ -28,7 +28,7 @@ from .matrices import Matrices
 # With more tokens the products are bound by arithmetic, and torch's are faster.
 MOST_TOKENS = 64
 # Tokens that keep 16 bits though rounding them to 8 would be faster: those of a decode step.
-MOST_FINE_TOKENS = 32
+_MOST_FINE_TOKENS = 32
 # Rows of a weight that are decoded at a time, for torch: little enough to stay in the last cache, and as many as torch
 # needs to be fast. With many tokens it gains more from larger products than the cache does.
 _DECODED_BYTES, _DECODED_BYTES_OF_MANY, _DECODED_ROWS = 2**22, 2**24, 512
@@ -90,7 +90,7 @@ class CodedMatrices(Matrices):
         dtype, shape = tokens.dtype, tokens.shape
         num_tokens = tokens.numel() // self.layout.columns
         is_bfloat16 = dtype == torch.bfloat16
-        by_gemm = num_tokens > MOST_FINE_TOKENS and uses_gemm(is_bfloat16)
+        by_gemm = num_tokens > _MOST_FINE_TOKENS and uses_gemm(is_bfloat16)
         by_torch = num_tokens > MOST_TOKENS and not by_gemm
         # The kernels do not read float16; without instructions for it, torch takes bfloat16 three times as long.
         if dtype == torch.float16 or (by_torch and is_bfloat16 and not _has_bfloat16()):

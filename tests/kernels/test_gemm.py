@@ -3,20 +3,16 @@
 import numpy as np
 import pytest
 
-from hf_hybrid_cache.kernels import PanelLayout, get_num_threads, has_gemm, multiply_many, set_num_threads
-from kernels.test_panels import FACTOR, coded, random_weight, taken_apart
+from hf_hybrid_cache.kernels import PanelLayout, has_gemm, multiply_many
+from kernels import test_panels
+from kernels.test_panels import coded, random_weight, taken_apart
 
 pytestmark = pytest.mark.skipif(not has_gemm(), reason="the processor does not add up four products of 8 bits")
 CHUNK = 32
 
 
 def product(tokens: np.ndarray, panels: np.ndarray, layout: PanelLayout, bias: np.ndarray | None = None) -> np.ndarray:
-    out = np.full((len(tokens), layout.rows), 7, tokens.dtype)
-    addresses = tokens.ctypes.data, 0 if bias is None else bias.ctypes.data
-    is_bfloat16 = tokens.dtype == np.uint16
-    given = addresses[0], len(tokens), is_bfloat16, addresses[1], out.ctypes.data
-    multiply_many(panels.ctypes.data, layout, FACTOR, *given)
-    return out
+    return test_panels.product(tokens, panels, layout, bias, multiply_many)
 
 
 def rounding(tokens: np.ndarray) -> np.ndarray:
@@ -63,27 +59,11 @@ def test_tokens_that_are_multiples_of_their_step_are_multiplied_exactly(bits):
 
 
 def test_products_of_bfloat16_are_those_of_the_same_numbers_rounded_to_the_nearest():
-    layout = PanelLayout(4, 40, 96, 32)
-    panels = coded(random_weight(40, 96)[0], layout)
-    tokens, exact = random_weight(70, 96, "bfloat16", seed=1)
-    bias, _ = random_weight(1, 40, "bfloat16", seed=2)
-    whole = product(exact.astype(np.float32), panels, layout, (bias[0].astype(np.uint32) << 16).view(np.float32))
-    halves = (product(tokens, panels, layout, bias[0]).astype(np.uint32) << 16).view(np.float32)
-    assert (np.abs(halves - whole) <= 2.0**-8 * np.abs(whole)).all()
+    test_panels.check_products_of_bfloat16(70, multiply_many)
 
 
 def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
-    layout = PanelLayout(4, 300, 256, 64)
-    panels = coded(random_weight(300, 256)[0], layout)
-    tokens = random_weight(13, 256, seed=1)[0]
-    together = product(tokens, panels, layout)
-    for threads in range(1, get_num_threads() + 1):
-        set_num_threads(threads)
-        try:
-            alone = np.concatenate([product(tokens[index : index + 1], panels, layout) for index in range(13)])
-        finally:
-            set_num_threads(None)
-        assert (alone == together).all()
+    test_panels.check_products_alone(multiply_many)
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
@@ -104,13 +84,7 @@ def test_an_outlier_costs_the_numbers_of_other_chunks_and_tokens_nothing(outlier
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_tokens_that_are_not_finite_give_outputs_that_are_not(value):
-    layout = PanelLayout(8, 20, 40, 32)
-    panels = coded(random_weight(20, 40)[0], layout)
-    tokens = np.zeros((8, 40), np.float32)
-    tokens[0, 3] = value
-    out = product(tokens, panels, layout)
-    assert not np.isfinite(out[0]).any()
-    assert (out[1:] == 0).all()
+    test_panels.check_not_finite(value, 8, multiply_many)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-20, 1e30])

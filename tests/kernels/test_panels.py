@@ -1,5 +1,7 @@
 """Coded weights: their codes taken apart one by one, and products with them, in float64."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -110,38 +112,68 @@ def test_products_are_those_with_the_decoded_weights(shape, num_tokens, bits, ha
     assert (np.abs(out - exact) <= most).all()
 
 
-def product(tokens: np.ndarray, panels: np.ndarray, layout: PanelLayout, bias: np.ndarray | None = None) -> np.ndarray:
+def multiply_few(panels: int, layout: PanelLayout, factor: float, *given: int) -> None:
+    """As `multiply_many` is called."""
+    PanelProducts(panels, layout, [factor]).multiply(0, *given)
+
+
+def product(
+    tokens: np.ndarray,
+    panels: np.ndarray,
+    layout: PanelLayout,
+    bias: np.ndarray | None = None,
+    multiply: Callable[..., None] = multiply_few,
+) -> np.ndarray:
     out = np.full((len(tokens), layout.rows), 7, tokens.dtype)
     addresses = tokens.ctypes.data, 0 if bias is None else bias.ctypes.data
-    is_bfloat16 = tokens.dtype == np.uint16
-    products = PanelProducts(panels.ctypes.data, layout, [FACTOR])
-    products.multiply(0, addresses[0], len(tokens), is_bfloat16, addresses[1], out.ctypes.data)
+    given = addresses[0], len(tokens), tokens.dtype == np.uint16, addresses[1], out.ctypes.data
+    multiply(panels.ctypes.data, layout, FACTOR, *given)
     return out
 
 
-def test_products_of_bfloat16_are_rounded_to_the_nearest():
+def check_products_of_bfloat16(num_tokens: int, multiply: Callable[..., None]) -> None:
     layout = PanelLayout(4, 40, 96, 32)
     panels = coded(random_weight(40, 96)[0], layout)
-    tokens, exact = random_weight(3, 96, "bfloat16", seed=1)
+    tokens, exact = random_weight(num_tokens, 96, "bfloat16", seed=1)
     bias, _ = random_weight(1, 40, "bfloat16", seed=2)
-    whole = product(exact.astype(np.float32), panels, layout, (bias[0].astype(np.uint32) << 16).view(np.float32))
-    halves = (product(tokens, panels, layout, bias[0]).astype(np.uint32) << 16).view(np.float32)
+    single_bias = (bias[0].astype(np.uint32) << 16).view(np.float32)
+    whole = product(exact.astype(np.float32), panels, layout, single_bias, multiply)
+    halves = (product(tokens, panels, layout, bias[0], multiply).astype(np.uint32) << 16).view(np.float32)
     assert (np.abs(halves - whole) <= 2.0**-8 * np.abs(whole)).all()
 
 
-def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
+def check_products_alone(multiply: Callable[..., None]) -> None:
+    """On any number of threads, and whatever else is multiplied."""
     layout = PanelLayout(4, 300, 256, 64)
     panels = coded(random_weight(300, 256)[0], layout)
     tokens = random_weight(13, 256, seed=1)[0]
-    together = product(tokens, panels, layout)
+    together = product(tokens, panels, layout, None, multiply)
     most = get_num_threads()
     for threads in range(1, most + 1):
         set_num_threads(threads)
         try:
-            alone = np.concatenate([product(tokens[index : index + 1], panels, layout) for index in range(13)])
+            each = [product(tokens[index : index + 1], panels, layout, None, multiply) for index in range(13)]
         finally:
             set_num_threads(None)
-        assert (alone == together).all()
+        assert (np.concatenate(each) == together).all()
+
+
+def check_not_finite(value: float, num_tokens: int, multiply: Callable[..., None]) -> None:
+    layout = PanelLayout(8, 20, 40, 32)
+    panels = coded(random_weight(20, 40)[0], layout)
+    tokens = np.zeros((num_tokens, 40), np.float32)
+    tokens[0, 3] = value
+    out = product(tokens, panels, layout, None, multiply)
+    assert not np.isfinite(out[0]).any()
+    assert (out[1:] == 0).all()
+
+
+def test_products_of_bfloat16_are_rounded_to_the_nearest():
+    check_products_of_bfloat16(3, multiply_few)
+
+
+def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
+    check_products_alone(multiply_few)
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
@@ -176,13 +208,7 @@ def test_weights_that_were_made_for_four_bits_stay_what_they_are(group, storage)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_tokens_that_are_not_finite_give_outputs_that_are_not(value):
-    layout = PanelLayout(8, 20, 40, 32)
-    panels = coded(random_weight(20, 40)[0], layout)
-    tokens = np.zeros((2, 40), np.float32)
-    tokens[0, 3] = value
-    out = product(tokens, panels, layout)
-    assert not np.isfinite(out[0]).any()
-    assert (out[1] == 0).all()
+    check_not_finite(value, 2, multiply_few)
 
 
 @pytest.mark.parametrize("largest", [1e-42, 1e-30, 1e-3, 1.0, 3e4, 1e38, np.finfo(np.float32).max])
