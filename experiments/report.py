@@ -17,23 +17,43 @@ from experiments.records import RESULTS
 from experiments.sweep.drawing import draw_all
 
 # Okabe and Ito's palette, whose colours the colour-blind can tell apart.
-STOCK_COLOUR, OUR_COLOUR, CEILING_COLOUR = "#D55E00", "#0072B2", "#666666"
+STOCK_COLOUR, OUR_COLOUR, OTHER_COLOUR, CEILING_COLOUR = "#D55E00", "#0072B2", "#CC79A7", "#666666"
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of times against tokens, ours and stock; `records` is the folder in `results` that it is drawn from."""
+    """
+    A figure of times against tokens, ours and stock.
+
+    Attributes:
+        records: folder in `results` that it is drawn from.
+        tokens_key: of a cell, on the x axis.
+        x_label: of that axis.
+        y_label: of the other one.
+        our_label: of our curve.
+        also: another folder, whose curve of ours is drawn as well, with its own ratio to stock; `None` for none.
+        also_label: of that curve.
+    """
 
     records: str
     tokens_key: str
     x_label: str
     y_label: str
     our_label: str = "DynamicHybridCache"
+    also: str | None = None
+    also_label: str = ""
 
 
 PLOTS = (
     Plot("append_cost", "tokens", "tokens stored", "milliseconds for one more, one layer"),
-    Plot("decode_speed/llama-3.2-1b-random", "context_tokens", "context, tokens", "milliseconds a token, whole model"),
+    Plot(
+        "decode_speed/llama-3.2-1b-random",
+        "context_tokens",
+        "context, tokens",
+        "milliseconds a token, whole model",
+        also="decode_speed/llama-3.2-1b-random-4-bits",
+        also_label="QuantizedHybridCache(bits=4)",
+    ),
     Plot(
         "decode_speed/llama-3.2-1b-random-4-bits",
         "context_tokens",
@@ -53,7 +73,7 @@ def load_records(folder: str) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))}
 
 
-def draw(plot: Plot, record: dict[str, Any], axes: Axes) -> None:
+def draw(plot: Plot, record: dict[str, Any], axes: Axes, other: dict[str, Any] | None = None) -> None:
     """Medians of ours and stock, with their ratio above each length, and the ceiling where the record has one."""
     cells = sorted(record["cells"], key=lambda cell: cell[plot.tokens_key])
     tokens = [cell[plot.tokens_key] for cell in cells]
@@ -64,15 +84,21 @@ def draw(plot: Plot, record: dict[str, Any], axes: Axes) -> None:
     for key, label, colour, marker in curves:
         medians = [cell["median_seconds"][key] * 1e3 for cell in cells]
         axes.plot(tokens, medians, marker=marker, color=colour, label=label)
+    if other is not None:
+        beside = sorted(other["cells"], key=lambda cell: cell[plot.tokens_key])
+        medians = [cell["median_seconds"]["ours"] * 1e3 for cell in beside]
+        places = [cell[plot.tokens_key] for cell in beside]
+        axes.plot(places, medians, marker="P", color=OTHER_COLOUR, label=plot.also_label)
+        for cell, place, median in zip(beside, places, medians, strict=True):
+            offset = partial(axes.annotate, xytext=(0, -16), textcoords="offset points", ha="center")
+            offset(_times(cell["ratio"]), (place, median), color=OTHER_COLOUR)
     if all("ceiling_seconds" in cell for cell in cells):
         ceilings = [cell["ceiling_seconds"] * 1e3 for cell in cells]
         axes.plot(tokens, ceilings, "--", color=CEILING_COLOUR, label="reading weights and KV once")
     for cell in cells:
-        ratio = cell["ratio"]
         highest = max(cell["median_seconds"][key] for key, *_ in curves) * 1e3
-        text = f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
         highest_point = (cell[plot.tokens_key], highest)
-        axes.annotate(text, highest_point, xytext=(0, 8), textcoords="offset points", ha="center")
+        axes.annotate(_times(cell["ratio"]), highest_point, xytext=(0, 8), textcoords="offset points", ha="center")
     axes.margins(y=0.12)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -85,6 +111,10 @@ def draw(plot: Plot, record: dict[str, Any], axes: Axes) -> None:
     axes.set_title("Llama-3.2-1B shape, bfloat16, on the CPU", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
 def draw_quality(record: dict[str, Any], axes: Axes) -> None:
@@ -120,12 +150,16 @@ def save(draw_record: Drawing, record: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "hf_hybrid_cache"  # the same record gives the same file
-    drawings: list[tuple[str, Drawing]] = [(plot.records, partial(draw, plot)) for plot in PLOTS]
-    for folder, draw_record in [*drawings, (QUALITY, draw_quality)]:
-        for machine, record in load_records(folder).items():
-            path = RESULTS / folder / machine
-            save(draw_record, record, path)
-            print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
+    drawings: list[tuple[str, str, Drawing]] = [
+        (plot.records, machine, partial(draw, plot, other=load_records(plot.also).get(machine) if plot.also else None))
+        for plot in PLOTS
+        for machine in load_records(plot.records)
+    ]
+    drawings += [(QUALITY, machine, draw_quality) for machine in load_records(QUALITY)]
+    for folder, machine, draw_record in drawings:
+        path = RESULTS / folder / machine
+        save(draw_record, load_records(folder)[machine], path)
+        print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
     for path in (*draw_all(), *write_all()):
         print(f"written: {path.relative_to(RESULTS.parent)}")
 

@@ -1,8 +1,9 @@
 """
-Run the notebooks from top to bottom and keep what they print and draw: `python -m notebooks.execute`.
+Run the notebooks and keep what they print and draw: `python -m notebooks.execute`.
 
-With `HF_HYBRID_CACHE_SMALL_NOTEBOOKS=1` in the environment they read and measure less. What is written has no times of
-execution and nothing of this machine: two runs differ in what was measured only.
+With `HF_HYBRID_CACHE_SMALL_NOTEBOOKS=1` in the environment they read and measure less. What is
+written has no times of execution and nothing of this machine: two runs differ in what was
+measured only.
 """
 
 import argparse
@@ -44,11 +45,15 @@ def execute(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run notebooks and keep what they print and draw.")
     parser.add_argument("notebooks", nargs="*", help="names, such as 01_quickstart (default: all)")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to (default: in place)")
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="folder to write to (default: in place)"
+    )
     arguments = parser.parse_args()
-    # On a machine that is busy with other things, threads that wait by spinning take most of the time.
+    # On a busy machine threads that wait by spinning take most of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    sources = [FOLDER / f"{name}.ipynb" for name in arguments.notebooks] or sorted(FOLDER.glob("*.ipynb"))
+    sources = [FOLDER / f"{name}.ipynb" for name in arguments.notebooks] or sorted(
+        FOLDER.glob("*.ipynb")
+    )
     for source in sources:
         execute(source, arguments.out / source.name)
         print(f"run: {source.stem}")

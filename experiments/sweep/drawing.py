@@ -43,6 +43,8 @@ def figures_of(found: Found, prediction: dict[str, Any] | None = None) -> dict[s
         "memory": partial(figures.memory, curves, limit, f"{limit / 2**30:.0f} GiB", title),
         "host_memory_per_speed": partial(figures.memory_per_speed, curves, "host", title),
     }
+    if any(point.ttft_seconds is not None for found_points in curves.values() for point in found_points):
+        drawn["first_token"] = partial(figures.first_token, curves, title)
     if figures.has_gpu(curves):
         drawn["device_memory_per_speed"] = partial(figures.memory_per_speed, curves, "device", title)
         drawn["speed_ratio"] = partial(figures.speed_ratio, curves, title)

@@ -21,12 +21,12 @@ STYLES: dict[str, dict[str, Any]] = {
     "dynamic": {"color": "#0072B2", "marker": "o"},
     "offloaded": {"color": "#56B4E9", "marker": "^"},
     "quantized-8": {"color": "#009E73", "marker": "o"},
-    "quantized-4": {"color": "#009E73", "marker": "P"},
-    "quantized-2": {"color": "#009E73", "marker": "X"},
-    "quantized-4-offloaded": {"color": "#CC79A7", "marker": "P"},
+    "quantized-4": {"color": "#CC79A7", "marker": "P"},
+    "quantized-2": {"color": "#000000", "marker": "X"},
+    "quantized-4-offloaded": {"color": "#CC79A7", "marker": "v"},
     "dynamic-weights-8": {"color": "#0072B2", "marker": "<"},
     "dynamic-weights-4": {"color": "#0072B2", "marker": ">"},
-    "quantized-4-weights-4": {"color": "#009E73", "marker": ">"},
+    "quantized-4-weights-4": {"color": "#CC79A7", "marker": ">"},
 }
 LABELS = {
     "stock": "transformers DynamicCache",
@@ -50,7 +50,7 @@ MIB = 2**20
 
 def throughput(curves: Curves, title: str) -> Figure:
     """Tokens a second by context, with the roofs of reading everything once."""
-    figure, axes = _axes("tokens a second", title)
+    figure, axes = _axes("tokens a second", f"Speed of decoding\n{title}")
     _draw(axes, curves, lambda point: point.tokens_per_second)
     rate = read_rate(curves)
     for name, style in (("stock", "--"), ("quantized-4", "-.")):
@@ -68,14 +68,22 @@ def throughput(curves: Curves, title: str) -> Figure:
 
 def latency(curves: Curves, title: str) -> Figure:
     """The 99th percentile of the time of a token by context."""
-    figure, axes = _axes("milliseconds a token, 99th percentile", title)
+    figure, axes = _axes("milliseconds a token, 99th percentile", f"Time of the slowest tokens\n{title}")
     _draw(axes, curves, lambda point: point.latency(99) * 1e3)
     return _finished(figure, axes, curves)
 
 
+def first_token(curves: Curves, title: str) -> Figure:
+    """Seconds to the first token by context, where the prefill was real."""
+    real = {curve: [point for point in found if point.ttft_seconds is not None] for curve, found in curves.items()}
+    figure, axes = _axes("seconds to the first token", f"Time to the first token\n{title}")
+    _draw(axes, real, lambda point: point.ttft_seconds or 0.0)
+    return _finished(figure, axes, real)
+
+
 def memory(curves: Curves, limit_bytes: int, limit_label: str, title: str) -> Figure:
     """Keys and values by context, and what there is room for."""
-    figure, axes = _axes("MiB of keys and values", title)
+    figure, axes = _axes("MiB of keys and values", f"Memory of keys and values\n{title}")
     _draw(axes, curves, lambda point: point.kv_bytes / MIB)
     axes.axhline(limit_bytes / MIB, color=_ROOF_COLOUR, linestyle="--", label=limit_label)
     return _finished(figure, axes, curves)
@@ -83,14 +91,14 @@ def memory(curves: Curves, limit_bytes: int, limit_label: str, title: str) -> Fi
 
 def memory_per_speed(curves: Curves, side: str, title: str) -> Figure:
     """MB of peak memory for each token a second; `side` is `host` or `device`."""
-    figure, axes = _axes(f"{side} MB for each token/s", title)
+    figure, axes = _axes(f"{side} MB for each token/s", f"Peak of {side} memory for the speed\n{title}")
     _draw(axes, curves, lambda point: (getattr(point, f"{side}_bytes") or 0) / 1e6 / point.tokens_per_second)
     return _finished(figure, axes, curves)
 
 
 def speed_ratio(curves: Curves, title: str) -> Figure:
     """Tokens a second with the whole decode phase on the CPU, for each of those on the GPU."""
-    figure, axes = _axes("throughput of the CPU, of the GPU's", title)
+    figure, axes = _axes("throughput of the CPU, of the GPU's", f"Decoding on the CPU beside the GPU\n{title}")
     ratios = {name: cpu_to_gpu(curves, name) for name, device in curves if device == CPU}
     for name, pairs in ratios.items():
         if pairs:
@@ -119,7 +127,7 @@ def predictions(cells: Iterable[Mapping[str, Any]], title: str) -> Figure:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.tick_params(which="minor", labelsize=7)
-    axes.set_title(title, fontsize=11)
+    axes.set_title(f"Predicted and measured speed\n{title}", fontsize=11)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

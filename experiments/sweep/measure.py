@@ -29,9 +29,8 @@ from experiments.synthetic import fill
 from hf_hybrid_cache import HybridCache, decode_on_cpu, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
-from hf_hybrid_cache.planning import model_cost
+from hf_hybrid_cache.planning import Machine, model_cost
 
-PREFILL_CHUNK = 512
 FILL_CHUNK = 8192
 WARM_UP_TOKENS = 256  # some of them are coded, so that all kernels are compiled
 READER_MIB = 512
@@ -68,11 +67,17 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
         max_new_tokens=new_tokens,
         do_sample=False,
         eos_token_id=[],  # random weights may come to one
-        prefill_chunk_size=PREFILL_CHUNK,
+        prefill_chunk_size=prefill_chunk(model, cell),
         streamer=clock,
         **({"custom_generate": decoding} if moves else {}),
     )
     return [moment - start for moment in clock.times]
+
+
+def prefill_chunk(model: PreTrainedModel, cell: Cell) -> int | None:
+    """Tokens of the prompt in a forward pass: on a GPU few activations, on a CPU what is fastest; `None` for all."""
+    on_gpu = model.device.type != "cpu"
+    return None if cell.cache == "stock" and not on_gpu else Machine(int(on_gpu), 0).prefill_chunk_size
 
 
 def random_ids(model: PreTrainedModel, num_tokens: int) -> torch.Tensor:

@@ -12,6 +12,10 @@ from experiments.sweep.source import HYPOTHESIS, TABLE_1
 GIB = 2**30
 LONG_CONTEXT = 8192  # from which on predictions are to be right
 Curves = Mapping[Curve, list[Point]]
+OURS = (
+    *("dynamic", "quantized-8", "quantized-4", "quantized-2"),
+    *("dynamic-weights-8", "dynamic-weights-4", "quantized-4-weights-4"),
+)
 
 HEAD = """# The context sweep
 
@@ -104,15 +108,27 @@ def label(curve: Curve) -> str:
     return f"{LABELS[name]}, {DEVICES[device]}"
 
 
+def _first_token(stock: Mapping[int, Point], ours: Mapping[int, Point], name: str) -> Iterable[str]:
+    """How long the longest prompt takes that both have read, if it is long."""
+    real = [
+        context
+        for context in stock.keys() & ours.keys()
+        if context >= LONG_CONTEXT and stock[context].ttft_seconds and ours[context].ttft_seconds
+    ]
+    if real:
+        context = max(real)
+        yield (
+            f"{name}: the first token of {context:,} comes after {ours[context].ttft_seconds:.0f} s, with "
+            f"transformers' DynamicCache after {stock[context].ttft_seconds:.0f} s."
+        )
+
+
 def findings(curves: Curves) -> Iterable[str]:
     """What the sweep says about our caches beside transformers', at the longest context of both."""
     rate = read_rate(curves)
     for device in DEVICES:
         stock = _at_contexts(curves.get(("stock", device), []))
-        for name in (
-            *("dynamic", "quantized-8", "quantized-4", "quantized-2"),
-            *("dynamic-weights-8", "dynamic-weights-4", "quantized-4-weights-4"),
-        ):
+        for name in OURS:
             ours = _at_contexts(curves.get((name, device), []))
             if both := stock.keys() & ours.keys():
                 context = max(both)
@@ -124,6 +140,7 @@ def findings(curves: Curves) -> Iterable[str]:
                     f"{beside}, with {share:.0%} of the keys and values of transformers' DynamicCache, which makes "
                     f"{stock[context].tokens_per_second:.2f}."
                 )
+            yield from _first_token(stock, ours, label((name, device)))
         quanto, ours = (_at_contexts(curves.get((name, device), [])) for name in ("quanto-4", "quantized-4"))
         if both := quanto.keys() & ours.keys():
             context = max(both)
