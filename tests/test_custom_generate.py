@@ -108,21 +108,22 @@ def test_a_streamer_gets_every_token(model: PreTrainedModel):
     assert recorder.has_ended
 
 
-def test_the_prompt_is_computed_in_chunks(model: PreTrainedModel):
+@pytest.mark.parametrize(("options", "expected"), [({}, [600, 1, 1]), ({"prefill_chunk_size": 512}, [512, 88, 1, 1])])
+def test_the_prompt_is_computed_in_chunks(model: PreTrainedModel, options: dict, expected: list[int]):
     lengths: list[int] = []
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        model.generate(random_prompt(1, 600), max_new_tokens=3, **BY_NAME)
+        model.generate(random_prompt(1, 600), max_new_tokens=3, **options, **BY_NAME)
     finally:
         hook.remove()
-    assert lengths == [512, 88, 1, 1]
+    assert lengths == expected
 
 
 def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
     ids = random_prompt(1, 600)
-    cost = model_cost(model.config)
+    cost = model_cost(model.config, chunk=600)
     for name, codecs in (("dynamic", set()), ("quantized-4", {minmax(4)})):
         memory = make_plan(cost, Candidate(name, Way.CPU), 610, Machine(0, 2**40)).host_bytes
         result = model.generate(

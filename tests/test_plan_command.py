@@ -1,6 +1,7 @@
 """The command `plan`, and the measurements that it can start."""
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -121,9 +122,9 @@ def test_bandwidths_tell_speeds_without_a_measurement():
     small_card = ["--gpu-memory", "6GiB", "--host-memory", "32GiB"]
     bandwidths = ["--host-bandwidth", "30GB/s", "--gpu-bandwidth", "300GB/s", "--bus-bandwidth", "12GB/s"]
     result = invoke(*LLAMA, *small_card, *bandwidths)
-    assert "Recommended: offloaded, GPU + host" in result.stdout
+    assert "Recommended: quantized-8, GPU + host" in result.stdout
+    assert "Or in full precision, nothing is lost: offloaded, GPU + host" in result.stdout
     assert "device_tokens=" in result.stdout
-    assert "Fastest, with fewer bits: quantized-2, on the GPU" in result.stdout
     assert "real ones are lower" in result.stderr
     given = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB", "--host-bandwidth", "30GB/s")
     plan = given["recommended"]
@@ -178,6 +179,37 @@ def test_attention_that_is_not_measured_is_named():
     assert "The attention of this model is of a kind that is not measured" in result.stderr
 
 
+def test_8_and_4_bits_are_shown_with_what_they_gain_and_lose_and_their_lines():
+    card = ["--gpu-memory", "24GiB", "--host-memory", "64GiB"]
+    speeds = ["--host-bandwidth", "30GB/s", "--gpu-bandwidth", "300GB/s", "--bus-bandwidth", "12GB/s"]
+    result = invoke("--model", "meta-llama/Llama-3.1-8B", "--context", "128K", *card, *speeds)
+    text = result.stdout
+    assert "Recommended: quantized-8, GPU + host\n" in text
+    assert "GPU + host: as much as fits is on the GPU" in text
+    places = [
+        text.index(part) for part in ("Recommended: ", "\nOr in full precision, ", "\nOr in 4 bits, which seldom ")
+    ]
+    assert places == sorted(places)
+    assert re.search(r"\n[0-9.]+ tokens/s instead of [0-9.]+, keys and values [0-9.]+ GiB instead of", text)
+    assert "\ncache = QuantizedHybridCache(model.config, bits=4)\n" in text
+    assert "bits=2" not in text
+    answer = plans_of("--model", "meta-llama/Llama-3.1-8B", "--context", "128K", *card, *speeds)
+    assert [each["cache"] for each in answer["alternatives"]] == ["offloaded", "quantized-4"]
+
+
+def test_only_2_bits_are_named_where_nothing_else_fits_and_not_recommended():
+    on_cpu = [*LLAMA, "--gpu-memory", "0"]
+    needed = {(each["cache"], each["weights"]): each["host_bytes"] for each in plans_of(*on_cpu, *CARD[2:])["plans"]}
+    result = invoke(*on_cpu, "--host-memory", str(needed["quantized-2", 4]))
+    assert result.exit_code == 1
+    assert "Only 2 bits fit, which often change an answer: quantized-2, on the CPU, weights in 4 bits" in result.stdout
+
+
+def test_names_of_models_are_printed_as_json():
+    names = CliRunner().invoke(app, ["plan", "--list-models", "--json"]).stdout
+    assert "meta-llama/Llama-3.2-1B" in json.loads(names)
+
+
 def test_a_model_without_full_attention_is_told_that_nothing_is_gained():
     result = invoke("--model", "microsoft/Phi-4-mini-instruct", "--context", "8K", "--gpu-memory", "24GiB")
     assert "No layer has full attention over the whole context: these caches change nothing." in result.stdout
@@ -189,14 +221,21 @@ def test_a_model_without_full_attention_is_told_that_nothing_is_gained():
     [
         (["--gpu-memory", "lots"], "--gpu-memory: 'lots' is not a size in bytes: write it as 8GiB"),
         (["--host-memory", "-1"], "--host-memory: '-1' is not a size in bytes"),
-        (["--host-memory", "32"], "--host-memory: 32 is 32 bytes. Write 32GiB if these are gibibytes."),
+        (
+            ["--host-memory", "32"],
+            "--host-memory: 32 is 32 bytes, which is less than 1MiB. Write 32GiB if these are gibibytes.",
+        ),
+        (["--host-memory", "1KiB"], "--host-memory: 1KiB is 1,024 bytes, which is less than 1MiB.\n"),
         (["--context", "0"], "--context: '0' is not a number of tokens: write it as 131072 or 128K"),
         (["--context", "129K"], "has a context of 131,072 tokens, and 132,096 were asked for"),
         (["--host-bandwidth", "fast"], "--host-bandwidth: 'fast' is not a bandwidth: write it as 30GB/s"),
+        (["--bus-bandwidth", "12GB"], "--bus-bandwidth: '12GB' is not a bandwidth: write it as 30GB/s"),
+        (["--gpu-bandwidth", "300/s"], "--gpu-bandwidth: '300/s' is not a bandwidth: write it as 30GB/s"),
         (["--dtype", "int8"], "--dtype 'int8' is not one of float32, bfloat16, float16"),
         (["--batch-size", "0"], "--batch-size"),
         (["--model", "./no/such/folder"], "There is no folder"),
         (["--model", "someone/something"], "HF_HUB_OFFLINE is set"),
+        (["--model", "lama-3.2-1b"], "Did you mean meta-llama/Llama-3.2-1B? Built in are"),
     ],
 )
 def test_a_bad_argument_is_named_on_stderr_with_exit_code_2(arguments: list[str], message: str):

@@ -1,16 +1,18 @@
 """`hf-hybrid-cache plan`: its options."""
 
+import json
 from typing import Annotated
 
 import typer
 
 from ..models import ALIASES, SHAPES
-from .options import CpuNode, DType, PrefillChunkSize, refusal, run_on_node
+from .options import CpuNode, DType, refusal, run_on_node
 
 
-def _print_models(wanted: bool) -> None:
+def _print_models(context: typer.Context, wanted: bool) -> None:
     if wanted:
-        typer.echo("\n".join([*ALIASES, *SHAPES]))
+        names = [*ALIASES, *SHAPES]
+        typer.echo(json.dumps(names) if context.params.get("as_json") else "\n".join(names))
         raise typer.Exit
 
 
@@ -32,7 +34,10 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(help="Such as 32GiB. Default: what is free here.")] = None,
     dtype: DType = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    prefill_chunk_size: PrefillChunkSize = 512,
+    prefill_chunk_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the prompt per forward pass. Default: 512 with a GPU, else 2048."),
+    ] = None,
     calibrate_first: Annotated[
         bool, typer.Option("--calibrate", help="Measure the speeds of this machine and keep them.")
     ] = False,
@@ -44,11 +49,11 @@ def plan(
     bus_bandwidth: Annotated[str | None, typer.Option(help="From host memory to the GPU, likewise.")] = None,
     list_models: Annotated[
         bool,
-        typer.Option(
-            "--list-models", callback=_print_models, is_eager=True, help="Print the built-in models and exit."
-        ),
+        typer.Option("--list-models", callback=_print_models, help="Print the built-in models and exit."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", is_eager=True, help="Print the plans, or with --list-models the names, as JSON.")
+    ] = False,
 ) -> None:
     """
     Tell which caches fit a machine, how fast they are and how far they go.

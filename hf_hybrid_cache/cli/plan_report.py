@@ -1,9 +1,10 @@
 """`hf-hybrid-cache plan`: which cache a model and a machine go well with, before anything is loaded."""
 
 import json
+import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from ..planning import (
     Plan,
     Speeds,
     SpeedsFileError,
+    Way,
     WeightSpeed,
     farthest,
     has_room,
@@ -34,15 +36,27 @@ from ..planning import (
     parse_bandwidth,
     parse_bytes,
     parse_tokens,
-    recommended,
+    recommendations,
     save_speeds,
     this_machine,
+    with_2_bits,
 )
 from ..planning.calibration import calibrate
 from .console import UsageError, dtype_of, exit_codes, note
 from .experts_report import experts_heading, experts_read, experts_table
 
 _T = TypeVar("_T")
+_LEGEND = {
+    Way.STREAMED: "keys and values are in host memory, and visit the GPU layer by layer",
+    Way.CPU_ATTENTION: "they are in host memory, and the CPU attends to them there",
+    Way.CPU_DECODE: "the GPU reads the prompt, the CPU does all that follows",
+    Way.BOTH: "as much as fits is on the GPU; of the rest the CPU attends to a part, the others are streamed",
+}
+# Of caches: what docs/few-bits.md says.
+_LOSSES = {
+    "quantized-8": ("8 bits", "which hardly ever change an answer"),
+    "quantized-4": ("4 bits", "which seldom change an answer"),
+}
 _WANT_CALIBRATION = "4-bit weights want a calibrated model: docs/weights.md."
 
 
@@ -54,7 +68,7 @@ def report(
     host_memory: str | None,
     dtype: str | None,
     batch_size: int,
-    prefill_chunk_size: int,
+    prefill_chunk_size: int | None,
     calibrate_first: bool,
     host_bandwidth: str | None,
     gpu_bandwidth: str | None,
@@ -73,7 +87,8 @@ def report(
         num_tokens = _parsed("--context", context, parse_tokens)
 
         config = load_config(model)
-        cost = model_cost(config, precision, batch_size, prefill_chunk_size)
+        memory = this_machine(device_bytes, host_bytes)
+        cost = model_cost(config, precision, batch_size, prefill_chunk_size or memory.prefill_chunk_size)
         speeds = _speeds(cost.dtype, calibrate_first, notes)
         speeds = Speeds(
             _reading_at(host_rate) if host_rate else speeds.host,
@@ -81,16 +96,21 @@ def report(
             bus_rate or speeds.bus_bytes_per_second,
             speeds.round_trip_seconds,
         )
-        machine = this_machine(device_bytes, host_bytes, speeds)
+        machine = replace(memory, speeds=speeds)
         plans = make_plans(cost, num_tokens or cost.max_context, machine)
-        best = recommended(plans)
+        chosen = recommendations(plans)
+        best = next(iter(chosen), None)
         if as_json:
-            shown = {"recommended": best and asdict(best), "plans": [asdict(each) for each in plans]}
+            shown = {
+                "recommended": best and asdict(best),
+                "alternatives": [asdict(each) for each in chosen[1:]],
+                "plans": [asdict(each) for each in plans],
+            }
             if cost.experts.layers:
                 shown["experts"] = experts_read(cost)
             out.print(json.dumps(shown, indent=1), markup=False, highlight=False)
             return
-        _print_plans(cost, machine, plans, best, out)
+        _print_plans(cost, machine, plans, chosen, out)
         if cost.shapes and not cost.has_kernel:
             note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
         elif any(each.seconds_per_token is None for each in plans if each.weights is None):
@@ -120,7 +140,8 @@ def _reading_at(bytes_per_second: float) -> DeviceSpeed:
 def _parse_memory(size: str) -> int:
     num_bytes = parse_bytes(size)
     if 0 < num_bytes < 2**20:
-        raise ValueError(f"{size} is {num_bytes:,} bytes. Write {size}GiB if these are gibibytes.")
+        meant = f" Write {size.strip()}GiB if these are gibibytes." if size.strip().isdigit() else ""
+        raise ValueError(f"{size} is {num_bytes:,} bytes, which is less than 1MiB.{meant}")
     return num_bytes
 
 
@@ -148,10 +169,13 @@ def _speeds(dtype: torch.dtype, measure: bool, notes: Console) -> Speeds:
         return Speeds()
 
 
-def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best: Plan | None, out: Console) -> None:
+def _print_plans(
+    cost: ModelCost, machine: Machine, plans: Sequence[Plan], chosen: Sequence[Plan], out: Console
+) -> None:
     def say(text: str) -> None:
         out.print(text, markup=False, highlight=False, emoji=False)
 
+    best = next(iter(chosen), None)
     precision = str(cost.dtype).removeprefix("torch.")
     say(f"{cost.name} in {precision}: {_gibibytes(cost.weight_bytes)} GiB of weights")
     context, working = plans[0].context, _gibibytes(cost.working_bytes(plans[0].context))
@@ -174,6 +198,7 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
     shown = [(False, None), (best is not None and best.experts_on_host, bits)]
     if moved and not all_on_gpu:
         shown.insert(0, (True, None))
+    in_tables = []
     for kind in dict.fromkeys(shown):
         if table := [each for each in plans if (each.experts_on_host, each.weights) == kind]:
             if kind != (False, None):
@@ -181,26 +206,53 @@ def _print_plans(cost: ModelCost, machine: Machine, plans: Sequence[Plan], best:
             elif len({each.experts_on_host for each in plans}) > 1:
                 say("With all in one place:")
             out.print(_table(table))
+            in_tables += table
+    if legend := [f"{way}: {text}." for way, text in _LEGEND.items() if way in {each.way for each in in_tables}]:
+        say("\n".join([*map(_filled, legend), ""]))
     if best is None:
         nearest = farthest(plans)
-        if not nearest.longest_context and (missing := missing_for_weights(cost, machine.host_bytes)):
+        if smaller := with_2_bits(plans):
+            say(
+                f"Only 2 bits fit, which often change an answer: {_name(smaller)}. A shorter context loses nothing.\n\n"
+                f"{smaller.code}"
+            )
+        elif not nearest.longest_context and (missing := missing_for_weights(cost, machine.host_bytes)):
             say(f"Nothing fits. {missing}.")
         else:
             say(f"Nothing fits. {_name(nearest)} goes farthest, up to {nearest.longest_context:,} tokens.")
         return
     say(f"Recommended: {_name(best)}\n\n{best.code}")
-    fitting = [each for each in plans if each.fits and each.cache != "stock" and each.weights == bits]
-    fitting = [each for each in fitting if each.experts_on_host == best.experts_on_host]
-    timed = [each for each in fitting if each.seconds_per_token is not None]
-    fastest = min(timed, key=lambda each: each.seconds_per_token or 0.0, default=best)
-    if fastest != best:
-        say(f"\nFastest, with fewer bits: {_name(fastest)}")
+    for other in chosen[1:]:
+        say(f"\n{_alternative(other, best)}\n\n{_lines_that_differ(other, best)}")
     if (faster := much_faster(plans, best)) is not None:
         share = (faster.seconds_per_token or 0.0) / (best.seconds_per_token or 1.0)
         what = "experts" if faster.experts_on_host else "weights"
         say(f"\nWith {what} in {faster.weights} bits a token takes {share:.2f} of the time. {_WANT_CALIBRATION}")
     elif bits == min(WEIGHT_BITS):
         say(f"\n{_WANT_CALIBRATION}")
+
+
+def _alternative(other: Plan, best: Plan) -> str:
+    """What another plan gains and loses."""
+    bits, loss = _LOSSES.get(other.cache, ("full precision", "nothing is lost"))
+    gains = []
+    if other.seconds_per_token is not None and best.seconds_per_token is not None:
+        gains.append(f"{_rate(1 / other.seconds_per_token)} tokens/s instead of {_rate(1 / best.seconds_per_token)}")
+    if other.longest_context != best.longest_context:
+        gains.append(f"up to {other.longest_context:,} tokens instead of {best.longest_context:,}")
+    sizes = (each.kv_device_bytes + each.kv_host_bytes for each in (other, best))
+    gains.append("keys and values {} GiB instead of {}".format(*map(_gibibytes, sizes)))
+    return "\n".join(map(_filled, (f"Or in {bits}, {loss}: {_name(other)}", ", ".join(gains))))
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 80, break_on_hyphens=False)
+
+
+def _lines_that_differ(other: Plan, best: Plan) -> str:
+    """Of the code."""
+    known = best.code.splitlines()
+    return "\n".join(line for line in other.code.splitlines() if line not in known)
 
 
 def _table(plans: Sequence[Plan]) -> Table:

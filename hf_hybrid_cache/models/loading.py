@@ -49,4 +49,4 @@ def load(
         device_map = accelerator or torch.device("cpu")
     if name in NAMED_MODELS:
         return NAMED_MODELS[name](name, dtype, device_map, quantization_config)
-    return load_by_name(name, dtype, device_map, quantization_config, built_in=", ".join(NAMED_MODELS))
+    return load_by_name(name, dtype, device_map, quantization_config, built_in=list(NAMED_MODELS))

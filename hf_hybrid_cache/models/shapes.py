@@ -146,4 +146,4 @@ def load_config(name: str) -> "PreTrainedConfig":
         config = SHAPES[key]()
         config.name_or_path = key
         return config
-    return load_config_by_name(name, built_in=", ".join(SHAPES))
+    return load_config_by_name(name, built_in=list(SHAPES))

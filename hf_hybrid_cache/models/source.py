@@ -1,9 +1,10 @@
 """Loading what `from_pretrained` can load, and saying in one sentence why it cannot."""
 
+import difflib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +39,7 @@ class ModelLoadError(RuntimeError):
 
 
 def load_by_name(
-    name: str, dtype: torch.dtype | None, device_map: Device, quantization_config: Quantization, built_in: str
+    name: str, dtype: torch.dtype | None, device_map: Device, quantization_config: Quantization, built_in: Sequence[str]
 ) -> Loaded:
     """
     Load a local folder or a model of the Hub.
@@ -60,7 +61,7 @@ def load_by_name(
     return _load(name, loader, built_in)
 
 
-def load_config_by_name(name: str, built_in: str) -> PreTrainedConfig:
+def load_config_by_name(name: str, built_in: Sequence[str]) -> PreTrainedConfig:
     """The config of a local folder or a model of the Hub; arguments and errors are those of `load_by_name`."""
     return _load(
         name,
@@ -69,7 +70,7 @@ def load_config_by_name(name: str, built_in: str) -> PreTrainedConfig:
     )
 
 
-def _load(name: str, loader: Callable[[str, bool], _T], built_in: str) -> _T:
+def _load(name: str, loader: Callable[[str, bool], _T], built_in: Sequence[str]) -> _T:
     """What `loader` makes of a folder or a name of the Hub, given whether it may only look at local files."""
     try:
         folder = Path(name).expanduser()
@@ -146,18 +147,18 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _check_hub_name(name: str, folder: Path, built_in: str) -> None:
+def _check_hub_name(name: str, folder: Path, built_in: Sequence[str]) -> None:
     try:
         if name.startswith((".", "~", os.sep)):
             raise ModelLoadError(f"There is no folder {folder.absolute()}.")
         validate_repo_id(name)
     except HFValidationError as error:
         raise ModelLoadError(
-            f"{name!r} is neither a folder nor a name on the Hugging Face Hub (owner/model). Built in are {built_in}."
+            f"{name!r} is neither a folder nor a name on the Hugging Face Hub (owner/model). {_known(name, built_in)}"
         ) from error
 
 
-def _explain(name: str, error: Exception, local_files_only: bool, built_in: str) -> str:
+def _explain(name: str, error: Exception, local_files_only: bool, built_in: Sequence[str]) -> str:
     """One sentence for the error that `from_pretrained` ended with."""
     chain = list(_causes(error))
     if any(isinstance(cause, GatedRepoError) for cause in chain):
@@ -166,17 +167,25 @@ def _explain(name: str, error: Exception, local_files_only: bool, built_in: str)
     if any(isinstance(cause, RepositoryNotFoundError) for cause in chain):
         return (
             f"The Hugging Face Hub has no model {name}, or it is private: check the spelling, or run `hf auth login`. "
-            f"Built in are {built_in}."
+            f"{_known(name, built_in)}"
         )
     if any(isinstance(cause, LocalEntryNotFoundError) for cause in chain):
         why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the Hugging Face Hub does not answer"
         return (
             f"{name} is not a folder here, not complete in {constants.HF_HUB_CACHE}, and {why}. "
-            f"Pass a folder, or one of {built_in}."
+            f"Pass a folder. {_known(name, built_in)}"
         )
     if any(isinstance(cause, ImportError) for cause in chain):
         return f"Loading {name} needs a package that is not installed: {first_line(error)}"
     return f"{name} does not load: {first_line(error)}"
+
+
+def _known(name: str, built_in: Sequence[str]) -> str:
+    """What needs no Hub, and first what the name may have meant."""
+    short_names = {each.rpartition("/")[2].lower(): each for each in built_in}
+    like = difflib.get_close_matches(name.rpartition("/")[2].lower(), short_names, n=1, cutoff=0.75)
+    meant = f"Did you mean {short_names[like[0]]}? " if like else ""
+    return f"{meant}Built in are {', '.join(built_in)}."
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

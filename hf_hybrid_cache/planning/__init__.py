@@ -38,7 +38,9 @@ from .plans import (
     missing_for_weights,
     much_faster,
     predict,
+    recommendations,
     recommended,
+    with_2_bits,
 )
 from .sizes import parse_bandwidth, parse_bytes, parse_tokens
 from .speed import Division, Way, slowdown_of_both
@@ -86,12 +88,14 @@ __all__ = [
     "parse_bytes",
     "parse_tokens",
     "predict",
+    "recommendations",
     "recommended",
     "save_speeds",
     "slowdown_of_both",
     "speeds_path",
     "stock_cost",
     "this_machine",
+    "with_2_bits",
     "with_most_layers",
     "with_most_tokens",
 ]

@@ -1,6 +1,5 @@
 """Which cache for which machine: every cache with what it needs, how fast it is and how far it goes."""
 
-import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,6 +16,9 @@ from .expert_speed import seconds_per_token_with_experts, seconds_to_first_token
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
 from .speed import Way, seconds_of_division, seconds_per_token, seconds_to_first_token
+
+_OF_FEW_BITS = "quantized-8", "quantized-4"
+_OF_2_BITS = "quantized-4-2", "quantized-2"
 
 
 class PlanError(ValueError):
@@ -65,6 +67,22 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.short_device_bytes == self.short_host_bytes == 0
+
+    @property
+    def cache_line(self) -> str:
+        """That of `code` which makes the cache."""
+        return next(line for line in self.code.splitlines() if line.startswith("cache = "))
+
+    @property
+    def weights_lost(self) -> int:
+        """How much is lost of the weights, 0 for nothing."""
+        return 0 if self.weights is None else 1 + WEIGHT_BITS.index(self.weights)
+
+    def is_faster_than(self, other: "Plan", times: float = 1.0) -> bool:
+        """Whether a token takes less than the other's time by so many times; not where this speed is not known."""
+        if self.seconds_per_token is None:
+            return False
+        return other.seconds_per_token is None or times * self.seconds_per_token < other.seconds_per_token
 
 
 def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Plan:
@@ -173,25 +191,37 @@ def predict(
     return make_plan(model_cost(config, dtype, batch, chunk), candidate, context, machine)
 
 
-def recommended(plans: Sequence[Plan]) -> Plan | None:
+def recommendations(plans: Sequence[Plan]) -> list[Plan]:
     """
-    The best of the plans that fit, or `None`.
+    The plans to choose from that fit, the one to take first in front.
 
-    What loses the least comes first: weights as they are, then in 8 and in 4 bits; and with the same weights caches in
-    full precision, then in 8, 4, 4 and 2, and 2 bits. Among those that lose the same, the fastest; where speeds are not
-    known, the first, which has the fewest transfers. transformers' own cache is only for a model that gains nothing
-    from ours.
+    The fastest with keys and values in full precision, in 8 and in 4 bits; where speeds are not known, the first, which
+    has the fewest transfers. All have the weights that lose the least, as they are before 8 and 4 bits. Full precision
+    is in front, but 8 bits where a token then takes less than half the time. 2 bits often change an answer, so they are
+    never among these. transformers' own cache is only for a model that gains nothing from ours.
     """
     ours = [plan for plan in plans if plan.cache != "stock"] or plans
-    quality = list(BITS)
-    fitting = [plan for plan in ours if plan.fits]
+    fitting = [plan for plan in ours if plan.fits and plan.cache not in _OF_2_BITS]
+    least = min((plan.weights_lost for plan in fitting), default=0)
+    best: dict[str, Plan] = {}
+    for plan in fitting:
+        bits = plan.cache if plan.cache in _OF_FEW_BITS else "full precision"
+        if plan.weights_lost == least and (bits not in best or plan.is_faster_than(best[bits])):
+            best[bits] = plan
+    found = [best[bits] for bits in ("full precision", *_OF_FEW_BITS) if bits in best]
+    if len(found) > 1 and found[1].cache == "quantized-8" and found[1].is_faster_than(found[0], times=2):
+        found[:2] = found[1::-1]
+    return found
 
-    def rank(plan: Plan) -> tuple[int, int, float]:
-        seconds = math.inf if plan.seconds_per_token is None else plan.seconds_per_token
-        lost = quality.index(plan.cache) if plan.cache in quality else 0
-        return 0 if plan.weights is None else 1 + WEIGHT_BITS.index(plan.weights), lost, seconds
 
-    return min(fitting, key=rank, default=None)
+def recommended(plans: Sequence[Plan]) -> Plan | None:
+    """The first of the `recommendations`, or `None`."""
+    return next(iter(recommendations(plans)), None)
+
+
+def with_2_bits(plans: Sequence[Plan]) -> Plan | None:
+    """The first plan that fits of those which lose too much to be recommended."""
+    return next((plan for plan in plans if plan.fits and plan.cache in _OF_2_BITS), None)
 
 
 def much_faster(plans: Sequence[Plan], best: Plan) -> Plan | None:
@@ -201,7 +231,7 @@ def much_faster(plans: Sequence[Plan], best: Plan) -> Plan | None:
         which = plan.cache, plan.way, plan.experts_on_host, plan.weights
         is_same = which == (best.cache, best.way, best.experts_on_host, fewest)
         if is_same and plan.fits and plan.seconds_per_token is not None and best.seconds_per_token is not None:
-            return plan if 2 * plan.seconds_per_token < best.seconds_per_token else None
+            return plan if plan.is_faster_than(best, times=2) else None
     return None
 
 
@@ -264,6 +294,11 @@ def choose(
     plans = [make_plan(model, each, context, machine) for each in taken]
     best = recommended(plans)
     if best is None:
+        if smaller := with_2_bits(plans):
+            raise PlanError(
+                f"{context:,} tokens of {model.name} fit only with 2 bits ({smaller.cache}, {smaller.way}), which "
+                f"often change an answer. Use a shorter context, or pass the cache yourself: {smaller.cache_line}"
+            )
         nearest = farthest(plans)
         sizes = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
         short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in sizes.items() if size)
@@ -290,4 +325,5 @@ def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -
         most = candidate.most(model, candidate.cost(model, context), context)
         return most.device > machine.device_bytes or most.host > machine.host_bytes
 
-    return bisect_left(range(1, model.max_context + 1), True, key=does_not_fit)
+    longest = model.max_context
+    return bisect_left(range(1, longest), True, key=does_not_fit) if does_not_fit(longest) else longest

@@ -29,13 +29,14 @@ def parse_bytes(size: str | int) -> int:
 
 def parse_bandwidth(rate: str) -> float:
     """
-    Bytes a second: `30GB/s`, with the units of `parse_bytes`.
+    Bytes a second: `30GB/s`, a unit of `parse_bytes` and `/s`.
 
     Raises:
         ValueError: it is something else, or nothing.
     """
+    size, slash, second = rate.strip().partition("/")
     try:
-        bytes_per_second = parse_bytes(rate.strip().removesuffix("/s"))
+        bytes_per_second = parse_bytes(size) if (slash + second).lower() == "/s" and not size[-1:].isdigit() else 0
     except ValueError:
         bytes_per_second = 0
     if bytes_per_second == 0:

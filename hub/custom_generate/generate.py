@@ -12,7 +12,8 @@ import torch
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
 
-CHUNK = 512  # tokens of the prompt per forward pass
+# Tokens of the prompt per forward pass: on the CPU the fastest, on a GPU few activations.
+CPU_CHUNK, GPU_CHUNK = 2048, 512
 NEW_TOKENS = 20  # what transformers generates where nothing says how many
 INSTEAD = "or call generate without custom_generate."
 
@@ -35,8 +36,8 @@ def generate(
         gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; `None` for what is free now beside
             the weights. With a model on the CPU it is not used.
         host_memory: likewise.
-        **kwargs: of `generate`. The prompt is computed in chunks of 512 tokens, unless `prefill_chunk_size` says
-            otherwise.
+        **kwargs: of `generate`. The prompt is computed in chunks of 2,048 tokens on a CPU and of 512 on a GPU, unless
+            `prefill_chunk_size` says otherwise.
 
     Returns:
         What `generate` returns.
@@ -71,13 +72,13 @@ def generate(
         context = option("max_length") or prompt_tokens + NEW_TOKENS
     # Longer ones are up to `generate`, which warns of them.
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or context
-    chunk = option("prefill_chunk_size") or CHUNK
+    device, gpu_memory = _device_of(model, gpu_memory)
+    chunk = option("prefill_chunk_size") or (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK)
     if kwargs.get("inputs_embeds") is not None:
         chunk = prompt_tokens  # embeddings are computed at once
     else:
         kwargs["prefill_chunk_size"] = chunk
 
-    device, gpu_memory = _device_of(model, gpu_memory)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         cache = HybridCache.for_budget(
             model.config,

@@ -171,8 +171,11 @@ def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(
         make_plan(cost, Candidate(*which), context, CARD).device_bytes
         for which in (("offloaded", Way.STREAMED), ("dynamic", Way.GPU))
     )
-    machine = Machine((streamed + resident) // 2, GIB, BALANCED)
-    monkeypatch.setattr("hf_hybrid_cache.planning.plans.load_speeds", lambda dtype: BALANCED)
+    # 8 bits would be twice as fast, and be recommended, if they were not slow here.
+    slow = {"quantized-8": CacheSpeed(((0.0, 1.0), (1.0, 1.0)), 1e9)}
+    speeds = replace(BALANCED, host=replace(BALANCED.host, caches=slow), device=replace(BALANCED.device, caches=slow))
+    machine = Machine((streamed + resident) // 2, GIB, speeds)
+    monkeypatch.setattr("hf_hybrid_cache.planning.plans.load_speeds", lambda dtype: speeds)
     cache = HybridCache.for_budget(config, context, machine.device_bytes, "1GiB")
     placement = cache._stores.placement
     assert placement.device_tokens >= 128

@@ -33,6 +33,7 @@ from hf_hybrid_cache.planning import (
     model_cost,
     much_faster,
     predict,
+    recommendations,
     recommended,
     speeds_path,
 )
@@ -229,6 +230,28 @@ def test_the_best_quality_that_fits_comes_first_and_then_the_fastest(plans, best
     assert recommended(made) is (None if best is None else made[best])
 
 
+@pytest.mark.parametrize(
+    ("plans", "chosen"),
+    [
+        ([("dynamic", 3.0, 0), ("quantized-8", 2.0, 0), ("quantized-4", 1.0, 0), ("quantized-2", 0.1, 0)], [0, 1, 2]),
+        ([("dynamic", 4.1, 0), ("quantized-8", 2.0, 0), ("quantized-4", 1.0, 0)], [1, 0, 2]),
+        ([("dynamic", None, 0), ("offloaded", None, 0), ("quantized-8", None, 0), ("quantized-4", None, 0)], [0, 2, 3]),
+        ([("dynamic", 9.0, 0), ("quantized-4", 1.0, 0)], [0, 1]),
+        ([("quantized-4-2", 1.0, 0), ("quantized-2", 1.0, 0)], []),
+    ],
+)
+def test_8_and_4_bits_are_named_beside_full_precision_and_2_bits_never(plans, chosen):
+    made = [plan_with(*plan) for plan in plans]
+    assert [made.index(plan) for plan in recommendations(made)] == chosen
+
+
+def test_a_budget_that_only_2_bits_fit_is_refused_with_the_line_that_takes_them(llama: ModelCost):
+    config = load_config("meta-llama/Llama-3.2-1B")
+    needed = make_plan(model_cost(config), Candidate("quantized-2", Way.CPU), 131_072, PLENTY).host_bytes
+    with pytest.raises(PlanError, match=r"only with 2 bits .*QuantizedHybridCache\(model.config, bits=2\)"):
+        HybridCache.for_budget(config, 131_072, 0, needed)
+
+
 # Weights of few bits
 
 
@@ -303,15 +326,15 @@ def test_few_bits_of_weights_are_recommended_only_where_nothing_fits_with_all(ll
     def needed(cache: str, weights: int | None) -> int:
         return make_plan(llama, Candidate(cache, Way.CPU, weights), 131_072, PLENTY).host_bytes
 
-    plenty, least = best_of(2**45), best_of(needed("quantized-2", None))
+    plenty, least = best_of(2**45), best_of(needed("quantized-4", None))
     assert plenty is not None
     assert least is not None
     assert (plenty.cache, plenty.weights) == ("dynamic", None)
-    assert (least.cache, least.weights) == ("quantized-2", None)
-    few = best_of(needed("quantized-2", None) - 1)
+    assert (least.cache, least.weights) == ("quantized-4", None)
+    few = best_of(needed("quantized-4", None) - 1)
     assert few is not None
     assert few.weights == 8
-    assert best_of(needed("quantized-2", 4) - 1) is None
+    assert best_of(needed("quantized-4", 4) - 1) is None
 
 
 def test_weights_of_four_bits_are_named_where_a_step_takes_less_than_half(llama: ModelCost):

@@ -32,7 +32,7 @@ def test_what_is_no_size_is_quoted_with_the_way_out(text: str):
 
 
 def test_bandwidths_are_sizes_a_second():
-    assert parse_bandwidth("30GB/s") == parse_bandwidth("30GB") == 30e9
+    assert parse_bandwidth("30GB/s") == parse_bandwidth(" 30 gb/s ") == 30e9
     assert parse_bandwidth("1GiB/s") == 2**30
     for text in ("0", "fast", "30GB/h"):
         with pytest.raises(ValueError, match="write it as 30GB/s"):
