@@ -119,4 +119,4 @@ __getattr__ = lazy_names(
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

@@ -185,9 +185,11 @@ def test_files_of_other_prompts_and_caches_without_files_are_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": torch.ones(5, dtype=torch.long)}, r"must be integers \[batch, tokens\]"),
+        ({"input_ids": torch.ones(1, 5, 2, dtype=torch.long)}, r"must be integers \[batch, tokens\]"),
         ({"input_ids": torch.ones(1, 5)}, "must be integers"),
-        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "must be integers"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "has no tokens"),
+        ({"input_ids": {"input_ids": [[1]]}}, r"pass inputs\['input_ids'\]"),
+        ({"input_ids": "a text"}, "got text: pass tokenizer"),
         ({"attention_mask": torch.ones(1, 4)}, r"attention_mask must be as input_ids, \[1, 150\]"),
         ({"chunk_size": 0}, "positive integer, got 0"),
         ({"chunk_size": 2.5}, "positive integer, got 2.5"),

@@ -43,6 +43,7 @@ from ..storage import (
     can_page_lock,
     require_host_bytes,
 )
+from ..token_ids import TokenIds, as_token_ids
 from .callers import border_that_drops_the_cache, length_of_whole_prompt
 from .forward_passes import ForwardPasses
 from .slow_steps import SlowSteps
@@ -296,7 +297,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         follow(self.layers[layer_idx], recurrent_states.device)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    def save(self, path: str | os.PathLike[str], token_ids: torch.Tensor | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], token_ids: TokenIds | None = None) -> None:
         """
         Keep what is stored in a file, a safetensors file with a checksum for each layer.
 
@@ -306,8 +307,8 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
 
         Args:
             path: of the file, in a folder that exists.
-            token_ids: of the tokens that are stored, `[batch, tokens]`, to be kept with them: `load` compares them with
-                those of a prompt, and `saved_token_ids` returns them.
+            token_ids: of the tokens that are stored, `[batch, tokens]` or a list, to be kept with them: `load` compares
+                them with those of a prompt, and `saved_token_ids` returns them.
 
         Raises:
             CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
@@ -317,21 +318,20 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
 
         Example:
             >>> cache = QuantizedHybridCache(model.config, bits=4)
-            >>> model(document_ids, cache=cache)
+            >>> prefill(model, document_ids, cache)
             >>> cache.save("document.kv", document_ids)
         """
         self._require_finished()
         self._require_whole()
         self._require_all_reached()
         num_tokens = self._num_tokens
-        if token_ids is not None and (
-            token_ids.dim() != 2 or token_ids.shape[1] != num_tokens or token_ids.is_floating_point()
-        ):
+        kept = None if token_ids is None else as_token_ids("token_ids", token_ids)
+        if kept is not None and kept.shape[1] != num_tokens:
             raise ValueError(
                 f"token_ids must be integers [batch, {num_tokens}], one for each token that is stored, got "
-                f"{list(token_ids.shape)} of {token_ids.dtype}. The last token that was generated is not stored."
+                f"{list(kept.shape)}. The last token that was generated is not stored."
             )
-        save_layers(path, self.layers, self._stores, self._model_traits, token_ids)
+        save_layers(path, self.layers, self._stores, self._model_traits, kept)
 
     @staticmethod
     def load(
@@ -340,7 +340,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         placement: Placement | None = None,
         mmap: bool = False,
         device: torch.device | str | None = None,
-        token_ids: torch.Tensor | None = None,
+        token_ids: TokenIds | None = None,
         verify: bool = True,
         dtype: torch.dtype | None = None,
         group: "ProcessGroup | None" = None,
@@ -358,8 +358,8 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
                 tokens, and changes, stay in memory. Replace the file while it is in use, as `save` does, but do not
                 write to it. Where the system cannot map it (other than Linux) it is read.
             device: of the model; `None` for where it was.
-            token_ids: of the prompt that is to follow, `[batch, tokens]`: refused unless it begins with the tokens
-                that were saved with the cache.
+            token_ids: of the prompt that is to follow, `[batch, tokens]` or a list: refused unless it begins with the
+                tokens that were saved with the cache.
             verify: compare layers with their checksums, for which all of the file is read. `False` saves that time.
             dtype: of the model's keys and values; `None` for `config.dtype`, as far as that is known. What is stored is
                 converted to it where nothing is lost, or where it is asked for here.
@@ -381,7 +381,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         with CacheFile(path) as file:
             file.require_model(config)
             if token_ids is not None:
-                file.require_prefix(token_ids)
+                file.require_prefix(as_token_ids("token_ids", token_ids))
             saved, codecs = file.description, file.codecs()
             # Shares are in host memory, wherever the saved cache was.
             saved_placement = saved.placement if group is None else Placement()

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
 from ..scalars import as_integer
+from ..token_ids import TokenIds, as_token_ids
 from .checkpoint import Checkpoint
 from .interrupts import finishing
 from .progress import PrefillProgress
@@ -23,7 +24,7 @@ PREFILL_CHUNK_SIZE = 2048
 @torch.no_grad()
 def prefill(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: TokenIds,
     cache: Cache,
     *,
     attention_mask: torch.Tensor | None = None,
@@ -40,7 +41,7 @@ def prefill(
 
     Args:
         model: a decoder.
-        input_ids: of the prompt, `[batch, tokens]`; all of them are read.
+        input_ids: of the prompt, `[batch, tokens]` or a list; all of them are read.
         cache: for the model; empty, or with the first tokens of the prompt.
         attention_mask: `[batch, tokens]`, 0 where a prompt is filled up on the left; `None` for none.
         chunk_size: tokens in a forward pass.
@@ -62,19 +63,20 @@ def prefill(
         >>> cache = prefill(model, document_ids, QuantizedHybridCache(model.config, bits=4), checkpoint="report.kv")
         >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache, max_new_tokens=200)
     """
-    chunk = _checked(model, input_ids, attention_mask, chunk_size)
+    token_ids = as_token_ids("input_ids", input_ids)
+    chunk = _checked(model, token_ids, attention_mask, chunk_size)
     kept = None if checkpoint is None else Checkpoint(checkpoint, cache)
-    end = input_ids.shape[1]
+    end = token_ids.shape[1]
     if kept is not None:
-        cache = kept.taken_up(model, input_ids)
+        cache = kept.taken_up(model, token_ids)
     if isinstance(cache, HybridCache):
-        cache.require_prefix(input_ids)
+        cache.require_prefix(token_ids)
     start = cache.get_seq_length()
     if start > end:
         raise ValueError(
             f"The cache holds {start:,} tokens, and the prompt has {end:,}: pass a prompt that goes on, or a new cache."
         )
-    inputs = _Inputs(model, input_ids, attention_mask)
+    inputs = _Inputs(model, token_ids, attention_mask)
     with PrefillProgress(start, end, progress is True) as bar, finishing() as is_interrupted:
         while start < end and not is_interrupted():
             following = min(start + chunk, end)
@@ -84,9 +86,9 @@ def prefill(
                 progress(following - start)
             start = following
             if isinstance(cache, HybridCache):
-                cache.note_tokens(input_ids[:, :start])
+                cache.note_tokens(token_ids[:, :start])
             if kept is not None and (kept.is_due or start == end or is_interrupted()):
-                kept.write(cache, input_ids[:, :start])
+                kept.write(cache, token_ids[:, :start])
     return cache
 
 
@@ -96,8 +98,8 @@ def _checked(
     """The size of a chunk, where all arguments are what they should be."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError("prefill is for decoders: an encoder-decoder model reads its prompt in the encoder, at once.")
-    if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
-        raise ValueError(f"input_ids must be integers [batch, tokens], got {list(input_ids.shape)} {input_ids.dtype}.")
+    if not input_ids.numel():
+        raise ValueError(f"input_ids has no tokens: {list(input_ids.shape)}.")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must be as input_ids, {list(input_ids.shape)}, got {list(attention_mask.shape)}."
