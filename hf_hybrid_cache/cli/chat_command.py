@@ -11,9 +11,11 @@ from .options import Bits, CpuNode, Device, DType, ExpertBits, Experts, Model, P
 
 def chat(
     document: Annotated[
-        Path | None,
+        list[str] | None,
         typer.Option(
-            help="Text to talk about; what does not fit is cut off and said. Default: Python's language reference."
+            metavar="FILE|FOLDER",
+            help="Text, PDF, docx or HTML to talk about, or a folder of them; may be repeated. What does not fit is "
+            "cut off and said. Default: Python's language reference.",
         ),
     ] = None,
     load_cache: Annotated[
@@ -36,6 +38,9 @@ def chat(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token each time.")
     ] = 0.0,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not keep what is typed, for the arrow keys, in a file.")
+    ] = False,
     dtype: DType = None,
     device: Device = None,
     cpu_node: CpuNode = None,
@@ -43,12 +48,13 @@ def chat(
     """
     Talk about a document, which is read once.
 
-    The cache is kept between questions, so an answer begins at once. Questions come from standard input, a line each;
-    answers go to stdout, remarks to stderr. /help lists what else can be typed, Ctrl-C ends an answer, Ctrl-D the
-    conversation.
+    The cache is kept between questions, so an answer begins at once. Questions come from standard input, a line each,
+    or several between triple quotes; answers go to stdout, remarks to stderr. /help lists what else can be typed,
+    Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     options = dict(locals())
     run_on_node(options.pop("cpu_node"))
-    from .conversation import talk
+    options["document"] = tuple(options["document"] or ())
+    from .talk import talk
 
     talk(**options)

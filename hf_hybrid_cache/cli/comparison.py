@@ -3,7 +3,7 @@
 from rich import box
 from rich.table import Table
 
-from .timed_run import CACHES, Run
+from .timed_run import Run
 
 # The row of a comparison that says what weights of few bits add to the last of the caches.
 FEW_WEIGHT_BITS = 4
@@ -41,8 +41,8 @@ def table(runs: dict[str, Run]) -> Table:
 
 def conclusion(runs: dict[str, Run], num_tokens: int, dtype: str) -> str:
     """What the table shows, in two lines, and what to make of answers that differ in a type of few digits."""
-    stock, ours = runs["stock"], {name: runs[name] for name in CACHES if name != "stock"}
-    rates = {one_line(name): run.decode_tokens_per_second for name, run in runs.items() if run is not stock}
+    stock, ours = runs["stock"], {name: run for name, run in runs.items() if name != "stock"}
+    rates = {one_line(name): run.decode_tokens_per_second for name, run in ours.items()}
     share = 100 * _bytes(runs["quantized"]) / max(1, _bytes(stock))
     text = ""
     if stock.decode_tokens_per_second and all(rates.values()):

@@ -64,7 +64,7 @@ def dtype_of(option: str | None) -> "torch.dtype | None":
 
 @contextmanager
 def exit_codes(notes: Console) -> Iterator[None]:
-    """Turn what a user can put right into one line on stderr and exit code 2; Ctrl-C into 130."""
+    """Turn what a user can put right into a message on stderr and exit code 2; Ctrl-C into 130."""
     from ..jobs import JobsError
     from ..models import ModelLoadError
     from ..planning import CostError, PlanError

@@ -1,294 +1,231 @@
-"""`hf-hybrid-cache chat`: a conversation about a document, the cache kept between questions."""
+"""Questions and answers about a document: asked, asked again, taken back and kept."""
 
-import sys
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
-import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ..cache import HybridCache
-from ..cache_argument import cache_argument
-from ..layers import IncompleteCacheError
-from ..saving import CacheFileError
-from .console import UsageError, cache_of_ours, dtype_of, exit_codes, note, require_one_process
-from .device import compile_kernels, loaded
-from .prompts import (
-    PromptError,
-    context_length,
-    default_document,
-    document_prompt,
-    question_tokens,
-    what_was_left_out,
-)
-from .saved_document import document_ids
-from .shown_run import shown_run
-from .terminal import TokenStream, is_encodable, read_text, write
-from .timed_run import CacheOptions, Run, new_cache
-from .weight_options import WeightOptions
+from .answer_settings import AnswerSettings
+from .chat_template import SystemMessage, last_turn
+from .console import note
+from .prompts import PromptError, question_tokens
+from .replaced_file import what_is_replaced
+from .terminal import without_controls
+from .transcript import Transcript
 
-# Tokens of the context that are left to the conversation, of models with a long one.
-TALK_TOKENS = 2048
-HELP = """\
-/save FILE   keep the conversation, computed, in a file for --load-cache
-/stats       tokens, memory, and the speed of the last answer
-/forget      go back to the document alone
-/help        this list
-/quit        end, as Ctrl-D does"""
+# Of the context; when fewer are left it is said.
+FEW_TOKENS = 512
+_SHOWN_CHARACTERS = 300
 
 
-def talk(
-    *,
-    document: Path | None,
-    load_cache: Path | None,
-    model: str,
-    cache: str | None,
-    bits: int | None,
-    weights: int | None,
-    experts: str | None,
-    expert_bits: int | None,
-    max_new_tokens: int,
-    context: int | None,
-    prefill_chunk_size: int,
-    temperature: float,
-    dtype: str | None,
-    device: str | None,
-) -> None:
-    """Do what `chat` says with these options."""
-    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    with exit_codes(notes):
-        require_one_process("chat")
-        name = cache_of_ours(cache, bits)
-        _check(document, load_cache, cache, bits, context)
-        weight_options = WeightOptions(weights, experts, expert_bits)
-        precision = dtype_of(dtype)
-        text = read_text(document) if document else None
-        saved_ids = document_ids(load_cache) if load_cache else None
-        ready = loaded(model, precision, device, weight_options, notes)
-        language_model, tokenizer = ready.model, ready.tokenizer
-        if tokenizer is None:
-            raise UsageError(f"{model} has no tokenizer, so there is nothing to say.")
-        longest = context_length(language_model)
-        compile_kernels(language_model, name == "quantized", notes)
-        if load_cache and saved_ids is not None:
-            filled = HybridCache.load(load_cache, language_model.config, device=language_model.device)
-            token_ids = saved_ids[0].tolist()
-            note(notes, f"read {load_cache}: {len(token_ids):,} of {longest:,} tokens are taken")
-        else:
-            reserved = max_new_tokens + min(TALK_TOKENS, longest // 4)
-            if longest <= reserved:
-                raise UsageError(
-                    f"--max-new-tokens {max_new_tokens:,} leaves no room in {longest:,} tokens of context."
-                )
-            prompt = document_prompt(
-                tokenizer, text or default_document(), "?", context or longest, longest - reserved, apart=True
-            )
-            token_ids = prompt.input_ids[0, : prompt.prefix_tokens].tolist()
-            filled = cast(HybridCache, new_cache(name, language_model.config, CacheOptions(bits=bits or 4)))
-            said = f"document: {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
-            note(notes, f"{said}; {longest - len(token_ids):,} are left to talk")
-            if text is not None and prompt.kept_tokens < prompt.document_tokens:
-                write(out, what_was_left_out(prompt, longest, context))
-        conversation = Conversation(
-            language_model,
-            tokenizer,
-            filled,
-            token_ids,
-            max_new_tokens,
-            prefill_chunk_size,
-            temperature,
-            ready.weights_said,
-            out,
-            notes,
-        )
-        conversation.read_document()
-        note(notes, "ask something; /help lists what else can be typed")
-        while (line := _next_line()) is not None:
-            if not conversation.take(line.strip()):
-                return
+@dataclass(frozen=True)
+class Turn:
+    """
+    A question that was asked.
+
+    Attributes:
+        start: tokens before it.
+        question: its text.
+    """
+
+    start: int
+    question: str
 
 
 class Conversation:
     """
-    Questions and answers, and the cache that holds them.
+    What can be done between the questions about a document, and with them.
 
     Args:
-        model: answers.
-        tokenizer: of the model; its chat template tells turns apart, if it has one.
-        cache: empty, or with the first of the tokens.
-        token_ids: of the document, or of a conversation about it.
-        max_new_tokens: of an answer at most.
-        prefill_chunk_size: tokens of a prompt per forward pass.
-        temperature: of sampling; 0 for the likeliest token.
-        weights: what is said of them, if they are of few bits.
-        out: where answers go.
+        transcript: holds the document, or a conversation about it.
+        tokenizer: its chat template tells turns apart, if it has one.
+        is_saved: whether the transcript comes from a file.
+        settings: how answers are made; may be changed between them.
+        weights: what is said of the model's, if they are of few bits.
         notes: where remarks go.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        transcript: Transcript,
         tokenizer: PreTrainedTokenizerBase,
-        cache: HybridCache,
-        token_ids: list[int],
-        max_new_tokens: int,
-        prefill_chunk_size: int,
-        temperature: float,
+        is_saved: bool,
+        settings: AnswerSettings,
         weights: str | None,
-        out: Console,
         notes: Console,
     ):
-        self._model, self._tokenizer, self._cache = model, tokenizer, cache
-        self._token_ids = token_ids
-        self._start = len(token_ids)
-        self._max_new_tokens, self._chunk, self._temperature = max_new_tokens, prefill_chunk_size, temperature
-        self._weights, self._out, self._notes = weights, out, notes
-        self._longest = context_length(model)
-        self._last: Run | None = None
-        self._asked = 0
+        self.settings = settings
+        self._transcript, self._tokenizer, self._is_saved = transcript, tokenizer, is_saved
+        self._weights, self._notes = weights, notes
+        self._start = len(transcript)
+        self._turns: list[Turn] = []
+        self._system_tokens: int | None = None
+        self._said_that_it_ends = False
+
+    def remark(self, text: str) -> None:
+        """Say something that is no answer."""
+        note(self._notes, without_controls(text))
 
     def read_document(self) -> None:
-        """Compute what is not in the cache yet."""
-        if self._cache.get_seq_length() < len(self._token_ids) - 1:
-            run = self._generate("document", 1, keep=False)
-            note(self._notes, f"document read in {run.prefill_seconds:.1f} s")
+        """
+        Compute what is not in the cache yet.
 
-    def take(self, line: str) -> bool:
-        """Answer a line, or do what it says; whether the conversation goes on."""
-        if not line:
-            return True
-        if not is_encodable(line):
-            note(self._notes, "That is not UTF-8 text.")
-            return True
-        command, _, argument = line.partition(" ")
-        if command == "/quit":
-            return False
-        if command == "/save":
-            self._save(argument.strip())
-        elif command == "/stats":
-            self._tell()
-        elif command == "/forget":
-            self._forget()
-        elif command == "/help":
-            note(self._notes, HELP)
-        elif command.startswith("/"):
-            note(self._notes, f"There is no {command}.\n{HELP}")
-        else:
-            self._ask(line)
-        return True
+        Raises:
+            KeyboardInterrupt: Ctrl-C; what was computed is in the cache.
+        """
+        seconds = self._transcript.read()
+        if seconds is not None:
+            self.remark(f"document read in {seconds:.1f} s")
 
-    def _ask(self, question: str) -> None:
-        try:
-            new = question_tokens(self._tokenizer, self._token_ids, question)
-        except PromptError as error:
-            note(self._notes, str(error))
+    def show_last_turn(self) -> None:
+        """Remind of what was said last, as far as it can be told."""
+        token_ids = self._transcript.token_ids
+        last = last_turn(self._tokenizer, token_ids)
+        if last is None:
+            # No character has more than four tokens.
+            end = str(self._tokenizer.decode(token_ids[-4 * _SHOWN_CHARACTERS :], skip_special_tokens=True))
+            self.remark(f"it ends: {'[...]' * (len(end) > _SHOWN_CHARACTERS)}{end[-_SHOWN_CHARACTERS:]}")
             return
-        left = self._longest - len(self._token_ids) - len(new)
+        if last.start is not None:
+            self._turns = [Turn(last.start, last.question)]
+        self.remark(f"last question: {_shortened(last.question)}\nlast answer: {last.answer}")
+
+    def ask(self, question: str) -> bool:
+        """Answer a question; whether any of an answer came."""
+        held = self._transcript
+        try:
+            new = question_tokens(self._tokenizer, held.token_ids, question)
+        except PromptError as error:
+            self.remark(str(error))
+            return False
+        before, left = len(held), held.longest - len(held) - len(new)
         if left < 1:
-            note(
-                self._notes,
-                f"The conversation has {len(self._token_ids):,} tokens, the question {len(new):,}, and the model's "
-                f"context is {self._longest:,}. /forget goes back to the document.",
+            self.remark(
+                f"The conversation has {before:,} tokens, the question {len(new):,}, and the model's context is "
+                f"{held.longest:,}. /undo takes back the last question. /forget goes back to the document."
+            )
+            return False
+        self._said_that_it_ends &= held.longest - before < FEW_TOKENS
+        is_whole = held.answer(new, min(self.settings.max_new_tokens, left), self.settings.temperature)
+        is_answered = len(held) > before
+        if is_answered:
+            self._turns.append(Turn(before, question))
+        self._say_what_ended_it(is_whole)
+        return is_answered
+
+    def retry(self) -> None:
+        """Ask the last question again."""
+        if not self._turns:
+            self.remark(self._no_question())
+            return
+        turn, before = self._turns[-1], list(self._transcript.token_ids)
+        if not self.settings.temperature:
+            self.remark("temperature 0 takes the likeliest tokens again: /set temperature 0.7 varies the answer")
+        self._take_back()
+        if not self.ask(turn.question):
+            self._transcript.token_ids[:] = before
+            self._turns.append(turn)
+            self.remark("the answer before stays")
+
+    def undo(self) -> None:
+        """Take back the last question and its answer."""
+        if not self._turns:
+            self.remark(self._no_question())
+            return
+        question = self._take_back()
+        self.remark(f"taken back: {_shortened(question)}")
+
+    def forget(self) -> None:
+        """Go back to the document, or to what was loaded."""
+        self._transcript.shorten(self._start)
+        self._turns = [turn for turn in self._turns if turn.start < self._start]
+        self.remark(f"back to {self._start:,} tokens")
+
+    def set_system(self, text: str) -> None:
+        """Let the conversation begin with another system message."""
+        held = self._transcript
+        try:
+            message = SystemMessage(self._tokenizer)
+            old = self._system_tokens
+            if old is None:
+                old = message.num_tokens(held.token_ids, self._is_saved)
+            new = message.tokens(text)
+        except PromptError as error:
+            self.remark(str(error))
+            return
+        more = len(new) - old
+        if len(held) + more >= held.longest:
+            self.remark(
+                f"The conversation has {len(held):,} tokens, would have {more:,} more, and the model's context is "
+                f"{held.longest:,}: the message is not set. Shorten it, or /forget what was said."
             )
             return
-        before = len(self._token_ids)
-        self._token_ids += new
+        held.replace_start(old, new)
+        self._turns = [replace(turn, start=turn.start + more) for turn in self._turns]
+        self._start += more
+        self._system_tokens = len(new)
+        self.remark("a system message comes first in the prompt, so the document is read again")
         try:
-            self._last = self._generate("question", min(self._max_new_tokens, left), keep=True)
-            self._asked += 1
+            self.read_document()
         except KeyboardInterrupt:
-            write(self._out, "\n")
-            self._recover(before, before + len(new))
-            note(self._notes, "the answer was ended")
+            self.remark("the rest is read before the next answer")
 
-    def _recover(self, before: int, asked: int) -> None:
-        """After an interrupt: go on with what was said, or where nothing was, as if nothing had been asked."""
+    def save(self, name: str, is_forced: bool) -> None:
+        """Keep everything in the file of this name; one that is no cache's is replaced only if it is forced."""
+        path = Path(os.path.expanduser(name))  # other than Path's, it leaves names of nobody
         try:
-            self._cache.drop_unfinished()
-        except IncompleteCacheError:
-            self._cache.reset()
-        if len(self._token_ids) == asked:
-            del self._token_ids[before:]
-            self._shorten(before)
-
-    def _generate(self, what: str, max_new_tokens: int, keep: bool) -> Run:
-        stream = TokenStream(self._out, self._tokenizer)
-
-        def on_token(token: int) -> None:
-            self._token_ids.append(token)
-            stream.put(token)
-
-        run = shown_run(
-            self._notes,
-            what,
-            self._model,
-            torch.tensor([self._token_ids]),
-            self._cache,
-            max_new_tokens,
-            self._chunk,
-            on_token if keep else None,
-            self._temperature,
-        )
-        if keep:
-            stream.end()
-        return run
-
-    def _save(self, name: str) -> None:
-        if not name:
-            note(self._notes, "Name a file: /save FILE")
+            replaced = what_is_replaced(path, is_forced, f"/save! {name}")
+            size = self._transcript.save(path) / 2**20
+        except (ValueError, OSError, MemoryError) as error:
+            self.remark(str(error))
             return
-        held = self._cache.get_seq_length()
-        if held < len(self._token_ids):  # the last token of an answer is stored with the next one
-            new = torch.tensor([self._token_ids[held:]], device=self._model.device)
-            with torch.inference_mode():
-                self._model(new, **cache_argument(self._cache))
-        try:
-            self._cache.save(Path(name).expanduser(), torch.tensor([self._token_ids]))
-        except (CacheFileError, OSError, ValueError) as error:
-            note(self._notes, str(error))
-            return
-        size = Path(name).expanduser().stat().st_size / 2**20
-        note(self._notes, f"{len(self._token_ids):,} tokens, {size:,.1f} MiB, are in {name}")
+        where = name if replaced is None else f"{name}, in place of {replaced}"
+        self.remark(f"{len(self._transcript):,} tokens, {size:,.1f} MiB, are in {where}")
 
-    def _tell(self) -> None:
-        note(self._notes, repr(self._cache))
+    def tell(self) -> None:
+        """Say what the cache holds, and how fast the last answer was."""
+        held = self._transcript
+        held.compute_last()
+        self.remark(repr(held.cache))
         if self._weights is not None:
-            note(self._notes, self._weights)
-        note(self._notes, f"{len(self._token_ids):,} of {self._longest:,} tokens are taken")
-        if self._last is not None:
-            rate = self._last.decode_tokens_per_second
-            speed = "" if rate is None else f", {rate:.1f} tokens/s after it"
-            note(self._notes, f"last answer: first token after {self._last.prefill_seconds:.2f} s{speed}")
+            self.remark(self._weights)
+        self.remark(f"{len(held):,} of {held.longest:,} tokens are taken")
+        if held.num_missing:
+            self.remark(f"{held.num_missing:,} of them are read before the next answer")
+        if held.pace is not None:
+            self.remark(f"last answer: {held.pace}")
 
-    def _forget(self) -> None:
-        del self._token_ids[self._start :]
-        self._shorten(self._start)
-        note(self._notes, f"back to {self._start:,} tokens")
+    def _say_what_ended_it(self, is_whole: bool) -> None:
+        """Say why an answer ended, unless it did by itself, and once that the context does."""
+        held, limit = self._transcript, self.settings.max_new_tokens
+        left = held.longest - len(held)
+        if not is_whole:
+            self.remark("the answer was ended")
+        elif held.is_ended:
+            pass
+        elif left < 1:
+            self.remark(
+                f"ended at the model's context of {held.longest:,} tokens: /undo takes back the last question, "
+                "/forget goes back to the document"
+            )
+        else:
+            self.remark(f"ended at --max-new-tokens {limit}: /set max_new_tokens {2 * limit} allows more")
+        if left < FEW_TOKENS and not self._said_that_it_ends:
+            self.remark(f"{left:,} tokens of context left")
+        self._said_that_it_ends = left < FEW_TOKENS
 
-    def _shorten(self, num_tokens: int) -> None:
-        """Let the cache hold so many tokens at most; some cannot go back, and compute them again."""
-        surplus = self._cache.get_seq_length() - num_tokens
-        if surplus > 0 and self._cache.is_croppable:
-            self._cache.crop(-surplus)
-        elif surplus > 0:
-            self._cache.reset()
+    def _no_question(self) -> str:
+        return "Nothing was asked" + (", or where it begins cannot be told." if self._is_saved else " yet.")
+
+    def _take_back(self) -> str:
+        """Forget the last question, which is returned, and its answer."""
+        turn = self._turns.pop()
+        self._transcript.shorten(turn.start)
+        self._start = min(self._start, turn.start)
+        return turn.question
 
 
-def _check(
-    document: Path | None, load_cache: Path | None, cache: str | None, bits: int | None, context: int | None
-) -> None:
-    """Refuse what would be ignored."""
-    if document is not None and str(document) == "-":
-        raise UsageError("Questions come from standard input: give the document as a file.")
-    for option, value in (("--document", document), ("--cache", cache), ("--bits", bits), ("--context", context)):
-        if load_cache and value is not None:
-            raise UsageError(f"--load-cache gives the document and the cache that were saved: drop {option}.")
-
-
-def _next_line() -> str | None:
-    """What is typed next; `None` at the end."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}[...]"

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import HybridCache
 from ..saving import CacheFileError
+from .answers import Answer
+from .batch_progress import BatchProgress
 from .console import OUT_OF_MEMORY, UsageError, note
-from .prompts import PromptError, context_length, document_prompt, following_prompt
-from .questions import Answer, Question
-from .terminal import is_encodable, read_text
+from .document_shares import shares_of
+from .documents import read_documents
+from .finish_reason import finish_reason
+from .prompts import PromptError, context_length, document_prompt, question_tokens
+from .questions import Question, by_document
+from .sampling import GREEDY, Sampling
 from .timed_run import CacheOptions, new_cache, timed_generate
 
 
@@ -38,6 +44,8 @@ class BatchOptions:
         max_new_tokens: of an answer at most.
         context: tokens of a document that are read; `None` for all.
         prefill_chunk_size: tokens of a prompt per forward pass.
+        system: message to the model before the document; `None` for that of its template.
+        sampling: how tokens are chosen.
     """
 
     model: str
@@ -50,6 +58,8 @@ class BatchOptions:
     max_new_tokens: int
     context: int | None
     prefill_chunk_size: int
+    system: str | None = None
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True)
@@ -73,16 +83,23 @@ class DocumentQuestions:
     kept_caches: Path | None
     notes: Console
 
-    def answers(self, questions: Sequence[Question]) -> Iterator[Answer]:
+    def answers(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
         """
-        One for each question, all of which are about the same document.
+        One for each question, as they come: all about a document, then all about the next one.
 
         What a user can put right, such as a document that is missing, is the `error` of its questions.
         """
+        settings = asdict(self.options)
+        for about_one in by_document(questions):
+            for answer in self._about_one(about_one, progress):
+                yield {**answer, "settings": settings}
+
+    def _about_one(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
+        """To all questions about a document."""
         try:
             start = time.perf_counter()
             prefix, read = self._prefix(questions)
-            cache = self._filled(Path(questions[0].document), prefix)
+            cache = self._filled(questions[0].documents[0], prefix, progress)
             read["document_seconds"] = round(time.perf_counter() - start, 3)
         except (UsageError, PromptError, MemoryError, RuntimeError) as error:
             for question in questions:
@@ -102,17 +119,24 @@ class DocumentQuestions:
             raise UsageError(
                 f"--max-new-tokens {self.options.max_new_tokens:,} leaves no room in a context of {longest:,} tokens."
             )
-        text = read_text(self.folder / questions[0].document)
+        documents = read_documents(questions[0].documents, partial(note, self.notes), self.folder)
         context = self.options.context
         asked = self._longest_question(questions, room)
-        prompt = document_prompt(self.tokenizer, text, asked, context or room, room, apart=True)
+        prompt = document_prompt(
+            self.tokenizer, documents.text, asked, context or room, room, True, self.options.system
+        )
         if prompt.kept_tokens < prompt.document_tokens and context is None:
+            whole = f"The {documents.counted} {'has' if len(documents.files) == 1 else 'have'}"
             raise UsageError(
-                f"The document has {prompt.document_tokens:,} tokens, of which {prompt.kept_tokens:,} fit into a "
-                f"context of {longest:,} with the question and {self.options.max_new_tokens:,} new tokens. Pass "
-                "--context to read only the start of each document, or use a model with a longer context."
+                f"{whole} {prompt.document_tokens:,} tokens, of which {prompt.kept_tokens:,} fit into a context of "
+                f"{longest:,} with the question and {self.options.max_new_tokens:,} new tokens. Pass --context to read "
+                "only the start, or use a model with a longer context."
             )
-        read = {"document_tokens": prompt.document_tokens, "read_tokens": prompt.kept_tokens}
+        read: dict[str, Any] = {"document_tokens": prompt.document_tokens, "read_tokens": prompt.kept_tokens}
+        if len(documents.files) > 1:
+            read["documents"] = [asdict(each) for each in shares_of(documents, self.tokenizer, prompt.kept_tokens)]
+        if documents.left_out:
+            read["left_out"] = documents.left_out
         return prompt.input_ids[:, : prompt.prefix_tokens], read
 
     def _longest_question(self, questions: Sequence[Question], room: int) -> str:
@@ -124,9 +148,9 @@ class DocumentQuestions:
         fitting = [text for text, length in lengths.items() if length <= room // 2]
         return max(fitting, key=lengths.__getitem__) if fitting else min(lengths, key=lengths.__getitem__)
 
-    def _filled(self, document: Path, prefix: torch.Tensor) -> HybridCache:
+    def _filled(self, document: str, prefix: torch.Tensor, progress: BatchProgress) -> HybridCache:
         """A cache that holds the tokens before a question."""
-        path = self._kept_at(document, prefix)
+        path = self._kept_at(Path(document), prefix)
         if path is not None and path.exists():
             try:
                 return HybridCache.load(path, self.model.config, device=self.model.device, token_ids=prefix)
@@ -134,7 +158,8 @@ class DocumentQuestions:
                 note(self.notes, f"{path} is computed anew: {error}")
         options = CacheOptions() if self.options.bits is None else CacheOptions(bits=self.options.bits)
         cache = cast(HybridCache, new_cache(self.options.cache, self.model.config, options))
-        timed_generate(self.model, prefix, cache, 1, self.options.prefill_chunk_size)
+        with progress.reading(document, prefix.shape[1]) as advance:
+            timed_generate(self.model, prefix, cache, 1, self.options.prefill_chunk_size, on_prefill=advance)
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,26 +172,37 @@ class DocumentQuestions:
         """Where this document is kept, as this model and this cache compute it."""
         if self.kept_caches is None:
             return None
-        of_answers = ("max_new_tokens", "context")
+        of_answers = ("max_new_tokens", "context", "system", "sampling")
         computed = {name: value for name, value in asdict(self.options).items() if name not in of_answers}
         digest = hashlib.sha256(json.dumps([computed, str(self.model.dtype)]).encode())
         digest.update(prefix.numpy().tobytes())
-        return self.kept_caches / f"{document.stem}-{digest.hexdigest()[:16]}.safetensors"
+        return self.kept_caches / f"{document.stem or 'documents'}-{digest.hexdigest()[:16]}.safetensors"
 
     def _answer(
         self, question: Question, prefix: torch.Tensor, cache: HybridCache, read: dict[str, Any], is_last: bool
     ) -> Answer:
-        if not is_encodable(question.question):
-            raise UsageError("The question is not UTF-8 text.")
-        room = context_length(self.model) - self.options.max_new_tokens
-        prompt = following_prompt(self.tokenizer, prefix, question.question, room)
+        asked = question_tokens(self.tokenizer, prefix[0].tolist(), question.question)
+        input_ids = torch.cat([prefix, torch.tensor([asked])], dim=1)
+        longest = context_length(self.model)
+        room = longest - input_ids.shape[1]
+        if room < 1:
+            raise PromptError(
+                f"The document takes {prefix.shape[1]:,} tokens, the question {len(asked):,}, and the model's context "
+                f"is {longest:,}: no room is left for an answer. Ask a shorter question."
+            )
+        limit = self.options.max_new_tokens
         # What was coded cannot be taken back to the last bit, so every question has a copy of the document then.
         is_shared = not is_last and cache.is_croppable and not cache.codecs
         used = cache if is_last or is_shared else copy.deepcopy(cache)
         start = time.perf_counter()
         try:
             run = timed_generate(
-                self.model, prompt.input_ids, used, self.options.max_new_tokens, self.options.prefill_chunk_size
+                self.model,
+                input_ids,
+                used,
+                min(limit, room),
+                self.options.prefill_chunk_size,
+                sampling=self.options.sampling,
             )
         except BaseException:
             if used is cache:
@@ -175,9 +211,10 @@ class DocumentQuestions:
         if is_shared:
             cache.crop(prefix.shape[1] - cache.get_seq_length())
         return {
-            **asdict(question),
+            **question.fields,
             "answer": str(self.tokenizer.decode(run.tokens, skip_special_tokens=True)).strip(),
-            "prompt_tokens": prompt.input_ids.shape[1],
+            "finish_reason": finish_reason(self.model, run.tokens, limit, room),
+            "prompt_tokens": input_ids.shape[1],
             "answer_tokens": len(run.tokens),
             "seconds": round(time.perf_counter() - start, 3),
             **read,
@@ -187,4 +224,4 @@ class DocumentQuestions:
 def _failed(question: Question, error: Exception) -> Answer:
     if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
         raise error
-    return {**asdict(question), "error": next(iter(str(error).splitlines()), "") or type(error).__name__}
+    return {**question.fields, "error": next(iter(str(error).splitlines()), "") or type(error).__name__}

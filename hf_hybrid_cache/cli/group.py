@@ -20,7 +20,7 @@ def joined() -> "distributed.ProcessGroup | None":
     return distributed.new_group(timeout=_TO_ANSWER, backend="gloo")
 
 
-def consoles() -> tuple[Console, Console]:
-    """For answers and for remarks: only the first process writes."""
-    is_quiet = ranks.rank() > 0
-    return Console(soft_wrap=True, quiet=is_quiet), Console(stderr=True, soft_wrap=True, quiet=is_quiet)
+def consoles(quiet: bool = False) -> tuple[Console, Console]:
+    """For answers and for remarks, if any are wanted: only the first process writes."""
+    is_other = ranks.rank() > 0
+    return Console(soft_wrap=True, quiet=is_other), Console(stderr=True, soft_wrap=True, quiet=is_other or quiet)

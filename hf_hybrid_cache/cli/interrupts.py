@@ -1,4 +1,4 @@
-"""Ctrl-C: exit code 130 at any time, without a traceback."""
+"""Ctrl-C: exit code 130 at any time, without a traceback; in a conversation it ends what is under way, and no more."""
 
 import contextlib
 import os
@@ -25,6 +25,36 @@ def as_exceptions() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, _end)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Let Ctrl-C do nothing meanwhile, except where it is `heeded`."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _do_nothing)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile, where it is `held_back` otherwise."""
+    if signal.getsignal(signal.SIGINT) is not _do_nothing:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _do_nothing)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # A text that no document holds.
-_MARK = "<<hf-hybrid-cache>>"
+MARK = "<<hf-hybrid-cache>>"
 
 
 class PromptError(ValueError):
@@ -56,6 +56,7 @@ def document_prompt(
     context_tokens: int,
     max_prompt_tokens: int,
     apart: bool = False,
+    system: str | None = None,
 ) -> Prompt:
     """
     Put as much of the start of a document as fits before a question.
@@ -67,9 +68,11 @@ def document_prompt(
         context_tokens: how many tokens of the document to keep at most.
         max_prompt_tokens: the whole prompt, chat template and question included, is never longer.
         apart: let no token span the end of the document and the question, so that other questions can follow it.
+        system: message to the model before all; `None` for that of the chat template, if it has one.
 
     Raises:
-        PromptError: not one token of the document fits, or the chat template changes the question.
+        PromptError: not one token of the document fits, or the chat template changes the question, or has no place for
+            a system message.
     """
     encoded = tokenizer(document, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     document_ids = encoded["input_ids"]
@@ -82,8 +85,8 @@ def document_prompt(
         else:
             start = str(tokenizer.decode(document_ids[:kept]))
         if apart:
-            return _ids_apart(tokenizer, start.strip(), question)
-        return [], _chat_ids(tokenizer, f"{start.strip()}\n\n{question}")
+            return _ids_apart(tokenizer, start.strip(), question, system)
+        return [], _chat_ids(tokenizer, f"{start.strip()}\n\n{question}", system)
 
     overhead = sum(map(len, prompt_parts(0)))
     kept = min(len(document_ids), context_tokens, max_prompt_tokens - overhead)
@@ -128,25 +131,16 @@ def question_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], qu
     """
     if not tokenizer.chat_template:
         return _ids_apart(tokenizer, "", question)[1]
-    _, _, to_answer = _turns(tokenizer, [_MARK]).partition(_MARK)
+    _, _, to_answer = conversation_text(tokenizer, [MARK]).partition(MARK)
     if to_answer.strip() not in str(tokenizer.decode(token_ids)):
         return _ids_apart(tokenizer, "", question)[1]
     asked = question.strip()
-    _, found, after = _turns(tokenizer, [".", _MARK, asked]).partition(_MARK)
+    _, found, after = conversation_text(tokenizer, [".", MARK, asked]).partition(MARK)
     if not found or asked not in after:
         raise PromptError("The model's chat template changes the question, so it cannot follow an answer.")
     new: list[int] = tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"]
     # An answer that was not cut off ends its turn itself.
     return new[1:] if new[0] == token_ids[-1] and new[0] in tokenizer.all_special_ids else new
-
-
-def what_was_left_out(prompt: "Prompt", longest: int, asked_for: int | None) -> str:
-    left = prompt.document_tokens - prompt.kept_tokens
-    reason = f"the model's context is {longest:,}" if asked_for is None else f"--context {asked_for:,}"
-    return (
-        f"[Only the first {prompt.kept_tokens:,} of the document's {prompt.document_tokens:,} tokens were read "
-        f"({reason}). The answer knows nothing of the last {left:,}.]\n\n"
-    )
 
 
 def verbatim_prompt(tokenizer: PreTrainedTokenizerBase, text: str, max_prompt_tokens: int) -> Prompt:
@@ -174,29 +168,36 @@ def random_prompt(model: PreTrainedModel, num_tokens: int) -> Prompt:
     return Prompt(torch.randint(vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0)))
 
 
-def _chat_ids(tokenizer: PreTrainedTokenizerBase, message: str) -> list[int]:
-    return tokenizer(_chat_text(tokenizer, message), add_special_tokens=not tokenizer.chat_template, verbose=False)[
-        "input_ids"
-    ]
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, message: str, system: str | None) -> list[int]:
+    return tokenizer(
+        _chat_text(tokenizer, message, system), add_special_tokens=not tokenizer.chat_template, verbose=False
+    )["input_ids"]
 
 
-def _ids_apart(tokenizer: PreTrainedTokenizerBase, document: str, question: str) -> tuple[list[int], list[int]]:
+def _ids_apart(
+    tokenizer: PreTrainedTokenizerBase, document: str, question: str, system: str | None = None
+) -> tuple[list[int], list[int]]:
     """Tokens of the prompt up to the end of the document, and from there on."""
     middle = f"\n\n{question.strip()}"
     # Templates may trim a message, and so what follows an empty document.
-    before, found, after = _chat_text(tokenizer, (document or ".") + middle).rpartition(middle)
+    before, found, after = _chat_text(tokenizer, (document or ".") + middle, system).rpartition(middle)
     if not found:
         raise PromptError("The model's chat template changes the question, so it cannot follow a saved document.")
     prefix = tokenizer(before, add_special_tokens=not tokenizer.chat_template, verbose=False)["input_ids"]
     return prefix, tokenizer(middle + after, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _chat_text(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
-    return _turns(tokenizer, [message]) if tokenizer.chat_template else f"{message}\nAnswer:"
+def _chat_text(tokenizer: PreTrainedTokenizerBase, message: str, system: str | None = None) -> str:
+    text = conversation_text(tokenizer, [message], system) if tokenizer.chat_template else f"{message}\nAnswer:"
+    if system is not None and system.strip() not in text:
+        raise PromptError("The model has no chat template with a system message: drop --system.")
+    return text
 
 
-def _turns(tokenizer: PreTrainedTokenizerBase, turns: list[str]) -> str:
-    """A conversation that the user begins, up to where the next answer goes."""
+def conversation_text(tokenizer: PreTrainedTokenizerBase, turns: list[str], system: str | None = None) -> str:
+    """A conversation that the user begins, up to where the next answer goes, after a system message if there is one."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -1,17 +1,19 @@
-"""Files of `hf-hybrid-cache batch`: the questions, and the answers as they come."""
+"""The file of questions of `hf-hybrid-cache batch`."""
 
 import json
-import os
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .answers import RESULT_FIELDS, key_of
 from .console import UsageError
+from .terminal import is_encodable
 
-Answer = dict[str, Any]
-# What makes a stored answer one to a question.
-_KEY = ("id", "document", "question")
+_EXAMPLE = 'A question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
+# Wrong lines that are named; of others it is said how many there are.
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,33 @@ class Question:
     One line of the file of questions.
 
     Attributes:
-        id: as it was given, or the number of the line.
-        document: as it was given: absolute, or from the folder of the file of questions.
-        question: the text.
+        line: its number.
+        fields: all that it says, which the answer says too: `document`, of a file or a folder, or a list of them,
+            absolute or from the folder of the file; `question`, and where they were given `id` and what else there is.
     """
 
-    id: str | int
-    document: str
-    question: str
+    line: int
+    fields: Mapping[str, Any]
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        """Names of all that it is about."""
+        named = self.fields["document"]
+        return (named,) if isinstance(named, str) else tuple(named)
+
+    @property
+    def question(self) -> str:
+        return str(self.fields["question"])
+
+    @property
+    def id(self) -> str | int | None:
+        given: str | int | None = self.fields.get("id")
+        return given
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.id, self.document, self.question
+        """What makes a stored answer one to this question, wherever its line is."""
+        return key_of(self.fields)
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -39,102 +56,90 @@ def read_questions(path: Path) -> list[Question]:
     All questions in a file of lines of JSON.
 
     Raises:
-        UsageError: a line is not a question, or has the id of another one.
+        UsageError: lines are not questions, or are the same as others; it names them.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"Cannot read {path}: {error}.") from error
-    questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
+    questions: list[Question] = []
+    wrong: dict[int, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            questions.append(_question(number, line))
+        except _LineError as error:
+            wrong[number] = str(error)
+    wrong |= _repeated(questions)
+    if wrong:
+        raise UsageError(_refusal(path, wrong))
     if not questions:
-        raise UsageError(f"{path} has no questions.")
-    seen: dict[str | int, Question] = {}
-    for question in questions:
-        if question.id in seen:
-            raise UsageError(f"{path}: two questions have the id {question.id!r}; give each its own, or none.")
-        seen[question.id] = question
+        raise UsageError(f"{path} has no questions. {_EXAMPLE}")
     return questions
 
 
-def _question(path: Path, number: int, line: str) -> Question:
-    example = 'a question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
+def by_document(questions: Iterable[Question]) -> Iterator[list[Question]]:
+    """Questions about the same document together, in the order of the first of them."""
+    together: dict[tuple[str, ...], list[Question]] = {}
+    for question in questions:
+        together.setdefault(question.documents, []).append(question)
+    yield from together.values()
+
+
+class _LineError(ValueError):
+    """A line is not a question; the message says why."""
+
+
+def _question(number: int, line: bytes) -> Question:
     try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{path}, line {number}: not JSON ({error}); {example}.") from None
+        found = json.loads(line.decode())
+        is_text = is_encodable(json.dumps(found, ensure_ascii=False))
+    except UnicodeDecodeError as error:
+        raise _LineError(f"not UTF-8 text (byte {error.start + 1:,} is {line[error.start]:#04x})") from None
+    except json.JSONDecodeError as error:
+        raise _LineError(f"not JSON ({error.msg}, column {error.colno:,})") from None
+    except (ValueError, RecursionError) as error:
+        raise _LineError(f"not JSON that can be read ({error})") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path}, line {number}: not an object; {example}.")
-    if unknown := sorted(set(found).difference(_KEY)):
-        raise UsageError(f"{path}, line {number}: does not know {', '.join(map(repr, unknown))}; {example}.")
-    for name in ("document", "question"):
-        value = found.get(name)
-        if not isinstance(value, str) or not value.strip():
-            raise UsageError(f"{path}, line {number}: {name!r} must be text, got {value!r}; {example}.")
+        raise _LineError("not an object")
+    if not is_text:
+        raise _LineError("not UTF-8 text (it has half of a pair of surrogates)")
+    document, question = found.get("document"), found.get("question")
+    if not _is_text(document) and not (isinstance(document, list) and document and all(map(_is_text, document))):
+        raise _LineError(
+            "'document' must be the name of a file or a folder, or a list of names, got " + reprlib.repr(document)
+        )
+    if not _is_text(question):
+        raise _LineError(f"'question' must be text, got {reprlib.repr(question)}")
     given = found.get("id", number)
     if isinstance(given, bool) or not isinstance(given, str | int):
-        raise UsageError(f"{path}, line {number}: 'id' must be text or an integer, got {given!r}.")
-    return Question(given, found["document"], found["question"])
+        raise _LineError(f"'id' must be text or an integer, got {reprlib.repr(given)}")
+    if taken := [name for name in found if name in RESULT_FIELDS]:
+        raise _LineError(f"answers have a field {', '.join(map(repr, taken))} themselves; give it another name")
+    return Question(number, found)
 
 
-class AnswerFile:
-    """
-    Answers, a line of JSON each, which are there as soon as they are added.
-
-    Args:
-        path: of the file, which need not exist.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def read(self) -> list[Answer]:
-        """
-        All answers; a last line that was cut off when a process was ended is none.
-
-        Raises:
-            UsageError: another line is not an answer.
-        """
-        try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UsageError(f"Cannot read {self.path}: {error.strerror}.") from error
-        lines = text[: text.rfind(b"\n") + 1].splitlines()
-        return [self._answer(number, line) for number, line in enumerate(lines, 1)]
-
-    def replace(self, answers: Iterable[Answer]) -> None:
-        """Let the file hold these answers, at once."""
-        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.writelines(_line(answer) for answer in answers)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self.path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    def add(self, answer: Answer) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(answer))
-
-    def _answer(self, number: int, line: bytes) -> Answer:
-        try:
-            found: Answer = json.loads(line)
-            if all(key in found for key in _KEY) and ("answer" in found or "error" in found):
-                return found
-        except (ValueError, TypeError):
-            pass
-        raise UsageError(
-            f"{self.path}, line {number}: not an answer of this command. Give another --out; nothing was changed."
-        )
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def key_of(answer: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of the question that it answers."""
-    return tuple(answer[name] for name in _KEY)
+def _repeated(questions: Sequence[Question]) -> dict[int, str]:
+    """Why lines that say the same as ones before cannot be told apart from these."""
+    first: dict[Any, int] = {}
+    wrong = {}
+    for question in questions:
+        told_by = question.key if question.id is None else question.id
+        before = first.setdefault(told_by, question.line)
+        if before != question.line and question.id is None:
+            wrong[question.line] = f"the document and the question of line {before}; drop it, or give each its own id"
+        elif before != question.line:
+            wrong[question.line] = f"the id {reprlib.repr(question.id)} of line {before}; give each its own, or none"
+    return wrong
 
 
-def _line(answer: Answer) -> str:
-    return json.dumps(answer, ensure_ascii=False) + "\n"
+def _refusal(path: Path, wrong: Mapping[int, str]) -> str:
+    count = "1 line" if len(wrong) == 1 else f"{len(wrong):,} lines"
+    named = [f"  line {number}: {wrong[number]}" for number in sorted(wrong)[:_MOST_NAMED]]
+    more = [f"  and {len(wrong) - _MOST_NAMED:,} more"] if len(wrong) > _MOST_NAMED else []
+    return "\n".join([f"{path} has {count} that cannot be used:", *named, *more, _EXAMPLE])

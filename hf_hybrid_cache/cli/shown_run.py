@@ -7,6 +7,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from .sampling import GREEDY, Sampling
 from .terminal import prefill_bar
 from .timed_run import Run, timed_generate
 
@@ -20,7 +21,7 @@ def shown_run(
     max_new_tokens: int,
     prefill_chunk_size: int,
     on_token: Callable[[int], None] | None = None,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
 ) -> Run:
     """As `timed_generate`, with a bar called `title` of what the cache does not hold yet."""
     with prefill_bar(notes, title, input_ids.shape[1] - 1 - cache.get_seq_length()) as bar:
@@ -38,5 +39,5 @@ def shown_run(
             prefill_chunk_size,
             on_prefill=bar.advance,
             on_token=on_each_token,
-            temperature=temperature,
+            sampling=sampling,
         )

@@ -1,18 +1,14 @@
-"""Text on a terminal: tokens as they come, and files that are read."""
+"""Text on a terminal: tokens as they come."""
 
-import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase, TextStreamer
-
-from .console import UsageError
 
 
 class TokenStream:
@@ -43,10 +39,13 @@ class _Words(TextStreamer):
         write(self._out, text)
 
 
+def without_controls(text: str) -> str:
+    """What may be shown: a model can produce any character, and an escape sequence would act on the terminal."""
+    return "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
+
+
 def write(out: Console, text: str) -> None:
-    # A model can produce any character, and an escape sequence would act on the terminal.
-    text = "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
-    out.print(text, end="", markup=False, highlight=False, emoji=False)
+    out.print(without_controls(text), end="", markup=False, highlight=False, emoji=False)
     out.file.flush()
 
 
@@ -79,21 +78,3 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def read_text(path: Path) -> str:
-    try:
-        text = sys.stdin.buffer.read().decode() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 text (byte {error.start:,} is {error.object[error.start]:#04x})."
-        ) from None
-    except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise UsageError(f"{str(path)!r} is not the name of a file: {error}.") from error
-    if "\0" in text:
-        raise UsageError(f"{path} is a binary file, not text.")
-    if not text.strip():
-        raise UsageError(f"{path} is empty.")
-    return text

@@ -15,6 +15,7 @@ from ..cache_argument import cache_argument
 from ..layers import Selection, tensors_of
 from ..prompt_reading import PREFILL_CHUNK_SIZE, prefill
 from .console import UsageError
+from .sampling import GREEDY, Sampling
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,7 +119,7 @@ def timed_generate(
     prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
     on_prefill: Callable[[int], None] | None = None,
     on_token: Callable[[int], None] | None = None,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
 ) -> Run:
     """
     Generate with `model.generate` and time the prefill and the decode steps apart.
@@ -131,7 +132,7 @@ def timed_generate(
         prefill_chunk_size: tokens of the prompt per forward pass.
         on_prefill: called with the number of tokens after each chunk, of all but the last token of the prompt.
         on_token: called with each new token.
-        temperature: of sampling; 0 takes the likeliest token each time.
+        sampling: how tokens are chosen.
     """
     input_ids = input_ids.to(model.device)
     recorder = _Recorder(on_token)
@@ -141,17 +142,14 @@ def timed_generate(
     start = time.perf_counter()
     if input_ids.shape[1] > 1:
         prefill(model, input_ids[:, :-1], cache, chunk_size=prefill_chunk_size, progress=on_prefill or False)
+    sampling.start()
     model.generate(  # type: ignore[operator]
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         **cache_argument(cache),
         max_new_tokens=max_new_tokens,
         streamer=recorder,
-        do_sample=temperature > 0,
-        num_beams=1,
-        temperature=temperature or None,  # of a model's own settings transformers would warn that greedy ignores them
-        top_k=None,
-        top_p=None,
+        **sampling.options(),
         logits_processor=None if group is None else LogitsProcessorList([SameLogits(group)]),
     )
     _synchronize(model)
