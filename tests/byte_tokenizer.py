@@ -1,7 +1,13 @@
-"""A tokenizer that needs no training."""
+"""A tokenizer that needs no training, and a model with it."""
 
+import json
+from pathlib import Path
+
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from tiny_models import COMMON
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -20,3 +26,18 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         chat_template="{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
         "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     )
+
+
+def model_in(
+    folder: Path, context: int, tokenizer: PreTrainedTokenizerFast | None = None, **generation: object
+) -> Path:
+    """A random model, with a token for each byte unless there is another tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer or byte_tokenizer()
+    sizes = COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": context}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | generation))
+    return folder

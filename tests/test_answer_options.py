@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.sampling import GREEDY, Sampling
 
-from byte_tokenizer import byte_tokenizer
-from tiny_models import COMMON
+from byte_tokenizer import model_in
 
 SHORT = ["--context-tokens", "60", "--max-new-tokens", "6"]
 Invoke = Callable[..., Any]
@@ -24,12 +21,7 @@ Invoke = Callable[..., Any]
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options for a tiny model that answers in bytes."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(**COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": 2048})
-    AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return ["--model", str(folder), "--device", "cpu", "--dtype", "float32"]
+    return ["--model", str(model_in(tmp_path_factory.mktemp("model"), 2048)), "--device", "cpu", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli import timed_run
 from hf_hybrid_cache.cli.answers import RESULT_FIELDS
 from hf_hybrid_cache.cli.app import app
 
-from tiny_models import VOCAB_SIZE, tiny_model
+from tiny_models import VOCAB_SIZE
+from word_tokenizer import word_model_in
 
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="ends processes by signals")
 NEW_TOKENS = 5
@@ -29,13 +28,7 @@ NEW_TOKENS = 5
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and a tokenizer for texts such as "w1 w2"."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(folder)
-    return folder
+    return word_model_in(tmp_path_factory.mktemp("model"))
 
 
 class Batch:

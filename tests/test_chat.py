@@ -1,15 +1,13 @@
 """Conversations with a tiny random model: what can be typed besides questions, and what is said of answers."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
@@ -17,25 +15,9 @@ from hf_hybrid_cache.cli.chat_template import LastTurn, SystemMessage, last_turn
 from hf_hybrid_cache.cli.prompts import PromptError, conversation_text
 from hf_hybrid_cache.cli.terminal import without_controls
 
-from byte_tokenizer import byte_tokenizer
-from tiny_models import COMMON
+from byte_tokenizer import byte_tokenizer, model_in
 
 TEXT = "It was signed by Ada in London."
-
-
-def model_in(
-    folder: Path, context: int, tokenizer: PreTrainedTokenizerFast | None = None, **generation: object
-) -> Path:
-    """A random model, with a token for each byte unless there is another tokenizer."""
-    torch.manual_seed(0)
-    tokenizer = tokenizer or byte_tokenizer()
-    sizes = COMMON | {"vocab_size": len(tokenizer), "max_position_embeddings": context}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    settings = folder / "generation_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | generation))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
@@ -22,7 +20,7 @@ from hf_hybrid_cache.cli.document_shares import Share, shares_of
 from hf_hybrid_cache.cli.documents import Document, Documents, read_documents
 from hf_hybrid_cache.cli.formats import text_of
 
-from tiny_models import VOCAB_SIZE, tiny_model
+from word_tokenizer import word_model_in, word_tokenizer
 
 for _package in ("bs4", "docx", "pypdf"):
     pytest.importorskip(_package, reason='needs pip install "hf_hybrid_cache[documents]"')
@@ -92,16 +90,7 @@ def invoke(*arguments: object, input: bytes | None = None):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and a tokenizer for texts such as "w1 w2"."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0")
+    return word_model_in(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -338,7 +327,7 @@ def test_shares_of_documents_are_what_was_read_of_each(is_fast: bool):
             return {"input_ids": [[0] * len(text.split()) for text in texts]}
 
     documents = Documents(tuple(Document(name, "w1 w2 w3 w4") for name in "abc"), ())  # six words each, with the name
-    used = tokenizer() if is_fast else Splitter()
+    used = word_tokenizer() if is_fast else Splitter()
     assert shares_of(documents, used, 8) == [Share("a", 6, 6), Share("b", 6, 2), Share("c", 6, 0)]
     assert shares_of(documents, used, 18) == [Share(name, 6, 6) for name in "abc"]
 

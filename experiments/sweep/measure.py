@@ -29,7 +29,7 @@ from experiments.synthetic import fill
 from hf_hybrid_cache import HybridCache, decode_on_cpu, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
-from hf_hybrid_cache.planning import Machine, model_cost
+from hf_hybrid_cache.planning import default_chunk, model_cost
 
 FILL_CHUNK = 8192
 WARM_UP_TOKENS = 256  # some of them are coded, so that all kernels are compiled
@@ -77,7 +77,7 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
 def prefill_chunk(model: PreTrainedModel, cell: Cell) -> int | None:
     """Tokens of the prompt in a forward pass: on a GPU few activations, on a CPU what is fastest; `None` for all."""
     on_gpu = model.device.type != "cpu"
-    return None if cell.cache == "stock" and not on_gpu else Machine(int(on_gpu), 0).prefill_chunk_size
+    return None if cell.cache == "stock" and not on_gpu else default_chunk(on_gpu)
 
 
 def random_ids(model: PreTrainedModel, num_tokens: int) -> torch.Tensor:

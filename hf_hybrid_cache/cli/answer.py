@@ -24,7 +24,7 @@ from .device import compile_kernels, loaded
 from .document_shares import shares_of, what_was_left_out
 from .documents import read_documents
 from .files import STANDARD_INPUT, read_text
-from .finish_reason import finish_reason
+from .finish_reason import FinishReason, finish_reason
 from .group import consoles, joined
 from .prompts import (
     Prompt,
@@ -81,6 +81,7 @@ def answer(
 ) -> None:
     """Do what `generate` says with these options."""
     out, notes = consoles(quiet)
+    text_out = Console(quiet=True) if as_json else out
     with exit_codes(notes):
         _check_files(save_cache, load_cache, cache, compare, prompt_file)
         replaced = _replaced(save_cache, force)
@@ -167,9 +168,9 @@ def answer(
             kept = f"kept {prompt.kept_tokens:,} of {prompt.document_tokens:,} tokens"
             which = "document" if documents is None else documents.counted
             note(notes, f"{which}: {kept}; prompt: {prompt.input_ids.shape[1]:,} tokens")
-            if documents is not None and prompt.kept_tokens < prompt.document_tokens and not as_json:
+            if documents is not None and prompt.kept_tokens < prompt.document_tokens:
                 shares = shares_of(documents, tokenizer, prompt.kept_tokens)
-                write(out, what_was_left_out(prompt, longest, context, shares))
+                write(text_out, what_was_left_out(prompt, longest, context, shares))
 
         group = joined()
         if group is not None:
@@ -178,9 +179,7 @@ def answer(
             compile_kernels(language_model, name == "quantized" or compare, notes)
         cache_options = CacheOptions(**given, group=group, selection=selection)
         task = _Task(language_model, prompt, cache_options, max_new_tokens, prefill_chunk_size, sampling, notes)
-        stream = TokenStream(out, tokenizer)
-        if as_json:
-            stream = TokenStream(Console(quiet=True), tokenizer)
+        stream = TokenStream(text_out, tokenizer)
         if not compare:
             filled = None
             if load_cache:
@@ -191,7 +190,7 @@ def answer(
                     return
             run = task.run(name, stream.put, filled)
             stream.end()
-            reason = finish_reason(language_model, run.tokens, max_new_tokens, longest - prompt.input_ids.shape[1])
+            reason = task.finish_reason(run)
             if as_json:
                 print_json(out, {"cache": name} | record(run, prompt, tokenizer, reason))
             elif reason == "length":
@@ -206,17 +205,15 @@ def answer(
                 for token in runs[name].tokens:  # only now: writing while it runs would be timed
                     stream.put(token)
                 stream.end()
-                if question is None and text is None and tokenizer is not None and not as_json:
+                if question is None and text is None and tokenizer is not None:
                     said = where_it_says_so(str(tokenizer.decode(prompt.input_ids[0])))
-                    write(out, f"\nThe document says: {said}\n" if said else "")
+                    write(text_out, f"\nThe document says: {said}\n" if said else "")
         if ready.weights_said is None and language_model.device.type == "cpu":
             few_bits = task.run_with_few_bits("quantized")
             runs |= {} if few_bits is None else {WITH_WEIGHTS: few_bits}
         if as_json:
-            room = longest - prompt.input_ids.shape[1]
             for name, run in runs.items():
-                reason = finish_reason(language_model, run.tokens, max_new_tokens, room)
-                print_json(out, {"cache": one_line(name)} | record(run, prompt, tokenizer, reason))
+                print_json(out, {"cache": one_line(name)} | record(run, prompt, tokenizer, task.finish_reason(run)))
             return
         out.print(table(runs))
         write(out, conclusion(runs, prompt.input_ids.shape[1], kind))
@@ -277,6 +274,10 @@ class _Task:
         """Generate once; on a terminal a bar shows the prefill."""
         cache = cache or new_cache(name, self.model.config, self.options)
         return self._generate(f"{name}: prefill", self.prompt.input_ids, cache, self.max_new_tokens, on_token)
+
+    def finish_reason(self, run: Run) -> FinishReason:
+        room = context_length(self.model) - self.prompt.input_ids.shape[1]
+        return finish_reason(self.model, run.tokens, self.max_new_tokens, room)
 
     def run_with_few_bits(self, name: str) -> Run | None:
         """The last run: the model's weights have few bits from now on. `None` if none of them can."""

@@ -5,8 +5,20 @@ from typing import Annotated
 
 import typer
 
-from .choices import CACHES, NAMED_MODELS
-from .options import Bits, CpuNode, Device, DType, ExpertBits, Experts, Model, PrefillChunkSize, Weights, run_on_node
+from .choices import CACHES, NAMED_MODELS, NEW_TOKENS
+from .options import (
+    Bits,
+    CpuNode,
+    Device,
+    DType,
+    ExpertBits,
+    Experts,
+    Model,
+    PrefillChunkSize,
+    Temperature,
+    Weights,
+    run_on_node,
+)
 
 
 def chat(
@@ -29,15 +41,13 @@ def chat(
     weights: Weights = None,
     experts: Experts = None,
     expert_bits: ExpertBits = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = NEW_TOKENS,
     context: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of the document to keep at most. Default: what leaves room to talk."),
     ] = None,
     prefill_chunk_size: PrefillChunkSize = 2048,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token each time.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Do not keep what is typed, for the arrow keys, in a file.")
     ] = False,

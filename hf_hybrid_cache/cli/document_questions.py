@@ -24,7 +24,7 @@ from .documents import read_documents
 from .finish_reason import finish_reason
 from .prompts import PromptError, context_length, document_prompt, question_tokens
 from .questions import Question, by_document
-from .sampling import GREEDY, Sampling
+from .sampling import Sampling
 from .timed_run import CacheOptions, new_cache, timed_generate
 
 
@@ -58,8 +58,8 @@ class BatchOptions:
     max_new_tokens: int
     context: int | None
     prefill_chunk_size: int
-    system: str | None = None
-    sampling: Sampling = GREEDY
+    system: str | None
+    sampling: Sampling
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,15 @@ def finish_reason(model: PreTrainedModel, tokens: Sequence[int], max_new_tokens:
         "stop" where the model ended by itself, "length" after `max_new_tokens`, "context" where the context was full
         before.
     """
-    settings = model.generation_config
-    given = None if settings is None else settings.eos_token_id
-    ends = [] if given is None else [given] if isinstance(given, int) else list(given)
-    if tokens and tokens[-1] in ends:
+    if tokens and is_end(model, tokens[-1]):
         return "stop"
     if len(tokens) >= max_new_tokens:
         return "length"
     return "context" if len(tokens) >= room else "stop"
+
+
+def is_end(model: PreTrainedModel, token: int) -> bool:
+    """Whether it is one with which the model ends an answer itself."""
+    settings = model.generation_config
+    given = None if settings is None else settings.eos_token_id
+    return token in ([] if given is None else [given] if isinstance(given, int) else given)

@@ -4,8 +4,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any]
 
 
 def end_at_once() -> None:
@@ -14,43 +18,32 @@ def end_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-@contextlib.contextmanager
-def as_exceptions() -> Iterator[None]:
+def as_exceptions() -> AbstractContextManager[None]:
     """Let Ctrl-C raise `KeyboardInterrupt` meanwhile."""
-    if signal.getsignal(signal.SIGINT) is not _end:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, _end)
+    return _exchanged(_end, signal.default_int_handler)
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def held_back() -> AbstractContextManager[None]:
     """Let Ctrl-C do nothing meanwhile, except where it is `heeded`."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _do_nothing)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return _exchanged(signal.default_int_handler, _do_nothing)
+
+
+def heeded() -> AbstractContextManager[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile, where it is `held_back` otherwise."""
+    return _exchanged(_do_nothing, signal.default_int_handler)
 
 
 @contextlib.contextmanager
-def heeded() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile, where it is `held_back` otherwise."""
-    if signal.getsignal(signal.SIGINT) is not _do_nothing:
+def _exchanged(before: _Handler, meanwhile: _Handler) -> Iterator[None]:
+    """Let another function handle Ctrl-C, where the first one does; elsewhere nothing changes."""
+    if signal.getsignal(signal.SIGINT) is not before:
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, meanwhile)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, _do_nothing)
+        signal.signal(signal.SIGINT, before)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

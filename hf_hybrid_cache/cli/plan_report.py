@@ -26,6 +26,7 @@ from ..planning import (
     SpeedsFileError,
     Way,
     WeightSpeed,
+    default_chunk,
     farthest,
     has_room,
     load_speeds,
@@ -88,7 +89,7 @@ def report(
 
         config = load_config(model)
         memory = this_machine(device_bytes, host_bytes)
-        cost = model_cost(config, precision, batch_size, prefill_chunk_size or memory.prefill_chunk_size)
+        cost = model_cost(config, precision, batch_size, prefill_chunk_size or default_chunk(memory.device_bytes > 0))
         speeds = _speeds(cost.dtype, calibrate_first, notes)
         speeds = Speeds(
             _reading_at(host_rate) if host_rate else speeds.host,

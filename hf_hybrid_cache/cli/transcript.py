@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
 from ..layers import IncompleteCacheError
+from .finish_reason import is_end
 from .interrupts import heeded
 from .prompts import context_length
 from .sampling import Sampling
@@ -85,9 +86,7 @@ class Transcript:
     @property
     def is_ended(self) -> bool:
         """Whether the last token is one with which an answer ends itself."""
-        config = self._model.generation_config
-        ends = None if config is None else config.eos_token_id
-        return ends is not None and self.token_ids[-1] in (ends if isinstance(ends, list) else [ends])
+        return is_end(self._model, self.token_ids[-1])
 
     def read(self) -> float | None:
         """

@@ -116,10 +116,10 @@ class Machine:
     host_bytes: int
     speeds: Speeds = Speeds()
 
-    @property
-    def prefill_chunk_size(self) -> int:
-        """Tokens of a prompt in a forward pass, few on a GPU for their activations, on a CPU the fastest."""
-        return 512 if self.device_bytes else 2048
+
+def default_chunk(on_gpu: bool) -> int:
+    """Tokens of a prompt in a forward pass, few on a GPU for their activations, on a CPU the fastest."""
+    return 512 if on_gpu else 2048
 
 
 def free_device_bytes() -> int:

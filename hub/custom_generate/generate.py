@@ -11,9 +11,8 @@ import torch
 
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
+from hf_hybrid_cache.planning import default_chunk
 
-# Tokens of the prompt per forward pass: on the CPU the fastest, on a GPU few activations.
-CPU_CHUNK, GPU_CHUNK = 2048, 512
 NEW_TOKENS = 20  # what transformers generates where nothing says how many
 INSTEAD = "or call generate without custom_generate."
 
@@ -73,7 +72,7 @@ def generate(
     # Longer ones are up to `generate`, which warns of them.
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or context
     device, gpu_memory = _device_of(model, gpu_memory)
-    chunk = option("prefill_chunk_size") or (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK)
+    chunk = option("prefill_chunk_size") or default_chunk(on_gpu=device.type != "cpu")
     if kwargs.get("inputs_embeds") is not None:
         chunk = prompt_tokens  # embeddings are computed at once
     else:
