@@ -70,6 +70,8 @@ STOCK_CANNOT = {
 }
 
 
+# Puts 32 tokens of its own before a prompt, and so many are rounded to 8 bits unless kernels are exact.
+MORE_TOKENS = {"CpmAntConfig"}
 # Whose experts are chosen by scores that come close to each other.
 CLOSE_CHOICES = {"BailingHybridConfig", "GraniteMoeConfig", "GraniteMoeSharedConfig"}
 # Tokens that come close enough to go to another expert; they are off, and those that see them.
@@ -146,9 +148,11 @@ def test_it_gives_the_tokens_that_it_gives_with_stock(architecture: Architecture
 
 
 def test_it_computes_with_its_codes_and_reads_no_weight_in_another_way(
-    architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+    architecture: Architecture, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     model, name = architecture.model(), architecture.name
+    if name in MORE_TOKENS:
+        request.getfixturevalue("exact_kernels")
     logits(model, 6)
     operations = note_operations(monkeypatch)
     with weights_in_bits(model, 8, group_size=32):
