@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test test-all test-quantized-models test-newest soak docs lint sweep sweep-gpu gpu gpu-wheels report clean
+.PHONY: demo notebooks test test-all test-quantized-models test-newest soak docs options lint sweep sweep-gpu gpu gpu-wheels report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -47,6 +47,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(OPTIONS) | diff --unified $(OPTIONS_PAGE) - || (echo "make options writes $(OPTIONS_PAGE)" && false)
+
+# The page of the command's options, which `make lint` compares with the command.
+OPTIONS = $(BIN)/python -m typer hf_hybrid_cache.cli.app utils docs --name hf-hybrid-cache --title "Options of the command line"
+OPTIONS_PAGE := docs/api/options.md
+options: $(VENV)/.demo
+	$(OPTIONS) > $(OPTIONS_PAGE)
 
 # The site, from the pages, docstrings and notebooks that are here: docs/_build/html/index.html.
 docs: $(VENV)/.docs

@@ -26,6 +26,7 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "docs/*.md",
+    "docs/api/*.md",
     "docs/api/*.rst",
     "hub/README.md",
     "notebooks/*.ipynb",
@@ -56,14 +57,11 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 
 # Nothing is fetched while the site is built, so what others document is not linked to.
-# The forms of blocks and the shapes of states are not public: a user passes them on, and looks into none.
+# The forms of blocks, the shapes of states and the parts of plans are not public: a user only passes them on.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|transformers|collections|pathlib|os|typing)\..*"),
+    (r"py:.*", r"(torch|transformers|collections|contextlib|pathlib|os|typing)\..*"),
     (r"py:class", r"PreTrained\w+|ProcessGroup"),  # imported for types only
-    (
-        r"py:class",
-        r"hf_hybrid_cache\.(storage\.codec\.Codec|storage\.kv_store\.KVShape|planning\.model_cost\.OtherLayer)",
-    ),
+    (r"py:class", r"hf_hybrid_cache\.(storage\.codec\.Codec|storage\.kv_store\.KVShape|planning\.\w+\.\w+)"),
 ]
 
 html_theme = "furo"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from experiments import records
-from experiments.options import byte_size
+from experiments.common import records
+from experiments.common.options import byte_size
 from experiments.sweep import store
 from experiments.sweep.caches import CACHES, DECODE_DEVICES
 from experiments.sweep.prefill_time import ProbeError

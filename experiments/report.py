@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from experiments import pictures
+from experiments.common import pictures
+from experiments.common.records import RESULTS
 from experiments.gpu.page import write_all
-from experiments.records import RESULTS
 from experiments.sweep.drawing import draw_all
 
 # Okabe and Ito's palette, whose colours the colour-blind can tell apart.
@@ -141,10 +141,10 @@ def draw_quality(record: dict[str, Any], axes: Axes) -> None:
     axes.grid(alpha=0.3)
 
 
-def save(draw_record: Drawing, record: dict[str, Any], path: Path) -> None:
-    """Write what `draw_record` draws of a record as SVG and PNG."""
+def save(draw_packed: Drawing, record: dict[str, Any], path: Path) -> None:
+    """Write what `draw_packed` draws of a record as SVG and PNG."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    draw_record(record, axes)
+    draw_packed(record, axes)
     pictures.write(figure, path)
 
 
@@ -156,9 +156,9 @@ def main() -> None:
         for machine in load_records(plot.records)
     ]
     drawings += [(QUALITY, machine, draw_quality) for machine in load_records(QUALITY)]
-    for folder, machine, draw_record in drawings:
+    for folder, machine, draw_packed in drawings:
         path = RESULTS / folder / machine
-        save(draw_record, load_records(folder)[machine], path)
+        save(draw_packed, load_records(folder)[machine], path)
         print(f"drawn: {path.with_suffix('.svg').relative_to(RESULTS.parent)}")
     for path in (*draw_all(), *write_all()):
         print(f"written: {path.relative_to(RESULTS.parent)}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from experiments import records
+from experiments.common import records
 from experiments.stock_tests_plugin import CACHES
 
 FAMILIES = (

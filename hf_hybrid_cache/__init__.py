@@ -16,40 +16,31 @@ if TYPE_CHECKING:
         SameLogits,
     )
     from .codecs import minmax, quanto
-    from .decode_phase import DecodeOnCPU, decode_on_cpu
-    from .kernels import (
-        KernelsDisabledError,
-        get_num_threads,
-        set_integer_kernels,
-        set_num_threads,
-        uses_integer_kernels,
-    )
+    from .decode_phase import DecodeOnCPU
+    from .errors import HybridCacheError
+    from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, Placement, Selection
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
     from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
     from .weights import (
-        CodedWeightsConfig,
-        ExpertsReport,
+        QuantizedWeightsConfig,
         WeightsReport,
-        host_experts,
         move_experts_to_host,
         quantize_weights,
-        weights_in_bits,
     )
 
 __all__ = [
     "CacheFileError",
     "CacheStats",
-    "CodedWeightsConfig",
     "Decision",
     "DecodeOnCPU",
     "DeviceMemoryError",
     "DynamicHybridCache",
-    "ExpertsReport",
     "HostMemoryError",
     "HybridCache",
+    "HybridCacheError",
     "IncompleteCacheError",
     "KVCodec",
     "KernelsDisabledError",
@@ -59,24 +50,20 @@ __all__ = [
     "OutOfStepError",
     "Placement",
     "QuantizedHybridCache",
+    "QuantizedWeightsConfig",
     "SameLogits",
     "Selection",
     "StaleHandleError",
     "WeightsReport",
     "__version__",
-    "decode_on_cpu",
     "get_num_threads",
-    "host_experts",
     "minmax",
     "move_experts_to_host",
     "prefill",
     "quantize_weights",
     "quanto",
     "saved_token_ids",
-    "set_integer_kernels",
     "set_num_threads",
-    "uses_integer_kernels",
-    "weights_in_bits",
 ]
 
 __getattr__ = lazy_names(
@@ -92,27 +79,19 @@ __getattr__ = lazy_names(
             "SameLogits",
         ),
         "codecs": ("minmax", "quanto"),
-        "decode_phase": ("DecodeOnCPU", "decode_on_cpu"),
-        "kernels": (
-            "KernelsDisabledError",
-            "get_num_threads",
-            "set_integer_kernels",
-            "set_num_threads",
-            "uses_integer_kernels",
-        ),
+        "decode_phase": ("DecodeOnCPU",),
+        "errors": ("HybridCacheError",),
+        "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement", "Selection"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),
         "saving": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
         "weights": (
-            "CodedWeightsConfig",
-            "ExpertsReport",
+            "QuantizedWeightsConfig",
             "WeightsReport",
-            "host_experts",
             "move_experts_to_host",
             "quantize_weights",
-            "weights_in_bits",
         ),
     },
 )

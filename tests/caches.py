@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from balanced import balanced
-from coded_reference import coded_reference
+from channel_scaled import channel_scaled
+from quantized_reference import quantized_reference
 from torch import distributed
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -15,7 +15,6 @@ from hf_hybrid_cache import (
     KVCodec,
     OffloadedHybridCache,
     Placement,
-    QuantizedHybridCache,
     Selection,
     minmax,
 )
@@ -50,12 +49,12 @@ def offloaded_partly(config: PreTrainedConfig) -> HybridCache:
 
 def selected(config: PreTrainedConfig) -> HybridCache:
     """Pages are chosen as for any share, and what is left out does not show."""
-    return DynamicHybridCache(config, cpu_decode=True, selection=Selection(mass=1 - 1e-7, most=1))
+    return DynamicHybridCache(config, cpu_decode=True, selection=Selection(top_p=1 - 1e-7, most=1))
 
 
 def cpu_decode_partly(config: PreTrainedConfig) -> HybridCache:
     """The last full-attention layer on the CPU, the others streamed."""
-    return OffloadedHybridCache(config, cpu_decode=full_attention_layers(config)[-1:])
+    return HybridCache(config, Placement(offload=True, cpu_decode=full_attention_layers(config)[-1:]))
 
 
 def shared_with_nobody(config: PreTrainedConfig) -> HybridCache:
@@ -88,7 +87,7 @@ OWN_ATTENTION: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
 SPLIT: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "split": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=True),
     "split_selected": lambda config: OffloadedHybridCache(
-        config, device_tokens=128, cpu_decode=True, selection=Selection(mass=1 - 1e-7, most=1)
+        config, device_tokens=128, cpu_decode=True, selection=Selection(top_p=1 - 1e-7, most=1)
     ),
     "split_streamed": lambda config: OffloadedHybridCache(config, device_tokens=128, cpu_decode=False),
     "split_in_three": lambda config: OffloadedHybridCache(
@@ -100,17 +99,18 @@ CACHES = SAME_ATTENTION | OWN_ATTENTION | SPLIT
 
 def quantized_last_layers(config: PreTrainedConfig) -> HybridCache:
     """The first layer of full attention stays in full precision, the last has more bits than those between."""
-    return QuantizedHybridCache(config, bits=bits_of_last_layers(config), sink_tokens=0, rotate=True)
+    return HybridCache(config, codec=codecs_of_last_layers(config))
 
 
-def bits_of_last_layers(config: PreTrainedConfig) -> dict[int, int | tuple[int, int]]:
+def codecs_of_last_layers(config: PreTrainedConfig) -> dict[int, KVCodec]:
     layers = full_attention_layers(config)
-    return {index: (8 if index == layers[-1] else (4, 2)) for index in layers[1:]}
+    bits = {index: (8 if index == layers[-1] else (4, 2)) for index in layers[1:]}
+    return {index: minmax(each, sink_tokens=0, rotate=True) for index, each in bits.items()}
 
 
-def balanced_codecs(config: PreTrainedConfig, bits: int) -> dict[int, KVCodec]:
-    """Layers of full attention, each balanced in its own way."""
-    return {index: balanced(minmax(bits), *sizes, seed=index) for index, sizes in kv_sizes(config).items()}
+def channel_scaled_codecs(config: PreTrainedConfig, bits: int) -> dict[int, KVCodec]:
+    """Layers of full attention, each channel-scaled in its own way."""
+    return {index: channel_scaled(minmax(bits), *sizes, seed=index) for index, sizes in kv_sizes(config).items()}
 
 
 def kv_sizes(config: PreTrainedConfig) -> dict[int, tuple[int, int, int]]:
@@ -138,63 +138,68 @@ _KV_SIZES: dict[str, dict[int, tuple[int, int, int]]] = {}
 # Each beside the same codes in a plain cache. Attention is torch's own: results are the same to the last bit.
 QUANTIZED_SAME_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
     "quantized_on_device": (
-        lambda config: QuantizedHybridCache(config, bits=4, sink_tokens=0, rotate=True, cpu_decode=False),
-        lambda config: coded_reference(config, minmax(4, sink_tokens=0, rotate=True)),
+        lambda config: HybridCache(config, Placement(cpu_decode=False), codec=minmax(4, sink_tokens=0, rotate=True)),
+        lambda config: quantized_reference(config, minmax(4, sink_tokens=0, rotate=True)),
     ),
     "quantized_balanced_on_device": (
-        lambda config: HybridCache(config, Placement(cpu_decode=False), codec=balanced_codecs(config, 4)),
-        lambda config: coded_reference(config, balanced_codecs(config, 4)),
+        lambda config: HybridCache(config, Placement(cpu_decode=False), codec=channel_scaled_codecs(config, 4)),
+        lambda config: quantized_reference(config, channel_scaled_codecs(config, 4)),
     ),
     "quantized_streamed": (
-        lambda config: QuantizedHybridCache(config, bits=(8, 4), offload=True, rotate=False, cpu_decode=False),
-        lambda config: coded_reference(config, minmax((8, 4), rotate=False)),
+        lambda config: HybridCache(
+            config, Placement(offload=True, cpu_decode=False), codec=minmax((8, 4), rotate=False)
+        ),
+        lambda config: quantized_reference(config, minmax((8, 4), rotate=False)),
     ),
 }
 # Attention is the kernel's, over the codes.
 QUANTIZED_OWN_ATTENTION: dict[str, tuple[Callable[[PreTrainedConfig], Cache], Callable[[PreTrainedConfig], Cache]]] = {
     "quantized_selected": (
         # Pages are chosen as for any share, and what is left out does not show.
-        lambda config: QuantizedHybridCache(config, rotate=True, selection=Selection(mass=1 - 1e-7, most=1)),
-        lambda config: coded_reference(config, minmax(4, rotate=True)),
+        lambda config: HybridCache(config, codec=minmax(4, rotate=True), selection=Selection(top_p=1 - 1e-7, most=1)),
+        lambda config: quantized_reference(config, minmax(4, rotate=True)),
     ),
     "quantized_8": (
-        lambda config: QuantizedHybridCache(config, bits=8, rotate=True),
-        lambda config: coded_reference(config, minmax(8, rotate=True)),
+        lambda config: HybridCache(config, codec=minmax(8, rotate=True)),
+        lambda config: quantized_reference(config, minmax(8, rotate=True)),
     ),
     "quantized_2": (
-        lambda config: QuantizedHybridCache(config, 2, group_size=16, cpu_decode=True, sink_tokens=0, rotate=True),
-        lambda config: coded_reference(config, minmax(2, group_size=16, sink_tokens=0, rotate=True)),
+        lambda config: HybridCache(
+            config, Placement(cpu_decode=True), codec=minmax(2, group_size=16, sink_tokens=0, rotate=True)
+        ),
+        lambda config: quantized_reference(config, minmax(2, group_size=16, sink_tokens=0, rotate=True)),
     ),
     "quantized_balanced": (
-        lambda config: HybridCache(config, codec=balanced_codecs(config, 8)),
-        lambda config: coded_reference(config, balanced_codecs(config, 8)),
+        lambda config: HybridCache(config, codec=channel_scaled_codecs(config, 8)),
+        lambda config: quantized_reference(config, channel_scaled_codecs(config, 8)),
     ),
     "quantized_shared_with_nobody": (
-        lambda config: QuantizedHybridCache(config, bits=8, sink_tokens=0, rotate=True, group=group_of_one()),
-        lambda config: coded_reference(config, minmax(8, sink_tokens=0, rotate=True)),
+        lambda config: HybridCache(config, codec=minmax(8, sink_tokens=0, rotate=True), group=group_of_one()),
+        lambda config: quantized_reference(config, minmax(8, sink_tokens=0, rotate=True)),
     ),
     "quantized_split": (
-        lambda config: QuantizedHybridCache(config, bits=8, rotate=True, cpu_decode=True, device_tokens=128),
-        lambda config: coded_reference(config, minmax(8, rotate=True), device_tokens=128),
+        lambda config: HybridCache(config, Placement(cpu_decode=True, device_tokens=128), codec=minmax(8, rotate=True)),
+        lambda config: quantized_reference(config, minmax(8, rotate=True), device_tokens=128),
     ),
     "quantized_split_streamed": (
-        lambda config: QuantizedHybridCache(
-            config, bits=4, sink_tokens=0, rotate=True, offload=True, cpu_decode=False, device_tokens=128
+        lambda config: HybridCache(
+            config,
+            Placement(offload=True, cpu_decode=False, device_tokens=128),
+            codec=minmax(4, sink_tokens=0, rotate=True),
         ),
-        lambda config: coded_reference(config, minmax(4, sink_tokens=0, rotate=True), device_tokens=128),
+        lambda config: quantized_reference(config, minmax(4, sink_tokens=0, rotate=True), device_tokens=128),
     ),
     "quantized_split_in_three": (
-        lambda config: QuantizedHybridCache(
-            config, bits=8, sink_tokens=0, rotate=True, offload=True, cpu_decode=0.5, device_tokens=128
+        lambda config: HybridCache(
+            config,
+            Placement(offload=True, cpu_decode=0.5, device_tokens=128),
+            codec=minmax(8, sink_tokens=0, rotate=True),
         ),
-        lambda config: coded_reference(config, minmax(8, sink_tokens=0, rotate=True), device_tokens=128),
+        lambda config: quantized_reference(config, minmax(8, sink_tokens=0, rotate=True), device_tokens=128),
     ),
     "quantized_last_layers": (
         quantized_last_layers,
-        lambda config: coded_reference(
-            config,
-            {index: minmax(bits, sink_tokens=0, rotate=True) for index, bits in bits_of_last_layers(config).items()},
-        ),
+        lambda config: quantized_reference(config, codecs_of_last_layers(config)),
     ),
 }
 QUANTIZED = QUANTIZED_SAME_ATTENTION | QUANTIZED_OWN_ATTENTION

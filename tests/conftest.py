@@ -24,15 +24,15 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hybrid_cache import set_integer_kernels
 from hf_hybrid_cache.kernels import compile_in_background
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
 from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
 
 import interpreted
 import slow
 import soak
 
-pytest.register_assert_rewrite("coded_models")
+pytest.register_assert_rewrite("quantized_models")
 
 # Before anything imports Triton.
 interpreted.load()
@@ -97,6 +97,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError("This pytest-xdist does not keep groups of tests together with this pytest.")
     # A million objects of modules and tests live until the end: a collection need not go over them each time.
     gc.freeze()
+    # By default collections take a twentieth of the run.
+    gc.set_threshold(100_000)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -122,7 +124,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if folder is None:
         return
     # Takes seconds, which every test process would spend.
-    from experiments import records
+    from experiments.common import records
 
     record = {
         "seconds": round(time.monotonic() - config.stash[_STARTED], 1),
@@ -142,8 +144,8 @@ def kernels_that_most_tests_use() -> None:
     Numba changes the filters of warnings meanwhile, also in the background, and a test would see others than it set.
     """
     for element in ("float32", "uint16"):
-        for is_coded in (False, True):
-            compile_in_background(np.dtype(element), is_coded)
+        for is_quantized in (False, True):
+            compile_in_background(np.dtype(element), is_quantized)
     for thread in threading.enumerate():
         if thread.name == "compile kernels":
             thread.join()

@@ -69,11 +69,11 @@ class StreamsOnCpu(LayerStores):
         on_cpu: bool,
         capacity: InitialCapacity,
         budget: HostBudget,
-        records: bool = False,
+        packed: bool = False,
     ) -> BufferedStore:
         if not on_cpu:
-            return super()._buffered(ordinal, shape, on_cpu, capacity, budget, records)
-        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], records=records)
+            return super()._buffered(ordinal, shape, on_cpu, capacity, budget, packed)
+        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], packed=packed)
 
 
 def copy_late(cache: HybridCache) -> None:

@@ -19,7 +19,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 
 from tiny_models import VOCAB_SIZE, random_prompt
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 MakeCache = Callable[[PreTrainedConfig], Cache]
 Result = list[Any]
 
@@ -149,8 +149,8 @@ MODES: dict[str, Callable[[PreTrainedModel, MakeCache, int], Result]] = {
 }
 # transformers refuses to roll back recurrent states.
 NOT_IN_TRANSFORMERS = {("qwen3_next", "prompt_lookup"), ("qwen3_next", "assistant")}
-# With so many tokens more than usual, blocks are coded in the prefill, and others while tokens are decoded.
-FOR_CODED_BLOCKS = 152
+# With so many tokens more than usual, blocks are quantized in the prefill, and others while tokens are decoded.
+FOR_QUANTIZED_BLOCKS = 152
 
 
 @contextmanager

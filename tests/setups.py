@@ -7,8 +7,8 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import torch
-from balanced import balanced
-from coded_reference import coded_reference
+from channel_scaled import channel_scaled
+from quantized_reference import quantized_reference
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
@@ -60,7 +60,7 @@ class Setup:
         return cache
 
     def reference(self) -> DynamicCache:
-        return coded_reference(self.config, self.codecs)
+        return quantized_reference(self.config, self.codecs)
 
     def system(self) -> AbstractContextManager:
         """In which the cache is used."""
@@ -91,10 +91,10 @@ def _has_kernel(codec: KVCodec) -> bool:
 
 
 @st.composite
-def setups(draw: st.DrawFn, dtype: torch.dtype, is_coded: bool, copies_late: bool) -> Setup:
+def setups(draw: st.DrawFn, dtype: torch.dtype, is_quantized: bool, copies_late: bool) -> Setup:
     num_layers = draw(st.integers(1, 4))
     layers = st.integers(0, num_layers - 1)
-    codecs = draw(st.dictionaries(layers, _CODECS, min_size=1)) if is_coded else {}
+    codecs = draw(st.dictionaries(layers, _CODECS, min_size=1)) if is_quantized else {}
     without_kernel = {layer for layer, codec in codecs.items() if not _has_kernel(codec)}
     on_cpu = st.frozensets(layers).map(lambda drawn: drawn - without_kernel)
     cpu_decode = draw(st.one_of(st.sampled_from([None, False, *([] if without_kernel else [True])]), on_cpu))
@@ -103,7 +103,7 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_coded: bool, copies_late: boo
     for layer, codec in codecs.items():
         if isinstance(codec.keys, MinMaxCodec) and draw(st.booleans()):
             dims = (key_dim, value_dim)
-            codecs[layer] = balanced(codec, num_kv_heads, *dims, seed=layer)
+            codecs[layer] = channel_scaled(codec, num_kv_heads, *dims, seed=layer)
     return Setup(
         dtype=dtype,
         num_layers=num_layers,
@@ -121,5 +121,5 @@ def setups(draw: st.DrawFn, dtype: torch.dtype, is_coded: bool, copies_late: boo
         reserves=draw(st.booleans()),
         codecs=codecs,
         copies_late=copies_late,
-        integer_kernels=draw(st.sampled_from([None, False])) if is_coded else None,
+        integer_kernels=draw(st.sampled_from([None, False])) if is_quantized else None,
     )

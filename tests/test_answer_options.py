@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import UsageError
-from hf_hybrid_cache.cli.sampling import GREEDY, Sampling
+from hf_hybrid_cache.cli.runs.sampling import GREEDY, Sampling
 
 from byte_tokenizer import model_in
 

@@ -30,7 +30,6 @@ from hf_hybrid_cache import (
     OffloadedHybridCache,
     QuantizedHybridCache,
     quantize_weights,
-    weights_in_bits,
 )
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
@@ -216,7 +215,7 @@ def test_caches_and_layers_have_the_attributes_of_stock(num_tokens: int):
 
 def test_weights_that_accelerate_offloads_are_not_made_small():
     model = accelerate.cpu_offload(copy.deepcopy(tiny_model("llama")), execution_device="cpu")
-    for entered in (weights_in_bits(model, 8), quantizing(model)):
+    for entered in (quantize_weights(model, 8, temporary=True), quantizing(model)):
         with pytest.raises(ValueError, match=r"accelerate manages .* without device_map"), entered:
             pass
 

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
+from slow import slow
 from tiny_models import random_prompt, tiny_model
 
 CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
@@ -22,6 +23,7 @@ CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
     "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
     "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
 }
+IMPLEMENTATIONS = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
 
 
 def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
@@ -30,7 +32,11 @@ def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' own
-@pytest.mark.parametrize("name", ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())])
+@pytest.mark.parametrize(
+    "name",
+    # Flex attention is compiled, which takes seconds.
+    [slow(name) if name == "flex_attention" else name for name in IMPLEMENTATIONS],
+)
 def test_an_implementation_of_attention_gets_what_it_needs(name: str):
     model = copy.deepcopy(tiny_model("llama"))
     try:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_hybrid_cache.cli import timed_run
-from hf_hybrid_cache.cli.answers import RESULT_FIELDS
 from hf_hybrid_cache.cli.app import app
+from hf_hybrid_cache.cli.batch.answers import RESULT_FIELDS
+from hf_hybrid_cache.cli.runs import timed_run
 
 from tiny_models import VOCAB_SIZE
 from word_tokenizer import word_model_in

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hf_hybrid_cache.cli.batch_progress import shown_progress
+from hf_hybrid_cache.cli.batch.batch_progress import shown_progress
 
 
 def said_of(num_tokens: int, chunk: int) -> list[str]:

@@ -18,7 +18,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import HybridLayer, move_tensors_of, tensors_of
-from hf_hybrid_cache.storage import CodedStore, SplitStore
+from hf_hybrid_cache.storage import QuantizedStore, SplitStore
 
 from caches import CACHES
 from tiny_models import FAMILIES, gemma3, llama, mistral_sliding, random_prompt, tiny_model
@@ -81,7 +81,7 @@ def test_host_memory_is_never_moved_up_to_the_context_of_the_model_and_a_token_m
         states = torch.ones(1, 1, num_tokens, 16)
         cache.update(states, states, 0)
         store = cache.layers[0].store
-        full = store.records if isinstance(store, CodedStore) else store
+        full = store.packed if isinstance(store, QuantizedStore) else store
         places.append([buffer.stored_rows(1).data_ptr() for buffer in full.buffers()])
     assert cache.get_seq_length() == 131_073
     assert places[0] == places[1] == places[2]
@@ -272,7 +272,7 @@ def test_max_length_must_be_an_integer_of_at_least_zero(max_length):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA can page-lock memory")
 def test_page_locking_without_cuda_is_refused():
     with pytest.raises(ValueError, match="pin_memory=True needs CUDA"):
-        OffloadedHybridCache(CONFIG, pin_memory=True)
+        HybridCache(CONFIG, Placement(offload=True, pin_memory=True))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from hf_hybrid_cache import DynamicHybridCache, decode_on_cpu
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
 
 from tiny_models import random_prompt, tiny_model
@@ -35,7 +35,7 @@ def test_decode_on_cpu_takes_the_cache_by_each_name_of_generate(name: str):
     model, ids = tiny_model("llama"), random_prompt(1, 20)
     options = {"max_new_tokens": 5, "do_sample": False}
     cache = DynamicHybridCache(model.config)
-    in_float64 = decode_on_cpu.configure(dtype=torch.float64)
+    in_float64 = DecodeOnCPU(dtype=torch.float64)
     tokens = model.generate(ids, **{name: cache}, custom_generate=in_float64, **options)
     assert torch.equal(tokens, model.generate(ids, **options))
     assert cache.get_seq_length() == tokens.shape[1] - 1
@@ -48,7 +48,7 @@ def test_transformers_has_nothing_to_say_of_names(caplog: pytest.LogCaptureFixtu
     transformers_logging.warning_once.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            for custom in (None, decode_on_cpu, decode_on_cpu.configure(dtype=torch.float64)):
+            for custom in (None, DecodeOnCPU(), DecodeOnCPU(dtype=torch.float64)):
                 given = cache_argument(DynamicHybridCache(model.config))
                 model.generate(ids, **given, custom_generate=custom, max_new_tokens=3, return_dict_in_generate=True)
     finally:

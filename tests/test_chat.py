@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.cli.chat_template import LastTurn, SystemMessage, last_turn
-from hf_hybrid_cache.cli.prompts import PromptError, conversation_text
+from hf_hybrid_cache.cli.chat.chat_template import LastTurn, SystemMessage, last_turn
+from hf_hybrid_cache.cli.runs.prompts import PromptError, conversation_text
 from hf_hybrid_cache.cli.terminal import without_controls
 
 from byte_tokenizer import byte_tokenizer, model_in
@@ -87,6 +87,17 @@ def test_a_turn_when_it_was_saved_then_can_be_taken_back(model: Path, report: Pa
     talk = converse(model, source, "/undo", "Where?")
     assert talk.stdout == converse(model, source, "/retry").stdout
     assert converse(model, ["--document", report], "Who?", "Where?").stdout.endswith(talk.stdout)
+
+
+def test_undo_when_all_loaded_turns_are_taken_back_then_says_why_not_the_first(
+    model: Path, report: Path, tmp_path: Path
+):
+    source = saved(model, report, tmp_path / "talk.kv", "Who?", "Where?", "Why?")
+    talk = converse(model, source, "/undo", "/undo", "/undo", "/retry")
+    assert re.findall("taken back: (.*)", talk.stderr) == ["Why?", "Where?"]
+    assert talk.stderr.count("A file does not say where its document ends, so the first question after it") == 2
+    document = saved(model, report, tmp_path / "document.kv")
+    assert "Nothing was asked yet." in converse(model, document, "/undo").stderr
 
 
 def test_a_system_message_when_it_is_set_then_answers_are_those_of_the_whole_prompt(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.cli import chat_input
-from hf_hybrid_cache.cli.chat_input import PlainInput, Typed
+from hf_hybrid_cache.cli.chat import chat_input
+from hf_hybrid_cache.cli.chat.chat_input import PlainInput, Typed
 
 terminals = pytest.importorskip("terminals", reason="needs POSIX terminals", exc_type=ImportError)
 
@@ -16,7 +16,7 @@ terminals = pytest.importorskip("terminals", reason="needs POSIX terminals", exc
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hf_hybrid_cache.cli.chat_input import chat_input
+from hf_hybrid_cache.cli.chat.chat_input import chat_input
 lines = chat_input(sys.argv[1] == "kept", lambda said: print("said", said))
 while True:
     try:

@@ -9,12 +9,12 @@ from kernels.reference import Case, attention, random_masks
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.attention import chunk_attention
 from hf_hybrid_cache.attention.chunk_attention import attend_to_chunk
 from hf_hybrid_cache.attention.host_kernel import HostKernel
-from hf_hybrid_cache.attention.part import Queries
-from hf_hybrid_cache.storage import CacheStats, CodedStore, HostStore
+from hf_hybrid_cache.attention.segment import Queries
+from hf_hybrid_cache.storage import CacheStats, HostStore, QuantizedStore
 
 from soak import count, search_at_random
 
@@ -22,14 +22,14 @@ CONFIG = LlamaConfig(num_hidden_layers=1)
 CACHES = {
     "full": DynamicHybridCache,
     "codes": lambda config: QuantizedHybridCache(config, 4),
-    "codes_without_sinks": lambda config: QuantizedHybridCache(config, 8, sink_tokens=0),
+    "codes_without_sinks": lambda config: HybridCache(config, codec=minmax(8, sink_tokens=0)),
 }
 # Of the largest value: what pieces give is rounded before it is merged, and then again.
 BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
 def attend_by_kernel(
-    query: torch.Tensor, store: HostStore | CodedStore, group: int, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, store: HostStore | QuantizedStore, group: int, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     kernel = HostKernel(CacheStats())
     return kernel.attend_many(Queries(query, group, scale), store, kernel.seen.of(mask), query.dtype).out
@@ -50,11 +50,13 @@ def filled(cache: HybridCache, tokens: int, dims: tuple[int, int], dtype: torch.
     keys, values = (torch.randn(*shape, dim, generator=generator).to(dtype) for dim in dims)
     cache.update(keys, values, 0)
     store = cache.layers[0].store
-    assert isinstance(store, HostStore | CodedStore)
+    assert isinstance(store, HostStore | QuantizedStore)
     return store, [states.double().numpy() for states in store.read()]
 
 
-def check(way: str, store: HostStore | CodedStore, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks) -> None:
+def check(
+    way: str, store: HostStore | QuantizedStore, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks
+) -> None:
     causal, visible, bias = masks.get("causal", False), masks.get("visible"), masks.get("bias")
     mask = None
     if bias is not None:

@@ -22,14 +22,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from typer.testing import CliRunner
 
 import hf_hybrid_cache
-from hf_hybrid_cache import CodedWeightsConfig, HostMemoryError, models, quantize_weights, weights_in_bits
+from hf_hybrid_cache import HostMemoryError, QuantizedWeightsConfig, models, quantize_weights
 from hf_hybrid_cache.cli import choices, console, terminal
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.cli.coded_weights import code_weights
 from hf_hybrid_cache.cli.console import UsageError
-from hf_hybrid_cache.cli.prompts import PromptError, default_document, document_prompt, verbatim_prompt
-from hf_hybrid_cache.cli.timed_run import CACHES, CacheOptions, Run, timed_generate
+from hf_hybrid_cache.cli.loading.quantized_weights import quantize_loaded
+from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
+from hf_hybrid_cache.cli.runs.prompts import PromptError, default_document, document_prompt, verbatim_prompt
+from hf_hybrid_cache.cli.runs.timed_run import CACHES, CacheOptions, Run, timed_generate
 from hf_hybrid_cache.kernels import WEIGHT_BITS
+from hf_hybrid_cache.models.loading import NAMED_MODELS
+from hf_hybrid_cache.models.source import Loaded
 
 from slow import slow_but
 
@@ -69,7 +72,7 @@ def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> models.Loaded:
+def smollm2() -> Loaded:
     return models.load("smollm2-135m", torch.float32, "cpu")
 
 
@@ -107,7 +110,12 @@ def test_tokens_do_not_depend_on_the_prefill_chunks_and_every_chunk_is_reported(
     chunks: list[int] = []
     tokens: list[int] = []
     run = timed_generate(
-        model, input_ids, CACHES["stock"](model.config, CacheOptions()), 5, chunk, chunks.append, tokens.append
+        model,
+        input_ids,
+        CACHES["stock"](model.config, CacheOptions()),
+        AnswerOptions(5, prefill_chunk_size=chunk),
+        chunks.append,
+        tokens.append,
     )
     plain = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=5, do_sample=False)
     assert run.tokens == tokens == plain[0, input_ids.shape[1] :].tolist()
@@ -120,7 +128,7 @@ def test_tokens_do_not_depend_on_the_prefill_chunks_and_every_chunk_is_reported(
 def test_the_stock_cache_is_measured_by_its_tensors(smollm2):
     model, tokenizer = smollm2
     input_ids = tokenizer("one two three", return_tensors="pt")["input_ids"]
-    run = timed_generate(model, input_ids, CACHES["stock"](model.config, CacheOptions()), 3)
+    run = timed_generate(model, input_ids, CACHES["stock"](model.config, CacheOptions()), AnswerOptions(3))
     stored_tokens = input_ids.shape[1] + len(run.tokens) - 1  # the last one is never fed back
     assert run.device_bytes == 0
     assert run.host_bytes == stored_tokens * 30 * 2 * 3 * 64 * 4
@@ -186,7 +194,7 @@ def test_a_saved_document_answers_another_question_as_if_it_were_read_again(cach
 def test_a_share_of_the_attention_is_read_also_of_a_saved_document(tmp_path):
     path, longer = tmp_path / "document.kv", [*SHORT, "--context", "400"]
     for options in (["--cache", "dynamic"], ["--save-cache", path], ["--load-cache", path]):
-        result = invoke(*longer, *options, "--mass", "0.9", "--question", "Which statement is this about?")
+        result = invoke(*longer, *options, "--page-top-p", "0.9", "--question", "Which statement is this about?")
         assert result.exit_code == 0, result.stderr
         read = re.search(r"of which attention read ([\d.]+)%", result.stderr)
         assert read is not None
@@ -339,7 +347,10 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--experts", "host", "--expert-bits", "3"], "--expert-bits must be 8 or 4, got 3. Leave it out for the"),
         (["--expert-bits", "4"], "--expert-bits 4 is for experts in host memory: add --experts host."),
         (["--weights", "4", "--experts", "host"], "--weights is of all weights, experts too: drop it, or --experts."),
-        (["--mass", "1.5"], "--mass must be a number above 0 and at most 1, a share of the attention, got 1.5."),
+        (
+            ["--page-top-p", "1.5"],
+            "--page-top-p must be a number above 0 and at most 1, a share of the attention, got 1.5.",
+        ),
         (
             ["--cpu-decode", "maybe", "--cache", "offloaded"],
             "--cpu-decode must be yes, no, auto or a share such as 0.6",
@@ -348,8 +359,11 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--cpu-decode", "auto", "--cache", "dynamic"], "--cpu-decode auto is for --cache offloaded"),
         (["--cpu-decode", "yes", "--cache", "stock"], "--cache stock is transformers' own: drop --cpu-decode"),
         (["--cpu-decode", "yes", "--compare"], "--compare is of caches as they are: drop --cpu-decode"),
-        (["--mass", "0.9", "--compare"], "--compare is of caches that read all: drop --mass"),
-        (["--mass", "0.9", "--cache", "stock"], "--cache stock is transformers' own, which reads all: drop --mass"),
+        (["--page-top-p", "0.9", "--compare"], "--compare is of caches that read all: drop --page-top-p"),
+        (
+            ["--page-top-p", "0.9", "--cache", "stock"],
+            "--cache stock is transformers' own, which reads all: drop --page-top-p",
+        ),
         (["--save-cache", "a", "--load-cache", "b"], "--save-cache and --load-cache do not go together"),
         (["--save-cache", "a", "--compare"], "--save-cache is for one cache, --compare for all"),
         (["--load-cache", "a", "--compare"], "--load-cache is for one cache, --compare for all"),
@@ -413,7 +427,7 @@ def test_what_a_model_writes_cannot_steer_the_terminal():
 
 
 def test_choices_are_those_that_there_are():
-    assert tuple(models.NAMED_MODELS) == choices.NAMED_MODELS
+    assert tuple(NAMED_MODELS) == choices.NAMED_MODELS
     assert tuple(CACHES) == choices.CACHES
     assert set(choices.WEIGHT_BITS) == set(WEIGHT_BITS)
 
@@ -443,7 +457,8 @@ class Watcher:
             os._exit(0)
 
 from hf_hybrid_cache import cli
-from hf_hybrid_cache.cli import main, nodes, options
+from hf_hybrid_cache.cli import main, options
+from hf_hybrid_cache.cli.distributed import nodes
 
 class Others:
     def processors(self):
@@ -577,9 +592,9 @@ def test_an_interrupt_while_libraries_are_imported_ends_quietly_with_exit_code_1
 # Weights of few bits
 
 
-def few_bits_said(model: models.Loaded, bits: int) -> str:
+def few_bits_said(model: Loaded, bits: int) -> str:
     report = quantize_weights(copy.deepcopy(model[0]), bits)
-    return f"weights {(report.coded_bytes + report.other_bytes) / 2**20:,.1f} MiB in {bits} bits"
+    return f"weights {(report.quantized_bytes + report.other_bytes) / 2**20:,.1f} MiB in {bits} bits"
 
 
 @needs_smollm2
@@ -587,8 +602,10 @@ def few_bits_said(model: models.Loaded, bits: int) -> str:
 def test_weights_of_few_bits_answer_as_the_model_does_with_them_and_the_end_says_what_they_take(smollm2, bits):
     model, tokenizer = smollm2
     prompt = document_prompt(tokenizer, default_document(), "What does this describe?", 150, 8000)
-    with weights_in_bits(model, bits):
-        run = timed_generate(model, prompt.input_ids, CACHES["offloaded"](model.config, CacheOptions()), 6)
+    with quantize_weights(model, bits, temporary=True):
+        run = timed_generate(
+            model, prompt.input_ids, CACHES["offloaded"](model.config, CacheOptions()), AnswerOptions(6)
+        )
     result = invoke(*SHORT, "--question", "What does this describe?", "--weights", str(bits))
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip() == tokenizer.decode(run.tokens, skip_special_tokens=True).strip()
@@ -615,13 +632,13 @@ def test_weights_of_few_bits_are_refused_for_a_model_on_a_gpu(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     error = error_of(command, "--weights", "4", *([] if device is None else ["--device", device]))
     assert "--weights 4 is for a model on the CPU, and this one would be on cuda: pass --device cpu." in error
-    assert "decode_on_cpu.configure(weights=4)" in error
+    assert "DecodeOnCPU(weights=4)" in error
 
 
 def test_a_model_none_of_whose_weights_can_be_of_few_bits_says_so():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8))
-    with pytest.raises(UsageError, match=r"No weight of GPT2LMHeadModel can be of few bits: .* has only"):
-        code_weights(model, 4, Console(stderr=True))
+    with pytest.raises(UsageError, match=r"No weight of GPT2LMHeadModel can be quantized: .* has only"):
+        quantize_loaded(model, 4, Console(stderr=True))
 
 
 # Experts in host memory
@@ -663,10 +680,10 @@ def test_a_model_with_experts_answers_as_it_does_when_it_is_loaded_so(
     prompt = ["--prompt-file", tmp_path / "prompt", "--max-new-tokens", "6", "--device", "cpu"]
     result = invoke("generate", "--model", experts_folder, *prompt, *options)
     assert result.exit_code == 0, result.stderr
-    quantization = None if config is None else CodedWeightsConfig(**config)
+    quantization = None if config is None else QuantizedWeightsConfig(**config)
     model, tokenizer = models.load(str(experts_folder), device_map="cpu", quantization_config=quantization)
     input_ids = verbatim_prompt(tokenizer, (tmp_path / "prompt").read_text(), 200).input_ids
-    run = timed_generate(model, input_ids, CACHES["offloaded"](model.config, CacheOptions()), 6)
+    run = timed_generate(model, input_ids, CACHES["offloaded"](model.config, CacheOptions()), AnswerOptions(6))
     assert result.stdout.strip() == tokenizer.decode(run.tokens, skip_special_tokens=True).strip()
     last = result.stderr.splitlines()[-1]
     assert ("; weights " not in last) if said is None else last.endswith(said)

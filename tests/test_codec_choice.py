@@ -11,13 +11,13 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import layer_stores
-from hf_hybrid_cache.storage import CodedStore
+from hf_hybrid_cache.storage import QuantizedStore
 
 from modes import MODES, NOT_IN_TRANSFORMERS
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
-# A prompt of so many tokens and one more has its first block coded.
-UNTIL_CODED = 191
+# A prompt of so many tokens and one more has its first block quantized.
+UNTIL_QUANTIZED = 191
 CONFIG = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=256, head_dim=64)
 PLACES = {
     "host": Placement(),
@@ -27,7 +27,7 @@ PLACES = {
 
 
 def states(num_tokens: int, seed: int = 0) -> torch.Tensor:
-    """`[1, 2, tokens, 64]`, with channels that differ, so that codecs balance them."""
+    """`[1, 2, tokens, 64]`, with channels that differ, so that codecs scale them."""
     scales = torch.logspace(-1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(9))]
     return torch.randn(1, 2, num_tokens, 64, generator=torch.Generator().manual_seed(seed)) * scales
 
@@ -72,14 +72,14 @@ def test_a_cache_that_chooses_gives_what_one_gives_that_is_made_with_its_choice(
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("chunk", [1, 63, 64, UNTIL_CODED, UNTIL_CODED + 1, 300])
+@pytest.mark.parametrize("chunk", [1, 63, 64, UNTIL_QUANTIZED, UNTIL_QUANTIZED + 1, 300])
 def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk: int, place: str):
     model = tiny_model("llama")
     cache = HybridCache(model.config, PLACES[place], codec=minmax(4))
     ids = random_prompt(1, 300)
     with torch.no_grad():
-        for start in range(0, UNTIL_CODED, chunk):
-            if start + chunk > UNTIL_CODED:
+        for start in range(0, UNTIL_QUANTIZED, chunk):
+            if start + chunk > UNTIL_QUANTIZED:
                 break
             model(ids[:, start : start + chunk], **cache_argument(cache))
             assert not any(are_fitted(cache))
@@ -92,7 +92,7 @@ def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk:
 
 def test_sixty_four_tokens_are_kept_back_before_and_after_the_first_block_that_is_coded():
     cache = HybridCache(CONFIG, codec=minmax(4))
-    fill(cache, UNTIL_CODED)
+    fill(cache, UNTIL_QUANTIZED)
     copy.deepcopy(cache).memory()
     assert not any(are_fitted(cache))
     fill(cache, 1)
@@ -117,7 +117,7 @@ def test_the_queries_of_a_prompt_are_seen_however_it_is_attended_to(implementati
                     layer.self_attn.q_proj.weight /= scale.repeat(4)[:, None]
         cache = HybridCache(model.config, PLACES[place], codec=minmax(8))
         run(model, cache, ids, chunk)
-        weights = [codec.keys.balance.weights for codec in cache.codecs.values()]
+        weights = [codec.keys.channel_scaling.weights for codec in cache.codecs.values()]
         factors.append(torch.stack([each / each.log().mean(dim=1, keepdim=True).exp() for each in weights]))
     expected = factors[0] / scale * scale.log().mean().exp()
     # Rotary embedding mixes channels in pairs, which here have the same scale; rounding to bfloat16 comes on top.
@@ -188,7 +188,7 @@ def test_the_choice_is_kept_in_a_file(saved_after: int, tmp_path: Path):
     cache.save(tmp_path / "cache.kv")
     loaded = HybridCache.load(tmp_path / "cache.kv", CONFIG)
     assert loaded.codecs == cache.codecs
-    assert are_fitted(loaded) == [saved_after > UNTIL_CODED] * 3
+    assert are_fitted(loaded) == [saved_after > UNTIL_QUANTIZED] * 3
     for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
@@ -214,7 +214,7 @@ def test_a_choice_for_other_heads_is_refused():
 
 @pytest.mark.parametrize("rotate", [True, False])
 def test_a_form_that_is_asked_for_is_not_chosen(rotate: bool):
-    cache = QuantizedHybridCache(CONFIG, bits=4, rotate=rotate)
+    cache = HybridCache(CONFIG, codec=minmax(4, rotate=rotate))
     assert all(are_fitted(cache))
     fill(cache, 300)
     assert cache.codecs == dict.fromkeys(range(3), minmax(4, rotate=rotate))
@@ -223,7 +223,7 @@ def test_a_form_that_is_asked_for_is_not_chosen(rotate: bool):
 @pytest.mark.parametrize("bad", ["yes", None, 1])
 def test_other_ways_to_rotate_are_refused(bad: object):
     with pytest.raises(ValueError, match="rotate must be 'auto', True or False, got"):
-        QuantizedHybridCache(CONFIG, rotate=bad)
+        HybridCache(CONFIG, codec=minmax(4, rotate=bad))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -288,11 +288,11 @@ def test_a_chosen_codec_says_so_and_equals_itself():
     cache = QuantizedHybridCache(CONFIG, bits=4)
     fill(cache, 300)
     store = cache.layers[0].store
-    assert isinstance(store, CodedStore)
+    assert isinstance(store, QuantizedStore)
     assert isinstance(cache.codecs[0], KVCodec)
     assert cache.memory().num_tokens == 300
     assert cache.codecs[0] == store.codec
-    assert store.codec.keys.balance is not None
+    assert store.codec.keys.channel_scaling is not None
 
 
 def test_printing_a_cache_tells_how_its_layers_are_coded():
@@ -300,8 +300,8 @@ def test_printing_a_cache_tells_how_its_layers_are_coded():
     assert "  layers 0, 2: keys 4 bits (to be chosen), values 2 bits (to be chosen)\n" in str(cache)
     fill(cache, 300)
     cache.memory()
-    assert "  layers 1: keys 8 bits (balanced, rotated), values 8 bits (mixed, rotated)" in str(cache)
-    assert str(QuantizedHybridCache(CONFIG, bits=4, rotate=False)).endswith(
+    assert "  layers 1: keys 8 bits (channel-scaled, rotated), values 8 bits (mixed, rotated)" in str(cache)
+    assert str(HybridCache(CONFIG, codec=minmax(4, rotate=False))).endswith(
         "keys 4 bits (plain), values 4 bits (plain)"
     )
 
@@ -354,4 +354,4 @@ def test_more_bits_take_at_most_half_as_much_memory_more():
 
 def test_more_bits_are_for_codecs_that_are_chosen():
     with pytest.raises(ValueError, match="auto_bits must be True or False, and needs rotate='auto'"):
-        QuantizedHybridCache(CONFIG, bits=4, rotate=True, auto_bits=True)
+        HybridCache(CONFIG, codec=minmax(4, rotate=True, auto_bits=True))

@@ -23,7 +23,7 @@ import torch
 from kernels.programs import wait_for_compilation
 
 from experiments import context_sweep
-from experiments.records import RESULTS
+from experiments.common.records import RESULTS
 from experiments.sweep import drawing, figures, measure, running, store
 from experiments.sweep.caches import CACHES
 from experiments.sweep.cell import Cell

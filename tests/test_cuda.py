@@ -8,14 +8,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid_cache import (
+    DecodeOnCPU,
     DynamicHybridCache,
     HybridCache,
     OffloadedHybridCache,
+    Placement,
     QuantizedHybridCache,
-    decode_on_cpu,
     minmax,
 )
-from hf_hybrid_cache.planning import BITS, Candidate, Way, model_cost
+from hf_hybrid_cache.planning import model_cost
+from hf_hybrid_cache.planning.candidates import BITS, Candidate
+from hf_hybrid_cache.planning.prediction import Strategy
 from hf_hybrid_cache.storage import page_lock
 from hf_hybrid_cache.storage.page_lock import _lock
 from hf_hybrid_cache.storage.streams import AcceleratorStreams
@@ -40,8 +43,8 @@ def states(num_tokens: int, seed: int, batch: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", BITS)
-@pytest.mark.parametrize("way", [Way.GPU, Way.STREAMED, Way.CPU_ATTENTION])
-def test_planned_bytes_are_those_that_the_cache_reports(name: str, way: Way):
+@pytest.mark.parametrize("way", [Strategy.GPU, Strategy.STREAMED, Strategy.CPU_ATTENTION])
+def test_planned_bytes_are_those_that_the_cache_reports(name: str, way: Strategy):
     candidate = Candidate(name, way)
     cache = HybridCache(CONFIG, candidate.placement, codec=candidate.codec)
     for num_tokens in [512] * 5 + [439, 1, 1]:
@@ -101,8 +104,8 @@ def kernels_of_a_step(make) -> float:
 MOST_KERNELS = {
     "dynamic": (DynamicHybridCache, 0),
     "offloaded": (OffloadedHybridCache, 0),
-    "codes": (partial(QuantizedHybridCache, bits=4, rotate=True), 6),
-    "streamed codes": (partial(QuantizedHybridCache, bits=4, rotate=True, offload=True), 6),
+    "codes": (partial(HybridCache, codec=minmax(4, rotate=True)), 6),
+    "streamed codes": (partial(HybridCache, placement=Placement(offload=True), codec=minmax(4, rotate=True)), 6),
 }
 
 
@@ -176,7 +179,7 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
     store = cache.layers[3].store
     assert store.keys._data[:1].is_pinned()
     torch.cuda._sleep(2_000_000_000)
-    store.staging.save(store, store.staging.open(store, store.num_tokens), 0, 1)
+    store.staging.save(store, store.staging.slot_with_past(store, store.num_tokens), 0, 1)
     saved = store.copies.saved
     # The call came back although the copy still stands behind a second of other work.
     assert not saved.query()
@@ -185,7 +188,7 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
 
 
 def test_pageable_memory_gives_the_same_states():
-    pinned, pageable = OffloadedHybridCache(CONFIG), OffloadedHybridCache(CONFIG, pin_memory=False)
+    pinned, pageable = OffloadedHybridCache(CONFIG), HybridCache(CONFIG, Placement(offload=True, pin_memory=False))
     for _ in range(2):
         for layer in range(8):
             ours = [cache.update(states(300, layer), states(300, layer), layer)[0] for cache in (pinned, pageable)]
@@ -237,7 +240,7 @@ def test_layers_on_two_devices_use_streams_and_slots_of_their_own():
     assert len(cache._stores.stagings) == 2
 
 
-# --- decode_on_cpu
+# --- DecodeOnCPU
 
 
 def a_model_of_half_a_gigabyte() -> LlamaForCausalLM:
@@ -268,7 +271,7 @@ def test_the_gpu_is_given_back_while_the_cpu_decodes(make_cache):
     assert weights > 400 * 2**20
     cache = make_cache(model.config)
     memory = Watcher(lambda: (torch.cuda.memory_allocated() - before, torch.cuda.memory_reserved() - reserved_before))
-    decode(model, random_prompt(1, 2048), cache, max_new_tokens=4, custom_generate=decode_on_cpu, streamer=memory)
+    decode(model, random_prompt(1, 2048), cache, max_new_tokens=4, custom_generate=DecodeOnCPU(), streamer=memory)
     assert memory.notes[0][0] >= weights
     assert len(memory.notes) == 5
     for allocated, reserved in memory.notes[1:]:
@@ -286,7 +289,7 @@ def test_a_gpu_that_was_filled_meanwhile_leaves_model_and_cache_on_the_cpu():
     def take_all() -> None:
         taken.append(torch.empty(torch.cuda.mem_get_info()[0] - 64 * 2**20, dtype=torch.uint8, device="cuda"))
 
-    options = {"custom_generate": decode_on_cpu, "streamer": Watcher(lambda: None, take_all), "max_new_tokens": 4}
+    options = {"custom_generate": DecodeOnCPU(), "streamer": Watcher(lambda: None, take_all), "max_new_tokens": 4}
     with pytest.warns(UserWarning, match=r"Model and cache stay on the CPU, cuda:0 has no room for them any more"):
         ours = decode(model, ids, cache, **options)
     assert torch.equal(ours, reference)

@@ -15,7 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, minmax
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
-from hf_hybrid_cache.planning import Candidate, Machine, PlanError, Way, make_plan, model_cost
+from hf_hybrid_cache.planning import Machine, PlanError, model_cost
+from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.plans import make_plan
+from hf_hybrid_cache.planning.prediction import Strategy
 
 from tiny_models import COMMON, random_prompt, tiny_model
 
@@ -125,14 +128,14 @@ def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
     ids = random_prompt(1, 600)
     cost = model_cost(model.config, chunk=600)
     for name, codecs in (("dynamic", set()), ("quantized-4", {minmax(4)})):
-        memory = make_plan(cost, Candidate(name, Way.CPU), 610, Machine(0, 2**40)).host_bytes
+        memory = make_plan(cost, Candidate(name, Strategy.CPU), 610, Machine(0, 2**40)).host_bytes
         result = model.generate(
             ids, max_new_tokens=10, host_memory=memory, return_dict_in_generate=True, output_scores=True, **BY_NAME
         )
         assert isinstance(result[CACHE_ARGUMENT], HybridCache)
         assert {minmax(codec.keys.bits) for codec in result[CACHE_ARGUMENT].codecs.values()} == codecs
         assert len(result.scores) == 10
-    least = make_plan(cost, Candidate("quantized-2", Way.CPU), 610, Machine(0, 2**40)).host_bytes
+    least = make_plan(cost, Candidate("quantized-2", Strategy.CPU), 610, Machine(0, 2**40)).host_bytes
     with pytest.raises(PlanError, match=r"610 tokens of LlamaConfig fit with no cache: .* Use a shorter context"):
         model.generate(ids, max_new_tokens=10, host_memory=least - 1, **BY_NAME)
 

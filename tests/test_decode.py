@@ -1,4 +1,4 @@
-"""`custom_generate=decode_on_cpu`: the same tokens, and model and cache where they should be, whatever happens."""
+"""`custom_generate=DecodeOnCPU()`: the same tokens, and model and cache where they should be, whatever happens."""
 
 import copy
 import functools
@@ -29,9 +29,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, decode_on_cpu, quantize_weights
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HostMemoryError, quantize_weights
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
-from hf_hybrid_cache.weights.coded_weight import CodedWeight
+from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 from caches import dynamic, offloaded, stock
 from interruptions import Interruption
@@ -40,7 +40,7 @@ from soak import budget, count
 from tiny_models import FAMILIES, gemma3, llama, random_prompt, tiny_model
 
 # Another dtype on the CPU makes the CPU a place to move to: weights, keys and values are exchanged as between devices.
-IN_FLOAT64 = decode_on_cpu.configure(dtype=torch.float64)
+IN_FLOAT64 = DecodeOnCPU(dtype=torch.float64)
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def moving(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, DecodeOnCPU
     """A Llama of one's own, and what takes it elsewhere to decode."""
     if request.param == "float64":
         return copy.deepcopy(tiny_model("llama")), IN_FLOAT64
-    return copy.deepcopy(tiny_model("llama")).to(request.getfixturevalue("second_device")), decode_on_cpu
+    return copy.deepcopy(tiny_model("llama")).to(request.getfixturevalue("second_device")), DecodeOnCPU()
 
 
 def run(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
@@ -181,7 +181,7 @@ def test_tokens_equal_those_of_dynamic_cache_when_weights_and_cache_move(
 def test_a_model_on_the_cpu_decodes_as_without_custom_generate(mode: str, every_call_decodes_on_cpu: Any):
     reference = expected("llama", mode, torch.float32)
     model = tiny_model("llama")
-    every_call_decodes_on_cpu(model, decode_on_cpu)
+    every_call_decodes_on_cpu(model, DecodeOnCPU())
     assert_results_agree(MODES[mode](model, offloaded), reference, tolerance=0)
 
 
@@ -203,7 +203,7 @@ def test_tokens_on_another_device_equal_those_on_the_cpu(
 ):
     reference = expected(family, mode, torch.float32)
     model = copy.deepcopy(tiny_model(family)).to(second_device)
-    every_call_decodes_on_cpu(model, decode_on_cpu, second_device)
+    every_call_decodes_on_cpu(model, DecodeOnCPU(), second_device)
     assert_results_agree(MODES[mode](model, make_cache), reference, tolerance=1e-3)
     assert model.device == second_device
 
@@ -352,7 +352,7 @@ def test_weights_come_back_bit_by_bit(family: str, dtype: torch.dtype, decode_dt
     before, objects = snapshot(model), [id(tensor) for tensor in model.parameters()]
     watcher = Watcher(lambda: (model.dtype, model.get_output_embeddings().weight.dtype))
     cache = dynamic(model.config)
-    decode = decode_on_cpu.configure(decode_dtype)
+    decode = DecodeOnCPU(decode_dtype)
     run(model, random_prompt(1, 5), cache, max_new_tokens=3, custom_generate=decode, streamer=watcher)
     assert set(watcher.notes[1:]) == {(decode_dtype, decode_dtype)}
     assert_as_before(model, before, torch.device("cpu"))
@@ -368,7 +368,7 @@ def test_weights_come_back_to_another_device_bit_by_bit(
 ):
     model = copy.deepcopy(tiny_model(family)).to(second_device)
     before, objects = snapshot(model), [id(tensor) for tensor in model.parameters()]
-    decode = decode_on_cpu.configure(decode_dtype, keep_weights=keep_weights)
+    decode = DecodeOnCPU(decode_dtype, keep_weights=keep_weights)
     watcher = Watcher(lambda: {tensor.device.type for tensor in (*model.parameters(), *model.buffers())})
     for _ in range(2):
         run(model, random_prompt(1, 5), max_new_tokens=3, custom_generate=decode, streamer=watcher)
@@ -380,7 +380,7 @@ def test_weights_come_back_to_another_device_bit_by_bit(
 def test_without_restore_model_and_cache_stay_on_the_cpu(second_device: torch.device):
     model = copy.deepcopy(tiny_model("llama")).to(second_device)
     before, cache = snapshot(model), dynamic(model.config)
-    tokens = run(model, random_prompt(2, 20), cache, custom_generate=decode_on_cpu.configure(restore=False))
+    tokens = run(model, random_prompt(2, 20), cache, custom_generate=DecodeOnCPU(restore=False))
     assert tokens.device == second_device
     assert_as_before(model, before, torch.device("cpu"))
     assert whereabouts(cache) == {(torch.device("cpu"), torch.float32)}
@@ -393,7 +393,7 @@ def test_without_restore_model_and_cache_stay_on_the_cpu(second_device: torch.de
             **cache_argument(cache),
             max_new_tokens=12,
             do_sample=False,
-            custom_generate=decode_on_cpu,
+            custom_generate=DecodeOnCPU(),
         )
     assert again.device == second_device
     assert torch.equal(again.cpu(), plain(model, longer))
@@ -402,7 +402,7 @@ def test_without_restore_model_and_cache_stay_on_the_cpu(second_device: torch.de
 def test_without_restore_the_model_keeps_the_dtype_it_decoded_in():
     model = copy.deepcopy(tiny_model("llama"))
     cache = dynamic(model.config)
-    decode = decode_on_cpu.configure(torch.bfloat16, restore=False)
+    decode = DecodeOnCPU(torch.bfloat16, restore=False)
     run(model, random_prompt(1, 9), cache, max_new_tokens=2, custom_generate=decode)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert whereabouts(cache) == {(torch.device("cpu"), torch.bfloat16)}
@@ -411,7 +411,7 @@ def test_without_restore_the_model_keeps_the_dtype_it_decoded_in():
 def test_the_dtype_that_the_model_has_moves_nothing():
     model = tiny_model("llama")
     watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
-    decode = decode_on_cpu.configure(torch.float32)
+    decode = DecodeOnCPU(torch.float32)
     run(model, random_prompt(1, 9), custom_generate=decode, streamer=watcher)
     assert watcher.notes[0] == watcher.notes[1] == [parameter.data_ptr() for parameter in model.parameters()]
 
@@ -420,7 +420,7 @@ def test_weights_that_a_model_keeps_in_float32_stay_so():
     model = copy.deepcopy(tiny_model("deepseek_v3"))
     model._keep_in_fp32_modules_strict = {"q_a_layernorm"}
     watcher = Watcher(lambda: {name for name, weight in model.named_parameters() if weight.dtype == torch.float32})
-    decode = decode_on_cpu.configure(torch.bfloat16)
+    decode = DecodeOnCPU(torch.bfloat16)
     run(model, random_prompt(1, 9), max_new_tokens=1, custom_generate=decode, streamer=watcher)
     assert watcher.notes[1] == {name for name, _ in model.named_parameters() if "q_a_layernorm" in name}
 
@@ -432,7 +432,7 @@ def test_frequencies_that_a_model_replaces_on_its_way_go_with_it(second_device: 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval().to(second_device)
     reference = plain(model, random_prompt(1, 20), prefill_chunk_size=8)
-    tokens = run(model, random_prompt(1, 20), custom_generate=decode_on_cpu, prefill_chunk_size=8)
+    tokens = run(model, random_prompt(1, 20), custom_generate=DecodeOnCPU(), prefill_chunk_size=8)
     assert torch.equal(tokens.cpu(), reference)
     assert {buffer.device for buffer in model.buffers()} == {second_device}
 
@@ -451,7 +451,7 @@ def test_inference_mode_leaves_ordinary_weights():
 def test_kept_weights_are_not_copied_again():
     model = copy.deepcopy(tiny_model("llama"))
     watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
-    decode = decode_on_cpu.configure(torch.float64, keep_weights=True)
+    decode = DecodeOnCPU(torch.float64, keep_weights=True)
     outputs = [run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher) for _ in range(2)]
     home, decoding = watcher.notes[0], watcher.notes[1]
     assert not set(home) & set(decoding)
@@ -463,7 +463,7 @@ def test_kept_weights_are_not_copied_again():
 @pytest.mark.parametrize("how", ["unnoticed by version counters", "in place", "replaced"])
 def test_a_changed_weight_is_copied_again_and_only_that(how: str):
     model = copy.deepcopy(tiny_model("llama"))
-    decode = decode_on_cpu.configure(torch.float64, keep_weights=True)
+    decode = DecodeOnCPU(torch.float64, keep_weights=True)
     watcher = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
     before = run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher)
     weight = model.model.layers[1].mlp.down_proj.weight
@@ -482,7 +482,7 @@ def test_a_changed_weight_is_copied_again_and_only_that(how: str):
 
 
 def test_kept_weights_live_as_long_as_the_model():
-    decode = decode_on_cpu.configure(torch.float64, keep_weights=True)
+    decode = DecodeOnCPU(torch.float64, keep_weights=True)
     model = copy.deepcopy(tiny_model("llama"))
     run(model, random_prompt(1, 9), max_new_tokens=1, custom_generate=decode)
     assert len(decode._kept) == 1
@@ -530,7 +530,7 @@ def test_an_exception_while_decoding_leaves_model_and_cache_whole(end: str, rest
     reference = plain(model, ids)
     options: Any = {"logits_processor": [Fails()]} if end == "processor" else {"streamer": Interrupts()}
     with pytest.raises(ZeroDivisionError if end == "processor" else KeyboardInterrupt):
-        run(model, ids, cache, custom_generate=decode.configure(decode.dtype, restore), **options)
+        run(model, ids, cache, custom_generate=DecodeOnCPU(decode.dtype, restore), **options)
     if restore:
         assert_as_before(model, before, home)
     assert model.device == (home if restore else torch.device("cpu"))
@@ -551,7 +551,7 @@ def test_an_exception_in_the_prompt_leaves_model_and_cache_at_home(moving):
             raise KeyboardInterrupt
 
     with model.model.register_forward_pre_hook(stop_at_the_third_chunk), pytest.raises(KeyboardInterrupt):
-        run(model, ids, cache, custom_generate=decode.configure(decode.dtype, restore=False), prefill_chunk_size=5)
+        run(model, ids, cache, custom_generate=DecodeOnCPU(decode.dtype, restore=False), prefill_chunk_size=5)
     assert_as_before(model, before, home)
     assert whereabouts(cache) == {(home, torch.float32)}
     assert cache.get_seq_length() == 10
@@ -616,7 +616,7 @@ def test_a_return_that_was_interrupted_twice_leaves_model_and_cache_on_the_cpu()
 @pytest.mark.soak
 @pytest.mark.parametrize("restore", [True, False])
 def test_ended_at_any_line_model_and_cache_are_together(restore: bool):
-    ids, decode = random_prompt(1, 20), IN_FLOAT64.configure(torch.float64, restore)
+    ids, decode = random_prompt(1, 20), DecodeOnCPU(torch.float64, restore)
     reference = plain(tiny_model("llama"), ids)
 
     def trial(error: type[BaseException] = KeyboardInterrupt, at_line: int | None = None) -> Interruption:
@@ -645,7 +645,7 @@ def test_ended_at_any_line_model_and_cache_are_together(restore: bool):
         trial(chosen.choice([KeyboardInterrupt, RuntimeError]), at_line)
 
 
-# --- weights of few bits
+# --- quantized weights
 
 
 def plain_in_bits(model: PreTrainedModel, ids: torch.Tensor, bits: int, dtype: torch.dtype | None = None) -> Any:
@@ -664,7 +664,7 @@ def plain_in_bits(model: PreTrainedModel, ids: torch.Tensor, bits: int, dtype: t
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tokens_are_those_of_weights_of_few_bits_after_a_prompt_with_the_weights_as_they_are(moving, bits: int):
     model, _ = moving
-    decode = decode_on_cpu.configure(weights=bits)
+    decode = DecodeOnCPU(weights=bits)
     before, ids = snapshot(model), random_prompt(2, 40)
     cache = dynamic(model.config)
     tokens = run(model, ids, cache, custom_generate=decode)
@@ -675,7 +675,7 @@ def test_tokens_are_those_of_weights_of_few_bits_after_a_prompt_with_the_weights
 def test_the_type_may_change_beside_the_bits():
     model, ids = copy.deepcopy(tiny_model("llama")), random_prompt(1, 40)
     before = snapshot(model)
-    decode = decode_on_cpu.configure(dtype=torch.bfloat16, weights=8)
+    decode = DecodeOnCPU(dtype=torch.bfloat16, weights=8)
     tokens = run(model, ids, custom_generate=decode)
     assert torch.equal(tokens, plain_in_bits(model, ids, 8, torch.bfloat16))
     assert_as_before(model, before, torch.device("cpu"))
@@ -683,17 +683,17 @@ def test_the_type_may_change_beside_the_bits():
 
 def test_modules_hold_the_same_parameters_as_before_and_codes_meanwhile(moving):
     model, _ = moving
-    decode = decode_on_cpu.configure(weights=4)
+    decode = DecodeOnCPU(weights=4)
     parameters = list(model.parameters())
     watcher = Watcher(lambda: {type(weight) for weight in model.parameters() if weight.dim() == 2})
     run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher)
-    assert watcher.notes[-1] == {CodedWeight}
+    assert watcher.notes[-1] == {QuantizedWeight}
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
 
 
 def test_codes_are_kept_for_the_next_call_until_weights_change():
     model = copy.deepcopy(tiny_model("llama"))
-    decode, ids = decode_on_cpu.configure(weights=8, keep_weights=True), random_prompt(1, 30)
+    decode, ids = DecodeOnCPU(weights=8, keep_weights=True), random_prompt(1, 30)
     run(model, ids, custom_generate=decode)
     first = {name: copied.data for name, copied in decode._kept[model].items()}
     run(model, ids, custom_generate=decode)
@@ -707,14 +707,14 @@ def test_codes_are_kept_for_the_next_call_until_weights_change():
 
 def test_without_restoring_the_model_goes_on_with_few_bits(moving):
     model, _ = moving
-    decode = decode_on_cpu.configure(weights=8, restore=False)
+    decode = DecodeOnCPU(weights=8, restore=False)
     ids = random_prompt(1, 30)
     expected_tokens = plain_in_bits(model, ids, 8)
     # Of the modules: those that were moved as tensors cannot have weak references.
     before = {id(weight) for weight in model.parameters() if weight.dim() == 2}
     cache = dynamic(model.config)
     assert torch.equal(run(model, ids, cache, custom_generate=decode).cpu(), expected_tokens)
-    assert {type(weight) for weight in model.parameters() if weight.dim() == 2} == {CodedWeight}
+    assert {type(weight) for weight in model.parameters() if weight.dim() == 2} == {QuantizedWeight}
     gc.collect()
     assert not before & {id(tensor) for tensor in gc.get_objects() if type(tensor) is nn.Parameter}
     assert model.device.type == "cpu"
@@ -725,9 +725,9 @@ def test_a_model_of_few_bits_already_decodes_and_is_not_moved():
     model = copy.deepcopy(tiny_model("llama"))
     quantize_weights(model, 8)
     ids = random_prompt(1, 20)
-    assert torch.equal(run(model, ids, custom_generate=decode_on_cpu), run(model, ids))
-    with pytest.raises(ValueError, match="CodedWeight"):
-        run(model, ids, custom_generate=decode_on_cpu.configure(weights=4))
+    assert torch.equal(run(model, ids, custom_generate=DecodeOnCPU()), run(model, ids))
+    with pytest.raises(ValueError, match="QuantizedWeight"):
+        run(model, ids, custom_generate=DecodeOnCPU(weights=4))
 
 
 def test_weights_that_cannot_be_of_few_bits_are_named_before_the_prompt():
@@ -737,21 +737,21 @@ def test_weights_that_cannot_be_of_few_bits_are_named_before_the_prompt():
     with pytest.raises(
         ValueError, match=r"lm_head.weight has numbers that are infinite or not a number. Use weights=N"
     ):
-        run(model, random_prompt(1, 20), cache, custom_generate=decode_on_cpu.configure(weights=8))
+        run(model, random_prompt(1, 20), cache, custom_generate=DecodeOnCPU(weights=8))
     assert cache.get_seq_length() == 0
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("restore", [True, False])
 def test_ended_at_any_line_the_model_has_its_weights_or_those_of_few_bits(restore: bool):
-    ids, decode = random_prompt(1, 20), decode_on_cpu.configure(weights=8, restore=restore)
+    ids, decode = random_prompt(1, 20), DecodeOnCPU(weights=8, restore=restore)
 
     def trial(at_line: int | None = None) -> Interruption:
         model = copy.deepcopy(tiny_model("llama"))
         before, cache = snapshot(model), dynamic(model.config)
         fault = Interruption(KeyboardInterrupt, at_line, folder="decode_phase")
         fault.run(lambda: run(model, ids, cache, custom_generate=decode, prefill_chunk_size=8))
-        kinds = {isinstance(weight, CodedWeight) for weight in model.parameters() if weight.dim() == 2}
+        kinds = {isinstance(weight, QuantizedWeight) for weight in model.parameters() if weight.dim() == 2}
         assert len(kinds) == 1, fault.place
         if restore:
             assert_as_before(model, before, torch.device("cpu"))
@@ -780,37 +780,37 @@ def test_too_little_host_memory_is_noticed_before_the_prompt():
 
 
 def test_what_generate_asks_of_a_callable():
-    parameters = inspect.signature(decode_on_cpu).parameters
+    parameters = inspect.signature(DecodeOnCPU()).parameters
     assert "inputs_tensor" in parameters
     assert not {"tokenizer", "assistant_tokenizer"} & set(parameters)
-    assert decode_on_cpu == DecodeOnCPU(dtype=None, restore=True, keep_weights=False)
-    assert decode_on_cpu.configure(torch.float32) == DecodeOnCPU(torch.float32)
-    assert repr(decode_on_cpu) == "DecodeOnCPU(dtype=None, restore=True, keep_weights=False, weights=None)"
+    assert DecodeOnCPU() == DecodeOnCPU(dtype=None, restore=True, keep_weights=False)
+    assert DecodeOnCPU(torch.float32) == DecodeOnCPU(torch.float32)
+    assert repr(DecodeOnCPU()) == "DecodeOnCPU(dtype=None, restore=True, keep_weights=False, weights=None)"
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.float8_e4m3fn, 32])
 def test_dtypes_that_no_model_decodes_in_are_refused(dtype: Any):
     with pytest.raises(TypeError, match=r"dtype must be None or one of torch\.float64, .*, got "):
-        decode_on_cpu.configure(dtype)
+        DecodeOnCPU(dtype)
 
 
 @pytest.mark.parametrize("name", ["restore", "keep_weights"])
 def test_flags_must_be_flags(name: str):
     with pytest.raises(TypeError, match=f"{name} must be True or False, got 1"):
-        decode_on_cpu.configure(**{name: 1})
+        DecodeOnCPU(**{name: 1})
 
 
 def test_kept_weights_must_come_back():
     with pytest.raises(ValueError, match=r"keep_weights=True .* restore=False .* Use one of the two"):
-        decode_on_cpu.configure(restore=False, keep_weights=True)
+        DecodeOnCPU(restore=False, keep_weights=True)
 
 
 def test_other_caches_are_refused():
     model = tiny_model("llama")
     with pytest.raises(TypeError, match=rf"type DynamicCache\. Pass {CACHE_ARGUMENT}=DynamicHybridCache"):
-        run(model, random_prompt(1, 5), stock(model.config), custom_generate=decode_on_cpu)
+        run(model, random_prompt(1, 5), stock(model.config), custom_generate=DecodeOnCPU())
     with pytest.raises(TypeError, match=r"type DynamicCache\. Pass"):
-        model.generate(random_prompt(1, 5), max_new_tokens=2, custom_generate=decode_on_cpu)
+        model.generate(random_prompt(1, 5), max_new_tokens=2, custom_generate=DecodeOnCPU())
 
 
 def test_encoder_decoders_are_refused():
@@ -818,7 +818,7 @@ def test_encoder_decoders_are_refused():
     layers = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
     model = BartForConditionalGeneration(BartConfig(**sizes, **layers)).eval()
     with pytest.raises(ValueError, match="decoder-only models, and BartForConditionalGeneration is an encoder-decoder"):
-        model.generate(random_prompt(1, 5), max_new_tokens=2, num_beams=1, custom_generate=decode_on_cpu)
+        model.generate(random_prompt(1, 5), max_new_tokens=2, num_beams=1, custom_generate=DecodeOnCPU())
 
 
 @pytest.mark.parametrize(
@@ -835,7 +835,7 @@ def test_encoder_decoders_are_refused():
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        run(tiny_model("llama"), random_prompt(1, 5), custom_generate=decode_on_cpu, **options)
+        run(tiny_model("llama"), random_prompt(1, 5), custom_generate=DecodeOnCPU(), **options)
 
 
 def test_an_assistant_with_another_vocabulary_is_refused():
@@ -843,7 +843,7 @@ def test_an_assistant_with_another_vocabulary_is_refused():
     config.vocab_size = 99
     assistant = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ValueError, match=r"vocabulary has 99 tokens and the model's 128.*Use an assistant with"):
-        run(tiny_model("llama"), random_prompt(1, 5), custom_generate=decode_on_cpu, assistant_model=assistant)
+        run(tiny_model("llama"), random_prompt(1, 5), custom_generate=DecodeOnCPU(), assistant_model=assistant)
 
 
 def test_models_that_accelerate_manages_are_refused():
@@ -851,7 +851,7 @@ def test_models_that_accelerate_manages_are_refused():
     with pytest.raises(ValueError, match=r"accelerate manages .* device_map='cuda:0'"):
         run(model, random_prompt(1, 5), custom_generate=IN_FLOAT64)
     assert torch.equal(
-        run(model, random_prompt(1, 5), custom_generate=decode_on_cpu), plain(tiny_model("llama"), random_prompt(1, 5))
+        run(model, random_prompt(1, 5), custom_generate=DecodeOnCPU()), plain(tiny_model("llama"), random_prompt(1, 5))
     )
 
 
@@ -913,7 +913,7 @@ def test_weights_that_are_not_plain_numbers_are_refused(
     model, decode = moving
     change(model)
     # On the CPU a model can decode as it is.
-    other = "pass custom_generate=decode_on_cpu without" if decode is IN_FLOAT64 else "leave out custom_generate"
+    other = r"pass custom_generate=DecodeOnCPU\(\) without" if decode is IN_FLOAT64 else "leave out custom_generate"
     with pytest.raises(
         ValueError, match=rf"{weights} cannot be moved or converted\. Load the model {way_out}, or {other}"
     ):

@@ -238,9 +238,9 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr("hf_hybrid_cache.cli.options.bind_to_node", lambda number: None)  # it would bind this process
     # In ten seconds it would measure the machine.
-    small = calibration.Effort(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
-    calibrate = partial(calibration.calibrate, effort=small)
-    monkeypatch.setattr("hf_hybrid_cache.cli.plan_report.calibrate", calibrate)
+    small = calibration.CalibrationBudget(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
+    calibrate = partial(calibration.calibrate, budget=small)
+    monkeypatch.setattr("hf_hybrid_cache.cli.plan.plan_report.calibrate", calibrate)
 
     def use(hub: Path) -> None:
         monkeypatch.setenv("HF_HUB_CACHE", str(hub))

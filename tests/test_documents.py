@@ -7,6 +7,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import UsageError
-from hf_hybrid_cache.cli.document_shares import Share, shares_of
-from hf_hybrid_cache.cli.documents import Document, Documents, read_documents
-from hf_hybrid_cache.cli.formats import text_of
+from hf_hybrid_cache.cli.documents.document_budgets import DocumentBudget, document_budgets
+from hf_hybrid_cache.cli.documents.documents import Document, Documents, read_documents
+from hf_hybrid_cache.cli.documents.formats import text_of
 
 from word_tokenizer import word_model_in, word_tokenizer
 
@@ -135,6 +136,18 @@ def test_what_pypdf_had_to_mend_is_said():
 
 def test_a_pdf_that_is_encrypted_without_a_password_is_read():
     assert text_of("a.pdf", encrypted_pdf_of(SIGNED, ""), print) == SIGNED
+
+
+def test_a_pdf_when_it_is_encrypted_with_aes_then_names_the_package():
+    if find_spec("cryptography") is not None:
+        pytest.skip("the package that decrypts AES is installed")
+    # The last object says how the others are encrypted, and stands before the table whose place the end tells.
+    written, place = encrypted_pdf_of(SIGNED, "").split(b"startxref\n")
+    filters = b"/CF << /StdCF << /CFM /AESV2 /Length 16 >> >>\n/StmF /StdCF\n/StrF /StdCF"
+    with_aes = written.replace(b"/V 2\n/R 3", b"/V 4\n/R 4\n" + filters)
+    moved = int(place.split()[0]) + len(with_aes) - len(written)
+    with pytest.raises(UsageError, match=r'package cryptography: pip install "hf_hybrid_cache\[encrypted\]"'):
+        text_of("a.pdf", with_aes + b"startxref\n%d\n%%%%EOF\n" % moved, print)
 
 
 def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted():
@@ -274,8 +287,8 @@ def test_a_folder_is_all_that_can_be_read_in_it_sorted_and_says_what_was_left_ou
     documents = read(texts, remarks=remarks)
     names = [document.name.removeprefix(f"{texts}/") for document in documents.files]
     assert names == ["Z.docx", "a.txt", "b.md", "sub/c.pdf"]
-    assert remarks == [*(f"left out: {why}" for why in documents.left_out), f"{texts}: documents read: 4; left out: 2"]
-    assert [why.removeprefix(f"{texts}/").split()[0] for why in documents.left_out] == ["picture.png", "scan.pdf"]
+    assert remarks == [*(f"left out: {why}" for why in documents.skipped), f"{texts}: documents read: 4; left out: 2"]
+    assert [why.removeprefix(f"{texts}/").split()[0] for why in documents.skipped] == ["picture.png", "scan.pdf"]
 
 
 def test_a_file_that_is_named_twice_is_read_once(texts: Path):
@@ -294,7 +307,7 @@ def test_links_to_folders_and_what_is_no_file_are_said_and_not_waited_for(texts:
     (texts / "nowhere").symlink_to(texts / "missing")
     documents = read(texts)
     assert len(documents.files) == 2
-    assert [why.removeprefix(f"{texts}/") for why in documents.left_out] == [
+    assert [why.removeprefix(f"{texts}/") for why in documents.skipped] == [
         "nowhere is not a file, or a link to none.",
         "pipe is not a file, or a link to none.",
         "loop is a link to a folder: give it as --document, too.",
@@ -317,7 +330,7 @@ def test_a_file_that_is_named_and_cannot_be_read_is_refused(texts: Path):
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_shares_of_documents_are_what_was_read_of_each(is_fast: bool):
+def test_budgets_of_documents_are_the_tokens_read_of_each(is_fast: bool):
     class Splitter:
         """A slow tokenizer."""
 
@@ -328,8 +341,9 @@ def test_shares_of_documents_are_what_was_read_of_each(is_fast: bool):
 
     documents = Documents(tuple(Document(name, "w1 w2 w3 w4") for name in "abc"), ())  # six words each, with the name
     used = word_tokenizer() if is_fast else Splitter()
-    assert shares_of(documents, used, 8) == [Share("a", 6, 6), Share("b", 6, 2), Share("c", 6, 0)]
-    assert shares_of(documents, used, 18) == [Share(name, 6, 6) for name in "abc"]
+    kept = {"a": 6, "b": 2, "c": 0}
+    assert document_budgets(documents, used, 8) == [DocumentBudget(name, 6, tokens) for name, tokens in kept.items()]
+    assert document_budgets(documents, used, 18) == [DocumentBudget(name, 6, 6) for name in "abc"]
 
 
 # Commands

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import lent_states
 
@@ -236,7 +236,7 @@ def test_assigned_keys_without_their_values_then_are_refused_and_nothing_changes
 
 
 def test_states_without_codes_then_are_refused_and_the_layer_holds_what_it_did():
-    cache = filled(lambda config: QuantizedHybridCache(config, bits=8, rotate=True))
+    cache = filled(lambda config: HybridCache(config, codec=minmax(8, rotate=True)))
     layer = cache.layers[0]
     keys, values = layer.keys.clone(), layer.values.clone()
     layer.keys[:, :, 80] = torch.inf

@@ -11,12 +11,12 @@ from typing import NoReturn
 import pytest
 import torch
 import transformers
-from coded_models import assert_as_quantized_afterwards, note_operations, with_dense_weights
+from quantized_models import assert_as_quantized_afterwards, note_operations, with_dense_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, host_experts, weights_in_bits
+from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, move_experts_to_host, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.weights.expert_layers import expert_modules
 
@@ -155,7 +155,7 @@ def test_it_computes_with_its_codes_and_reads_no_weight_in_another_way(
         request.getfixturevalue("exact_kernels")
     logits(model, 6)
     operations = note_operations(monkeypatch)
-    with weights_in_bits(model, 8, group_size=32):
+    with quantize_weights(model, 8, group_size=32, temporary=True):
         ours = logits(model, 6)
         assert not operations
         theirs = logits(with_dense_weights(model), 6)
@@ -187,7 +187,7 @@ def test_its_experts_compute_what_they_do_one_after_the_other(architecture: Arch
     model = copy.deepcopy(architecture.model())
     model.set_experts_implementation("eager")
     theirs = logits(model, num_tokens)
-    with host_experts(model):
+    with move_experts_to_host(model, temporary=True):
         ours = logits(model, num_tokens)
     # Choices of experts that come close to each other change with the last bits.
     assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()

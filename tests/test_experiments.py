@@ -18,30 +18,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache, DynamicCache
 
-from experiments import (
-    busy_machine,
-    collective_cost,
-    host_experts,
-    joined_windows,
-    llama_cpp,
-    load_memory,
-    mapped_reads,
-    needles,
-    peers,
-    published_machines,
-    quality_caches,
-    reading,
-    records,
-    report,
-    selection,
-    selection_speed,
-    selection_steps,
-    simulated_step,
-)
-from experiments.quality_caches import states_of
-from experiments.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
-from experiments.synthetic import fill
-from experiments.turned_keys import turn_keys
+from experiments import report
+from experiments.common import reading, records
+from experiments.common.synthetic import fill
+from experiments.experts import host_experts, load_memory
+from experiments.peers import llama_cpp, peers
+from experiments.processes import busy_machine, collective_cost
+from experiments.quality import joined_windows, needles, quality_caches
+from experiments.quality.quality_caches import states_of
+from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
+from experiments.selection import mapped_reads, selection, selection_speed, selection_steps
+from experiments.selection.turned_keys import turn_keys
+from experiments.steps import published_machines, simulated_step
 from hf_hybrid_cache import models as package_models
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -75,9 +63,9 @@ def run(*command: str) -> str:
 each_experiment = pytest.mark.parametrize(
     ("experiment", "options", "answers"),
     [
-        ("append_cost", ["--tokens", "64", "300", "--repeats", "3"], {"64", "300"}),
+        ("cost.append_cost", ["--tokens", "64", "300", "--repeats", "3"], {"64", "300"}),
         (
-            "busy_machine",
+            "processes.busy_machine",
             [
                 *["--settings", "GOMP_SPINCOUNT=0", "--busy", "1", "--layers", "1", "--context", "70"],
                 *["--steps", "1", "--rounds", "1"],
@@ -85,22 +73,22 @@ each_experiment = pytest.mark.parametrize(
             {"stock", "ours", "4 bits"},
         ),
         (
-            "collective_cost",
+            "processes.collective_cost",
             ["--processes", "2", "--repeats", "3"],
             {f"meta-llama/Llama-3.{name}, batch {batch}, 2" for name in ("2-1B", "1-8B") for batch in (1, 8)},
         ),
         (
-            "short_programs",
+            "processes.short_programs",
             ["--warm", "1", "--cold", "0", "--uses", "attention", "--longest", "0"],
             {"warm, all processors"},
         ),
         (
-            "lost_process",
+            "processes.lost_process",
             ["--processes", "2", "--killed", "1", "--stopped", "1", "--timeout", "1"],
             {"killed", "stopped"},
         ),
         (
-            "shared_attention",
+            "processes.shared_attention",
             [
                 *["--contexts", "300", "--bits", "16", "4", "--layers", "1"],
                 *["--starts", "1", "--rounds", "1", "--tokens", "1"],
@@ -108,12 +96,12 @@ each_experiment = pytest.mark.parametrize(
             {"16 bits, 300 tokens", "4 bits, 300 tokens"},
         ),
         (
-            "split_attention",
+            "steps.split_attention",
             ["--tokens", "300", "--device-tokens", "128", "--repeats", "2", *SMALL_BUFFER],
             {"300, 16 bits", "300, 4 bits"},
         ),
         pytest.param(
-            "simulated_step",
+            "steps.simulated_step",
             [],
             {
                 f"{machine.name}, {model}, {context}, {batch}, {cache}"
@@ -122,50 +110,57 @@ each_experiment = pytest.mark.parametrize(
             },
             marks=pytest.mark.slow,
         ),
-        ("host_experts", ["--models", OLMOE], {f"{size} GB, {OLMOE}" for size in (8, 24)}),
-        ("host_peak", ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"], {"ours", "stock"}),
+        ("experts.host_experts", ["--models", OLMOE], {f"{size} GB, {OLMOE}" for size in (8, 24)}),
+        (
+            "cost.host_peak",
+            ["--prefill-tokens", "500", "--new-tokens", "3", "--stock-new-tokens", "2"],
+            {"ours", "stock"},
+        ),
         pytest.param(
-            "load_memory",
+            "experts.load_memory",
             ["--layers", "1", "--experts", "4", "--vocabulary", "1000"],
             set(load_memory.WAYS),
             marks=pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process"),
         ),
-        ("layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
+        ("cost.layout_cost", ["--tokens", "64", "--repeats", "2"], {"median_ratio"}),
         (
-            "kernel_bandwidth",
+            "steps.kernel_bandwidth",
             ["--formats", "fp32", "bf16", "int4", "--tokens", "270", "--repeats", "2", *SMALL_BUFFER],
             {"fp32 270", "bf16 270", "int4 270"},
         ),
         (
-            "prompt_attention",
+            "steps.prompt_attention",
             ["--forms", "fp32", "int4", "--sizes", "200:200", "400:130", "--rounds", "1"],
             {"fp32 200", "int4 200", "fp32 400", "int4 400"},
         ),
         pytest.param(
-            "prompt_speed",
+            "steps.prompt_speed",
             ["--tokens", "40", "--chunk", "16", "--rounds", "1", "--ways", "stock", "ours", "4_bits"],
             {"40"},
             marks=needs_smollm2,
         ),
-        ("kv_memory", ["--formats", "bf16", "int4", "--tokens", "500", "--layers", "2"], {"bf16", "int4"}),
+        ("cost.kv_memory", ["--formats", "bf16", "int4", "--tokens", "500", "--layers", "2"], {"bf16", "int4"}),
         pytest.param(
-            "quantized_step", ["--tokens", "300", "--repeats", "2", *SMALL_BUFFER], {"300"}, marks=needs_quanto
+            "steps.quantized_step", ["--tokens", "300", "--repeats", "2", *SMALL_BUFFER], {"300"}, marks=needs_quanto
         ),
         pytest.param(
-            "reload", ["--tokens", "200", "--caches", "dynamic", "4 bits"], {"dynamic", "4 bits"}, marks=needs_smollm2
+            "cost.reload",
+            ["--tokens", "200", "--caches", "dynamic", "4 bits"],
+            {"dynamic", "4 bits"},
+            marks=needs_smollm2,
         ),
-        ("thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
-        pytest.param("decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
-        pytest.param("decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        ("processes.thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
+        pytest.param("steps.decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param("steps.decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param(
-            "compiled_decode",
+            "steps.compiled_decode",
             ["--contexts", "40", "--steps", "1", "--backend", "eager", "--model", "smollm2-135m", *SMALL_BUFFER],
             {"40"},
             marks=needs_smollm2,
         ),
-        pytest.param("decode_speed", ["--bits", "4", *SMOLLM2], {"40"}, marks=needs_smollm2),
+        pytest.param("steps.decode_speed", ["--bits", "4", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param(
-            "choice_cost",
+            "cost.choice_cost",
             ["--tokens", "300", "--chunk", "300", "--rounds", "1"],
             {
                 "prefill, chosen over given",
@@ -175,51 +170,63 @@ each_experiment = pytest.mark.parametrize(
             },
             marks=needs_smollm2,
         ),
-        ("biased_keys", ["--smoke", "--biases", "0"], {"highest_output_error"}),
+        ("quality.biased_keys", ["--smoke", "--biases", "0"], {"highest_output_error"}),
         pytest.param(
-            "selection",
+            "selection.selection",
             ["--smoke"],
             {f"{bits} bits, {name}" for bits in (16, 4) for name in ("full", "all", "mass 0.9")},
             marks=needs_smollm2,
         ),
         (
-            "selection_speed",
+            "selection.selection_speed",
             ["--tokens", "2000", "--shares", "0.05", "0", "--repeats", "2", *SMALL_BUFFER],
             {f"2000, {share}, {way}" for share in ("5%", "all") for way in ("bfloat16", "4 bits")},
         ),
         pytest.param(
-            "selection_steps",
+            "selection.selection_steps",
             ["--contexts", "300", "--rounds", "1", "--weight-bits", "8", *SMALL_BUFFER],
             {"300"},
             marks=needs_smollm2,
         ),
         pytest.param(
-            "mapped_reads",
+            "selection.mapped_reads",
             ["--tokens", "2000", "--bits", "16", "4", "--shares", "0.05"],
             {"16 bits, 0.05", "4 bits, 0.05"},
             marks=pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts reads as Linux does"),
         ),
-        pytest.param("quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
+        pytest.param("quality.quality", ["--smoke", "--caches", "full", "fp8"], {"full", "fp8"}, marks=needs_smollm2),
         pytest.param(
-            "peers",
+            "peers.peers",
             ["--engines", "ours-16", "ours-4", "full", *TWO_CONTEXTS],
             {"ours-16", "ours-4", "full"},
             marks=needs_smollm2,
         ),
         pytest.param(
-            "peers",
+            "peers.peers",
             ["--engines", "ours-4", "quanto-4", "llama.cpp-f16", "llama.cpp-q4_0", *TWO_CONTEXTS],
             {"ours-4", "quanto-4", "llama.cpp-f16", "llama.cpp-q4_0"},
             marks=[needs_smollm2, needs_quanto, needs_llama_cpp],
         ),
         pytest.param(
-            "whole_step",
+            "peers.prompt_peers",
+            ["--rows", "stock W16/KV16", "ours W16/KV16", "ours W8/KV8", "--tokens", "40", "--rounds", "1"],
+            {"40"},
+            marks=needs_smollm2,
+        ),
+        pytest.param(
+            "peers.prompt_peers",
+            ["--rows", "ours W16/KV16", "llama.cpp W16/KV16", "llama.cpp W4/KV4", "--tokens", "40", "--rounds", "1"],
+            {"40"},
+            marks=[needs_smollm2, needs_llama_cpp],
+        ),
+        pytest.param(
+            "peers.whole_step",
             ["--rows", "stock W16/KV16", "ours W16/KV4", "ours W4/KV4", *WHOLE_STEP],
             {"40"},
             marks=needs_smollm2,
         ),
         pytest.param(
-            "whole_step",
+            "peers.whole_step",
             ["--rows", "ours W8/KV8", "llama.cpp W8/KV8", "llama.cpp W8/KV16", *WHOLE_STEP],
             {"40"},
             marks=[needs_smollm2, needs_llama_cpp],
@@ -228,14 +235,14 @@ each_experiment = pytest.mark.parametrize(
 )
 # The others start processes, set the number of threads, or take long.
 IN_THIS_PROCESS = (
-    "layout_cost",
-    "kernel_bandwidth",
-    "prompt_attention",
-    "quantized_step",
-    "biased_keys",
-    "selection_speed",
-    "mapped_reads",
-    "host_experts",
+    "cost.layout_cost",
+    "steps.kernel_bandwidth",
+    "steps.prompt_attention",
+    "steps.quantized_step",
+    "quality.biased_keys",
+    "selection.selection_speed",
+    "selection.mapped_reads",
+    "experts.host_experts",
 )
 
 
@@ -274,7 +281,7 @@ def check_answer_and_record(printed: str, folder: Path, experiment: str, answers
     assert set(json.loads(printed.splitlines()[-1])) == answers
     (path,) = folder.iterdir()
     record = json.loads(path.read_text())
-    assert record["experiment"] == experiment
+    assert record["experiment"] == experiment.rpartition(".")[2]
     assert record["cells"]
     assert record["environment"]["versions"]["torch"] == torch.__version__
 
@@ -433,6 +440,26 @@ def test_the_headline_of_the_readme_is_what_the_records_hold():
     assert f"in {four_bits['share_of_bfloat16']:.0%} of their memory" in readme
 
 
+def test_the_readme_headline_equals_the_record_of_whole_steps():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    (cell,) = (
+        cell
+        for cell in report.load_records("whole_step/llama-3.2-1b-random")["amd-epyc-znver5-2-cores"]["cells"]
+        if cell["context_tokens"] == 131_072
+    )
+    stock, quantized, full = "stock W16/KV16", "ours W4/KV4", "ours W16/KV16"
+    memory = {name: sum(held.values()) for name, held in cell["holds"].items()}
+    seconds = cell["median_seconds"]
+    times = {name: 1 / cell["ratios"][f"{name} / {stock}"] for name in (quantized, full)}
+    for said in (
+        "(Zen 5), with weights and cache in 4 bits, Llama-3.2-1B",
+        f"{times[quantized]:.0f} times as fast as with transformers' `DynamicCache`",
+        f"in {memory[quantized] / memory[stock]:.0%} of the memory; in full precision {times[full]:.0f} times as fast",
+        f"{seconds[quantized]:.2f} s and {seconds[full]:.2f} s a token instead of {seconds[stock]:.1f} s",
+    ):
+        assert said in readme
+
+
 def test_the_page_of_results_states_what_the_records_hold():
     page = (REPOSITORY / "docs" / "results.md").read_text()
     machine = page.split("results/decode_speed/llama-3.2-1b-random/")[1].split(".png")[0]
@@ -499,6 +526,11 @@ def test_the_page_of_results_states_what_the_records_of_prompts_hold():
                     for way in PROMPT_WAYS
                 )
                 assert f"| {cell['tokens']:,} | {cell['chunk']:,} | {seconds} |" in page
+    for model in ("smollm2-135m", "llama-3.2-1b-random"):
+        for record in report.load_records(f"prompt_peers/{model}").values():
+            for cell in record["cells"]:
+                seconds = " | ".join(f"{value:.2f} s" for value in cell["median_seconds"].values())
+                assert f"| {cell['tokens']:,} | {seconds} |" in page
 
 
 def test_the_page_on_weights_states_the_peaks_that_the_record_holds():
@@ -510,7 +542,7 @@ def test_the_page_on_weights_states_the_peaks_that_the_record_holds():
 
 
 def test_the_page_on_few_bits_states_what_the_records_hold():
-    page = (REPOSITORY / "docs" / "few-bits.md").read_text()
+    page = (REPOSITORY / "docs" / "quantized-cache.md").read_text()
     folders = ("perplexity", "docstrings", "reparametrized", "qwen2.5-coder-0.5b", "gemma-3-270m")
     for folder in folders:
         (record,) = report.load_records(f"quality/{folder}").values()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded_reference import coded_reference
+from quantized_reference import quantized_reference
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -102,7 +102,8 @@ class Trial:
 
     def __init__(self, variant: str, operation: str):
         self._make, make_reference = MAKERS[variant]
-        # Tokens that leave the device let blocks be coded before the operation is taken back, only some of which stay.
+        # Tokens that leave the device let blocks be quantized before the operation is taken back, only some of which
+        # stay.
         self._block = 64 if "split" in variant else None
         self._operation = OPERATIONS[operation]
         self._first, self._second = random_states(TOKENS - 1, seed=0), random_states(1, seed=1)
@@ -111,7 +112,7 @@ class Trial:
         self._before = contents(reference)
         self._operation(reference)
         self._after = contents(reference)
-        # What was coded meanwhile stays as the codes have it.
+        # What was quantized meanwhile stays as the codes have it.
         added = reference.get_seq_length() - TOKENS
         reference.crop(-max(0, added))
         self._taken_back = contents(reference)
@@ -344,7 +345,7 @@ def test_prompts_that_are_ended_anywhere_while_codecs_are_chosen_leave_what_the_
             prompts(ours)
         found = contents(ours)
         assert all(codec.is_fitted for codec in ours.codecs.values()), fault.place
-        expected = coded_reference(CONFIG, ours.codecs)
+        expected = quantized_reference(CONFIG, ours.codecs)
         prompts(expected)
         assert same(found, contents(expected)), fault.place
         count("faults injected")

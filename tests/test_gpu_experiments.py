@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import records
+from experiments.common import records
 from experiments.gpu.answers import NOT_MEASURED, answers, table
-from experiments.gpu.found import all_found, decode_records, found_in
+from experiments.gpu.found import dequantize, found_in, partials
 from experiments.gpu.page import END, README, RESULTS_PAGE, START, decode_table, figure, pages, written
 from experiments.gpu.running import Ended, Journal, run_all
 from experiments.gpu.steps import Step, all_steps
@@ -203,7 +203,7 @@ def test_aims_are_met_by_a_machine_that_meets_them_and_missed_by_one_that_does_n
 
 
 def test_pages_say_what_the_committed_records_say():
-    for path, said in pages(all_found()):
+    for path, said in pages(partials()):
         text = path.read_text()
         assert written(text, said) == text, f"python -m experiments.report writes {path.name}"
 
@@ -221,4 +221,4 @@ def test_pages_take_up_a_machine_with_its_card_bus_and_driver():
         written("a page without a place", "new\n")
     lines = figure(found).axes[0].get_lines()
     assert {line.get_label() for line in lines} == {"dynamic", "codes-4", "stock-offloaded", "offloaded", "streamed-4"}
-    assert [record["context_tokens"] for record in decode_records(found)] == [65_536, 131_072, 131_072]
+    assert [record["context_tokens"] for record in dequantize(found)] == [65_536, 131_072, 131_072]

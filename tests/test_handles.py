@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, StaleHandleError
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HybridCache,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+    StaleHandleError,
+)
 from hf_hybrid_cache.attention import compile_kernels
 from hf_hybrid_cache.attention.handles import KVHandle
 from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
@@ -235,18 +243,24 @@ def attended_on_cpu(cache: HybridCache) -> list[bool]:
     [(None, [True, True]), (True, [True, True]), (False, [False, False]), ([1], [False, True]), ((), [False, False])],
 )
 def test_layers_attended_on_the_cpu_are_those_asked_for(cpu_decode, expected: list[bool]):
-    assert attended_on_cpu(DynamicHybridCache(CONFIG, cpu_decode=cpu_decode)) == expected
+    assert attended_on_cpu(HybridCache(CONFIG, Placement(cpu_decode=cpu_decode))) == expected
 
 
 @pytest.mark.parametrize("cpu_decode", ["all", 3, [-1], [True], ["0"], [0.5]])
 def test_other_values_of_cpu_decode_are_refused(cpu_decode):
     with pytest.raises(ValueError, match="True, False, None, a share between 0 and 1 or a collection of layer indices"):
-        DynamicHybridCache(CONFIG, cpu_decode=cpu_decode)
+        Placement(cpu_decode=cpu_decode)
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache])
+def test_some_layers_when_given_to_a_cache_are_refused_with_the_way_out(make: Callable):
+    with pytest.raises(ValueError, match=r"HybridCache\(config, placement=Placement\(cpu_decode=\[0, 1\]\)\)"):
+        make(CONFIG, cpu_decode=[0, 1])
 
 
 def test_layers_that_the_model_does_not_have_are_refused_by_name():
     with pytest.raises(ValueError, match=r"layers \[2, 9\]; the model's full-attention layers are \[0, 1\]"):
-        DynamicHybridCache(CONFIG, cpu_decode=[0, 9, 2])
+        HybridCache(CONFIG, Placement(cpu_decode=[0, 9, 2]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64])
@@ -300,7 +314,7 @@ def test_memory_for_many_shapes_of_queries_is_given_back():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cpu_decode", [True, False, [1]])
 def test_a_cache_moved_to_another_type_holds_the_converted_states(dtype: torch.dtype, cpu_decode):
-    cache = DynamicHybridCache(CONFIG, cpu_decode=cpu_decode)
+    cache = HybridCache(CONFIG, Placement(cpu_decode=cpu_decode))
     for layer in range(2):
         cache.update(*states(5000, layer), layer)
     cache.to("cpu", dtype)

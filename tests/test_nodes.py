@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from hf_hybrid_cache.cli import nodes, options
-from hf_hybrid_cache.cli.nodes import (
+from hf_hybrid_cache.cli import options
+from hf_hybrid_cache.cli.distributed import nodes
+from hf_hybrid_cache.cli.distributed.nodes import (
     Node,
     NodeError,
     bind_to_node,
@@ -145,7 +146,7 @@ def test_threads_of_torch_and_of_the_kernels_are_on_the_processors_of_the_node(t
     program = f"""
 import os, sys
 from pathlib import Path
-from hf_hybrid_cache.cli.nodes import bind_to_node
+from hf_hybrid_cache.cli.distributed.nodes import bind_to_node
 warning = bind_to_node(1, Path({str(write_nodes(tmp_path, "", str(ALLOWED[-1])))!r}))
 import torch
 from hf_hybrid_cache import get_num_threads
@@ -175,7 +176,7 @@ def test_memory_of_the_node_is_preferred_where_the_system_lets_it():
     if node is None:
         pytest.skip("the system tells of no nodes")
     program = f"""
-from hf_hybrid_cache.cli.nodes import bind_to_node
+from hf_hybrid_cache.cli.distributed.nodes import bind_to_node
 warning = bind_to_node({node})
 assert warning is not None or "prefer:{node}" in open("/proc/self/numa_maps").read(), warning
 """
@@ -190,10 +191,10 @@ def test_memory_of_all_nodes_is_taken_in_turn_by_the_cores_of_all_sockets_where_
     if not nodes_in(nodes.NODES):
         pytest.skip("the system tells of no nodes")
     program = """
-from hf_hybrid_cache.cli.nodes import spread_over_nodes
+from hf_hybrid_cache.cli.distributed.nodes import spread_over_nodes
 warning = spread_over_nodes()
 assert warning is not None or "interleave" in open("/proc/self/numa_maps").read(), warning
-from hf_hybrid_cache.kernels import threads
+from hf_hybrid_cache.kernels.vector import threads
 assert threads._is_memory_spread() == (warning is None)
 assert threads.get_num_threads() == threads._physical_cores(of_all=warning is None)
 """

@@ -16,30 +16,21 @@ from transformers import PreTrainedConfig
 from typer.testing import CliRunner
 
 from hf_hybrid_cache import HostMemoryError
-from hf_hybrid_cache.cli import plan_report
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.planning import (
-    BITS,
-    WEIGHT_BITS,
-    DeviceSpeed,
-    Machine,
-    ModelCost,
-    Speeds,
-    WeightSpeed,
-    calibration,
-    load_speeds,
-    model_cost,
-    predict,
-    save_speeds,
-    speeds_path,
-)
-from hf_hybrid_cache.planning.calibration import Effort, calibrate
+from hf_hybrid_cache.cli.plan import plan_report
+from hf_hybrid_cache.planning import Machine, calibration, model_cost
+from hf_hybrid_cache.planning.calibration import CalibrationBudget, calibrate
+from hf_hybrid_cache.planning.candidates import BITS
+from hf_hybrid_cache.planning.machine import DeviceSpeed, Speeds, WeightSpeed, load_speeds, save_speeds, speeds_path
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import predict
 from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
+from hf_hybrid_cache.weights import WEIGHT_BITS
 
 from tiny_models import FAMILIES, tiny_model
 
-SMALL = Effort(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
+SMALL = CalibrationBudget(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
 LLAMA = ["--model", "meta-llama/llama-3.2-1b", "--context", "128K"]
 CARD = ["--gpu-memory", "8GiB", "--host-memory", "32GiB"]
 
@@ -98,7 +89,7 @@ def test_without_a_gpu_everything_is_on_the_cpu():
     answer = plans_of(*LLAMA, "--gpu-memory", "0", "--host-memory", "32GiB")
     assert [plan["cache"] for plan in answer["plans"]] == ["stock", *BITS, *BITS, *BITS]
     assert [plan["weights"] for plan in answer["plans"]] == [None] * 6 + [8] * 5 + [4] * 5
-    assert {plan["way"] for plan in answer["plans"]} == {"on the CPU"}
+    assert {plan["strategy"] for plan in answer["plans"]} == {"on the CPU"}
     assert answer["recommended"]["cache"] == "dynamic"
 
 
@@ -138,7 +129,7 @@ def test_where_only_weights_of_few_bits_fit_they_have_a_table_and_are_recommende
     lines = result.stdout.splitlines()
     assert "With weights in 8 bits:" in lines
     assert any(line.startswith("Recommended: ") and line.endswith(", weights in 8 bits") for line in lines)
-    assert any("quantization_config=CodedWeightsConfig(bits=8)" in line for line in lines)
+    assert any("quantization_config=QuantizedWeightsConfig(bits=8)" in line for line in lines)
     assert all(len(line) <= 80 for line in lines if not line.startswith(("model", "cache =")))
     assert "weights in" not in invoke(*short, "--host-memory", "64GiB").stdout
 
@@ -154,8 +145,8 @@ def test_weights_of_four_bits_that_would_be_much_faster_are_named_with_what_they
     save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9)))
     result = invoke(*small)
     assert "4-bit weights" not in result.stdout
-    assert "Speeds with weights of few bits are not known: run with --calibrate." in result.stderr
-    save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9, coded_weights={4: WeightSpeed(1e8), 8: WeightSpeed(1e9)})))
+    assert "Speeds with quantized weights are not known: run with --calibrate." in result.stderr
+    save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1e9, quantized_weights={4: WeightSpeed(1e8), 8: WeightSpeed(1e9)})))
     result = invoke(*small)
     assert "4-bit weights" not in result.stdout
     assert result.stderr == ""
@@ -278,7 +269,7 @@ def test_experts_are_in_host_memory_where_the_gpu_has_no_room_for_them():
     few = invoke(*QWEN, *CARD)
     assert few.exit_code == 0, few.stderr
     assert "Recommended: dynamic, on the GPU, experts in host memory, in 4 bits\n" in few.stdout
-    assert "quantization_config=CodedWeightsConfig(bits=4, only_experts=True)" in few.stdout
+    assert "quantization_config=QuantizedWeightsConfig(bits=4, only_experts=True)" in few.stdout
     short = invoke(*QWEN, *CARD[:2], "--host-memory", "16GiB")
     assert short.exit_code == 1
     assert "Nothing fits." in short.stdout
@@ -314,8 +305,8 @@ def test_every_cache_is_measured_at_every_context(measured: Speeds):
         assert all(seconds > 0 for _, seconds in speed.steps)
         assert speed.attention_flops > 0
     assert measured.host.weight_bytes_per_second > 0
-    assert set(measured.host.coded_weights) == set(WEIGHT_BITS)
-    for weights in measured.host.coded_weights.values():
+    assert set(measured.host.quantized_weights) == set(WEIGHT_BITS)
+    for weights in measured.host.quantized_weights.values():
         assert weights.bytes_per_second > 0
         assert weights.flops is not None
         assert weights.flops > 0
@@ -332,7 +323,7 @@ def test_from_what_was_measured_every_cache_is_predicted(measured: Speeds, cache
 
 
 def test_calibrate_measures_and_keeps_the_speeds_that_the_next_plan_uses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_report, "calibrate", partial(calibrate, effort=SMALL))
+    monkeypatch.setattr(plan_report, "calibrate", partial(calibrate, budget=SMALL))
     monkeypatch.setattr(calibration, "_MOST_USED_BY_OTHERS", 2.0)
     monkeypatch.setattr(calibration, "_MOST_DISAGREEMENT", float("inf"))
     result = invoke(*LLAMA, *CARD, "--calibrate")
@@ -345,7 +336,7 @@ def test_calibrate_measures_and_keeps_the_speeds_that_the_next_plan_uses(monkeyp
 
 
 def test_what_is_measured_on_a_busy_machine_is_not_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_report, "calibrate", partial(calibrate, effort=SMALL))
+    monkeypatch.setattr(plan_report, "calibrate", partial(calibrate, budget=SMALL))
     monkeypatch.setattr(calibration, "_MOST_USED_BY_OTHERS", -1.0)
     result = invoke(*LLAMA, *CARD, "--calibrate")
     assert result.exit_code == 0, result.stderr

@@ -185,14 +185,14 @@ def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path
 COMPILE_ON_TWO_CORES = """
 import numpy as np
 from hf_hybrid_cache.kernels import compile_and_wait
-from hf_hybrid_cache.kernels.attention import attend
-from hf_hybrid_cache.kernels.coded_attention import attend_coded
+from hf_hybrid_cache.kernels.attention.attention import attend
+from hf_hybrid_cache.kernels.attention.quantized_attention import attend_quantized
 
 waits = []
 compile_and_wait(np.dtype(np.float32), True, lambda: waits.append(1))
 assert waits == [1]
-assert (sum(attend.stats.cache_misses.values()), sum(attend_coded.stats.cache_misses.values())) == (1, 0)
-assert sum(attend_coded.stats.cache_hits.values()) == 1
+assert (sum(attend.stats.cache_misses.values()), sum(attend_quantized.stats.cache_misses.values())) == (1, 0)
+assert sum(attend_quantized.stats.cache_hits.values()) == 1
 """
 
 
@@ -225,7 +225,7 @@ assert begun.wait(60)
 END_WHILE_A_STORE_IS_ASKED = """
 import threading, time
 from torch.distributed import HashStore
-from hf_hybrid_cache.processes.roll_call import Alarm
+from hf_hybrid_cache.processes.barrier import Alarm
 
 class Slow(HashStore):
     def check(self, keys):

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache, QuantizedHybridCache, prefill
+from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, minmax, prefill
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prompt_reading import checkpoint
 from hf_hybrid_cache.prompt_reading.progress import PrefillProgress, TimeLeft
@@ -151,7 +151,9 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_REST", 0)
 
 
-@pytest.mark.parametrize("make", [DynamicHybridCache, lambda config: QuantizedHybridCache(config, 8, sink_tokens=0)])
+@pytest.mark.parametrize(
+    "make", [DynamicHybridCache, lambda config: HybridCache(config, codec=minmax(8, sink_tokens=0))]
+)
 def test_what_a_crash_left_in_the_file_is_not_read_again(make: Any, tmp_path: Path, always_due: None):
     model, ids, path = tiny_model("llama"), random_prompt(1, 450), tmp_path / "report.kv"
 
@@ -240,5 +242,5 @@ def test_a_bar_says_how_many_tokens_are_read_and_what_is_left(monkeypatch: pytes
             shown += os.read(terminal, 100_000)
     os.close(terminal)
     assert "100 of 300 tokens" in shown.decode()
-    assert "00:20 left" in shown.decode()
+    assert "20.0 s left" in shown.decode()
     assert "300 of 300 tokens" in shown.decode()

@@ -5,24 +5,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from coded_reference import coded_reference
+from quantized_reference import quantized_reference
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import (
+    DecodeOnCPU,
     HostMemoryError,
     HybridCache,
     KVCodec,
     Placement,
     QuantizedHybridCache,
     StaleHandleError,
-    decode_on_cpu,
     minmax,
     quanto,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import CodedStore, host_memory
+from hf_hybrid_cache.storage import QuantizedStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
 from lazy_streams import copy_late
@@ -109,16 +109,9 @@ def test_states_of_several_layers_can_be_held_at_once():
 def test_layers_that_are_not_named_stay_in_full_precision():
     cache = QuantizedHybridCache(CONFIG, bits={1: (4, 2)}, cpu_decode=False)
     fill(cache, 300)
-    assert [isinstance(layer.store, CodedStore) for layer in cache.layers] == [False, True]
+    assert [isinstance(layer.store, QuantizedStore) for layer in cache.layers] == [False, True]
     assert torch.equal(cache.layers[0].keys, states(300, 0))
     assert not torch.equal(cache.layers[1].keys, states(300, 1))
-
-
-def test_a_list_has_the_bits_of_each_layer():
-    cache = QuantizedHybridCache(CONFIG, bits=[None, 8])
-    assert set(cache._stores.codecs) == {1}
-    with pytest.raises(ValueError, match="bits has 3 entries and the model 2 layers"):
-        QuantizedHybridCache(CONFIG, bits=[4, 4, 4])
 
 
 @pytest.mark.parametrize(
@@ -127,15 +120,25 @@ def test_a_list_has_the_bits_of_each_layer():
         ({"bits": 5}, "bits must be 8, 4 or 2"),
         ({"bits": {7: 4}}, r"codec names layers \[7\]; the model's full-attention layers are \[0, 1\]"),
         ({"bits": {0: 3}}, "got 3"),
-        ({"bits": [4, "8"]}, "got '8'"),
-        ({"group_size": 63}, "group_size must be a positive multiple of 16"),
-        ({"sink_tokens": 1.5}, "sink_tokens must be an integer"),
+        ({"bits": [4, 8]}, r"a pair of these for keys and values, got \[4, 8\]"),
         ({"max_length": -1}, "max_length must be an integer of at least 0"),
     ],
 )
 def test_arguments_that_make_no_cache_are_refused(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         QuantizedHybridCache(CONFIG, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 63}, "group_size must be a positive multiple of 16"),
+        ({"sink_tokens": 1.5}, "sink_tokens must be an integer"),
+    ],
+)
+def test_arguments_that_make_no_codec_are_refused(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        minmax(4, **arguments)
 
 
 def test_a_codec_without_a_kernel_is_decoded_for_each_step_and_cpu_decode_with_it_is_refused():
@@ -182,10 +185,10 @@ def test_codes_move_unchanged():
     cache = QuantizedHybridCache(model.config, bits=2, cpu_decode=False)
     with torch.no_grad():
         model(ids, **cache_argument(cache))
-    before = [layer.store.records.read()[0].clone() for layer in cache.layers]
+    before = [layer.store.packed.read()[0].clone() for layer in cache.layers]
     cache.to("cpu", torch.bfloat16)
     assert cache.layers[0].store.shape.key_dtype == torch.bfloat16
-    after = [layer.store.records.read()[0] for layer in cache.layers]
+    after = [layer.store.packed.read()[0] for layer in cache.layers]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
@@ -195,7 +198,7 @@ def test_decode_on_cpu_takes_a_quantized_cache_along():
     options = {"max_new_tokens": 24, "do_sample": False}
     expected = model.generate(ids, **cache_argument(QuantizedHybridCache(model.config, bits=8)), **options)
     cache = QuantizedHybridCache(model.config, bits=8)
-    actual = model.generate(ids, **cache_argument(cache), custom_generate=decode_on_cpu, **options)
+    actual = model.generate(ids, **cache_argument(cache), custom_generate=DecodeOnCPU(), **options)
     assert torch.equal(actual, expected)
 
 
@@ -205,7 +208,7 @@ def test_what_is_cropped_into_a_coded_block_keeps_what_the_codes_stand_for():
     before = cache.layers[0].keys.clone()
     cache.crop(-250)
     assert torch.equal(cache.layers[0].keys, before[:, :, :150])
-    assert cache.layers[0].store.records.num_tokens == 1
+    assert cache.layers[0].store.packed.num_tokens == 1
     fill(cache, 1)
     assert torch.equal(cache.layers[0].keys[:, :, :150], before[:, :, :150])
 
@@ -221,8 +224,8 @@ def test_the_same_general_form_takes_a_codec_and_a_placement():
 
 def test_each_chunk_of_a_prompt_sees_the_tokens_in_full_precision_as_they_are_now():
     """Not as the device had them for the chunk before, where the codes are attended to on the CPU afterwards."""
-    cache = QuantizedHybridCache(CONFIG, bits=8, rotate=True, cpu_decode=True)
-    plain = coded_reference(CONFIG, minmax(8, rotate=True))
+    cache = HybridCache(CONFIG, Placement(cpu_decode=True), codec=minmax(8, rotate=True))
+    plain = quantized_reference(CONFIG, minmax(8, rotate=True))
     copy_late(cache)
     for chunk in range(4):
         new = states(128, seed=chunk), states(128, seed=chunk + 10)
@@ -233,7 +236,7 @@ def test_each_chunk_of_a_prompt_sees_the_tokens_in_full_precision_as_they_are_no
 
 @pytest.mark.parametrize("rotate", [True, "auto"])
 def test_the_first_chunk_is_attended_to_as_it_came_by_the_kernel(rotate):
-    cache = QuantizedHybridCache(CONFIG, 4, rotate=rotate)
+    cache = HybridCache(CONFIG, codec=minmax(4, rotate=rotate))
     keys, values = states(300, seed=1), states(300, seed=2)
     query = torch.randn(1, 16, 300, 64, generator=torch.Generator().manual_seed(3))
     handles = cache.update(keys, values, 0)

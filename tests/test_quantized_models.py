@@ -1,5 +1,5 @@
 """
-Models whose weights another library has quantized: the same tokens with our caches, and what `decode_on_cpu` refuses.
+Models whose weights another library has quantized: the same tokens with our caches, and what `DecodeOnCPU` refuses.
 
 Each is quantized by the library itself, and loaded as its users load it. What is not installed is skipped.
 """
@@ -35,13 +35,13 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.integrations.bitnet import pack_weights
 
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, decode_on_cpu
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, OffloadedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from caches import QUANTIZED_OWN_ATTENTION, QUANTIZED_SAME_ATTENTION, SAME_ATTENTION, stock
 from tiny_models import COMMON, VOCAB_SIZE, random_prompt
 
-IN_FLOAT64 = decode_on_cpu.configure(dtype=torch.float64)
+IN_FLOAT64 = DecodeOnCPU(dtype=torch.float64)
 # Rows and columns are multiples of 64, as some libraries want them.
 SIZES = COMMON | {"intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 
@@ -392,12 +392,12 @@ def assert_same_tokens(
     makes: list[Callable[[PreTrainedConfig], Cache]],
     reference: Callable[[PreTrainedConfig], Cache] = stock,
 ) -> None:
-    """Greedy and sampled, decoded where the model is and by `decode_on_cpu`."""
+    """Greedy and sampled, decoded where the model is and by `DecodeOnCPU`."""
     for options in (GREEDY, SAMPLED):
         expected = generated(model, reference(model.config), **options)
         for make in makes:
             assert torch.equal(generated(model, make(model.config), **options), expected)
-            on_cpu = generated(model, make(model.config), custom_generate=decode_on_cpu, **options)
+            on_cpu = generated(model, make(model.config), custom_generate=DecodeOnCPU(), **options)
             assert torch.equal(on_cpu, expected)
 
 
@@ -435,11 +435,11 @@ def test_decode_on_cpu_converts_no_quantized_weights_and_names_a_way_out_that_wo
     expected = generated(model, stock(model.config), **GREEDY)
     cache = SAME_ATTENTION["dynamic"](model.config)
     refused = re.escape(f"{ALL_MODELS[name][2]} cannot be moved or converted. Load the model ")
-    way_out = r".* or pass custom_generate=decode_on_cpu without options to decode with the weights as they are\.$"
+    way_out = r".* or pass custom_generate=DecodeOnCPU\(\) without options to decode with the weights as they are\.$"
     with pytest.raises(ValueError, match=refused + way_out):
         generated(model, cache, custom_generate=IN_FLOAT64, **GREEDY)
     assert cache.get_seq_length() == 0
-    assert torch.equal(generated(model, cache, custom_generate=decode_on_cpu, **GREEDY), expected)
+    assert torch.equal(generated(model, cache, custom_generate=DecodeOnCPU(), **GREEDY), expected)
 
 
 def test_packed_weights_are_not_converted_before_the_first_forward_pass_unpacks_them(tmp_path: Path):

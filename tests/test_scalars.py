@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hf_hybrid_cache import (
-    CodedWeightsConfig,
+    DecodeOnCPU,
     DynamicHybridCache,
     HybridCache,
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
+    QuantizedWeightsConfig,
     Selection,
-    decode_on_cpu,
     get_num_threads,
     minmax,
     quantize_weights,
@@ -46,19 +46,19 @@ def num_threads(count: Any) -> int:
 USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "bits": lambda of: codecs(QuantizedHybridCache(CONFIG, bits=of(4))),
     "pair of bits": lambda of: codecs(QuantizedHybridCache(CONFIG, bits=(of(8), of(4)))),
-    "bits of layers": lambda of: codecs(QuantizedHybridCache(CONFIG, bits=[of(8), None, (of(4), of(2)), None])),
+    "bits of layers": lambda of: codecs(QuantizedHybridCache(CONFIG, bits={0: of(8), 2: (of(4), of(2))})),
     "layers by index": lambda of: codecs(QuantizedHybridCache(CONFIG, bits={of(0): 8, of(3): of(4)})),
     "codecs by index": lambda of: codecs(HybridCache(CONFIG, codec={of(2): minmax(4)})),
     "group_size": lambda of: minmax(4, group_size=of(32)),
     "sink_tokens": lambda of: minmax(4, sink_tokens=of(100)),
     "max_length": lambda of: DynamicHybridCache(CONFIG, max_length=of(100))._stores.capacity,
-    "cpu_decode": lambda of: DynamicHybridCache(CONFIG, cpu_decode=[of(1), of(3)])._stores.placement,
+    "cpu_decode": lambda of: Placement(cpu_decode=[of(1), of(3)]),
     "counts": lambda of: Placement(True, of(2), of(1), device_tokens=of(128)),
     "device_tokens": lambda of: OffloadedHybridCache(CONFIG, of(2), of(1), device_tokens=of(128))._stores.placement,
     "dense_layers": lambda of: Selection(dense_layers=(of(0), of(1))),
     "threads": lambda of: num_threads(of(1)),
-    "weights": lambda of: CodedWeightsConfig(of(4), group_size=of(64), head_bits=of(8)).to_json_string(),
-    "decode_on_cpu": lambda of: decode_on_cpu.configure(weights=of(8)),
+    "weights": lambda of: QuantizedWeightsConfig(of(4), group_size=of(64), head_bits=of(8)).to_json_string(),
+    "DecodeOnCPU": lambda of: DecodeOnCPU(weights=of(8)),
     "for_budget": lambda of: HybridCache.for_budget(CONFIG, of(100), 0, of(2**7) * 2**27, of(1), of(64)).codecs,
 }
 
@@ -73,7 +73,7 @@ def test_integers_of_numpy_and_torch_are_those_of_python(use: Callable, kind: Ca
 @pytest.mark.parametrize("share", [np.float32(0.5), np.float64(0.5)])
 def test_shares_of_numpy_are_those_of_python(share: Any):
     assert repr(Placement(cpu_decode=share)) == repr(Placement(cpu_decode=0.5))
-    assert repr(Selection(mass=share, most=share)) == repr(Selection(mass=0.5, most=0.5))
+    assert repr(Selection(top_p=share, most=share)) == repr(Selection(top_p=0.5, most=0.5))
 
 
 @pytest.mark.parametrize(

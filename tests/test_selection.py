@@ -18,7 +18,6 @@ from hf_hybrid_cache import (
     HybridCache,
     OffloadedHybridCache,
     Placement,
-    QuantizedHybridCache,
     Selection,
     minmax,
 )
@@ -70,8 +69,8 @@ def filled(cache: HybridCache, config: Any, layers: int = 1) -> HybridCache:
     return cache
 
 
-def few_bits(config: Any, **options: Any) -> QuantizedHybridCache:
-    return QuantizedHybridCache(config, bits=4, rotate=True, **options)
+def few_bits(config: Any, **options: Any) -> HybridCache:
+    return HybridCache(config, codec=minmax(4, rotate=True), **options)
 
 
 Maker = Callable[..., HybridCache]
@@ -82,16 +81,16 @@ EVERY_CACHE = pytest.mark.parametrize("make", [few_bits, DynamicHybridCache, Off
 def test_little_is_read_where_few_tokens_matter_and_the_result_is_nearly_the_same(make: Maker):
     config = llama()
     everything = attend(filled(make(config), config), config)
-    cache = filled(make(config, selection=Selection(mass=0.99)), config)
+    cache = filled(make(config, selection=Selection(top_p=0.99)), config)
     result = attend(cache, config)
-    assert cache.stats.share_read[0] < 0.4  # of which most are the first tokens and those not coded yet
+    assert cache.stats.share_read[0] < 0.4  # of which most are the first tokens and those not quantized yet
     torch.testing.assert_close(result, everything, rtol=0, atol=0.05)
 
 
 def test_all_is_read_to_the_last_bit_with_a_mass_of_one_and_in_dense_layers():
     config = llama()
     everything = attend(filled(few_bits(config), config), config, 20)
-    for each in (Selection(mass=1), Selection(mass=0.5, dense_layers=[0])):
+    for each in (Selection(top_p=1), Selection(top_p=0.5, dense_layers=[0])):
         cache = filled(few_bits(config, selection=each), config)
         assert torch.equal(attend(cache, config, 20), everything)
         assert cache.stats.share_read == {0: 1.0}
@@ -101,7 +100,7 @@ def test_all_is_read_to_the_last_bit_with_a_mass_of_one_and_in_dense_layers():
 def test_what_comes_in_place_of_what_was_removed_is_found(make: Maker):
     config = llama()
     results = []
-    for selection in (None, Selection(mass=0.99)):
+    for selection in (None, Selection(top_p=0.99)):
         cache = filled(make(config, selection=selection), config)
         results.append([attend(cache, config)])
         keys, values = (states[:, :, 300:700] for states in clustered_states(config, CONTEXT))
@@ -118,7 +117,7 @@ def test_what_comes_in_place_of_what_was_removed_is_found(make: Maker):
 @EVERY_CACHE
 def test_sequences_that_are_repeated_selected_and_reordered_are_found(make: Maker):
     config = llama()
-    cache = filled(make(config, selection=Selection(mass=0.9)), config)
+    cache = filled(make(config, selection=Selection(top_p=0.9)), config)
     query = looking(config)
 
     def step(batch: int) -> torch.Tensor:
@@ -156,14 +155,14 @@ def test_sequences_of_a_batch_keep_what_is_theirs(make: Maker):
             results.append(scaled_dot_product_attention(query, *cache.update(new, new, 0), enable_gqa=True))
         return results
 
-    for found, expected in zip(run(Selection(mass=0.99)), run(None), strict=True):
+    for found, expected in zip(run(Selection(top_p=0.99)), run(None), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
 
 
 @EVERY_CACHE
 def test_the_index_is_counted_and_given_back(make: Maker):
     config = llama()
-    plain, cache = (make(config, selection=each) for each in (None, Selection(mass=0.9)))
+    plain, cache = (make(config, selection=each) for each in (None, Selection(top_p=0.9)))
     for each in (plain, cache):
         attend(filled(each, config), config)
     heads, blocks = config.num_key_value_heads, (CONTEXT - 64 - 64) // 64
@@ -175,7 +174,7 @@ def test_the_index_is_counted_and_given_back(make: Maker):
 @EVERY_CACHE
 def test_an_index_that_does_not_fit_the_host_is_refused_with_a_number(make: Maker, monkeypatch: pytest.MonkeyPatch):
     config = llama()
-    cache = filled(make(config, selection=Selection(mass=0.9)), config)
+    cache = filled(make(config, selection=Selection(top_p=0.9)), config)
     cache.layers[0].store.wait_for_copies()
     limit = tightest_limit()
     monkeypatch.setattr(host_memory, "tightest_limit", lambda: limit._replace(free=1000))
@@ -189,7 +188,7 @@ def test_an_index_that_does_not_fit_the_host_is_refused_with_a_number(make: Make
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_the_first_layer_asks_for_the_indices_of_all_layers(is_used_again: bool, monkeypatch: pytest.MonkeyPatch):
     config = llama()
-    cache = DynamicHybridCache(config, selection=Selection(mass=0.9))
+    cache = DynamicHybridCache(config, selection=Selection(top_p=0.9))
     if is_used_again:
         attend(filled(cache, config, config.num_hidden_layers), config)
         attend(cache, config, layer=config.num_hidden_layers - 1)
@@ -206,7 +205,7 @@ def test_the_first_layer_asks_for_the_indices_of_all_layers(is_used_again: bool,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_that_is_moved_to_another_type_chooses_still(dtype: torch.dtype):
     config = llama()
-    cache = filled(DynamicHybridCache(config, selection=Selection(mass=0.9)), config)
+    cache = filled(DynamicHybridCache(config, selection=Selection(top_p=0.9)), config)
     attend(cache, config)
     cache.layers[0].to(torch.device("cpu"), dtype)
     query = looking(config).to(dtype)
@@ -220,7 +219,7 @@ def test_a_cache_that_is_moved_to_another_type_chooses_still(dtype: torch.dtype)
 
 def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.MonkeyPatch):
     config = llama()
-    cache = filled(few_bits(config, selection=Selection(mass=0.99)), config)
+    cache = filled(few_bits(config, selection=Selection(top_p=0.99)), config)
     layer = cache.layers[0]._selection
     monkeypatch.setattr(layer, "most", 1e-9)
     everything = attend(filled(few_bits(config), config), config)
@@ -235,7 +234,7 @@ def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.Mon
 
 def test_many_queries_at_once_read_all():
     config = llama()
-    cache = filled(few_bits(config, selection=Selection(mass=0.5)), config)
+    cache = filled(few_bits(config, selection=Selection(top_p=0.5)), config)
     new = torch.randn(1, config.num_key_value_heads, layer_selection._MOST_ROWS + 1, config.head_dim)
     keys, values = cache.update(new, new, 0)
     query = torch.randn(1, config.num_attention_heads, new.shape[2], config.head_dim)
@@ -245,7 +244,7 @@ def test_many_queries_at_once_read_all():
 
 def test_layers_are_counted_by_themselves_and_reset_forgets():
     config = llama()
-    cache = filled(few_bits(config, selection=Selection(mass=0.9, dense_layers={1})), config, layers=2)
+    cache = filled(few_bits(config, selection=Selection(top_p=0.9, dense_layers={1})), config, layers=2)
     attend(cache, config, 3)
     attend(cache, config, 3, layer=1)
     assert cache.stats.share_read[0] < cache.stats.share_read[1] == 1.0
@@ -257,7 +256,7 @@ def test_layers_are_counted_by_themselves_and_reset_forgets():
 
 def test_a_copy_chooses_and_counts_by_itself():
     config = llama()
-    cache = filled(few_bits(config, selection=Selection(mass=0.9)), config)
+    cache = filled(few_bits(config, selection=Selection(top_p=0.9)), config)
     twin = copy.deepcopy(cache)
     attend(cache, config)
     assert twin.stats.share_read == {}
@@ -273,15 +272,15 @@ def test_a_cache_from_a_file_can_be_read_in_part(
     tmp_path: Path, make: Maker, mmap: bool, has_index: bool, monkeypatch: pytest.MonkeyPatch
 ):
     config, path = llama(), tmp_path / "cache.kv"
-    cache = filled(make(config, selection=Selection(mass=0.9)), config, config.num_hidden_layers)
+    cache = filled(make(config, selection=Selection(top_p=0.9)), config, config.num_hidden_layers)
     expected = [attend(each, config) for each in (copy.deepcopy(cache), filled(make(config), config))]
     (cache if has_index else filled(make(config), config, config.num_hidden_layers)).save(path)
     assert HybridCache.load(path, config).selection is None
     placement = Placement(cpu_decode=True)
     torch.testing.assert_close(attend(HybridCache.load(path, config, placement), config), expected[1])
     if has_index:  # and nothing is to be made
-        monkeypatch.setattr(key_index, "encode_index", None)
-    loaded = HybridCache.load(path, config, placement, mmap=mmap, selection=Selection(mass=0.9))
+        monkeypatch.setattr(key_index, "quantize_index", None)
+    loaded = HybridCache.load(path, config, placement, mmap=mmap, selection=Selection(top_p=0.9))
     assert torch.equal(attend(loaded, config), expected[0])
     assert loaded.stats.share_read[0] < 0.4
     monkeypatch.undo()
@@ -301,19 +300,18 @@ def test_an_index_that_was_altered_in_a_file_is_told(tmp_path: Path, mmap: bool)
         HybridCache.load(path, config, mmap=mmap, selection=Selection())
 
 
-def test_a_file_without_an_index_is_one_of_before(tmp_path: Path):
+def test_a_file_when_attention_chooses_has_an_index_and_else_none(tmp_path: Path):
     config, path = llama(), tmp_path / "cache.kv"
-    versions = []
-    for selection in (None, Selection(mass=1), Selection()):
+    have_index = []
+    for selection in (None, Selection(top_p=1), Selection()):
         filled(DynamicHybridCache(config, selection=selection), config, config.num_hidden_layers).save(path)
-        header = path.read_bytes()[:100_000]
-        versions += [version for version in (b"2", b"3") if b'"format_version": "' + version in header]
-    assert versions == [b"2", b"2", b"3"]
+        have_index.append(b'"index.0"' in path.read_bytes()[:100_000])
+    assert have_index == [False, False, True]
 
 
 def test_after_a_reset_a_cache_chooses_as_a_new_one():
     config = llama()
-    cache = few_bits(config, selection=Selection(mass=0.9))
+    cache = few_bits(config, selection=Selection(top_p=0.9))
     results = []
     for sharp in (False, True, True):
         filled(cache, config)
@@ -333,14 +331,14 @@ def test_after_a_reset_a_cache_chooses_as_a_new_one():
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}])
 def test_generate_reads_a_part(make: Maker, options: dict[str, Any]):
     model = tiny_model("llama")
-    cache = make(model.config, selection=Selection(mass=0.8))
+    cache = make(model.config, selection=Selection(top_p=0.8))
     prompt = random_prompt(1, 400)
     model.generate(prompt, **cache_argument(cache), max_new_tokens=40, min_new_tokens=40, **options)
     assert set(cache.stats.share_read) == set(range(model.config.num_hidden_layers))
     assert all(share <= 1 for share in cache.stats.share_read.values())
 
 
-@pytest.mark.parametrize("name", ["mass", "most"])
+@pytest.mark.parametrize("name", ["top_p", "most"])
 @pytest.mark.parametrize("share", [0, -0.1, 1.1, float("nan"), "much", True])
 def test_what_is_no_share_is_refused(name: str, share: Any):
     with pytest.raises(
@@ -379,9 +377,9 @@ def test_processes_that_share_a_context_read_all():
 
 def test_by_default_codes_are_read_more_of():
     config = llama()
-    for make, mass in ((few_bits, 0.998), (DynamicHybridCache, 0.995)):
-        assert make(config, selection=Selection()).layers[0]._selection.mass_for(1) == mass
-        assert make(config, selection=Selection(0.9)).layers[0]._selection.mass_for(1) == 0.9
+    for make, top_p in ((few_bits, 0.998), (DynamicHybridCache, 0.995)):
+        assert make(config, selection=Selection()).layers[0]._selection.top_p_for(1) == top_p
+        assert make(config, selection=Selection(0.9)).layers[0]._selection.top_p_for(1) == 0.9
 
 
 def test_without_a_selection_nothing_is_counted():

@@ -7,7 +7,6 @@ from typing import ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from coded_reference import coded_reference
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -16,12 +15,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from quantized_reference import quantized_reference
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, minmax
-from hf_hybrid_cache.storage import CpuShare, InitialCapacity
+from hf_hybrid_cache.storage import CpuFraction, InitialCapacity
 
 from caches import CACHES, QUANTIZED
 from lazy_streams import copy_late
@@ -48,16 +48,16 @@ def with_lazy_streams(
     return cache
 
 
-class RestlessShare(CpuShare):
+class RestlessFraction(CpuFraction):
     """Another share at each use."""
 
     def blocks(self, num_blocks: int) -> int:
-        self._share = (self._share + 0.3) % 1
+        self._fraction = (self._fraction + 0.3) % 1
         return super().blocks(num_blocks)
 
 
-def with_restless_share(cache: HybridCache) -> HybridCache:
-    cache._stores.cpu_share = RestlessShare(0.5, False, cache.stats)
+def with_restless_fraction(cache: HybridCache) -> HybridCache:
+    cache._stores.cpu_fraction = RestlessFraction(0.5, False, cache.stats)
     return cache
 
 
@@ -73,7 +73,7 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
     "split_of_more": lambda: HybridCache(CONFIG, Placement(cpu_decode=True, device_tokens=321)),
     "lazy_copies_split": lambda: with_lazy_streams(1, 0, cpu_decode=True, device_tokens=192),
     "lazy_copies_split_streamed": lambda: with_lazy_streams(1, 1, host_tokens=70, device_tokens=150),
-    "lazy_copies_split_in_three": lambda: with_restless_share(
+    "lazy_copies_split_in_three": lambda: with_restless_fraction(
         with_lazy_streams(1, 0, host_tokens=70, cpu_decode=0.5, device_tokens=192)
     ),
     "lazy_copies_split_partly": lambda: with_lazy_streams(0, 0, cpu_decode=(1, 3), device_tokens=128),
@@ -82,29 +82,29 @@ VARIANTS = {name: lambda make=make: make(CONFIG) for name, make in CACHES.items(
 QUANTIZED_VARIANTS = {name: tuple(partial(make, CONFIG) for make in pair) for name, pair in QUANTIZED.items()} | {
     "lazy_copies_of_codes": (
         lambda: with_lazy_streams(1, 1, codec=minmax(4, sink_tokens=0, rotate=True)),
-        lambda: coded_reference(CONFIG, minmax(4, sink_tokens=0, rotate=True)),
+        lambda: quantized_reference(CONFIG, minmax(4, sink_tokens=0, rotate=True)),
     ),
     "lazy_copies_of_codes_growing": (
         lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8, rotate=True)),
-        lambda: coded_reference(CONFIG, minmax(8, rotate=True)),
+        lambda: quantized_reference(CONFIG, minmax(8, rotate=True)),
     ),
     "lazy_copies_of_codes_split": (
         lambda: with_lazy_streams(1, 0, cpu_decode=True, codec=minmax(4, rotate=True), device_tokens=192),
-        lambda: coded_reference(CONFIG, minmax(4, rotate=True), device_tokens=192),
+        lambda: quantized_reference(CONFIG, minmax(4, rotate=True), device_tokens=192),
     ),
     "lazy_copies_of_codes_split_streamed": (
         lambda: with_lazy_streams(0, 0, host_tokens=70, codec=minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
-        lambda: coded_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
+        lambda: quantized_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
     ),
     "lazy_copies_of_codes_split_in_three": (
-        lambda: with_restless_share(
+        lambda: with_restless_fraction(
             with_lazy_streams(1, 0, cpu_decode=0.5, codec=minmax(8, sink_tokens=0, rotate=True), device_tokens=130)
         ),
-        lambda: coded_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
+        lambda: quantized_reference(CONFIG, minmax(8, sink_tokens=0, rotate=True), device_tokens=130),
     ),
     "lazy_copies_of_codes_cpu_decode": (
         lambda: with_lazy_streams(1, 0, host_tokens=70, cpu_decode=True, codec=minmax(4, rotate=True)),
-        lambda: coded_reference(CONFIG, minmax(4, rotate=True)),
+        lambda: quantized_reference(CONFIG, minmax(4, rotate=True)),
     ),
 }
 

@@ -22,10 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from hf_hybrid_cache import HybridCache, set_integer_kernels
+from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.attention.handles import KVHandle
 from hf_hybrid_cache.attention.host_kernel import MAX_QUERIES
 from hf_hybrid_cache.codecs import MinMaxCodec
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
 
 from soak import count, search_at_random
 
@@ -100,9 +101,9 @@ class CacheMachine(RuleBasedStateMachine):
         return self.plain.get_seq_length()
 
     @property
-    def coded_tokens(self) -> int:
+    def quantized_tokens(self) -> int:
         """In the layer that has most of them."""
-        return max(getattr(layer, "coded_tokens", 0) for layer in self.plain.layers)
+        return max(getattr(layer, "quantized_tokens", 0) for layer in self.plain.layers)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
@@ -220,7 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.batch = self.plain.layers[0].keys.shape[0]
 
     # Codes that were decoded and rounded once are not those that are decoded for another type.
-    @precondition(lambda self: self.dtype == torch.float32 or not self.coded_tokens)
+    @precondition(lambda self: self.dtype == torch.float32 or not self.quantized_tokens)
     @rule(dtype=st.sampled_from(DTYPES), mode=MODES)
     def convert(self, dtype: torch.dtype, mode: Mode) -> None:
         self.held.clear()
@@ -275,16 +276,16 @@ class CacheMachine(RuleBasedStateMachine):
             check_same_states(self.ours, self.plain)
 
     def least_bytes(self) -> int:
-        """Of all keys and values, of which some are coded."""
+        """Of all keys and values, of which some are quantized."""
         held = 0
         for index, layer in enumerate(self.plain.layers):
-            coded = getattr(layer, "coded_tokens", 0)
+            quantized = getattr(layer, "quantized_tokens", 0)
             if layer.is_initialized:
-                held += layer.keys[:, :, coded:].nbytes + layer.values[:, :, coded:].nbytes
-            if coded:
+                held += layer.keys[:, :, quantized:].nbytes + layer.values[:, :, quantized:].nbytes
+            if quantized:
                 codec, shape = self.setup.codecs[index], self.setup
-                record = codec.keys.record_bytes(shape.key_dim) + codec.values.record_bytes(shape.value_dim)
-                held += coded // 64 * record * self.batch * shape.num_kv_heads
+                record = codec.keys.packed_bytes(shape.key_dim) + codec.values.packed_bytes(shape.value_dim)
+                held += quantized // 64 * record * self.batch * shape.num_kv_heads
         return held
 
     def teardown(self) -> None:
@@ -313,12 +314,12 @@ def check_same_states(ours: HybridCache, plain: DynamicCache) -> None:
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("copies_late", [False, True], ids=["copies_at_once", "copies_late"])
-@pytest.mark.parametrize("is_coded", [False, True], ids=["full_precision", "coded"])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["full_precision", "quantized"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_any_sequence_of_operations_on_any_cache_gives_what_a_plain_cache_gives(
-    dtype: torch.dtype, is_coded: bool, copies_late: bool
+    dtype: torch.dtype, is_quantized: bool, copies_late: bool
 ):
-    machine = type("Machine", (CacheMachine,), {"setups": setups(dtype, is_coded, copies_late)})
+    machine = type("Machine", (CacheMachine,), {"setups": setups(dtype, is_quantized, copies_late)})
     run_state_machine_as_test(
         machine,
         settings=search_at_random(8, 200, stateful_step_count=30),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import records, stock_tests
+from experiments import stock_tests
+from experiments.common import records
 
 CHECKOUT = """
     import torch

@@ -44,11 +44,11 @@ def test_out_and_log_sums_are_those_of_float64(attend, dtype: torch.dtype, dims,
     scores = query.double() @ keys.double().mT * 0.3
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.double()
-    out, log_sums = attend(query, keys, values, seen, 0.3)
+    out, lse = attend(query, keys, values, seen, 0.3)
     expected = scores.softmax(-1).nan_to_num(0) @ values.double()
     atol = BOUNDS[dtype] * float(values.abs().max())
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-    torch.testing.assert_close(log_sums.double(), scores.logsumexp(-1), rtol=0, atol=max(1e-5, BOUNDS[dtype]))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=max(1e-5, BOUNDS[dtype]))
 
 
 @pytest.mark.cuda
@@ -67,10 +67,10 @@ def test_on_cuda_out_and_log_sums_are_those_of_float64(dtype: torch.dtype, dims,
     scores = query.double() @ keys.double().mT * dims[0] ** -0.5
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
-    out, log_sums = attend_by_torch(query, keys, values, seen, None)
+    out, lse = attend_by_torch(query, keys, values, seen, None)
     expected = scores.softmax(-1).nan_to_num(0) @ values.double()
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
-    torch.testing.assert_close(log_sums.double(), scores.logsumexp(-1), rtol=0, atol=1e-2)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("attend", [attend_by_torch, attend_plainly])

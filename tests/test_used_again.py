@@ -26,12 +26,12 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import (
+    DecodeOnCPU,
     DynamicHybridCache,
     HybridCache,
     IncompleteCacheError,
     OffloadedHybridCache,
     QuantizedHybridCache,
-    decode_on_cpu,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -44,7 +44,7 @@ WAYS = {
     "beams": {"num_beams": 2},
     "sampling": {"do_sample": True},
     "chunks": {"prefill_chunk_size": 16},
-    "decode_on_cpu": {"custom_generate": decode_on_cpu},
+    "DecodeOnCPU": {"custom_generate": DecodeOnCPU()},
 }
 
 
@@ -112,7 +112,7 @@ def test_used_cache_when_assisted_then_refuses(tokens: int):
 
 def test_other_words_with_decode_on_cpu_then_are_refused():
     """The token ids of the calls before are known there."""
-    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False, "custom_generate": decode_on_cpu}
+    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False, "custom_generate": DecodeOnCPU()}
     cache, prompt = DynamicHybridCache(CONFIG), random_prompt(1, 60)
     first = model.generate(prompt, **cache_argument(cache), **options)
     other = random_prompt(1, 90, seed=5)
@@ -137,7 +137,7 @@ def test_other_words_than_those_of_a_file_then_are_refused(tmp_path):
     loaded = HybridCache.load(tmp_path / "document.kv", CONFIG)
     with pytest.raises(ValueError, match="does not go on with the 60 tokens"):
         model.generate(
-            random_prompt(1, 90, seed=5), **cache_argument(loaded), max_new_tokens=2, custom_generate=decode_on_cpu
+            random_prompt(1, 90, seed=5), **cache_argument(loaded), max_new_tokens=2, custom_generate=DecodeOnCPU()
         )
 
 
@@ -150,7 +150,7 @@ def test_cache_that_the_model_does_not_use_then_is_worth_a_sentence(phi3):
             random_prompt(1, 60),
             **cache_argument(DynamicHybridCache(phi3.config, cpu_decode=False)),
             max_new_tokens=2,
-            custom_generate=decode_on_cpu,
+            custom_generate=DecodeOnCPU(),
         )
     assert len(caught) == 1
 

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from coded_models import note_operations, with_dense_weights
 from kernels.programs import run_program
+from quantized_models import note_operations, with_dense_weights
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_hybrid_cache import (
-    CodedWeightsConfig,
     DynamicHybridCache,
     HostMemoryError,
     QuantizedHybridCache,
+    QuantizedWeightsConfig,
+    move_experts_to_host,
     quantize_weights,
-    set_integer_kernels,
-    weights_in_bits,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import uses_gemm
-from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
-from hf_hybrid_cache.weights.coded_weight import CodedWeight
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
+from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 from architectures import small_model
 from caches import dynamic, stock
@@ -44,8 +44,8 @@ def logits(model: PreTrainedModel, num_tokens: int = 9) -> torch.Tensor:
         return model(input_ids=random_prompt(2, num_tokens).clamp(max=90)).logits
 
 
-def coded_names(model: PreTrainedModel) -> set[str]:
-    return {name for name, weight in model.named_parameters() if isinstance(weight, CodedWeight)}
+def quantized_names(model: PreTrainedModel) -> set[str]:
+    return {name for name, weight in model.named_parameters() if isinstance(weight, QuantizedWeight)}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_computes_with_what_its_codes_stand_for(family, bits, num_tokens, operations):
     model = tiny_model(family)
     own = logits(model, num_tokens)
-    with weights_in_bits(model, bits, group_size=32):
+    with quantize_weights(model, bits, group_size=32, temporary=True):
         ours = logits(model, num_tokens)
         assert not operations, "slow: the numbers of a weight were read"
         theirs = logits(with_dense_weights(model), num_tokens)
@@ -80,7 +80,7 @@ def test_a_model_computes_with_what_its_codes_stand_for(family, bits, num_tokens
 def test_experts_compute_with_their_codes_however_transformers_runs_them(name, implementation, dtype):
     model = small_model(name).to(dtype)
     model.set_experts_implementation(implementation)
-    with weights_in_bits(model, 8, group_size=32):
+    with quantize_weights(model, 8, group_size=32, temporary=True):
         ours = logits(model)
         theirs = logits(with_dense_weights(model))
     if dtype == torch.float32:
@@ -95,9 +95,9 @@ def test_experts_compute_with_their_codes_however_transformers_runs_them(name, i
 @pytest.mark.usefixtures("exact_kernels")
 def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, columns, dtype):
     torch.manual_seed(0)
-    matrices = CodedMatrices(torch.randn(2, 700, columns).to(dtype), 4, 64)
+    matrices = QuantizedMatrices(torch.randn(2, 700, columns).to(dtype), 4, 64)
     tokens, bias = torch.randn(num_tokens, 3, columns).to(dtype), torch.randn(700).to(dtype)
-    weight = CodedWeight.make(matrices, None, 1, False, dtype)
+    weight = QuantizedWeight.make(matrices, None, 1, False, dtype)
     exact = tokens.double() @ weight.matrices.dense(1, torch.float32).double().T + bias.double()
     error = (functional.linear(tokens, weight, bias).double() - exact).abs().max() / exact.abs().max()
     assert error < {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -107,7 +107,7 @@ def test_few_and_many_tokens_are_multiplied_with_the_same_numbers(num_tokens, co
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_tokens_of_a_prompt_are_rounded_to_8_bits(family, bits, operations):
     model = tiny_model(family)
-    with weights_in_bits(model, bits):
+    with quantize_weights(model, bits, temporary=True):
         ours = logits(model, MOST_TOKENS)
         theirs = logits(with_dense_weights(model), MOST_TOKENS)
     assert not operations, "slow: the numbers of a weight were read"
@@ -120,7 +120,7 @@ def test_many_tokens_are_multiplied_as_integers_unless_exact_kernels_are_asked_f
     if not uses_gemm(dtype == torch.bfloat16):
         pytest.skip("the processor does not add up four products of 8 bits, or multiplies bfloat16 faster")
     torch.manual_seed(0)
-    matrices = CodedMatrices(torch.randn(2, 700, 200).to(dtype), 4, 64)
+    matrices = QuantizedMatrices(torch.randn(2, 700, 200).to(dtype), 4, 64)
     tokens, bias = torch.randn(MOST_TOKENS + 1, 200).to(dtype), torch.randn(700).to(dtype)
     exact = tokens.double() @ matrices.dense(1, torch.float32).double().T + bias.double()
 
@@ -138,10 +138,10 @@ def test_many_tokens_are_multiplied_as_integers_unless_exact_kernels_are_asked_f
 def test_many_tokens_are_multiplied_in_float32_where_torch_is_slow_in_bfloat16():
     program = """
 import torch
-from hf_hybrid_cache import set_integer_kernels
-from hf_hybrid_cache.weights.coded_matrices import MOST_TOKENS, CodedMatrices
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.weights.quantized_matrices import MOST_TOKENS, QuantizedMatrices
 set_integer_kernels(False)
-matrices = CodedMatrices(torch.randn(1, 50, 2000), 4, 64)
+matrices = QuantizedMatrices(torch.randn(1, 50, 2000), 4, 64)
 tokens, bias = torch.randn(MOST_TOKENS + 1, 2000).bfloat16(), torch.randn(50).bfloat16()
 single = matrices.multiply(tokens.float(), bias=bias.float()).bfloat16()
 assert torch.equal(matrices.multiply(tokens, bias=bias), single)
@@ -152,7 +152,7 @@ assert torch.equal(matrices.multiply(tokens, bias=bias), single)
 @pytest.mark.parametrize("mode", MODES)
 def test_caches_give_the_tokens_of_dynamic_cache_with_the_same_weights_in_every_mode(mode):
     model = copy.deepcopy(tiny_model("llama"))
-    with weights_in_bits(model, 8):
+    with quantize_weights(model, 8, temporary=True):
         theirs = MODES[mode](model, stock)
         ours = MODES[mode](model, dynamic)
     for mine, other in zip(ours, theirs, strict=True):
@@ -165,7 +165,7 @@ def test_caches_give_the_tokens_of_dynamic_cache_with_the_same_weights_in_every_
 def test_keys_and_values_may_be_of_few_bits_beside():
     model = tiny_model("llama")
     ids = random_prompt(1, 200)
-    with weights_in_bits(model, 4):
+    with quantize_weights(model, 4, temporary=True):
         cache = QuantizedHybridCache(model.config, bits=8)
         ours = model.generate(ids, **cache_argument(cache), max_new_tokens=8, do_sample=False)
     assert ours.shape == (1, 208)
@@ -175,7 +175,7 @@ def test_keys_and_values_may_be_of_few_bits_beside():
 def test_embeddings_are_those_of_the_codes_and_ids_out_of_range_are_refused():
     model = tiny_model("llama")
     ids = torch.tensor([[3, 90, 3, 127], [0, 1, 2, 3]])
-    with weights_in_bits(model, 4):
+    with quantize_weights(model, 4, temporary=True):
         weight = model.get_input_embeddings().weight
         assert torch.equal(model.get_input_embeddings()(ids), weight.dense()[ids])
         assert model.get_input_embeddings()(ids[:, :0]).shape == (2, 0, 64)
@@ -194,14 +194,14 @@ def test_gradients_of_the_inputs_are_those_of_the_numbers_that_codes_stand_for()
         assert embeddings.grad is not None
         return embeddings.grad
 
-    with weights_in_bits(model, 8):
+    with quantize_weights(model, 8, temporary=True):
         ours, theirs = gradient(model), gradient(with_dense_weights(model))
     assert (ours - theirs).norm() < 1e-2 * theirs.norm()
 
 
 def test_autocast_is_followed():
     model = tiny_model("llama")
-    with weights_in_bits(model, 8), torch.autocast("cpu", torch.bfloat16):
+    with quantize_weights(model, 8, temporary=True), torch.autocast("cpu", torch.bfloat16):
         assert logits(model).dtype == torch.bfloat16
 
 
@@ -227,10 +227,10 @@ def test_a_compiled_model_computes_the_same():
 def test_processors_without_integer_dot_products_compute_the_same(tmp_path):
     program = f"""
 import torch
-from hf_hybrid_cache.weights.coded_matrices import CodedMatrices
+from hf_hybrid_cache.weights.quantized_matrices import QuantizedMatrices
 torch.manual_seed(0)
 weights, tokens = torch.randn(1, 50, 300), torch.randn(5, 300)
-torch.save([CodedMatrices(weights, bits, 64).multiply(tokens) for bits in (8, 4)], "{tmp_path}/" + NAME)
+torch.save([QuantizedMatrices(weights, bits, 64).multiply(tokens) for bits in (8, 4)], "{tmp_path}/" + NAME)
 """
     run_program("NAME = 'here'" + program)
     environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -242,15 +242,15 @@ torch.save([CodedMatrices(weights, bits, 64).multiply(tokens) for bits in (8, 4)
 # --- operations on a weight
 
 
-def tensors() -> dict[str, tuple[CodedWeight, torch.Tensor]]:
+def tensors() -> dict[str, tuple[QuantizedWeight, torch.Tensor]]:
     """Weights of few bits, and the same numbers as a tensor."""
     torch.manual_seed(0)
-    one, several = CodedMatrices(torch.randn(1, 40, 64), 4, 32), CodedMatrices(torch.randn(3, 40, 64), 4, 32)
+    one, several = QuantizedMatrices(torch.randn(1, 40, 64), 4, 32), QuantizedMatrices(torch.randn(3, 40, 64), 4, 32)
     made = {
-        "matrix": CodedWeight.make(one, None, 0, False, torch.float32),
-        "transposed": CodedWeight.make(one, None, 0, True, torch.float32),
-        "stacked": CodedWeight.make(several, 3, None, False, torch.float32),
-        "stacked and transposed": CodedWeight.make(several, 3, None, True, torch.float32),
+        "matrix": QuantizedWeight.make(one, None, 0, False, torch.float32),
+        "transposed": QuantizedWeight.make(one, None, 0, True, torch.float32),
+        "stacked": QuantizedWeight.make(several, 3, None, False, torch.float32),
+        "stacked and transposed": QuantizedWeight.make(several, 3, None, True, torch.float32),
     }
     return {name: (weight, weight.dense()) for name, weight in made.items()}
 
@@ -335,8 +335,8 @@ def test_the_very_same_parameters_are_back_afterwards_whatever_ends_it():
     model = copy.deepcopy(tiny_model("llama"))
     before = {name: (weight, weight.clone()) for name, weight in model.named_parameters()}
     for error in (None, RuntimeError, KeyboardInterrupt):
-        with contextlib.suppress(RuntimeError, KeyboardInterrupt), weights_in_bits(model, 4):
-            assert coded_names(model)
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt), quantize_weights(model, 4, temporary=True):
+            assert quantized_names(model)
             if error is not None:
                 raise error
         after = dict(model.named_parameters())
@@ -344,12 +344,34 @@ def test_the_very_same_parameters_are_back_afterwards_whatever_ends_it():
         assert all(after[name] is weight and torch.equal(weight, value) for name, (weight, value) in before.items())
 
 
+def test_codes_are_freed_when_a_temporary_change_ends():
+    model = copy.deepcopy(tiny_model("llama"))
+    with quantize_weights(model, 4, temporary=True) as report:
+        codes = weakref.ref(model.lm_head.weight.matrices)
+    gc.collect()
+    assert report.quantized_bytes
+    assert codes() is None
+
+
+def test_a_temporary_change_that_is_not_entered_changes_nothing():
+    model = copy.deepcopy(tiny_model("llama"))
+    change = quantize_weights(model, 4, temporary=True)
+    assert not quantized_names(model)
+    del change
+
+
+@pytest.mark.parametrize("change", [quantize_weights, move_experts_to_host])
+def test_temporary_is_a_bool_or_refused(change):
+    with pytest.raises(TypeError, match="temporary must be True or False, got 'yes'"):
+        change(tiny_model("llama"), 4, temporary="yes")
+
+
 def test_ended_at_any_line_a_model_has_all_its_parameters():
     model = copy.deepcopy(tiny_model("llama"))
     before = list(model.parameters())
 
     def use() -> None:
-        with weights_in_bits(model, 8):
+        with quantize_weights(model, 8, temporary=True):
             pass
 
     whole = Interruption(folder="weights")
@@ -360,7 +382,7 @@ def test_ended_at_any_line_a_model_has_all_its_parameters():
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True)), fault.place
 
 
-def test_for_good_weights_are_given_back_one_by_one_and_the_report_says_what_was_saved():
+def test_permanently_quantized_weights_are_freed_and_the_report_says_so():
     torch.manual_seed(0)
     config = copy.deepcopy(tiny_model("llama").config)
     config.hidden_size, config.intermediate_size, config.vocab_size = 256, 1024, 2048
@@ -371,11 +393,11 @@ def test_for_good_weights_are_given_back_one_by_one_and_the_report_says_what_was
     gc.collect()
     assert not any(original() for original in originals)
     assert not report.left
-    assert report.coded_weights == len(originals)
+    assert report.quantized_weights == len(originals)
     assert report.original_bytes + report.other_bytes == before
-    assert report.coded_bytes + report.other_bytes < 0.32 * before
-    held = sum(weight.matrices.num_bytes for weight in model.parameters() if isinstance(weight, CodedWeight))
-    assert report.coded_bytes == held
+    assert report.quantized_bytes + report.other_bytes < 0.32 * before
+    held = sum(weight.matrices.num_bytes for weight in model.parameters() if isinstance(weight, QuantizedWeight))
+    assert report.quantized_bytes == held
     assert f"{len(originals)} weights in 4 bits, groups of 32" in str(report)
 
 
@@ -392,8 +414,8 @@ def test_the_output_head_has_eight_bits_unless_told_otherwise():
 def test_tied_weights_stay_tied():
     model = small_model("GPT2Config")
     assert model.lm_head.weight is model.transformer.wte.weight
-    with weights_in_bits(model, 8):
-        assert isinstance(model.lm_head.weight, CodedWeight)
+    with quantize_weights(model, 8, temporary=True):
+        assert isinstance(model.lm_head.weight, QuantizedWeight)
         assert model.lm_head.weight is model.transformer.wte.weight
         twin = copy.deepcopy(model)
         assert twin.lm_head.weight is twin.transformer.wte.weight
@@ -405,8 +427,8 @@ def test_what_stays_as_it_is_is_named_with_the_reason():
     model.transformer.h[0].mlp.c_fc.weight.data[3, 3] = torch.inf
     model.transformer.h[1].mlp.c_fc = nn.Linear(32, 8)
     model.transformer.h[2].mlp.c_fc = nn.Linear(32, 64, dtype=torch.float64)
-    with weights_in_bits(model, 8) as report:
-        assert coded_names(model).isdisjoint(report.left)
+    with quantize_weights(model, 8, temporary=True) as report:
+        assert quantized_names(model).isdisjoint(report.left)
     assert report.left == {
         "transformer.wpe.weight": "is used by Embedding, not as the matrix of a linear layer",
         "transformer.h.0.mlp.c_fc.weight": "has numbers that are infinite or not a number",
@@ -420,8 +442,8 @@ def test_what_stays_as_it_is_is_named_with_the_reason():
     "use",
     [
         quantize_weights,
-        lambda *given: weights_in_bits(*given).__enter__(),
-        lambda _, *given: CodedWeightsConfig(*given),
+        lambda *given: quantize_weights(*given, temporary=True).__enter__(),
+        lambda _, *given: QuantizedWeightsConfig(*given),
     ],
 )
 @pytest.mark.parametrize(
@@ -441,17 +463,17 @@ def test_other_widths_are_refused(use, error, message, given):
     model = tiny_model("llama")
     with pytest.raises(error, match=message):
         use(model, *given)
-    assert not coded_names(model)
+    assert not quantized_names(model)
 
 
 def test_a_model_elsewhere_or_of_few_bits_already_is_refused():
     with torch.device("meta"):
         elsewhere = AutoModelForCausalLM.from_config(tiny_model("llama").config)
-    with pytest.raises(ValueError, match=r"Weights are on meta; .*decode_on_cpu.configure\(weights=4\)"):
+    with pytest.raises(ValueError, match=r"Weights are on meta; .*DecodeOnCPU\(weights=4\)"):
         quantize_weights(elsewhere, 4)
     model = copy.deepcopy(tiny_model("llama"))
     quantize_weights(model, 4)
-    with pytest.raises(ValueError, match=r"No weight of LlamaForCausalLM .*embed_tokens.weight is of few bits already"):
+    with pytest.raises(ValueError, match=r"No weight of LlamaForCausalLM .*embed_tokens.weight is quantized already"):
         quantize_weights(model, 4)
 
 
@@ -461,7 +483,7 @@ def test_too_little_host_memory_is_noticed_before_anything_changes():
     model.lm_head.weight.data = torch.ones(1).expand(2**20, 2**20)
     with pytest.raises(HostMemoryError, match=r"Weights in 4 bits need 115\d\.\d+ GiB more host memory"):
         quantize_weights(model, 4)
-    assert not coded_names(model)
+    assert not quantized_names(model)
 
 
 def test_saving_and_sharing_are_refused_with_the_way_out(tmp_path):
@@ -481,7 +503,7 @@ def test_moved_elsewhere_a_model_has_the_numbers_as_weights_of_its_own():
     quantize_weights(model, 8)
     ours = logits(model)
     model.double()
-    assert not coded_names(model)
+    assert not quantized_names(model)
     torch.testing.assert_close(logits(model).float(), ours, rtol=5e-3, atol=5e-3)
 
 

@@ -12,15 +12,15 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
-from experiments import ik_llama_cpp, llama_cpp, llama_process, whole_step
-from experiments.gguf_files import write_model
-from experiments.llama_cpp import FORMS, LlamaCppEngine, LlamaCppModel
-from experiments.llama_options import BestOptions
-from experiments.llama_process import LlamaProcess, LlamaProcessError, Settings
-from experiments.random_experts import random_model
-from experiments.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
+from experiments.experts.random_experts import random_model
+from experiments.peers import ik_llama_cpp, llama_cpp, llama_process, whole_step
+from experiments.peers.gguf_files import write_model
+from experiments.peers.llama_cpp import FORMS, LlamaCppEngine, LlamaCppModel
+from experiments.peers.llama_options import BestOptions
+from experiments.peers.llama_process import LlamaProcess, LlamaProcessError, Settings
+from experiments.peers.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.models import random_llama
+from hf_hybrid_cache.models.random_weights import random_llama
 
 PROMPT = np.random.default_rng(0).integers(96, size=60).tolist()
 

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from experiments import records
+from experiments.common import records
 from experiments.gpu.answers import answers, table
 from experiments.gpu.found import found_in
 from experiments.gpu.machine import has_gpu

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.gpu.found import Found, decode_records
+from experiments.gpu.found import PartialAttention, dequantize
 
 NOT_MEASURED = "not measured"
 
@@ -27,7 +27,7 @@ class Answer:
     is_met: bool
 
 
-def answers(found: Found) -> list[Answer]:
+def answers(found: PartialAttention) -> list[Answer]:
     """To all aims, in order."""
     return [answer(found) for answer in _ANSWERS]
 
@@ -45,7 +45,7 @@ def _is_long(context: int) -> bool:
     return context > 100_000
 
 
-def _tests(found: Found) -> Answer:
+def _tests(found: PartialAttention) -> Answer:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in found.get("suites", {"runs": []})["runs"]:
         runs.setdefault(run["transformers"], []).append(run)
@@ -66,17 +66,17 @@ def _tests(found: Found) -> Answer:
 
 def _ratio(
     figure: str, pair: str, least: float, aim: str, contexts: Callable[[int], bool]
-) -> Callable[[Found], Answer]:
+) -> Callable[[PartialAttention], Answer]:
     """The least of the ratios of a pair, at some contexts."""
 
-    def answer(found: Found) -> Answer:
+    def answer(found: PartialAttention) -> Answer:
         ratios = _least(found, lambda record: record["ratios"].get(pair), contexts)
         return Answer(figure, aim, _at_each(ratios, "{:.2f}x"), bool(ratios) and min(ratios.values()) >= least)
 
     return answer
 
 
-def _bus(found: Found) -> Answer:
+def _bus(found: PartialAttention) -> Answer:
     shares = _least(found, lambda record: record["share_of_bus"].get("offloaded"))
     return Answer(
         "streaming, of a plain pinned copy's rate",
@@ -86,7 +86,7 @@ def _bus(found: Found) -> Answer:
     )
 
 
-def _few_bytes(found: Found) -> Answer:
+def _few_bytes(found: PartialAttention) -> Answer:
     def share(record: dict[str, Any]) -> float | None:
         kept = record["memory"].get("codes-4")
         return None if kept is None else kept["device_bytes"] / record["bfloat16_kv_bytes"]
@@ -100,14 +100,14 @@ def _few_bytes(found: Found) -> Answer:
     )
 
 
-def _cpu_attention(found: Found) -> Answer:
+def _cpu_attention(found: PartialAttention) -> Answer:
     def speed(record: dict[str, Any]) -> float | None:
         """With the threads that are the fastest."""
         turns = record["tokens_per_second"].items()
         return max((value for name, value in turns if name.startswith("cpu-attention-4")), default=None)
 
     speeds = _least(found, speed, _is_long)
-    cores = {record["environment"]["cores"] for record in decode_records(found)}
+    cores = {record["environment"]["cores"] for record in dequantize(found)}
     shown = _at_each(speeds, "{:.1f}")
     return Answer(
         "attention on the CPU in 4 bits, tokens a second",
@@ -117,17 +117,17 @@ def _cpu_attention(found: Found) -> Answer:
     )
 
 
-def _decode_on_cpu(found: Found) -> Answer:
+def _decode_on_cpu(found: PartialAttention) -> Answer:
     held = found.get("peaks", {}).get("decode_on_cpu", {}).get("allocated_bytes")
     return Answer(
-        "device memory during decode_on_cpu",
+        "device memory during DecodeOnCPU",
         "64 MiB at most",
         None if held is None else f"{held / 2**20:.1f} MiB",
         held is not None and held <= 64 * 2**20,
     )
 
 
-def _prefill(found: Found) -> Answer:
+def _prefill(found: PartialAttention) -> Answer:
     prefill = found.get("peaks", {}).get("prefill", {})
     above = prefill.get("above_expected")
     return Answer(
@@ -138,7 +138,7 @@ def _prefill(found: Found) -> Answer:
     )
 
 
-_ANSWERS: tuple[Callable[[Found], Answer], ...] = (
+_ANSWERS: tuple[Callable[[PartialAttention], Answer], ...] = (
     _tests,
     _ratio("streaming, against transformers' offloading", "offloaded / stock-offloaded", 3, "3x", lambda _: True),
     _bus,
@@ -168,13 +168,13 @@ _ANSWERS: tuple[Callable[[Found], Answer], ...] = (
 
 
 def _least(
-    found: Found,
+    found: PartialAttention,
     figure: Callable[[dict[str, Any]], float | None],
     contexts: Callable[[int], bool] = lambda _: True,
 ) -> dict[int, float]:
     """Of a figure that several steps may have measured at a context, what is the least there."""
     least: dict[int, float] = {}
-    for record in decode_records(found):
+    for record in dequantize(found):
         value, context = figure(record), record["context_tokens"]
         if value is not None and contexts(context):
             least[context] = min(value, least.get(context, value))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments import records
+from experiments.common import records
+from experiments.common.synthetic import kv_bytes, kv_heads, random_states
+from experiments.common.timing import medians, samples_in_turns
 from experiments.gpu.machine import config_of, device, gpu_parser, parsed, seconds_on_device, synchronize
-from experiments.quality_caches import stored_bytes
-from experiments.synthetic import kv_bytes, kv_heads, random_states
-from experiments.timing import medians, samples_in_turns
+from experiments.quality.quality_caches import stored_bytes
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 
 COPY, STATES = "plain copy", "bfloat16"

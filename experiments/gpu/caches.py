@@ -8,9 +8,10 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
 from experiments.gpu.machine import has_gpu
-from experiments.quality_caches import installed_version
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.planning import Candidate, Way
+from experiments.quality.quality_caches import installed_version
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, Placement, QuantizedHybridCache
+from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.prediction import Strategy
 
 LEAST_DEVICE_TOKENS = 128
 Bits = int | tuple[int, int]
@@ -60,33 +61,28 @@ class Measured:
 
 
 def _resident(bits: Bits, plan: str) -> Measured:
-    return Measured(partial(QuantizedHybridCache, bits=bits, cpu_decode=False), Candidate(plan, Way.GPU))
+    return Measured(partial(QuantizedHybridCache, bits=bits, cpu_decode=False), Candidate(plan, Strategy.GPU))
 
 
 def _streamed(bits: Bits, plan: str) -> Measured:
     make = partial(QuantizedHybridCache, bits=bits, offload=True, cpu_decode=False)
-    return Measured(make, Candidate(plan, Way.STREAMED), streams=True)
+    return Measured(make, Candidate(plan, Strategy.STREAMED), streams=True)
 
 
 def _offloaded(resident_share: float = 0.0, pin_memory: bool | None = None, prefetch_layers: int = 1) -> Measured:
     def make(config: LlamaConfig) -> Cache:
-        return OffloadedHybridCache(
-            config,
-            resident_layers=round(resident_share * config.num_hidden_layers),
-            pin_memory=pin_memory,
-            prefetch_layers=prefetch_layers,
-            cpu_decode=False,
-        )
+        resident_layers = round(resident_share * config.num_hidden_layers)
+        return HybridCache(config, Placement(True, prefetch_layers, resident_layers, pin_memory, cpu_decode=False))
 
     return Measured(make, streams=True)
 
 
 def _cpu_attention(make: Callable[..., Cache], plan: str) -> Measured:
-    return Measured(partial(make, cpu_decode=True), Candidate(plan, Way.CPU_ATTENTION), attends_on_host=True)
+    return Measured(partial(make, cpu_decode=True), Candidate(plan, Strategy.CPU_ATTENTION), attends_on_host=True)
 
 
 def _on_host(make: Callable[[LlamaConfig], Cache], plan: str, weight_bits: int | None = None) -> Measured:
-    planned = Candidate(plan, Way.CPU, weight_bits)
+    planned = Candidate(plan, Strategy.CPU, weight_bits)
     return Measured(make, planned, on_host=True, attends_on_host=True, weight_bits=weight_bits)
 
 
@@ -113,8 +109,8 @@ def _in_three(make: Callable[..., Cache]) -> Measured:
 _OF_4_BITS = partial(QuantizedHybridCache, bits=4)
 
 CACHES: Mapping[str, Measured] = {
-    "stock": Measured(lambda config: DynamicCache(config=config), Candidate("stock", Way.GPU)),
-    "dynamic": Measured(partial(DynamicHybridCache, cpu_decode=False), Candidate("dynamic", Way.GPU)),
+    "stock": Measured(lambda config: DynamicCache(config=config), Candidate("stock", Strategy.GPU)),
+    "dynamic": Measured(partial(DynamicHybridCache, cpu_decode=False), Candidate("dynamic", Strategy.GPU)),
     "codes-8": _resident(8, "quantized-8"),
     "codes-4": _resident(4, "quantized-4"),
     "codes-4-2": _resident((4, 2), "quantized-4-2"),
@@ -125,7 +121,7 @@ CACHES: Mapping[str, Measured] = {
         lambda config: DynamicCache(config=config, offloading=True), streams=True, needs_gpu=True
     ),
     "offloaded": Measured(
-        partial(OffloadedHybridCache, cpu_decode=False), Candidate("offloaded", Way.STREAMED), streams=True
+        partial(OffloadedHybridCache, cpu_decode=False), Candidate("offloaded", Strategy.STREAMED), streams=True
     ),
     "offloaded-pageable": _offloaded(pin_memory=False),
     "offloaded-2-ahead": _offloaded(prefetch_layers=2),

@@ -19,7 +19,9 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from experiments import records
+from experiments.common import records
+from experiments.common.synthetic import fill, kv_bytes
+from experiments.common.timing import medians, samples_in_turns
 from experiments.gpu.caches import CACHES
 from experiments.gpu.machine import (
     PlainCopy,
@@ -32,8 +34,6 @@ from experiments.gpu.machine import (
     parsed,
     seconds_on_device,
 )
-from experiments.synthetic import fill, kv_bytes
-from experiments.timing import medians, samples_in_turns
 from hf_hybrid_cache import HybridCache, quantize_weights, set_num_threads
 from hf_hybrid_cache.cache_argument import cache_argument
 

@@ -16,12 +16,12 @@ from accelerate import cpu_offload
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.cache_utils import Cache
 
-from experiments import records
+from experiments.common import records
+from experiments.common.synthetic import fill
+from experiments.common.timing import medians, samples_in_turns
+from experiments.experts.random_experts import cut_config, expert_names, random_model, twin_of
 from experiments.gpu.machine import allocated, device, gpu_parser, parsed, seconds_on_device
-from experiments.random_experts import cut_config, expert_names, random_model, twin_of
 from experiments.sweep.memory import out_of_memory
-from experiments.synthetic import fill
-from experiments.timing import medians, samples_in_turns
 from hf_hybrid_cache import DynamicHybridCache, move_experts_to_host
 from hf_hybrid_cache.cache_argument import cache_argument
 

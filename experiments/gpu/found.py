@@ -5,19 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.records import RESULTS
+from experiments.common.records import RESULTS
 
 FOLDER = RESULTS / "gpu"
-Found = Mapping[str, dict[str, Any]]  # records of one machine, by the names of their steps
+PartialAttention = Mapping[str, dict[str, Any]]  # records of one machine, by the names of their steps
 
 
-def found_in(folder: Path, machine: str) -> Found:
+def found_in(folder: Path, machine: str) -> PartialAttention:
     """Records of one machine."""
     paths = {path.parent.name: path for path in sorted(folder.glob(f"*/{machine}.json")) if path.parent.name != "steps"}
     return {name: json.loads(path.read_text()) for name, path in paths.items()}
 
 
-def all_found() -> dict[str, Found]:
+def partials() -> dict[str, PartialAttention]:
     """Committed records, by machine."""
     machines = sorted({path.stem for path in FOLDER.glob("*/*.json") if path.parent.name != "steps"})
     found = {machine: found_in(FOLDER, machine) for machine in machines}
@@ -25,7 +25,7 @@ def all_found() -> dict[str, Found]:
     return found
 
 
-def decode_records(found: Found) -> list[dict[str, Any]]:
+def dequantize(found: PartialAttention) -> list[dict[str, Any]]:
     """Of whole decode steps, contexts ascending."""
     return sorted(
         (record for record in found.values() if "median_seconds" in record), key=lambda record: record["context_tokens"]

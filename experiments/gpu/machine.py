@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hybrid_cache.models import llama_3_2_1b_config, random_llama
+from hf_hybrid_cache.models.random_weights import llama_3_2_1b_config, random_llama
 
 NEEDED = "This measures a GPU, and no CUDA device is available: pass --rehearse to try it out on the CPU."
 _COPIED_BYTES = 2**28

@@ -8,10 +8,10 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from experiments import pictures
+from experiments.common import pictures
+from experiments.common.records import RESULTS
 from experiments.gpu.answers import answers, table
-from experiments.gpu.found import FOLDER, Found, all_found, decode_records
-from experiments.records import RESULTS
+from experiments.gpu.found import FOLDER, PartialAttention, dequantize, partials
 
 README, RESULTS_PAGE = RESULTS.parent / "README.md", RESULTS.parent / "docs" / "results.md"
 # What is said stands between these in each page.
@@ -22,9 +22,9 @@ _DRAWN = ("stock", "dynamic", "codes-4", "codes-2", "stock-offloaded", "offloade
 
 def write_all() -> Iterator[Path]:
     """Draw the figures and write what was measured into the pages; the paths of what was written."""
-    found = all_found()
+    found = partials()
     for machine, records in found.items():
-        if decode_records(records):
+        if dequantize(records):
             pictures.write(figure(records), FOLDER / machine)
             yield (FOLDER / machine).with_suffix(".svg")
     for path, said in pages(found):
@@ -32,7 +32,7 @@ def write_all() -> Iterator[Path]:
         yield path
 
 
-def pages(found: Mapping[str, Found]) -> Iterator[tuple[Path, str]]:
+def pages(found: Mapping[str, PartialAttention]) -> Iterator[tuple[Path, str]]:
     """What each page says of GPUs, by its path."""
     if not found:
         yield (
@@ -60,7 +60,7 @@ def written(text: str, said: str) -> str:
     return f"{before}{START}\n{said}{END}{after}"
 
 
-def decode_table(found: Found) -> str:
+def decode_table(found: PartialAttention) -> str:
     """Milliseconds of a token by context, in Markdown."""
     measured = _seconds(found)
     contexts = sorted({context for at in measured.values() for context in at})
@@ -74,7 +74,7 @@ def decode_table(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(found: Found) -> Figure:
+def figure(found: PartialAttention) -> Figure:
     """Milliseconds of a token by context."""
     drawn, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     measured = _seconds(found)
@@ -93,17 +93,17 @@ def figure(found: Found) -> Figure:
     return drawn
 
 
-def _seconds(found: Found) -> dict[str, dict[int, float]]:
+def _seconds(found: PartialAttention) -> dict[str, dict[int, float]]:
     """Of a token, by what takes turns and context; the most of what several steps have measured."""
     measured: dict[str, dict[int, float]] = {}
-    for record in decode_records(found):
+    for record in dequantize(found):
         for name, seconds in record["median_seconds"].items():
             at = measured.setdefault(name, {})
             at[record["context_tokens"]] = max(seconds, at.get(record["context_tokens"], seconds))
     return measured
 
 
-def _section(machine: str, found: Found) -> str:
+def _section(machine: str, found: PartialAttention) -> str:
     where = _environment(found)
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     parts = [
@@ -111,11 +111,11 @@ def _section(machine: str, found: Found) -> str:
         f"{where['cpu']}, {where['cores']} cores; {versions}. Records: `results/gpu/*/{machine}.json`.\n",
         table(answers(found)),
     ]
-    if decode_records(found):
+    if dequantize(found):
         parts += [f"![Time a token by context](../results/gpu/{machine}.png)\n", decode_table(found)]
     return "\n".join(parts)
 
 
-def _environment(found: Found) -> dict[str, Any]:
+def _environment(found: PartialAttention) -> dict[str, Any]:
     environment: dict[str, Any] = next(iter(found.values()))["environment"]
     return environment

@@ -3,7 +3,7 @@ Device memory at its peak: while a long prompt is read into an offloaded cache, 
 
 The prompt goes in chunks of 512 into `OffloadedHybridCache`. Its peak is held against weights, keys and values of two
 layers, and activations, which are what the same prompt takes beside weights and keys and values with
-`DynamicHybridCache`. Then `decode_on_cpu` generates, and what is still allocated on the device is noted at every token.
+`DynamicHybridCache`. Then `DecodeOnCPU` decodes, and what is still allocated on the device is noted at every token.
 """
 
 import gc
@@ -16,13 +16,13 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from experiments import records
-from experiments.decoding import prefill
+from experiments.common import records
+from experiments.common.decoding import prefill
+from experiments.common.synthetic import kv_bytes
+from experiments.common.timing import seconds_of
 from experiments.gpu.machine import allocated, gpu_parser, has_gpu, model_of, parsed
 from experiments.sweep.memory import out_of_memory
-from experiments.synthetic import kv_bytes
-from experiments.timing import seconds_of
-from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, decode_on_cpu
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, OffloadedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
 CHUNK, LAYERS_AHEAD = 512, 2
@@ -100,7 +100,7 @@ def decoding_on_cpu(model: LlamaForCausalLM, num_tokens: int, new_tokens: int) -
         do_sample=False,
         eos_token_id=[],
         prefill_chunk_size=CHUNK,
-        custom_generate=decode_on_cpu,
+        custom_generate=DecodeOnCPU(),
         streamer=memory,
     )
     # The first is the prompt, handed over before anything is computed.

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 
-from experiments import records
+from experiments.common import records
 from experiments.gpu.caches import CACHES
-from experiments.gpu.found import decode_records, found_in
+from experiments.gpu.found import dequantize, found_in
 from experiments.gpu.machine import config_of, gpu_parser, parsed
-from hf_hybrid_cache.planning import ModelCost, Speeds, make_plan, model_cost, this_machine
-from hf_hybrid_cache.planning.calibration import Effort, calibrate
+from hf_hybrid_cache.planning import model_cost, this_machine
+from hf_hybrid_cache.planning.calibration import CalibrationBudget, calibrate
+from hf_hybrid_cache.planning.machine import Speeds
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import make_plan
 
-_SMALL = Effort(matrices=1, contexts=(256, 1024), chunk=8, layers=1, rounds=1)
+_SMALL = CalibrationBudget(matrices=1, contexts=(256, 1024), chunk=8, layers=1, rounds=1)
 
 
 def compared(measured: list[dict[str, Any]], model: ModelCost, speeds: Speeds) -> Iterator[dict[str, Any]]:
@@ -58,7 +61,7 @@ def main() -> None:
     parser = gpu_parser("predicted", __doc__)
     parser.add_argument("--records", type=Path, required=True, metavar="FOLDER", help="of the steps that were measured")
     given = parsed(parser)
-    measured = decode_records(found_in(given.records, records.machine_name()))
+    measured = dequantize(found_in(given.records, records.machine_name()))
     if not measured:
         parser.error(f"{given.records} has no records of {records.machine_name()}: run python -m experiments.gpu.")
     calibration = calibrate(torch.bfloat16, _SMALL if given.rehearse else None)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from experiments import records
+from experiments.common import records
 from experiments.gpu.steps import Step
 
 _LEAST_SECONDS = 20  # in less than that nothing is measured

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments import records
+from experiments.common import records
 from experiments.gpu.machine import has_gpu
 
 FOLDER = "gpu"

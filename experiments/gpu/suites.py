@@ -17,7 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from experiments import records
+from experiments.common import records
 from experiments.gpu.machine import gpu_parser, has_gpu, parsed
 
 # The first fill the device, or count what is on it; the others can run beside each other.

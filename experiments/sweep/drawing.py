@@ -8,18 +8,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import pictures
-from experiments.records import RESULTS
+from experiments.common import pictures
+from experiments.common.records import RESULTS
 from experiments.sweep import figures, store
 from experiments.sweep.page import page
 from experiments.sweep.points import points
 
 PAGE = "README.md"
 PREDICTIONS = RESULTS / "predictions"
-Found = list[dict[str, Any]]
+PartialAttention = list[dict[str, Any]]
 
 
-def all_records() -> dict[str, Found]:
+def all_records() -> dict[str, PartialAttention]:
     """By machine; damaged files are left out, and named by the sweep."""
     folders = sorted(path for path in store.FOLDER.glob("*") if path.is_dir())
     return {folder.name: list(store.read(folder).records.values()) for folder in folders}
@@ -30,7 +30,7 @@ def all_predictions() -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(PREDICTIONS.glob("*.json"))}
 
 
-def figures_of(found: Found, prediction: dict[str, Any] | None = None) -> dict[str, Callable[[], Figure]]:
+def figures_of(found: PartialAttention, prediction: dict[str, Any] | None = None) -> dict[str, Callable[[], Figure]]:
     """How to draw each figure, by file name; what compares with a GPU, or a prediction, only where there was one."""
     curves = points(found)
     environment = found[-1]["environment"]
@@ -53,7 +53,7 @@ def figures_of(found: Found, prediction: dict[str, Any] | None = None) -> dict[s
     return drawn
 
 
-def page_of(machines: Mapping[str, Found], predictions: Mapping[str, dict[str, Any]]) -> str:
+def page_of(machines: Mapping[str, PartialAttention], predictions: Mapping[str, dict[str, Any]]) -> str:
     """The page, with the figures as they lie beside the records."""
     folder = store.FOLDER.relative_to(RESULTS)
     shown = {

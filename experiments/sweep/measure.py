@@ -18,21 +18,21 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from experiments import records
-from experiments.bandwidth import MemoryReader, bus_bandwidth
-from experiments.decoding import weight_bytes
-from experiments.quality_caches import stored_bytes
+from experiments.common import records
+from experiments.common.bandwidth import MemoryReader, bus_bandwidth
+from experiments.common.decoding import weight_bytes
+from experiments.common.synthetic import fill
+from experiments.quality.quality_caches import stored_bytes
 from experiments.sweep.caches import CACHES, CPU, make_cache
 from experiments.sweep.cell import Cell
 from experiments.sweep.memory import PeakMemory, out_of_memory
-from experiments.synthetic import fill
-from hf_hybrid_cache import HybridCache, decode_on_cpu, quantize_weights
+from hf_hybrid_cache import DecodeOnCPU, HybridCache, quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 from hf_hybrid_cache.planning import default_chunk, model_cost
 
 FILL_CHUNK = 8192
-WARM_UP_TOKENS = 256  # some of them are coded, so that all kernels are compiled
+WARM_UP_TOKENS = 256  # some of them are quantized, so that all kernels are compiled
 READER_MIB = 512
 
 
@@ -58,7 +58,7 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
     """Seconds from the call to each new token."""
     clock = TokenClock()
     moves = cell.decode_device == CPU and model.device.type != "cpu"
-    decoding = decode_on_cpu.configure(weights=CACHES[cell.cache].weights)
+    decoding = DecodeOnCPU(weights=CACHES[cell.cache].weights)
     start = time.perf_counter()
     model.generate(  # type: ignore[operator]
         ids,
@@ -120,8 +120,8 @@ def read_weight_bytes(model: PreTrainedModel, bits: int | None) -> int:
     """What a token reads of the weights, as they are or in few bits."""
     if bits is None:
         return weight_bytes(model)
-    coded = model_cost(model.config, model.dtype).coded_weights[bits]
-    return sum(coded.step_coded_bytes.values()) + coded.step_other_bytes
+    quantized = model_cost(model.config, model.dtype).quantized_weights[bits]
+    return sum(quantized.step_quantized_bytes.values()) + quantized.step_other_bytes
 
 
 def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def page(
 
     Args:
         machines: records of the sweep.
-        predictions: the record of `experiments.predictions`, by machine, where there is one.
+        predictions: the record of `experiments.steps.predictions`, by machine, where there is one.
         figures: by machine, relative to the page.
     """
     parts = [HEAD]

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from transformers.cache_utils import DynamicCache
 
-from experiments import records
-from experiments.decoding import prefill, weight_bytes
+from experiments.common import records
+from experiments.common.decoding import prefill, weight_bytes
+from experiments.common.synthetic import kv_heads
 from experiments.sweep.process import run_limited
-from experiments.synthetic import kv_heads
 from hf_hybrid_cache.models import load
 
 PROBE_TOKENS = 512

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments import records
+from experiments.common import records
 from experiments.sweep.cell import Cell
 
 _KERNEL_COUNTERS = Path("/proc/vmstat")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import records
+from experiments.common import records
 from experiments.sweep import store
 from experiments.sweep.caches import CACHES
 from experiments.sweep.cell import Cell

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from experiments import records
+from experiments.common import records
 from experiments.sweep.cell import Cell
 
 EXPERIMENT = "context_sweep"

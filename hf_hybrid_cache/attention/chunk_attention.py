@@ -3,9 +3,9 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..storage import CodedStore, HostStore, KVStore
-from .merging import Found, MergedAttention
-from .part import rows_of_mask
+from ..storage import HostStore, KVStore, QuantizedStore
+from .merging import MergedAttention, PartialAttention
+from .segment import rows_of_mask
 from .torch_attention import attend_by_torch
 
 # Of one piece: long enough for torch, and short enough for the caches of a processor to hold what is taken out.
@@ -13,7 +13,7 @@ PIECE_TOKENS = 4096
 
 
 def attend_to_chunk(
-    query: torch.Tensor, store: HostStore | CodedStore, group: int, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, store: HostStore | QuantizedStore, group: int, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """
     Attend with many queries, the last tokens of `store`, to all of its tokens.
@@ -23,26 +23,26 @@ def attend_to_chunk(
     Returns:
         `[batch, query_heads, query_length, value_dim]`, of the query's type.
     """
-    if has_log_sums(store, mask):
+    if has_lse(store, mask):
         out, _ = attend_in_pieces(query, store, group, mask, scale, store.num_tokens - query.shape[2])
         return out.to(query.dtype)
     keys, values = (states.repeat_interleave(group, dim=1) for states in store.read())
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
-def has_log_sums(store: KVStore, mask: torch.Tensor | None) -> bool:
+def has_lse(store: KVStore, mask: torch.Tensor | None) -> bool:
     """Whether torch's fast attention says by how much it divided the rows of `attend_in_pieces`."""
     return store.shape.key_dim == store.shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
 def attend_in_pieces(
     query: torch.Tensor,
-    store: HostStore | CodedStore,
+    store: HostStore | QuantizedStore,
     group: int,
     mask: torch.Tensor | None,
     scale: float | None,
     first_of_chunk: int,
-) -> Found:
+) -> PartialAttention:
     """
     Attend to all tokens of `store`, whose states are never all outside of their blocks at once.
 
@@ -59,7 +59,7 @@ def attend_in_pieces(
         first_of_chunk: token from which on the mask hides some.
 
     Returns:
-        `[batch, query_heads, query_length, value_dim]`, see `Found`.
+        `[batch, query_heads, query_length, value_dim]`, see `PartialAttention`.
     """
     batch, heads, length, head_dim = query.shape
     rows = query.reshape(batch, heads // group, group * length, head_dim)
@@ -70,6 +70,6 @@ def attend_in_pieces(
             hides = seen.dtype != torch.bool or not seen.all()
             seen = rows_of_mask(seen, query.shape, group) if hides else None
         merged.add(attend_by_torch(rows, keys, values, seen, scale))
-    assert merged.found is not None
-    out, log_sums = merged.found
-    return Found(out.reshape(batch, heads, length, -1), log_sums.reshape(batch, heads, length))
+    assert merged.partial is not None
+    out, lse = merged.partial
+    return PartialAttention(out.reshape(batch, heads, length, -1), lse.reshape(batch, heads, length))

@@ -1,4 +1,4 @@
-"""What `torch.compile` does not look into: the model around it is compiled, in parts."""
+"""Functions that `torch.compile` does not trace: it compiles the model around them."""
 
 import torch
 

@@ -15,18 +15,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from ..codecs import as_written
+from ..errors import HybridCacheError
 from ..storage import KVStore
 from .graph_breaks import outside_of_graphs
 from .layer_selection import LayerSelection
 from .observed_keys import OBSERVED, observed
 
 
-class StaleHandleError(RuntimeError):
+class StaleHandleError(HybridCacheError, RuntimeError):
     """The states that `update` returned were used after the cache had changed."""
 
 
 class HandledAttention(Protocol):
-    """What answers for handles: attention to what a store holds, where it is."""
+    """Attention that handles stand for: it reads the tokens of a store where they are."""
 
     def __call__(
         self,
@@ -192,7 +193,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """What `scaled_dot_product_attention` returns, from the kernel; `None` for a call that it does not cover."""
+    """Compute `scaled_dot_product_attention` by the kernel; `None` for a call that it does not cover."""
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or isinstance(query, KVHandle):
         return None
     store, sizes = key.layer.store, query.shape

@@ -9,31 +9,31 @@ import numpy as np
 import torch
 
 from ..codecs import MinMaxCodec
-from ..kernels import CodedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
-from ..storage import GRANULE, CacheStats, CodedStore, HostStore, KVShape, LocalStore, kernel_element
+from ..kernels import QuantizedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
+from ..storage import GRANULE, CacheStats, HostStore, KVShape, LocalStore, QuantizedStore, kernel_element
 from .kernel_thread import KernelThread
 from .layer_selection import LayerSelection
 from .masks import Arrays, LastMask, SeenTokens, mask_arrays, seen_tokens
-from .merging import Found
-from .part import Queries
+from .merging import PartialAttention
+from .segment import Queries
 
 # With more queries of a head attention is bound by arithmetic, and the kernel for many, or torch's, is faster.
 MAX_QUERIES = 64
 _MAX_WORKSPACES = 8
 
 
-def compile_kernels(dtype: torch.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
+def compile_kernels(dtype: torch.dtype, is_quantized: bool, on_wait: Callable[[], None]) -> None:
     """
     Compile attention to keys and values of `dtype`, and to codes, and wait for it.
 
     Args:
         dtype: nothing is compiled where there is no kernel for it.
-        is_coded: of layers that are coded.
+        is_quantized: of layers that are quantized.
         on_wait: called once if it takes more than reading from disk.
     """
     element = kernel_element(dtype)
     if element is not None:
-        compile_and_wait(element, is_coded, on_wait)
+        compile_and_wait(element, is_quantized, on_wait)
 
 
 def has_kernel_for_many(shape: KVShape) -> bool:
@@ -82,7 +82,7 @@ class HostKernel:
             mask: of its tokens.
             selection: what may be left out; `None` for nothing.
             elsewhere: tokens, from the first to before the last, that are attended to elsewhere: the last ones, or the
-                last ones that are coded.
+                last ones that are quantized.
         """
         query, group, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
@@ -91,16 +91,16 @@ class HostKernel:
         visible, bias = mask
         store.wait_until_stored()
         workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
-        assert isinstance(store, HostStore | CodedStore)
+        assert isinstance(store, HostStore | QuantizedStore)
         num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]
         full: LocalStore = store
-        coded = None
-        if isinstance(store, CodedStore):
-            full, coded = store.full, _coded_blocks(store, store.records.num_tokens - num_elsewhere // GRANULE)
+        quantized = None
+        if isinstance(store, QuantizedStore):
+            full, quantized = store.full, _quantized_blocks(store, store.packed.num_tokens - num_elsewhere // GRANULE)
         assert isinstance(full, HostStore)
         num_tokens = store.num_tokens - num_elsewhere
-        mass, most = (1.0, 1.0) if selection is None else (selection.mass_for(group * query_length), selection.most)
-        indexed = selection.index.of(store) if selection is not None and mass < 1 else None
+        top_p, most = (1.0, 1.0) if selection is None else (selection.top_p_for(group * query_length), selection.most)
+        indexed = selection.index.of(store) if selection is not None and top_p < 1 else None
         start = time.perf_counter()
         workspace.kernel.attend(
             full.keys.array(),
@@ -109,20 +109,22 @@ class HostKernel:
             head_dim**-0.5 if scale is None else scale,
             visible=visible,
             bias=bias,
-            coded=coded,
+            quantized=quantized,
             indexed=indexed,
-            mass=mass,
+            top_p=top_p,
             most=most,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
         if selection is not None:
-            tokens, left_out = num_tokens * workspace.kernel.shape.heads, 0
+            tokens, skipped = num_tokens * workspace.kernel.shape.heads, 0
             if indexed is not None:
-                left_out = indexed.num_blocks * GRANULE * workspace.kernel.shape.heads - workspace.kernel.tokens_read
-            selection.note(tokens - left_out, tokens, has_rated=indexed is not None)
+                skipped = indexed.num_blocks * GRANULE * workspace.kernel.shape.heads - workspace.kernel.tokens_read
+            selection.note(tokens - skipped, tokens, has_rated=indexed is not None)
         return workspace
 
-    def attend_many(self, queries: Queries, store: LocalStore, seen: SeenTokens, dtype: torch.dtype) -> Found:
+    def attend_many(
+        self, queries: Queries, store: LocalStore, seen: SeenTokens, dtype: torch.dtype
+    ) -> PartialAttention:
         """
         Attend to the tokens of `store`, which are in host memory, with queries that are as many as you like.
 
@@ -135,17 +137,17 @@ class HostKernel:
         query, _, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
         store.wait_until_stored()
-        assert isinstance(store, HostStore | CodedStore)
+        assert isinstance(store, HostStore | QuantizedStore)
         full: LocalStore = store
-        coded = None
-        if isinstance(store, CodedStore):
-            full, coded = store.full, _coded_blocks(store, store.records.num_tokens)
+        quantized = None
+        if isinstance(store, QuantizedStore):
+            full, quantized = store.full, _quantized_blocks(store, store.packed.num_tokens)
         assert isinstance(full, HostStore)
         query = query if query.dtype == torch.bfloat16 else query.float()
         query = query if query.stride(3) == 1 else query.contiguous()
-        found = dtype if dtype == torch.bfloat16 else torch.float32
+        partial = dtype if dtype == torch.bfloat16 else torch.float32
         # In memory a token follows the other, as transformers wants it next.
-        out = torch.empty(batch, query_length, query_heads, store.shape.value_dim, dtype=found).transpose(1, 2)
+        out = torch.empty(batch, query_length, query_heads, store.shape.value_dim, dtype=partial).transpose(1, 2)
         lse = torch.empty(batch, query_heads, query_length)
         tokens = store.num_tokens
         everything = np.array([[[[0, tokens]]]]) if seen.ranges is None else seen.ranges
@@ -153,7 +155,7 @@ class HostKernel:
         attend_many(
             _strided(query),
             _strided(out),
-            found == torch.bfloat16,
+            partial == torch.bfloat16,
             lse.numpy(),
             full.keys.array(),
             full.values.array(),
@@ -164,10 +166,10 @@ class HostKernel:
             everything,
             seen.visible,
             seen.bias,
-            coded,
+            quantized,
         )
         self._stats.kernel_seconds += time.perf_counter() - start
-        return Found(out.to(dtype), lse)
+        return PartialAttention(out.to(dtype), lse)
 
     def _workspace(self, shape: Shape) -> "TorchWorkspace":
         if shape not in self._workspaces:
@@ -185,7 +187,7 @@ class TorchWorkspace:
     Attributes:
         query: `[batch, num_kv_heads, group, query_length, head_dim]`, to be written.
         out: `[batch, num_kv_heads, group, query_length, value_dim]`, to be read.
-        log_sums: `[batch, num_kv_heads, group, query_length]`, to be read.
+        lse: `[batch, num_kv_heads, group, query_length]`, to be read.
     """
 
     def __init__(self, shape: Shape):
@@ -198,7 +200,7 @@ class TorchWorkspace:
         with torch.inference_mode(False):
             self.query = seen(self.kernel.query, shape.key_dim)
             self.out = seen(self.kernel.out, shape.value_dim)
-            self.log_sums = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
+            self.lse = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
 
 
 def _strided(states: torch.Tensor) -> Strided:
@@ -206,21 +208,21 @@ def _strided(states: torch.Tensor) -> Strided:
     return Strided(states.data_ptr(), (sequence, head, token))
 
 
-def _coded_blocks(store: CodedStore, number: int) -> CodedBlocks | None:
+def _quantized_blocks(store: QuantizedStore, number: int) -> QuantizedBlocks | None:
     """The first ones, so many."""
-    records, keys, values = store.records, store.codec.keys, store.codec.values
-    assert isinstance(records, HostStore)
+    packed, keys, values = store.packed, store.codec.keys, store.codec.values
+    assert isinstance(packed, HostStore)
     assert isinstance(keys, MinMaxCodec)
     assert isinstance(values, MinMaxCodec)
     if not number:
         return None
-    return CodedBlocks(
-        records.keys.array(),
-        records.values.array(),
+    return QuantizedBlocks(
+        packed.keys.array(),
+        packed.values.array(),
         store.sink_tokens // GRANULE,
         number,
         keys.layout(store.shape.key_dim),
         values.layout(store.shape.value_dim),
-        None if keys.balance is None else keys.balance.inverse_array,
-        None if values.balance is None else values.balance.inverse_array,
+        None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,
+        None if values.channel_scaling is None else values.channel_scaling.inverse_array,
     )

@@ -15,33 +15,33 @@ class LayerSelection:
 
     Args:
         layer_idx: index in the model.
-        mass: of a user's `Selection`; 1 for a layer that reads all.
+        top_p: of a user's `Selection`; 1 for a layer that reads all.
         most: likewise.
         index: of the layer's keys.
         stats: counted into.
     """
 
-    def __init__(self, layer_idx: int, mass: float, most: float, index: KeyIndex, stats: CacheStats):
+    def __init__(self, layer_idx: int, top_p: float, most: float, index: KeyIndex, stats: CacheStats):
         self.most = most
         self.index = index
         self._layer_idx = layer_idx
-        self._mass = mass
+        self._top_p = top_p
         self._stats = stats
         self._dense_steps_left = 0
 
     @property
     def reads_all(self) -> bool:
         """Whether nothing may ever be left out."""
-        return self._mass == 1
+        return self._top_p == 1
 
     def reset(self) -> None:
         """Forget what the last calls have read, and the index."""
         self._dense_steps_left = 0
         self.index.clear()
 
-    def mass_for(self, rows: int) -> float:
-        """The share of the attention that a call with so many query rows for each KV head is to read."""
-        return 1.0 if self._dense_steps_left or rows > _MOST_ROWS else self._mass
+    def top_p_for(self, rows: int) -> float:
+        """The attention mass that a call with so many query rows for each KV head must read."""
+        return 1.0 if self._dense_steps_left or rows > _MOST_ROWS else self._top_p
 
     def note(self, tokens_read: int, tokens: int, has_rated: bool) -> None:
         """Note what a call has read, of how many tokens, counted for each KV head; whether it has rated them."""

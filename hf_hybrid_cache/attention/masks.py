@@ -12,19 +12,19 @@ Made = TypeVar("Made")
 
 class LastMask(Generic[Made]):
     """
-    What was made of the last mask: the layers of a model get the same one after each other.
+    Keeps the object made for the last mask, because the layers of a model get the same mask in turn.
 
     Args:
-        make: makes it.
+        make: makes the object.
     """
 
     def __init__(self, make: Callable[[torch.Tensor | None], Made]):
         self._make = make
-        # The mask, what tells it from others, and what was made of it: one attribute, so that all are of one mask.
+        # Mask, identity and object in one attribute: other threads never see a mixture.
         self._last: tuple[torch.Tensor | None, object, Made] = (None, None, make(None))
 
     def of(self, mask: torch.Tensor | None) -> Made:
-        """What `make` makes of `mask`."""
+        """The result of `make(mask)`, made once for each mask."""
         if mask is None:
             return self._make(None)
         # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
@@ -76,6 +76,6 @@ def seen_tokens(mask: torch.Tensor | None) -> SeenTokens:
 
 
 def causal_tokens(query_length: int, tokens: int) -> SeenTokens:
-    """Of queries that are the last of so many tokens, and see those before and themselves."""
+    """Tokens seen by causal queries that are the last of `tokens` tokens."""
     ends = np.arange(tokens - query_length + 1, tokens + 1)
     return SeenTokens(np.stack([np.zeros_like(ends), ends], axis=-1)[None, None])

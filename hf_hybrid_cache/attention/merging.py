@@ -1,7 +1,7 @@
 """
-Attention to parts of a sequence, merged into attention to all of it.
+Partial attention to segments of a sequence, merged into attention to all of it.
 
-What a part gives, and the log of the sum of its exponentials, say all that is needed of it (Dao et al., 2022,
+The output of a segment and its lse (log-sum-exp of the scores) are all that merging needs (Dao et al., 2022,
 https://arxiv.org/abs/2205.14135).
 """
 
@@ -12,72 +12,72 @@ import torch
 _LOWEST = torch.finfo(torch.float32).min
 
 
-class Found(NamedTuple):
+class PartialAttention(NamedTuple):
     """
-    What attention to a part gives.
+    The result of attention to one segment.
 
     Attributes:
-        out: `[batch, heads, rows, head_dim]`, softmax of the part's scores times its values.
-        log_sums: float32, or float64, `[batch, heads, rows]`, natural log of the sum of the exponentials of the part's
-            scores; minus infinity where none of its tokens is seen.
+        out: `[batch, heads, rows, head_dim]`, softmax of the segment's scores times its values.
+        lse: float32, or float64, `[batch, heads, rows]`, natural log of the sum of the exponentials of the
+            segment's scores; minus infinity where none of its tokens is seen.
     """
 
     out: torch.Tensor
-    log_sums: torch.Tensor
+    lse: torch.Tensor
 
 
 def widest(*tensors: torch.Tensor) -> torch.dtype:
-    """float64 if one of them is of it, else float32."""
+    """float64 if one of the tensors is float64, else float32."""
     return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
 
 
-def merged_at_once(outs: torch.Tensor, log_sums: torch.Tensor) -> Found:
+def merged_at_once(outs: torch.Tensor, lse: torch.Tensor) -> PartialAttention:
     """
-    What attention to all parts gives, of parts that are all there.
+    Merge partial results that are all there.
 
     Args:
-        outs: float32 `[parts, ..., head_dim]`, see `Found`.
-        log_sums: float32 `[parts, ...]`.
+        outs: float32 `[segments, ..., head_dim]`, see `PartialAttention`.
+        lse: float32 `[segments, ...]`.
 
     Returns:
-        float32 `[..., head_dim]`, zeros where no part has a token that is seen, and `[...]`.
+        float32 `[..., head_dim]`, zeros where no token of any segment is seen, and `[...]`.
     """
-    # Where no part has a token that is seen the weights are any, of zeros.
-    weights = log_sums.clamp_min(_LOWEST).softmax(dim=0)
-    return Found((outs * weights.unsqueeze(-1)).sum(dim=0), log_sums.logsumexp(dim=0))
+    # Where no token is seen the weights do not matter: all outputs are zero.
+    weights = lse.clamp_min(_LOWEST).softmax(dim=0)
+    return PartialAttention((outs * weights.unsqueeze(-1)).sum(dim=0), lse.logsumexp(dim=0))
 
 
 class MergedAttention:
     """
-    What attention to all parts so far gives.
+    Partial results, merged one after the other.
 
     Attributes:
-        found: of all; `None` before the first part.
+        partial: merged result of all segments so far; `None` before the first one.
     """
 
     def __init__(self) -> None:
-        self.found: Found | None = None
+        self.partial: PartialAttention | None = None
 
-    def add(self, part: Found) -> None:
-        """Attend to another part, too; what the first one gave may be written to."""
-        if self.found is None:
-            self.found = part
+    def add(self, partial: PartialAttention) -> None:
+        """Merge another partial result; the tensors of the first one may be written to."""
+        if self.partial is None:
+            self.partial = partial
             return
-        log_sums = torch.logaddexp(self.found.log_sums, part.log_sums)
-        self.found = Found(self.out_with(part), log_sums)
+        lse = torch.logaddexp(self.partial.lse, partial.lse)
+        self.partial = PartialAttention(self.out_with(partial), lse)
 
-    def out_with(self, last: Found, is_masked: bool = True) -> torch.Tensor:
+    def out_with(self, last: PartialAttention, is_masked: bool = True) -> torch.Tensor:
         """
-        What attention to all parts and a last one gives.
+        The output of all segments and a last one.
 
         Args:
-            last: that part.
-            is_masked: some row may see no token of a part. Each operation counts where attention has just taken all
-                caches of the processor.
+            last: partial result of the last segment.
+            is_masked: some row may see no token of a segment. Without masks one operation less is needed, and each
+                counts where attention has just used all caches of the processor.
         """
-        assert self.found is not None
-        share = torch.sigmoid(last.log_sums - self.found.log_sums)
+        assert self.partial is not None
+        weight = torch.sigmoid(last.lse - self.partial.lse)
         if is_masked:
-            share.masked_fill_(last.log_sums.isneginf(), 0)
-        dtype = widest(self.found.out, last.out)
-        return self.found.out.to(dtype).lerp_(last.out.to(dtype), share.unsqueeze(-1).to(dtype))
+            weight.masked_fill_(last.lse.isneginf(), 0)
+        dtype = widest(self.partial.out, last.out)
+        return self.partial.out.to(dtype).lerp_(last.out.to(dtype), weight.unsqueeze(-1).to(dtype))

@@ -1,4 +1,4 @@
-"""Attention to what a store holds: to each part where it is, and what they give merged."""
+"""Attention to the tokens of a store: each segment attends where it is, and the partial results are merged."""
 
 import copy
 import warnings
@@ -16,50 +16,50 @@ from ..storage import (
     KVShape,
     KVStore,
     LocalStore,
-    Share,
-    SharedStore,
+    Shard,
+    ShardedStore,
     SplitStore,
     StreamedStore,
 )
-from .device_part import DevicePart
+from .device_segment import DeviceSegment
 from .host_kernel import HostKernel, has_kernel_for_many
-from .host_part import HostPart
+from .host_segment import HostSegment
 from .layer_selection import LayerSelection
 from .masks import LastMask
 from .merging import MergedAttention
-from .part import AttentionPart, Queries
-from .shared_part import SharedPart
+from .segment import AttentionSegment, Queries
+from .sharded_segment import ShardedSegment
 
 
 class StoredAttention:
     """
-    Attends for all layers of a cache whose keys and values are in host memory, or some of them.
+    Attends for all layers of a cache that keeps keys and values, or some of them, in host memory.
 
     Args:
-        stats: counted into.
-        is_asked_for: whether the user wants it, or gets it where it is of use.
-        share: of what is attended to, where several processes keep one each.
+        stats: counters of the cache.
+        is_asked_for: the user asked for attention on the CPU, and does not just get it where it is of use.
+        shard: the tokens of this process, where several processes keep a shard each.
 
     Attributes:
-        is_declined: something other than this reads the states, so that they are better kept as tensors.
+        is_declined: something else reads the states, so that they are better kept as tensors.
     """
 
-    def __init__(self, stats: CacheStats, is_asked_for: bool, share: Share = Share.ALL):
+    def __init__(self, stats: CacheStats, is_asked_for: bool, shard: Shard = Shard.ALL):
         self._stats = stats
-        self._share = share
+        self._shard = shard
         self._is_asked_for = is_asked_for
         self.is_declined = False
         self._kernel = HostKernel(stats)
-        self._own_masks = LastMask(self._own_part_of)
+        self._own_masks = LastMask(self._own_columns_of)
         self._has_warned = False
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
-        twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for, self._share)
+        twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for, self._shard)
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
         return twin
 
     def covers(self, codec: KVCodec) -> bool:
-        """Whether there is a kernel on the CPU for blocks that are coded like this."""
+        """Whether there is a kernel on the CPU for blocks that are quantized like this."""
         return is_foldable(codec)
 
     def has_kernel_for_many(self, shape: KVShape) -> bool:
@@ -68,14 +68,14 @@ class StoredAttention:
 
     def takes_prompts(self, store: KVStore) -> bool:
         """Whether a sequence's first queries attend to themselves in `store`, faster than torch to their states."""
-        if isinstance(store, SharedStore) and store.share.is_all:
+        if isinstance(store, ShardedStore) and store.shard.is_all:
             store = store.local
         is_on_host = isinstance(store, HostStore) and not isinstance(store, StreamedStore)
         return is_on_host and store.shape.device.type == "cpu" and has_kernel_for_many(store.shape)
 
-    def prepare(self, element: np.dtype, is_coded: bool, is_selected: bool) -> None:
-        """Have the kernel for blocks of `element`, coded ones and chosen pages, compiled by the time it is needed."""
-        compile_in_background(element, is_coded, is_selected)
+    def prepare(self, element: np.dtype, is_quantized: bool, is_selected: bool) -> None:
+        """Compile the kernel for blocks of `element`, quantized blocks and selected pages ahead of its first use."""
+        compile_in_background(element, is_quantized, is_selected)
 
     def __call__(
         self,
@@ -97,60 +97,60 @@ class StoredAttention:
             mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length,
                 tokens]`, where any of the first three may be 1.
             scale: of the scores; `None` for `head_dim ** -0.5`.
-            selection: what may be left out, of few queries; `None` for nothing.
-            are_causal: each query sees the tokens before it and itself; only of a store that `takes_prompts`.
+            selection: lets few queries skip pages; `None` to read all.
+            are_causal: each query sees the tokens before it and itself; only for a store that `takes_prompts`.
 
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
         if store.wants_queries:
             store.observe(query)
-        parts = self._parts_of(store, Queries(query, group, scale, are_causal), mask, selection)
-        return parts[0].attend() if len(parts) == 1 else _merged(parts, mask is not None).to(query.dtype)
+        segments = self._segments_of(store, Queries(query, group, scale, are_causal), mask, selection)
+        return segments[0].attend() if len(segments) == 1 else _merged(segments, mask is not None).to(query.dtype)
 
-    def _parts_of(
+    def _segments_of(
         self, store: KVStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
-    ) -> list[AttentionPart]:
+    ) -> list[AttentionSegment]:
         if isinstance(store, SplitStore):
-            return self._parts_of_split(store, queries, mask, selection)
-        if isinstance(store, SharedStore):
-            if not store.share.is_all:
-                return [SharedPart(queries, mask, store, self._kernel, self._own_masks)]
+            return self._segments_of_split(store, queries, mask, selection)
+        if isinstance(store, ShardedStore):
+            if not store.shard.is_all:
+                return [ShardedSegment(queries, mask, store, self._kernel, self._own_masks)]
             store = store.local
         assert isinstance(store, LocalStore)
-        return [HostPart(queries, mask, store, self._kernel, selection)]
+        return [HostSegment(queries, mask, store, self._kernel, selection)]
 
-    def _parts_of_split(
+    def _segments_of_split(
         self, store: SplitStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
-    ) -> list[AttentionPart]:
-        """Those on the device first: what they give is written to when the others are merged."""
+    ) -> list[AttentionSegment]:
+        """Put segments on the device first: merging writes to the first partial result."""
         on_host = store.host.num_tokens
         first, last = store.first_tokens, store.first_tokens + on_host
         of_ends = of_middle = None
         if mask is not None:
             of_ends = torch.cat([mask[..., :first], mask[..., last:]], dim=-1)
             of_middle = mask[..., first:last]
-        parts: list[AttentionPart] = []
+        segments: list[AttentionSegment] = []
         if store.device.num_tokens:
-            parts.append(DevicePart(queries, of_ends, store.device.read))
+            segments.append(DeviceSegment(queries, of_ends, store.device.read))
         if not on_host:
-            return parts
-        on_end = store.note_ended if store.cpu_share is not None and store.cpu_share.adapts else None
+            return segments
+        on_end = store.note_ended if store.cpu_fraction is not None and store.cpu_fraction.adapts else None
         if not store.is_staged:
             first_of_chunk = max(0, min(last, store.num_tokens - queries.states.shape[2]) - first)
-            middle = HostPart(queries, of_middle, store.host, self._kernel, selection, first_of_chunk, on_end=on_end)
-            return [*parts, middle]
+            middle = HostSegment(queries, of_middle, store.host, self._kernel, selection, first_of_chunk, on_end=on_end)
+            return [*segments, middle]
         start, end = store.staged_range()
         if start < end:
             of_staged = None if of_middle is None else of_middle[..., start:end]
-            parts.append(DevicePart(queries, of_staged, store.read_staged))
+            segments.append(DeviceSegment(queries, of_staged, store.read_staged))
         if end - start < on_host:
             of_others = None
             if of_middle is not None:
                 of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
-            others = HostPart(queries, of_others, store.host, self._kernel, elsewhere=(start, end), on_end=on_end)
-            parts.append(others)
-        return parts
+            others = HostSegment(queries, of_others, store.host, self._kernel, elsewhere=(start, end), on_end=on_end)
+            segments.append(others)
+        return segments
 
     def decline(self) -> None:
         """Note that something needs the states themselves; say, once, how to be fast if this was asked for."""
@@ -165,21 +165,21 @@ class StoredAttention:
                 stacklevel=2,
             )
 
-    def _own_part_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The columns of a mask that are those of the own share, on the host."""
-        return None if mask is None else mask.cpu().index_select(-1, self._share.positions(0, mask.shape[-1]))
+    def _own_columns_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The columns of a mask for the tokens of the own shard, in host memory."""
+        return None if mask is None else mask.cpu().index_select(-1, self._shard.positions(0, mask.shape[-1]))
 
 
-def _merged(parts: Sequence[AttentionPart], is_masked: bool) -> torch.Tensor:
-    """What attention to all parts gives, of which there are several."""
+def _merged(segments: Sequence[AttentionSegment], is_masked: bool) -> torch.Tensor:
+    """Attend to several segments, and merge their partial results."""
     merged = MergedAttention()
     try:
-        for part in parts:
-            part.begin()
-        for part in parts[:-1]:
-            merged.add(part.found())
-        parts[-1].note_issued()
-        return merged.out_with(parts[-1].found(), is_masked)
+        for segment in segments:
+            segment.begin()
+        for segment in segments[:-1]:
+            merged.add(segment.partial())
+        segments[-1].note_issued()
+        return merged.out_with(segments[-1].partial(), is_masked)
     finally:
-        for part in parts:
-            part.end()
+        for segment in segments:
+            segment.end()

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from .merging import Found, MergedAttention, widest
+from .merging import MergedAttention, PartialAttention, widest
 
 _LOWEST = torch.finfo(torch.float32).min
 # That the plain way takes at once: it puts scores, and keys and values in float32, into memory.
@@ -15,7 +15,7 @@ _on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 def attend_by_torch(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> Found:
+) -> PartialAttention:
     """
     Attend to keys and values on the device that they are on.
 
@@ -28,7 +28,7 @@ def attend_by_torch(
         scale: of the scores; `None` for `key_dim ** -0.5`.
 
     Returns:
-        Of the query's type or float32, or float64 where anything is, see `Found`.
+        Of the query's type or float32, or float64 where anything is, see `PartialAttention`.
     """
     key_dim, value_dim = keys.shape[3], values.shape[3]
     has_one_type = query.dtype == keys.dtype == values.dtype
@@ -42,7 +42,7 @@ def attend_by_torch(
 
 def attend_plainly(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> Found:
+) -> PartialAttention:
     """`attend_by_torch` as it is written, in float32 or float64, for any device, types, width and mask."""
     dtype = widest(query, keys, values)
     rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
@@ -52,34 +52,36 @@ def attend_plainly(
         scores = rows @ keys[:, :, tokens].to(dtype).mT
         if mask is not None:
             scores += _as_bias(mask[..., tokens], dtype)
-        log_sums = scores.logsumexp(dim=-1)
+        lse = scores.logsumexp(dim=-1)
         # Where no token is seen all weights are 0.
-        weights = torch.exp(scores - log_sums.clamp_min(_LOWEST).unsqueeze(-1))
-        merged.add(Found(weights @ values[:, :, tokens].to(dtype), log_sums))
-    assert merged.found is not None
-    return merged.found
+        weights = torch.exp(scores - lse.clamp_min(_LOWEST).unsqueeze(-1))
+        merged.add(PartialAttention(weights @ values[:, :, tokens].to(dtype), lse))
+    assert merged.partial is not None
+    return merged.partial
 
 
 def _attend_on_cpu(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> Found:
+) -> PartialAttention:
     if mask is None:
-        return Found(*_on_cpu(query, keys, values, scale=scale))
+        return PartialAttention(*_on_cpu(query, keys, values, scale=scale))
     bias = _as_bias(mask, query.dtype)
-    out, log_sums = _on_cpu(query, keys, values, attn_mask=bias, scale=scale)
+    out, lse = _on_cpu(query, keys, values, attn_mask=bias, scale=scale)
     # Where no token is seen torch says 0 for both. A weight of 0 does not hide what is not finite.
     out += 0 * values.abs().amax(dim=2, keepdim=True)
-    return Found(out, log_sums.masked_fill(bias.isneginf().all(dim=-1), -torch.inf))
+    return PartialAttention(out, lse.masked_fill(bias.isneginf().all(dim=-1), -torch.inf))
 
 
-def _attend_on_cuda(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> Found:
+def _attend_on_cuda(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> PartialAttention:
     """Heads are filled up to whole groups of 8 channels, as `scaled_dot_product_attention` does for this kernel."""
     head_dim = query.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
     if missing := -head_dim % 8:
         query, keys, values = (pad(states, (0, missing)) for states in (query, keys, values))
-    out, log_sums, *_ = _on_cuda(query, keys, values, scale=scale)
-    return Found(out[..., :head_dim], log_sums)
+    out, lse, *_ = _on_cuda(query, keys, values, scale=scale)
+    return PartialAttention(out[..., :head_dim], lse)
 
 
 def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

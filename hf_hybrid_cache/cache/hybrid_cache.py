@@ -29,7 +29,10 @@ from ..layers import (
     move_tensors_of,
     tensors_of,
 )
-from ..planning import Way, advice, choose, parse_bytes
+from ..planning.advice import advice
+from ..planning.plans import choose
+from ..planning.prediction import Strategy
+from ..planning.sizes import parse_bytes
 from ..processes import Peers
 from ..saving import CacheFile, CacheFileError, first_difference, save_layers, traits_of
 from ..scalars import as_integer
@@ -116,12 +119,12 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         max_length: tokens that will be stored, if known: memory of an accelerator is then taken once instead of in
             chunks, and host memory that would not suffice for so many is an error at the first token. A hint: more
             tokens still fit.
-        codec: how layers are coded: one for all, or by index in the model; layers that are not named stay in full
-            precision. `None` codes none.
-        group: of processes that run the model in step (`torch.distributed`): each keeps a share of the blocks in its
-            host memory and attends to it there, and what they find is merged once a layer.
-        selection: what attention on the CPU may leave out, see `Selection`; `None` for nothing.
-        offloading: `False`; models say so that make a cross-attention cache of this class by themselves (T5Gemma).
+        codec: how layers are quantized: one for all, or by index in the model; layers that are not named stay in full
+            precision. `None` quantizes none.
+        group: of processes that run the model in step (`torch.distributed`): each keeps a shard of the blocks in its
+            host memory and attends to it there; partial results are merged once a layer.
+        selection: lets attention on the CPU skip pages, see `Selection`; `None` to read all.
+        offloading: `False`; models that make a cross-attention cache of this class themselves pass it (T5Gemma).
 
     Raises:
         TypeError: `config` is not a transformers config, or `group` not a process group.
@@ -145,7 +148,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         if offloading:
             raise ValueError("offloading=True is of transformers' own caches: use OffloadedHybridCache(config).")
         _require_instance("placement", placement, Placement, "Placement(offload=True)")
-        _require_instance("selection", selection, Selection, "Selection(mass=0.995)")
+        _require_instance("selection", selection, Selection, "Selection(top_p=0.995)")
         for each in codec.values() if isinstance(codec, Mapping) else [codec]:
             _require_instance("codec", each, KVCodec, "minmax(4)")
         if max_length is not None:
@@ -238,10 +241,10 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         )
         candidate = choose(config, context, device_bytes, host_bytes, batch_size, prefill_chunk_size)
         cache = HybridCache(config, candidate.placement, codec=candidate.codec)
-        if candidate.way == Way.BOTH:
+        if candidate.strategy == Strategy.BOTH:
             reason = f"the fastest of its quality with {context:,} tokens, by the speeds of this machine"
             cache.stats.note_decision(0, "device_tokens", candidate.device_tokens, reason)
-            cache.stats.note_decision(0, "cpu_decode", candidate.cpu_share, reason)
+            cache.stats.note_decision(0, "cpu_decode", candidate.cpu_fraction, reason)
         return cache
 
     @outside_of_graphs
@@ -404,8 +407,10 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
     def __repr__(self) -> str:
         stores = [layer.store for layer in self.layers if isinstance(layer, HybridLayer)]
         if any(store is not None and store.held_bytes for store in stores):
-            # To ask for the memory would be to have them coded.
-            return f"{type(self).__name__}({', '.join(self._forms())}; {self._num_tokens:,} tokens, some to be coded)"
+            # To ask for the memory would be to have them quantized.
+            return (
+                f"{type(self).__name__}({', '.join(self._forms())}; {self._num_tokens:,} tokens, some to be quantized)"
+            )
         held = self.memory()
         places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
         sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
@@ -413,7 +418,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         return f"{type(self).__name__}({', '.join(self._forms())}; {content})"
 
     def __str__(self) -> str:
-        """Like `repr`, and how each layer is coded."""
+        """Like `repr`, and how each layer is quantized."""
         by_form: dict[str, list[int]] = {}
         for index, codec in self.codecs.items():
             by_form.setdefault(str(codec), []).append(index)
@@ -447,7 +452,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
     @property
     def codecs(self) -> dict[int, KVCodec]:
         """
-        How layers are coded, by index in the model; layers that are not named stay in full precision.
+        How layers are quantized, by index in the model; layers that are not named stay in full precision.
 
         What a cache chooses by itself (`rotate="auto"`) it chooses once, when it first codes something: `is_fitted`
         tells. It stays through `reset`, and in copies and files. `HybridCache(config, codec=cache.codecs)` is a new
@@ -462,7 +467,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
 
     @property
     def selection(self) -> Selection | None:
-        """What attention on the CPU may leave out of layers that are coded; `stats.share_read` tells what it does."""
+        """What attention on the CPU may skip; `stats.share_read` tells how much it reads."""
         return self._stores.selection
 
     @property
@@ -587,7 +592,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         """
         Forget tokens that not all layers hold, because something ended a forward pass, or `crop`, half-way.
 
-        In a quantized cache, tokens that were coded meanwhile stay as their codes have them.
+        In a quantized cache, tokens that were quantized meanwhile stay as their codes have them.
 
         Raises:
             IncompleteCacheError: layers of transformers' own took part, which cannot go back: call `reset`.
@@ -615,8 +620,8 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         for layer in self.layers:
             forget_states_of(layer)
         self._stores.unfinished = None
-        if self._stores.cpu_share is not None:
-            self._stores.cpu_share.reset()
+        if self._stores.cpu_fraction is not None:
+            self._stores.cpu_fraction.reset()
         self._passes.reset()
         self._was_asked_half_way = False
         self._tokens_before = 0
@@ -942,7 +947,7 @@ def _placement_for_selection(placement: Placement, peers: Peers | None) -> Place
         raise ValueError("selection= and group= cannot be used together: each process reads all of its share.")
     if placement.cpu_decode is False:
         raise ValueError("selection= is for attention on the CPU: leave out cpu_decode=False.")
-    if placement.cpu_share is not None:
+    if placement.cpu_fraction is not None:
         raise ValueError(
             "selection= is for attention on the CPU to all tokens in host memory, and with a share some are streamed: "
             "use cpu_decode=True."

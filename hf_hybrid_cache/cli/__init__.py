@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command, as the installed script does."""
     end_at_once()
     others = OtherProcesses()
-    from .app import run  # only now: what it imports can be interrupted too
+    from .app import run  # only now: Ctrl-C can end its imports too
 
     let_waiting_threads_sleep(others.processors())
     run()

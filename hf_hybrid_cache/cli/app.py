@@ -1,4 +1,4 @@
-"""The command and its subcommands. What takes seconds to import is imported by the subcommand that is run."""
+"""The command and its subcommands, which import heavy libraries only when they run."""
 
 import sys
 from typing import Annotated
@@ -10,10 +10,10 @@ except ModuleNotFoundError as error:
     sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
 
 from .. import __version__
-from .batch_command import batch
-from .chat_command import chat
-from .generate_command import generate
-from .plan_command import plan
+from .batch.batch_command import batch
+from .chat.chat_command import chat
+from .generate.generate_command import generate
+from .plan.plan_command import plan
 
 # Without a terminal plain lines: boxes would be cut to 80 columns.
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 def run() -> None:
-    """Run what the arguments of the process say."""
+    """Run the subcommand that the arguments of the process name."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal cannot show

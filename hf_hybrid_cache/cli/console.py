@@ -1,4 +1,4 @@
-"""What the commands share: remarks on stderr, and errors as exit codes."""
+"""Remarks on stderr, errors as exit codes, and checks of options that several commands have."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from ..errors import HybridCacheError
 from .choices import BITS, CACHES, DTYPES
+from .distributed.ranks import num_processes, rank
 from .interrupts import as_exceptions
-from .ranks import num_processes, rank
 
 if TYPE_CHECKING:
     import torch
@@ -17,26 +18,44 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
 
 
-class UsageError(ValueError):
-    """An argument that cannot be used; the message names it and the way out."""
+class UsageError(HybridCacheError, ValueError):
+    """An option has an unusable value; the message names it and the way out."""
 
 
 def note(notes: Console, text: str) -> None:
+    """Print a remark."""
     notes.print(text, markup=False, highlight=False, emoji=False, style="dim")
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    """
+    Check that the value of an option is one of the choices.
+
+    Raises:
+        UsageError: it is not.
+    """
     if value not in choices:
         raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
 
 
 def check_bits(bits: int | None) -> None:
+    """
+    Check that a cache can have so many bits.
+
+    Raises:
+        UsageError: it cannot.
+    """
     if bits not in (None, *BITS):
         raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
 
 
 def cache_of_ours(cache: str | None, bits: int | None) -> str:
-    """The cache that `--cache` and `--bits` name together, not transformers' own; dynamic without either."""
+    """
+    The cache that `--cache` and `--bits` name together; "dynamic" without either.
+
+    Raises:
+        UsageError: there is no such cache in this package, or it has no bits.
+    """
     name = cache or ("dynamic" if bits is None else "quantized")
     check_choice("--cache", name, CACHES[1:])
     check_bits(bits)
@@ -46,13 +65,23 @@ def cache_of_ours(cache: str | None, bits: int | None) -> str:
 
 
 def require_one_process(command: str) -> None:
-    """Refuse several processes, which would all do the same."""
+    """
+    Check that `torchrun` did not start several processes.
+
+    Raises:
+        UsageError: it did.
+    """
     if num_processes() > 1:
         raise UsageError(f"{command} runs in one process: start it without torchrun. generate shares its cache out.")
 
 
 def dtype_of(option: str | None) -> "torch.dtype | None":
-    """The type that `--dtype` names, if it does."""
+    """
+    The type that `--dtype` names; `None` without the option.
+
+    Raises:
+        UsageError: there is no such type.
+    """
     import torch
 
     if option is None:
@@ -64,13 +93,13 @@ def dtype_of(option: str | None) -> "torch.dtype | None":
 
 @contextmanager
 def exit_codes(notes: Console) -> Iterator[None]:
-    """Turn what a user can put right into a message on stderr and exit code 2; Ctrl-C into 130."""
+    """Turn errors that a user can correct into a message on stderr and exit code 2, and Ctrl-C into exit code 130."""
     from ..jobs import JobsError
     from ..models import ModelLoadError
     from ..planning import CostError, PlanError
     from ..processes import LostProcessError, OutOfStepError
     from ..saving import CacheFileError
-    from .prompts import PromptError
+    from .runs.prompts import PromptError
 
     try:
         with as_exceptions():
@@ -95,8 +124,8 @@ def exit_codes(notes: Console) -> Iterator[None]:
         message = next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
     else:
         return
-    # Of several processes each says what it could not do.
+    # Each of several processes prints its own error.
     who = f"rank {rank()}: " if num_processes() > 1 else ""
-    said_on = Console(stderr=True, soft_wrap=True) if notes.quiet else notes
-    said_on.print(f"{who}error: {message}", markup=False, highlight=False, emoji=False)
+    console = Console(stderr=True, soft_wrap=True) if notes.quiet else notes
+    console.print(f"{who}error: {message}", markup=False, highlight=False, emoji=False)
     raise typer.Exit(2)

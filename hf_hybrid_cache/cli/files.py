@@ -1,24 +1,24 @@
-"""Files that are read: their bytes, and those that are text as they are."""
+"""Reading files: their bytes, or their text."""
 
 import sys
 from pathlib import Path
 
 from .console import UsageError
 
-STANDARD_INPUT = "-"
+STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
 def shown(name: str) -> str:
-    """A name that can be written: what is no character in it as a number."""
+    """A name of a file that can be printed: bytes that are not UTF-8 become escapes."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def read_bytes(path: Path) -> bytes:
     """
-    All of a file, or of standard input for `-`.
+    Read a file, or standard input for `-`.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     try:
         return sys.stdin.buffer.read() if str(path) == STANDARD_INPUT else path.read_bytes()
@@ -30,10 +30,14 @@ def read_bytes(path: Path) -> bytes:
 
 def plain_text(name: str, content: bytes) -> str:
     """
-    Text as it is, each end of a line a newline.
+    Decode UTF-8 text, and let a newline end each line.
+
+    Args:
+        name: of the file, for messages.
+        content: the whole file.
 
     Raises:
-        UsageError: it is not UTF-8 text, or a binary file, or there is nothing in it.
+        UsageError: the content is binary, is not UTF-8, or is empty.
     """
     try:
         text = content.decode()
@@ -47,16 +51,16 @@ def plain_text(name: str, content: bytes) -> str:
 
 
 def is_pdf(content: bytes) -> bool:
-    """Whether it begins as a PDF does, some of which have a byte order mark or an empty line before."""
+    """Whether a file begins as a PDF does, perhaps after a byte order mark or empty lines."""
     return content[:100].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"%PDF-")
 
 
 def read_text(path: Path) -> str:
     """
-    A file of text, which is used as it is.
+    Read a file of UTF-8 text.
 
     Raises:
-        UsageError: it is a PDF, or none of UTF-8 text.
+        UsageError: the file cannot be read, is a PDF, or is not UTF-8 text.
     """
     content = read_bytes(path)
     if is_pdf(content):

@@ -1,4 +1,4 @@
-"""Ctrl-C: exit code 130 at any time, without a traceback; in a conversation it ends what is under way, and no more."""
+"""Ctrl-C ends a command with exit code 130 and no traceback; in a conversation it ends only the current answer."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end the process from here on: nothing is under way yet that would be left half-way."""
+    """Let Ctrl-C end the process from here on, while no work could be left half-done."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell lets it be ignored
         signal.signal(signal.SIGINT, _end)
 
@@ -23,19 +23,19 @@ def as_exceptions() -> AbstractContextManager[None]:
     return _exchanged(_end, signal.default_int_handler)
 
 
-def held_back() -> AbstractContextManager[None]:
-    """Let Ctrl-C do nothing meanwhile, except where it is `heeded`."""
+def ignoring_interrupts() -> AbstractContextManager[None]:
+    """Let Ctrl-C do nothing meanwhile, except inside of `allowing_interrupts`."""
     return _exchanged(signal.default_int_handler, _do_nothing)
 
 
-def heeded() -> AbstractContextManager[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile, where it is `held_back` otherwise."""
+def allowing_interrupts() -> AbstractContextManager[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile, inside of `ignoring_interrupts`."""
     return _exchanged(_do_nothing, signal.default_int_handler)
 
 
 @contextlib.contextmanager
 def _exchanged(before: _Handler, meanwhile: _Handler) -> Iterator[None]:
-    """Let another function handle Ctrl-C, where the first one does; elsewhere nothing changes."""
+    """Let the function `meanwhile` handle Ctrl-C if `before` handles it; otherwise change nothing."""
     if signal.getsignal(signal.SIGINT) is not before:
         yield
         return

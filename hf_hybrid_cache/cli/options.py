@@ -1,4 +1,4 @@
-"""Options that several subcommands have, and what one of them does before anything heavy is imported."""
+"""Options that several subcommands declare, and `run_on_node`, which binds the process before torch is imported."""
 
 import re
 from typing import Annotated
@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from .choices import DTYPES, NAMED_MODELS
-from .nodes import NodeError, bind_to_node, spread_over_nodes
-from .ranks import local_rank
+from .distributed.nodes import NodeError, bind_to_node, spread_over_nodes
+from .distributed.ranks import local_rank
 
 # The groups of options in a help text.
 DOCUMENT, ANSWER, CACHE, MODEL, MACHINE = "Document", "Answer", "Cache", "Model", "Machine"
@@ -21,7 +21,8 @@ Model = Annotated[
 Bits = Annotated[
     int | None,
     typer.Option(
-        help="Bits of each number, 8, 4 or 2; means --cache quantized, whose default is 4.", rich_help_panel=CACHE
+        help="Bits of each key and value, 8, 4 or 2; means --cache quantized, whose default is 4.",
+        rich_help_panel=CACHE,
     ),
 ]
 Weights = Annotated[
@@ -33,21 +34,25 @@ Weights = Annotated[
 Experts = Annotated[
     str | None,
     typer.Option(
-        help="host: experts of a mixture-of-experts model in host memory. Default: where the model is.",
+        help="host: keep the experts of a mixture-of-experts model in host memory. Default: where the model is.",
         rich_help_panel=MODEL,
     ),
 ]
 ExpertBits = Annotated[
     int | None,
     typer.Option(
-        help="Bits of each weight of experts in host memory, 8 or 4. Default: as they are.", rich_help_panel=MODEL
+        help="Bits of each weight of the experts, 8 or 4; needs --experts host. Default: as they are.",
+        rich_help_panel=MODEL,
     ),
 ]
 PrefillChunkSize = Annotated[
     int, typer.Option(min=1, help="Tokens of the prompt per forward pass.", rich_help_panel=MACHINE)
 ]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Of sampling; 0 takes the likeliest token each time.", rich_help_panel=ANSWER)
+    float,
+    typer.Option(
+        min=0.0, help="Temperature of sampling; 0 takes the likeliest token each time.", rich_help_panel=ANSWER
+    ),
 ]
 TopP = Annotated[
     float | None,
@@ -57,34 +62,39 @@ TopP = Annotated[
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(
-        help="Above 1 makes tokens less likely that were there before. Default: none.", rich_help_panel=ANSWER
-    ),
+    typer.Option(help="Above 1: tokens that have occurred become less likely. Default: none.", rich_help_panel=ANSWER),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(min=0, help="Of sampling, for the same answer again. Default: none.", rich_help_panel=ANSWER),
+    typer.Option(
+        min=0, help="Seed of sampling: the same one gives the same answer. Default: none.", rich_help_panel=ANSWER
+    ),
 ]
 System = Annotated[
     str | None,
     typer.Option(
-        help="Message to the model before the document. Default: that of its template.", rich_help_panel=ANSWER
+        help="System message, before the document. Default: that of the chat template.", rich_help_panel=ANSWER
     ),
 ]
 DType = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the model's.", rich_help_panel=MODEL)
+    str | None,
+    typer.Option(
+        help=f"One of {', '.join(DTYPES)}. Default: the checkpoint's.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, ... Default: an accelerator if any.", rich_help_panel=MACHINE)
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1, ... Default: the accelerator, if there is one.", rich_help_panel=MACHINE),
 ]
 CpuNode = Annotated[
     str | None,
     typer.Option(
         "--cpu-node",
         metavar="N|all",
-        help="Run on the processors of this NUMA node, mostly a socket, and take memory there first, as numactl does. "
-        "With torchrun: the first process, the others on the nodes after it. all: on all processors, with memory of "
-        "all nodes in turn.",
+        help="NUMA node, mostly a socket, whose processors run the process and whose memory it takes first. With "
+        "torchrun it is the node of the first process; each other process takes the next node. all: all processors, "
+        "with memory of all nodes in turn.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -92,9 +102,12 @@ CpuNode = Annotated[
 
 def run_on_node(choice: str | None) -> None:
     """
-    Do what `--cpu-node` says, before torch is imported: it counts processors then.
+    Bind the process to the NUMA node that `--cpu-node` names; call it before torch is imported and counts processors.
 
-    Of processes that `torchrun` has started on a machine, the first one takes that node and the others those after it.
+    Of the processes that `torchrun` starts on a machine, the first one takes that node, and the others the next nodes.
+
+    Raises:
+        typer.Exit: there is no such node; the exit code is 2.
     """
     if choice is None:
         return
@@ -113,6 +126,6 @@ def run_on_node(choice: str | None) -> None:
 
 
 def refusal(message: str) -> typer.Exit:
-    """To be raised where `exit_codes` would take seconds to import."""
+    """Print an error, and return the exception to raise where `exit_codes` would import for seconds."""
     typer.echo(f"error: {message}", err=True)
     return typer.Exit(2)

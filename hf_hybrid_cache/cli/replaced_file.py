@@ -1,4 +1,4 @@
-"""A file that a cache is to be kept in, and what is there already."""
+"""The file that a saved cache replaces."""
 
 import os
 from pathlib import Path
@@ -7,19 +7,19 @@ from ..saving import CacheFile, CacheFileError
 from .console import UsageError
 
 
-def what_is_replaced(path: Path, is_forced: bool, way_out: str) -> str | None:
+def replaced_file(path: Path, is_forced: bool, way_out: str) -> str | None:
     """
-    What a new file of a cache takes the place of, in words; `None` if nothing is there.
+    Name the kind of file that a saved cache would replace; `None` if there is no file.
 
     Args:
-        path: of the new file.
-        is_forced: whether it may take the place of any file, not of a cache's alone.
-        way_out: what to type for that.
+        path: the cache is written to it.
+        is_forced: whether a file that is not a cache may be replaced.
+        way_out: tells the user how to force it.
 
     Raises:
-        UsageError: something else is there.
+        UsageError: there is a file that is not a cache, and `is_forced` is false.
     """
-    if not os.path.lexists(path) or path.is_dir():  # a folder is refused by who writes
+    if not os.path.lexists(path) or path.is_dir():  # writing to a folder fails with its own message
         return None
     if not path.is_file():
         raise UsageError(f"{path} is no regular file, so no cache can be kept there: use another name.")

@@ -1,18 +1,14 @@
-"""Text on a terminal: tokens as they come."""
+"""Text that is printed: tokens as they come, without control characters."""
 
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
 class TokenStream:
-    """Writes tokens as they come: words with a tokenizer, token numbers without."""
+    """Writes tokens as they come: words if there is a tokenizer, token ids if not."""
 
     def __init__(self, out: Console, tokenizer: PreTrainedTokenizerBase | None):
         self._out = out
@@ -31,6 +27,8 @@ class TokenStream:
 
 
 class _Words(TextStreamer):
+    """Writes a text as soon as its words are complete."""
+
     def __init__(self, out: Console, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_special_tokens=True)
         self._out = out
@@ -40,39 +38,18 @@ class _Words(TextStreamer):
 
 
 def without_controls(text: str) -> str:
-    """What may be shown: a model can produce any character, and an escape sequence would act on the terminal."""
+    """Text without control characters, with which a model could steer the terminal."""
     return "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
 
 
 def write(out: Console, text: str) -> None:
+    """Write a text as it is, without control characters and without a new line at its end."""
     out.print(without_controls(text), end="", markup=False, highlight=False, emoji=False)
     out.file.flush()
 
 
-@dataclass(frozen=True)
-class PrefillBar:
-    """Shows how much of a prompt is computed."""
-
-    progress: Progress
-    task: TaskID
-
-    def advance(self, num_tokens: int) -> None:
-        self.progress.advance(self.task, num_tokens)
-
-    def stop(self) -> None:
-        self.progress.stop()
-
-
-@contextmanager
-def prefill_bar(notes: Console, title: str, num_tokens: int) -> Iterator[PrefillBar]:
-    """On a terminal, a bar of so many tokens."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True, disable=not notes.is_interactive) as progress:
-        yield PrefillBar(progress, progress.add_task(title, total=num_tokens))
-
-
 def is_encodable(text: str) -> bool:
-    """Whether it is text throughout: what a terminal passes on in another encoding is not."""
+    """Whether UTF-8 can encode a text; it cannot encode what a terminal passed on in another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""What a coded block of keys or values looks like, one file for each form."""
+"""Codecs: forms of quantized blocks of keys and values, one file each."""
 
-from .balance import Balance
+from .channel_scaling import ChannelScaling
 from .description import describe, described_codec, weights_of
 from .folding import is_foldable, map_to_states
 from .minmax import MinMaxCodec, Rotate, minmax
@@ -8,7 +8,7 @@ from .precision import as_written
 from .quanto import quanto
 
 __all__ = [
-    "Balance",
+    "ChannelScaling",
     "MinMaxCodec",
     "Rotate",
     "as_written",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..storage import KVCodec
-from .balance import Balance
+from .channel_scaling import ChannelScaling
 from .minmax import MinMaxCodec, minmax
 from .quanto import QuantoCodec, quanto
 
@@ -40,11 +40,11 @@ def describe(codec: KVCodec) -> dict[str, Any]:
 
 
 def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
-    """What keys and values are balanced by, float32, under these names; nothing for those that are not."""
+    """Factors of keys and values, float32, by name; empty where channels are not scaled."""
     found = {}
     for role, each in (("keys", codec.keys), ("values", codec.values)):
-        if isinstance(each, MinMaxCodec) and each.balance is not None:
-            found[role] = each.balance.weights
+        if isinstance(each, MinMaxCodec) and each.channel_scaling is not None:
+            found[role] = each.channel_scaling.weights
     return found
 
 
@@ -71,5 +71,5 @@ def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     except TypeError as error:
         raise ValueError(f"{tree} are no arguments of {name}: {error}") from error
     for role, each in (weights or {}).items():
-        codec = replace(codec, **{role: replace(getattr(codec, role), balance=Balance(each))})
+        codec = replace(codec, **{role: replace(getattr(codec, role), channel_scaling=ChannelScaling(each))})
     return replace(codec, auto_bits=auto_bits) if auto_bits else codec

@@ -5,12 +5,12 @@ from typing import Literal
 
 import torch
 
-from ..kernels import BITS, CHUNK, RecordLayout, decode_blocks, encode_blocks
+from ..kernels import BITS, CHUNK, PackedLayout, dequantize_blocks, quantize_blocks
 from ..scalars import as_integer
 from ..storage import GRANULE, Codec, KVCodec, kernel_array
-from .balance import Balance, factors_for_keys, mixing_for_values
-from .packing import pack, unpack
+from .channel_scaling import ChannelScaling, factors_for_keys, rotation_matrix_for_values
 from .precision import as_written
+from .torch_quantization import dequantize_by_torch, quantize_by_torch
 
 Rotate = bool | Literal["auto"]
 
@@ -29,34 +29,35 @@ _USUAL_VALUE_ERROR = {8: 0.0045, 4: 0.075, 2: 0.31}
 @dataclass(frozen=True)
 class MinMaxCodec(Codec):
     """
-    Codes of `bits` bits with a scale and a low, in bfloat16, for each group (KIVI, arXiv:2402.02750).
+    Quantization to `bits` bits with a scale and a minimum, in bfloat16, for each group (KIVI, arXiv:2402.02750).
 
     Attributes:
         bits: 8, 4 or 2.
         group_size: elements that share a scale, a multiple of 16: along the tokens of a block for keys, so that 64 is
             the most there, along head_dim for values.
         per_channel: as for keys; `False` is as for values.
-        is_rotated: rotate each key or value by a Hadamard transform before it is coded.
-        balance: what each head's are multiplied by before that, if anything.
-        is_fitted: whether `balance` is what it will be; otherwise it is chosen from the first states.
+        is_rotated: rotate each key or value by a Hadamard transform before it is quantized.
+        channel_scaling: factors, or a matrix, by which each head's keys or values are multiplied before rotation;
+            `None` for none.
+        is_fitted: whether `channel_scaling` is what it will be; otherwise it is chosen from the first states.
     """
 
     bits: int
     group_size: int
     per_channel: bool
     is_rotated: bool = True
-    balance: Balance | None = None
+    channel_scaling: ChannelScaling | None = None
     is_fitted: bool = True
 
     def __str__(self) -> str:
-        balance = self.balance
-        how = "" if balance is None else "mixed, " if balance.is_matrix else "balanced, "
+        channel_scaling = self.channel_scaling
+        how = "" if channel_scaling is None else "mixed, " if channel_scaling.is_matrix else "channel-scaled, "
         how = f"{how}{'rotated' if self.is_rotated else 'plain'}" if self.is_fitted else "to be chosen"
         return f"{self.bits} bits ({how})"
 
-    def layout(self, head_dim: int) -> RecordLayout:
-        """What a record looks like to a kernel."""
-        make = RecordLayout.of_keys if self.per_channel else RecordLayout.of_values
+    def layout(self, head_dim: int) -> PackedLayout:
+        """The layout of a packed block for the kernels."""
+        make = PackedLayout.of_keys if self.per_channel else PackedLayout.of_values
         return make(self.bits, head_dim, self.group_size, self.is_rotated)
 
     @property
@@ -64,18 +65,18 @@ class MinMaxCodec(Codec):
         """The share of a group's range that codes cover."""
         return _TWO_BIT_SHARES[self.is_rotated, self.per_channel] if self.bits == 2 else 1.0
 
-    def record_bytes(self, head_dim: int) -> int:
+    def packed_bytes(self, head_dim: int) -> int:
         return self.layout(head_dim).num_bytes
 
     def fitted(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> "MinMaxCodec":
         if self.is_fitted:
             return self
-        weights = factors_for_keys(states, query_squares) if self.per_channel else mixing_for_values(states)
-        return replace(self, balance=None if weights is None else Balance(weights), is_fitted=True)
+        weights = factors_for_keys(states, query_squares) if self.per_channel else rotation_matrix_for_values(states)
+        return replace(self, channel_scaling=None if weights is None else ChannelScaling(weights), is_fitted=True)
 
     def wider(self) -> "MinMaxCodec | None":
         bits = next((bits for bits in reversed(BITS) if bits > self.bits), None)
-        return None if bits is None else replace(self, bits=bits, balance=None, is_fitted=False)
+        return None if bits is None else replace(self, bits=bits, channel_scaling=None, is_fitted=False)
 
     def excess(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> float:
         decoded = torch.empty(states.shape, dtype=torch.float32, device=states.device)
@@ -90,50 +91,50 @@ class MinMaxCodec(Codec):
         return float(scores.max().sqrt()) / _USUAL_SCORE_ERROR[self.bits]
 
     def require_fit(self, num_kv_heads: int, head_dim: int) -> None:
-        if self.balance is not None:
-            self.balance.require_fit(num_kv_heads, head_dim)
+        if self.channel_scaling is not None:
+            self.channel_scaling.require_fit(num_kv_heads, head_dim)
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         with as_written(states.device):
             return self._encoded(states)
 
-    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
+    def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
         with as_written(states.device):
-            self._decode(records, states)
+            self._decode(packed, states)
 
     def _encoded(self, states: torch.Tensor) -> torch.Tensor:
         batch, heads, _, head_dim = states.shape
-        layout, factors, balance = self.layout(head_dim), None, self.balance
+        layout, factors, channel_scaling = self.layout(head_dim), None, self.channel_scaling
         on_cpu = states.device.type == "cpu"
-        if balance is not None and on_cpu and not balance.is_matrix:
-            factors = balance.array
-        elif balance is not None:
-            states = balance.applied(states.detach())
+        if channel_scaling is not None and on_cpu and not channel_scaling.is_matrix:
+            factors = channel_scaling.array
+        elif channel_scaling is not None:
+            states = channel_scaling.applied(states.detach())
         if on_cpu:
-            records = torch.from_numpy(encode_blocks(kernel_array(states.detach()), layout, self._share, factors))
-            return records.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
-        return pack(states, layout, self._share)
+            packed = torch.from_numpy(quantize_blocks(kernel_array(states.detach()), layout, self._share, factors))
+            return packed.unflatten(1, (batch, heads)).permute(1, 2, 0, 3)
+        return quantize_by_torch(states, layout, self._share)
 
-    def _decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
-        batch, heads, blocks, _ = records.shape
-        layout, balance = self.layout(states.shape[3]), self.balance
+    def _decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
+        batch, heads, blocks, _ = packed.shape
+        layout, channel_scaling = self.layout(states.shape[3]), self.channel_scaling
         if states.device.type == "cpu":
-            rows = records.permute(2, 0, 1, 3).flatten(1, 2).contiguous().numpy()
-            is_mixed = balance is not None and balance.is_matrix
-            factors = None if balance is None or is_mixed else balance.inverse_array
+            rows = packed.permute(2, 0, 1, 3).flatten(1, 2).contiguous().numpy()
+            is_mixed = channel_scaling is not None and channel_scaling.is_matrix
+            factors = None if channel_scaling is None or is_mixed else channel_scaling.inverse_array
             if states.dtype in (torch.float32, torch.bfloat16) and not is_mixed:
-                decode_blocks(rows, layout, kernel_array(states), factors)
+                dequantize_blocks(rows, layout, kernel_array(states), factors)
                 return
             numbers = torch.empty(states.shape)
-            decode_blocks(rows, layout, numbers.numpy(), factors)
-            states.copy_(balance.undone(numbers) if balance is not None and is_mixed else numbers)
+            dequantize_blocks(rows, layout, numbers.numpy(), factors)
+            states.copy_(channel_scaling.undone(numbers) if channel_scaling is not None and is_mixed else numbers)
             return
         block_bytes = 4 * batch * heads * layout.inner * layout.lanes
         step = max(1, _PIECE_BYTES // max(1, block_bytes))
         for start in range(0, blocks, step):
-            piece = records[:, :, start : start + step]
-            numbers = unpack(piece, layout)
-            numbers = numbers if balance is None else balance.undone(numbers)
+            piece = packed[:, :, start : start + step]
+            numbers = dequantize_by_torch(piece, layout)
+            numbers = numbers if channel_scaling is None else channel_scaling.undone(numbers)
             states[:, :, start * GRANULE : (start + step) * GRANULE] = numbers
 
 
@@ -151,8 +152,8 @@ def minmax(
         bits: 8, 4 or 2, or a pair of these for keys and for values.
         group_size: see `MinMaxCodec`.
         sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
-        rotate: rotate each key and value by a Hadamard transform before it is coded, as llama.cpp does (its pull
-            request 21038): outliers are spread over all channels. `"auto"` balances the channels of each layer before
+        rotate: rotate each key and value by a Hadamard transform before it is quantized, as llama.cpp does (its pull
+            request 21038): outliers are spread over all channels. `"auto"` scales the channels of each layer before
             that, by the first keys, values and queries of a prompt.
 
         auto_bits: give the keys, or the values, of a layer more bits, up to 8, where their codes lose far more than is

@@ -27,7 +27,7 @@ class QuantoCodec(Codec):
     def __str__(self) -> str:
         return f"{self.bits} bits (quanto)"
 
-    def record_bytes(self, head_dim: int) -> int:
+    def packed_bytes(self, head_dim: int) -> int:
         # As many groups as head_dim: 64 tokens in groups of 64.
         return head_dim * (GROUP * self.bits // 8 + 4)
 
@@ -39,28 +39,28 @@ class QuantoCodec(Codec):
         batch, heads, tokens, head_dim = states.shape
         blocks = tokens // GRANULE
         if not blocks:
-            return states.new_empty((batch, heads, 0, self.record_bytes(head_dim)), dtype=torch.uint8)
+            return states.new_empty((batch, heads, 0, self.packed_bytes(head_dim)), dtype=torch.uint8)
         kind = qint4 if self.bits == 4 else qint2
         # A group is a column, because quanto packs rows together.
         groups = states.float().reshape(-1, GROUP).T.contiguous()
         scale, shift = (each.bfloat16().float() for each in MaxOptimizer()(groups, kind, -1, GROUP))
-        coded = quantize_weight(groups, kind, -1, scale, shift, GROUP)
+        quantized = quantize_weight(groups, kind, -1, scale, shift, GROUP)
         parts = [
-            coded._data._data.T.contiguous(),
+            quantized._data._data.T.contiguous(),
             *(each.flatten().bfloat16().view(torch.uint8) for each in (scale, shift)),
         ]
         return torch.cat([part.reshape(batch, heads, blocks, -1) for part in parts], dim=3)
 
-    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
+    def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
         from optimum.quanto import WeightQBitsTensor, qint2, qint4
         from optimum.quanto.tensor.packed import PackedTensor
 
         head_dim, size = states.shape[3], GROUP * self.bits // 8
-        if not records.shape[2]:
+        if not packed.shape[2]:
             return
         cuts = [head_dim * size, head_dim * 2, head_dim * 2]
-        data, scale, shift = records.contiguous().split(cuts, dim=3)
-        count = records.shape[:3].numel() * head_dim
+        data, scale, shift = packed.contiguous().split(cuts, dim=3)
+        count = packed.shape[:3].numel() * head_dim
         shape, stride = torch.Size((GROUP, count)), (count, 1)
         packed = PackedTensor(data.reshape(count, size).T.contiguous(), self.bits, shape, stride)
         numbers = (each.contiguous().view(torch.bfloat16).float().reshape(1, count) for each in (scale, shift))

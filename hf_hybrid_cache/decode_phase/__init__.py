@@ -1,5 +1,5 @@
 """The decode phase on the CPU, for a model whose prefill is computed elsewhere."""
 
-from .decode_on_cpu import DecodeOnCPU, decode_on_cpu
+from .decode_on_cpu import DecodeOnCPU
 
-__all__ = ["DecodeOnCPU", "decode_on_cpu"]
+__all__ = ["DecodeOnCPU"]

@@ -1,4 +1,4 @@
-"""The prompt on the model's device, the tokens after it on the CPU: `generate(..., custom_generate=decode_on_cpu)`."""
+"""Prefill on the model's device, decode on the CPU: `generate(..., custom_generate=DecodeOnCPU())`."""
 
 import copy
 import inspect
@@ -21,52 +21,50 @@ from .plain_weights import require_plain_weights
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERWISE = "or leave out custom_generate to decode where the model is."
-AS_THEY_ARE = "or pass custom_generate=decode_on_cpu without options to decode with the weights as they are."
+AS_THEY_ARE = "or pass custom_generate=DecodeOnCPU() without options to decode with the weights as they are."
 
 
 @dataclass(frozen=True)
 class DecodeOnCPU:
     """
-    What `generate` takes as `custom_generate` to compute the prompt where the model is and the rest on the CPU.
+    Compute the prefill where the model is, and decode on the CPU: a callable for `custom_generate` of `generate`.
 
-    `decode_on_cpu` is one with default options. The model's own decoding loop runs, so every option of `generate`
-    works: sampling, beams, prompt lookup, an assistant, processors, criteria, streamers, chunked prefill. Once the
-    prompt is in the cache, weights, keys and values are in host memory only and the device's memory is given back.
-    Processors and criteria go on seeing tokens and logits on the device of the inputs; samples are drawn by the CPU's
-    generator. An assistant stays where it is. With a model that already is on the CPU nothing is moved. transformers
-    hands no tokenizer to any `custom_generate`: instead of `stop_strings` pass
-    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+    The model's own decoding loop runs, so every option of `generate` works: sampling, beams, prompt lookup, an
+    assistant, processors, criteria, streamers, chunked prefill. Once the prompt is in the cache, weights, keys and
+    values are in host memory only, and the memory of the device is freed. Processors and criteria still see tokens and
+    logits on the device of the inputs. The CPU's generator draws samples. An assistant stays where it is. Nothing is
+    moved if the model is on the CPU already. transformers passes no tokenizer to a `custom_generate`: instead of
+    `stop_strings` pass `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
-    Afterwards model and cache are back where they were, after an exception or Ctrl-C too. With `restore=False` they
-    are on the CPU, unless the call ended before the prompt did. If the device has no room for them any more, they stay
-    on the CPU and a warning says so. Outputs are where the inputs were. After an exception the cache holds the tokens
-    computed so far, as after an exception in `generate`.
+    At the end, also after an exception or Ctrl-C, model and cache are back where they were. With `restore=False` they
+    are on the CPU, unless the call ended before the prefill did. If the device has no room for them any more, they
+    stay on the CPU, with a warning. Outputs are on the device of the inputs. After an exception the cache holds the
+    tokens computed so far, as after an exception in `generate`.
 
     Args:
         dtype: of weights, keys and values on the CPU; `None` for the model's. The weights come back exactly as they
             were. Keys and values are converted there and back.
-        weights: 8 or 4, bits of a weight on the CPU, for linear layers, the output head, the embedding of tokens and
-            stacked experts; `None` for the weights as they are. A token then takes a half to a quarter of the time. The
-            prompt, and so the first token, is computed with the weights as they are.
-        restore: bring model and cache back.
-        keep_weights: keep the copies of the weights in host memory for the next call with this same object, as long
-            as the model lives and its weights do not change.
+        restore: bring model and cache back to the device.
+        keep_weights: keep the host's copies of the weights for the next call of this object, as long as the model
+            lives and its weights do not change.
+        weights: bits of a weight on the CPU, 8 or 4, for the weights that `quantize_weights` quantizes; `None` for the
+            weights as they are. A token then takes a half to a quarter of the time. The prefill, and so the first
+            token, uses the weights as they are.
 
     Raises:
         TypeError: an argument has the wrong type, or `cache` is not one of this package's caches.
-        ValueError: options contradict each other; or it cannot be decoded on the CPU: an encoder-decoder model, weights
-            that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`; or none of the
-            weights can be of few bits.
-        HostMemoryError: host memory would not suffice; everything is where it was then.
+        ValueError: options contradict each other; the model cannot be decoded on the CPU (an encoder-decoder, weights
+            that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`); or none of its
+            weights can be quantized.
+        HostMemoryError: host memory would not suffice; nothing has been moved then.
 
     Example:
         >>> cache = DynamicHybridCache(model.config)
-        >>> model.generate(**inputs, cache=cache, custom_generate=decode_on_cpu)
-        >>> in_float32 = decode_on_cpu.configure(dtype=torch.float32, keep_weights=True)
+        >>> model.generate(**inputs, cache=cache, custom_generate=DecodeOnCPU())
+        >>> in_float32 = DecodeOnCPU(dtype=torch.float32, keep_weights=True)
         >>> for inputs in questions:
         ...     cache = DynamicHybridCache(model.config)
         ...     model.generate(**inputs, cache=cache, custom_generate=in_float32)
-        >>> in_4_bits = decode_on_cpu.configure(weights=4)
     """
 
     dtype: torch.dtype | None = None
@@ -94,16 +92,6 @@ class DecodeOnCPU:
                 "they never are. Use one of the two."
             )
 
-    def configure(
-        self,
-        dtype: torch.dtype | None = None,
-        restore: bool = True,
-        keep_weights: bool = False,
-        weights: int | None = None,
-    ) -> "DecodeOnCPU":
-        """Another one, with these options. See the class."""
-        return DecodeOnCPU(dtype, restore, keep_weights, weights)
-
     def __call__(
         self,
         model: PreTrainedModel,
@@ -118,19 +106,19 @@ class DecodeOnCPU:
         **model_kwargs: Any,
     ) -> Any:
         """
-        The decoding loop of `generate`, which calls this with what it has prepared.
+        Run the decoding loop; `generate` calls this with the arguments that it has prepared.
 
         Args:
-            model: generates.
+            model: the model that generates.
             input_ids: the prompt, `[sequences, tokens]`, repeated for beams.
-            logits_processor: change the logits.
-            stopping_criteria: end sequences.
+            logits_processor: changes the logits.
+            stopping_criteria: ends sequences.
             generation_config: the other options.
             synced_gpus: refused if true.
             streamer: gets the new tokens.
             inputs_tensor: the prompt before it was repeated.
             assistant_model: drafts tokens.
-            **model_kwargs: what the model takes: cache, attention mask, ...
+            **model_kwargs: arguments of the model: cache, attention mask, ...
 
         Returns:
             What `generate` returns, on the device of `input_ids`.
@@ -174,9 +162,6 @@ class DecodeOnCPU:
         return on_device(output, caller)
 
 
-decode_on_cpu = DecodeOnCPU()
-
-
 class _ProcessorsOn(LogitsProcessorList):
     """Logits processors that compute on `device`, where they may hold tensors, for a loop that runs on the CPU."""
 
@@ -203,10 +188,10 @@ class _CriteriaOn(StoppingCriteriaList):
 
 def _arguments_kept_back() -> dict[str, Any]:
     """
-    Arguments of the `generate` that has called our caller, if one has.
+    The arguments that `generate`, if it has called `__call__`, does not pass on.
 
-    transformers (5.17 to 5.24) hands a callable none of those that its own loops get, and does not say so: whoever
-    reads from the streamer would wait forever.
+    transformers (5.17 to 5.24) drops them for a callable without saying so: a reader of the streamer would wait
+    forever.
     """
     frame = sys._getframe(2)
     if frame.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
@@ -215,16 +200,16 @@ def _arguments_kept_back() -> dict[str, Any]:
 
 
 def _with_special_tokens_on_host(config: GenerationConfig) -> GenerationConfig:
-    """A copy of the config whose tensors, which `generate` has made for its loop, are in host memory."""
+    """A copy of the config with the special tokens' tensors, which `generate` has made, in host memory."""
     config = copy.copy(config)
     vars(config).update({name: value.to(HOST) for name, value in vars(config).items() if torch.is_tensor(value)})
     return config
 
 
 def _prompt_length(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-    """Tokens in the cache after the prefill: as many as the mask has, also where `input_ids` are only the new ones."""
+    """The number of tokens in the cache after the prefill; `input_ids` may be only the new ones."""
     mask = model_kwargs.get("attention_mask")
-    # Where transformers drops a mask of ones, it notes the length.
+    # transformers notes the length where it drops a mask of ones.
     return getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
 
 
@@ -232,7 +217,7 @@ def _loop_of(
     model: Any, config: GenerationConfig, streamer: Any, assistant_model: PreTrainedModel | None
 ) -> Callable[..., Any]:
     """
-    The model's own decoding loop for what is asked.
+    The model's own decoding loop for the generation mode.
 
     Raises:
         ValueError: transformers has no such loop, or the loop does not take the streamer or the assistant.
@@ -265,17 +250,17 @@ def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_
     cache = passed_cache(model_kwargs)
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"decode_on_cpu is for decoder-only models, and {type(model).__name__} is an encoder-decoder. Leave out "
+            f"DecodeOnCPU is for decoder-only models, and {type(model).__name__} is an encoder-decoder. Leave out "
             "custom_generate."
         )
     if not isinstance(cache, HybridCache):
         raise TypeError(
-            f"decode_on_cpu moves caches of hf_hybrid_cache only, got {CACHE_ARGUMENT} of type "
+            f"DecodeOnCPU moves caches of hf_hybrid_cache only, got {CACHE_ARGUMENT} of type "
             f"{type(cache).__name__}. Pass {CACHE_ARGUMENT}=DynamicHybridCache(model.config) to generate."
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError(
-            f"decode_on_cpu fills the cache, and use_cache=False forbids it. Use use_cache=True, {OTHERWISE}"
+            f"DecodeOnCPU fills the cache, and use_cache=False forbids it. Use use_cache=True, {OTHERWISE}"
         )
     if synced_gpus:
         raise ValueError(f"synced_gpus=True, but weights shared out to processes cannot be moved. Use one, {OTHERWISE}")

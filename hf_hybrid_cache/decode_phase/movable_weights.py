@@ -1,4 +1,4 @@
-"""A model's weights, moved between its device and host memory while the modules that hold them stay the same."""
+"""Moving a model's weights between its device and host memory, while its modules and parameters stay the same."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..storage import require_host_bytes
-from ..weights import CODED_DTYPES, Covered, Width, coding_bar, coverage, require_some
+from ..weights import QUANTIZED_DTYPES, Covered, Width, coverage, quantization_bar, require_some
 
 HOST = torch.device("cpu")
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,11 +19,12 @@ INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 @dataclass(frozen=True)
 class HostCopy:
     """
-    One weight in host memory.
+    The copy of one weight in host memory.
 
     Attributes:
-        data: what decoding reads, perhaps in few bits.
-        original: the weight as it was, where `data` does not tell it exactly and the host has no other copy.
+        data: the numbers that decoding reads, perhaps quantized.
+        original: the weight before it was converted or quantized, if it cannot be computed from `data` and the host has
+            no other copy; otherwise `None`.
         fingerprint: of the weight that was copied.
     """
 
@@ -35,9 +36,14 @@ class HostCopy:
 @dataclass
 class Weight:
     """
-    One weight: the module's own tensor; its data on the device (`None` while not there), and in the host.
+    One weight on the device and in host memory.
 
-    With `covered`, which says what modules hold it, the host's is of few bits.
+    Attributes:
+        tensor: the module's own tensor.
+        on_device: its data on the device; `None` while it is not there.
+        device_dtype: of the data on the device.
+        host: its copy in host memory.
+        covered: the parameter and the modules that hold it, if the copy is quantized; otherwise `None`.
     """
 
     tensor: torch.Tensor
@@ -49,22 +55,22 @@ class Weight:
 
 class MovableWeights:
     """
-    Copies of a model's weights in host memory, and the exchange of the two.
+    A model's weights on its device and their copies in host memory; the model computes with either.
 
-    Parameters and buffers stay the same objects, so ties, optimizers and references to them hold; only the data they
-    point to is exchanged, or, for weights of few bits, what modules hold in their place. Buffers that a checkpoint does
-    not have, such as rotary frequencies, keep their dtype.
+    Parameters and buffers stay the same objects, so ties, optimizers and references to them remain valid. Only their
+    data is exchanged; quantized weights take the place of parameters in the modules. Buffers that are not in a
+    checkpoint, such as rotary frequencies, keep their dtype.
 
     Args:
-        model: all its weights must be on one device; nothing of it is changed yet.
-        dtype: of the weights in host memory, for those that have the model's dtype; `None` for no change.
+        model: a model with all weights on one device; making this object does not change it.
+        dtype: in host memory, of weights that have the model's dtype; `None` for no change.
         restores: whether the weights will go back to the device, exactly as they were.
-        kept: copies of an earlier call by name; those that still fit are used, and new ones added.
-        width: of weights in host memory, where they can be of few bits; `None` for all as they are.
+        kept: copies of an earlier call by name; copies that are still valid are used, and new ones are added.
+        width: of the weights that can be quantized, in host memory; `None` for all weights as they are.
 
     Raises:
         HostMemoryError: host memory would not suffice for the copies.
-        ValueError: none of them can be of few bits, or one of those has numbers that are not finite.
+        ValueError: no weight can be quantized, or one that can be has numbers that are not finite.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class MovableWeights:
             targets = {name: (dtype_of(name, tensor), covered.get(name)) for name, tensor in missing}
             num_bytes = sum(self._host_bytes(tensor, *targets[name]) for name, tensor in missing)
             require_host_bytes(num_bytes, "Weights to decode with on the CPU need")
-            with coding_bar(len(missing), None if width is None else width.bits) as bar:
+            with quantization_bar(len(missing), None if width is None else width.bits) as bar:
                 for name, tensor in missing:
                     kept[name] = self._host_copy(tensor, prints[name], *targets[name])
                     bar.update()
@@ -101,7 +107,7 @@ class MovableWeights:
             ]
 
     def use_device(self) -> None:
-        """Let the model compute with the weights on its own device, which must be there."""
+        """Make the model compute with the weights on its own device, which must be loaded there."""
         with _plain_tensors():
             for weight in self._weights:
                 assert weight.on_device is not None
@@ -111,7 +117,7 @@ class MovableWeights:
             self._move_other_buffers(self.device)
 
     def use_host(self) -> None:
-        """Let the model compute with the weights in host memory."""
+        """Make the model compute with the weights in host memory."""
         with _plain_tensors():
             for weight in self._weights:
                 if weight.covered is not None:
@@ -122,7 +128,7 @@ class MovableWeights:
             self._move_other_buffers(HOST)
 
     def free_device(self) -> None:
-        """Give the device's memory back; the host's copies must be in use. Originals already in the host stay there."""
+        """Free the device's memory; the host's copies must be in use. Originals that are in host memory stay."""
         if self.device.type != "cpu" or not self._restores:
             for weight in self._weights:
                 weight.on_device = None
@@ -132,20 +138,20 @@ class MovableWeights:
 
     def load_to_device(self) -> None:
         """
-        Copy the weights to the device again, bit by bit as they were; they are not in use yet.
+        Copy the weights to the device again, bit by bit as they were, without using them yet.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for them; `free_device` gives back what was filled.
+            torch.OutOfMemoryError: the device has no room for them; `free_device` frees the part that was copied.
         """
         with _plain_tensors():
             for weight in self._weights:
                 if weight.on_device is None:
                     source = weight.host.data if weight.host.original is None else weight.host.original
-                    # Converted first: the device may have room for the smaller dtype only.
+                    # Converted in the host: the device may have room for the smaller dtype only.
                     weight.on_device = source.to(weight.device_dtype).to(self.device)
 
     def _aside(self, weight: Weight) -> torch.Tensor:
-        """What a parameter points to while modules hold another in its place."""
+        """The data of a parameter while the modules hold a quantized weight in its place."""
         if self.device.type == "cpu" and weight.on_device is not None:
             return weight.on_device
         return torch.empty(0, dtype=weight.device_dtype) if weight.host.original is None else weight.host.original
@@ -154,7 +160,7 @@ class MovableWeights:
         new = 0 if tensor.device.type == "cpu" and dtype == tensor.dtype else tensor.numel() * dtype.itemsize
         if covered is not None:
             assert self._width is not None
-            new = covered.coded_bytes(self._width)
+            new = covered.quantized_bytes(self._width)
         return new + (tensor.nbytes if self._needs_original(tensor, dtype, covered) else 0)
 
     def _needs_original(self, tensor: torch.Tensor, dtype: torch.dtype, covered: Covered | None) -> bool:
@@ -170,13 +176,13 @@ class MovableWeights:
         if covered is not None:
             assert self._width is not None
             try:
-                data = covered.coded(data, self._width)
+                data = covered.quantized(data, self._width)
             except ValueError as error:
                 raise ValueError(f"{covered.name} {error}. Use weights=None.") from None
         return HostCopy(data, original if self._needs_original(tensor, dtype, covered) else None, fingerprint)
 
     def _move_other_buffers(self, device: torch.device) -> None:
-        # Looked for each time: rotary embeddings that scale with the length replace theirs during a forward pass.
+        # Found anew each time: rotary embeddings that scale with the length replace their buffers in a forward pass.
         weights = {id(weight.tensor) for weight in self._weights}
         for buffer in self._model.buffers():
             if id(buffer) not in weights:
@@ -184,22 +190,22 @@ class MovableWeights:
 
 
 def _weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters, and those buffers that a checkpoint has: the module's own tensors, tied ones once."""
+    """The parameters, and the buffers that are in a checkpoint, by name; tied ones once."""
     in_checkpoint = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in in_checkpoint}
     return dict(model.named_parameters()) | buffers
 
 
 def _covered(model: PreTrainedModel, dtype_of: Callable[[str, torch.Tensor], torch.dtype]) -> dict[str, Covered]:
-    """The parameters that will be of few bits, by name."""
+    """The parameters that will be quantized, by name."""
     covered, left = coverage(model)
-    covered = [each for each in covered if dtype_of(each.name, each.parameter) in CODED_DTYPES]
+    covered = [each for each in covered if dtype_of(each.name, each.parameter) in QUANTIZED_DTYPES]
     require_some(covered, left, model)
     return {each.name: each for each in covered}
 
 
 def _target_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """The dtype that a weight has after loading the model with `dtype`: some models keep a few weights in float32."""
+    """A function that gives a weight's dtype after loading with `dtype`; some models keep a few weights in float32."""
     plan = model._get_dtype_plan(dtype) if dtype is not None else {}
     kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in plan) or "(?!)")
     model_dtype = model.dtype
@@ -211,7 +217,7 @@ def _target_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> Callabl
 
 
 def _exchange(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Let `tensor` be `data` and stay the same object, as `Module.to` does it."""
+    """Give `tensor` other data while it stays the same object, as `Module.to` does it."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
@@ -222,7 +228,7 @@ def _exchange(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _fingerprint(tensor: torch.Tensor) -> tuple:
-    """What tells a changed weight, read at memory speed: `weight.data += 1` moves no version counter."""
+    """A value that changes with the weight: `weight.data += 1` does not change its version counter."""
     flat = tensor.data.reshape(-1)
     word = math.gcd(8, flat.nbytes, flat.storage_offset() * flat.element_size())
     return tensor.shape, tensor.dtype, flat.view(INTEGER_OF_SIZE[word]).sum(dtype=torch.int64).item()
@@ -230,6 +236,6 @@ def _fingerprint(tensor: torch.Tensor) -> tuple:
 
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Tensors made inside would otherwise be inference tensors where the caller is in inference mode."""
+    """Leave inference mode, so that tensors made inside can be used outside of it."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""Prefill on the device, decode on the CPU: when a model and its cache are moved, and back."""
+"""Moving a model and its cache to the CPU between prefill and decoding, and back at the end."""
 
 import copy
 import warnings
@@ -17,19 +17,18 @@ from .movable_weights import HOST, MovableWeights
 
 class PhaseSwitch:
     """
-    Moves a model and its cache to the CPU when the prefill is done, and back in the end.
+    Moves a model and its cache to the CPU after the prefill, and back at the end.
 
-    For `generate` the model is on the CPU from the beginning. Forward passes that fill the cache with the prompt are
-    computed on the device, whoever asks for them: in chunks, for beams, with drafted tokens. Their outputs are on the
-    CPU.
+    `generate` sees a model on the CPU from the beginning. Forward passes that fill the cache with the prompt run on the
+    device, also in chunks, for beams and with drafted tokens; their outputs are moved to the CPU.
 
     Args:
-        model: whose weights are moved.
+        model: the model that generates.
         cache: of the model.
-        weights: the model's, in use on the device.
+        weights: of the model, in use on the device.
         dtype: of the cache on the CPU; `None` for no change.
-        restore: bring both back.
-        prompt_length: tokens in the cache with which decoding begins.
+        restore: bring model and cache back.
+        prompt_length: number of cached tokens with which decoding begins.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class PhaseSwitch:
 
     def run(self, decode: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """
-        What `decode(model, **inputs)` returns, all of it in host memory.
+        Call `decode(model, **inputs)`; its result is in host memory.
 
-        Whatever happens, model and cache end up together: on the device, or on the CPU if the prefill was done and they
-        are not to come back, or cannot because the device has no room any more (then with a warning).
+        Model and cache always end up together on the device, also after an exception. They end up on the CPU if the
+        prefill was done and they are not to come back, or if the device has no room any more (then with a warning).
         """
         try:
             try:
@@ -69,7 +68,7 @@ class PhaseSwitch:
             finally:
                 self._end()
         except BaseException:
-            # Another Ctrl-C, while they were moved back.
+            # A second Ctrl-C may have interrupted the move back.
             if not self._is_over:
                 self._end()
             raise
@@ -83,7 +82,7 @@ class PhaseSwitch:
     def _after_forward(self, model: Any, args: tuple, kwargs: dict[str, Any], output: ModelOutput) -> None:
         if passed_cache(kwargs) is not self._cache:
             return
-        # In place: whoever holds the output must not hold memory of the device.
+        # In place, so that no holder of the output keeps memory of the device.
         for name, value in output.items():
             output[name] = on_device(value, HOST)
         if self._cache.get_seq_length() >= self._prompt_length:
@@ -95,7 +94,7 @@ class PhaseSwitch:
             self._weights.free_device()
 
     def _end(self) -> None:
-        """Bring model and cache to where they are to stay; they may be anywhere on their ways, or there."""
+        """Bring model and cache to their final device, wherever they are now."""
         self._remove_hooks()
         if not self._is_decoding:
             try:
@@ -133,7 +132,7 @@ class PhaseSwitch:
 
 
 def on_device(tree: Any, device: torch.device) -> Any:
-    """The same dicts, lists, tuples and model outputs with tensors on `device`; caches and the like stay."""
+    """A copy of nested dicts, lists, tuples and model outputs with tensors on `device`; caches are not moved."""
     if isinstance(tree, torch.Tensor):
         return tree.to(device)
     if isinstance(tree, ModelOutput):

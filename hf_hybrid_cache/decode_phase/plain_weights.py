@@ -1,11 +1,11 @@
-"""Whether a model's weights are numbers, which can be moved and converted, or what a library has made of them."""
+"""Checking that a model's weights are plain tensors, which can be moved and converted."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-# Those of numbers, and of what ordinary models keep beside them: indices and masks.
+# Dtypes of weights, and of the indices and masks that ordinary models keep beside them.
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
 
@@ -13,15 +13,15 @@ def require_plain_weights(model: Any, otherwise: str) -> None:
     """
     Check that all weights of a model are plain tensors of numbers, each a parameter or a buffer.
 
-    Quantized weights are not: scales belong to them that do not move along, and some modules pack them anew for the
-    device that they compute on.
+    Weights that another library has quantized are not: their scales do not move along, and some modules pack them again
+    for the device that they compute on.
 
     Args:
-        model: of transformers, perhaps quantized by another library, which leaves no mark on it.
-        otherwise: the other way out, for the message.
+        model: any model, also one without a mark of the library that has quantized it.
+        otherwise: the end of the message, with another way out.
 
     Raises:
-        ValueError: they are not.
+        ValueError: some weights are not plain tensors.
     """
     weights, way_out = _others(model)
     if weights:
@@ -29,10 +29,10 @@ def require_plain_weights(model: Any, otherwise: str) -> None:
 
 
 def _others(model: Any) -> tuple[str, str]:
-    """What there is of other weights, and what to load instead; nothing if all are plain."""
+    """A description of weights that are not plain, and what to load instead; empty strings if all are plain."""
     quantizer = getattr(model, "hf_quantizer", None)
     config = getattr(quantizer, "quantization_config", None)
-    # That of a GGUF file stays with weights which it has dequantized.
+    # The quantizer of a GGUF file stays with the weights that it has dequantized.
     if quantizer is not None and getattr(config, "quant_method", None) != "gguf":
         return f"Quantized weights ({type(config).__name__})", "unquantized"
     tensors = (*model.parameters(), *model.buffers())
@@ -40,7 +40,7 @@ def _others(model: Any) -> tuple[str, str]:
     kinds = {kind for tensor in tensors for kind in (type(tensor), type(tensor.data))} - {torch.Tensor, nn.Parameter}
     if kinds:
         return f"Weights of type {', '.join(sorted(kind.__name__ for kind in kinds))}", "with plain tensors"
-    # Only now: packed modules unpack their weights for it, or refuse.
+    # Last, because packed modules unpack their weights for a state dict, or refuse.
     in_checkpoint = model.state_dict(keep_vars=True)
     known = {id(tensor) for tensor in tensors}
     hidden = [name for name, value in in_checkpoint.items() if id(value) not in known]

@@ -1,6 +1,6 @@
-"""Kernels for the device of the model, in Triton. They know torch, and the form of coded blocks."""
+"""Kernels for the device of the model, in Triton. They know torch, and the form of quantized blocks."""
 
 from .availability import runs_on
-from .parts import LONGEST_HEAD, Codes, Parts, attend_in_parts, merged
+from .splits import LONGEST_HEAD, Codes, Splits, attend_in_splits, merged
 
-__all__ = ["LONGEST_HEAD", "Codes", "Parts", "attend_in_parts", "merged", "runs_on"]
+__all__ = ["LONGEST_HEAD", "Codes", "Splits", "attend_in_splits", "merged", "runs_on"]

@@ -40,8 +40,8 @@ def _compiles_for(device: torch.device) -> bool:
     except Exception as error:  # of torch, of Triton, of the compiler that it starts, or of the driver
         lines = str(error).splitlines() or [type(error).__name__]
         warnings.warn(
-            f"Triton is installed, but runs no kernel on {device}: {lines[0]} Coded keys and values are put together "
-            "for each use instead, which is right and slower.",
+            f"Triton is installed, but runs no kernel on {device}: {lines[0]} Quantized keys and values are dequantized"
+            " for each use instead, which is right and slower.",
             stacklevel=2,
         )
         return False

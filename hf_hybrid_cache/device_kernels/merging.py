@@ -1,4 +1,4 @@
-"""What all parts of a call give, merged by their log-sums, on the device: the kernel in Triton."""
+"""The splits of a call, merged by their log-sum-exp on the device, in Triton."""
 
 import triton
 import triton.language as tl
@@ -8,43 +8,43 @@ _PARTS = tl.constexpr(64)
 _COLUMNS = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["num_rows", "heads", "num_parts", "map_step"])
+@triton.jit(do_not_specialize=["num_rows", "heads", "num_splits", "map_step"])
 def merge_kernel(
     outs,
-    log_sums,
+    lse,
     result_map,
     merged,
     num_rows,
     heads,
-    num_parts,
+    num_splits,
     map_step,
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     IS_MAPPED: tl.constexpr,
 ):
-    """See `parts.merged`; the program of one row of one KV head of one sequence."""
+    """See `splits.merged`; the program of one row of one KV head of one sequence."""
     row = tl.program_id(0).to(tl.int64)
-    outs += row * num_parts * VALUE_DIM
-    log_sums += row * num_parts
+    outs += row * num_splits * VALUE_DIM
+    lse += row * num_splits
     merged += row * VALUE_DIM
     columns = tl.arange(0, VALUE_TILE)
     is_column = columns < VALUE_DIM
-    top = tl.load(log_sums + num_parts - 1)  # of the tokens in full precision
+    top = tl.load(lse + num_splits - 1)  # of the tokens in full precision
     own = tl.full([], 1.0, tl.float32)
     total = tl.full([], 1.0, tl.float32)
-    coded = tl.zeros([VALUE_TILE], tl.float32)
-    for start in range(0, num_parts - 1, _PARTS):
-        parts = start + tl.arange(0, _PARTS)
-        is_part = parts < num_parts - 1
-        some = tl.load(log_sums + parts, mask=is_part, other=float("-inf"))
+    quantized = tl.zeros([VALUE_TILE], tl.float32)
+    for start in range(0, num_splits - 1, _PARTS):
+        splits = start + tl.arange(0, _PARTS)
+        is_part = splits < num_splits - 1
+        some = tl.load(lse + splits, mask=is_part, other=float("-inf"))
         higher = tl.maximum(top, tl.max(some, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights, shrunk = tl.exp(some - base), tl.where(top == higher, 1.0, tl.exp(top - base))
-        at = outs + parts[:, None] * VALUE_DIM + columns[None, :]
+        at = outs + splits[:, None] * VALUE_DIM + columns[None, :]
         values = tl.load(at, mask=is_part[:, None] & is_column[None, :], other=0.0)
-        coded = coded * shrunk + tl.sum(weights[:, None] * values, axis=0)
+        quantized = quantized * shrunk + tl.sum(weights[:, None] * values, axis=0)
         own, total, top = own * shrunk, total * shrunk + tl.sum(weights, axis=0), higher
-    full = outs + (num_parts - 1) * VALUE_DIM
+    full = outs + (num_splits - 1) * VALUE_DIM
     if IS_MAPPED:
         result_map += row // num_rows % heads * map_step
         for first in range(0, VALUE_DIM, _COLUMNS):
@@ -55,9 +55,9 @@ def merge_kernel(
                 mask=is_column[:, None] & is_some[None, :],
                 other=0.0,
             )
-            result = tl.sum(coded[:, None] * mapping, axis=0)
+            result = tl.sum(quantized[:, None] * mapping, axis=0)
             result += own * tl.load(full + some_columns, mask=is_some, other=0.0)
             tl.store(merged + some_columns, (result / total).to(merged.dtype.element_ty), mask=is_some)
     else:
-        result = coded + own * tl.load(full + columns, mask=is_column, other=0.0)
+        result = quantized + own * tl.load(full + columns, mask=is_column, other=0.0)
         tl.store(merged + columns, (result / total).to(merged.dtype.element_ty), mask=is_column)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import HybridCacheError
+
 if TYPE_CHECKING:
     from submitit import Executor, Job
 
@@ -29,11 +31,11 @@ _ENDING_SECONDS = 10.0
 _DEFAULT_MINUTES = 24 * 60
 
 
-class JobsError(ValueError):
+class JobsError(HybridCacheError, ValueError):
     """Jobs cannot be started as asked; the message says why, and the way out."""
 
 
-class JobFailedError(RuntimeError):
+class JobFailedError(HybridCacheError, RuntimeError):
     """A call raised an exception, whose line is the message, or its process ended without a word."""
 
 
@@ -169,7 +171,7 @@ class _Resumable:
         return self._call()
 
     def checkpoint(self) -> Any:
-        """What submitit asks for before the process ends."""
+        """The checkpoint that submitit asks for before the process ends."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

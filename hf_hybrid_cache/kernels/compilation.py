@@ -1,4 +1,4 @@
-"""Compiling kernels before their first use: beside the prefill, or as fast as it goes."""
+"""Compilation of kernels before their first use: in the background, or while the caller waits."""
 
 import atexit
 import contextlib
@@ -14,25 +14,25 @@ from functools import cache
 import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
-from .attention import attention_kernels
-from .coded_attention import attend_coded, coded_attention_kernels
-from .coding import coding_kernels
-from .compiled import Needed
-from .gemm import uses_gemm
-from .key_index import index_kernels
-from .panel_gemm import gemm_kernels
-from .panel_products import panel_product_kernels
-from .panels import panel_kernels
-from .plain_products import plain_product_kernels
+from .attention.attention import attention_kernels
+from .attention.prefill_attention import prefill_kernels
+from .attention.quantized_attention import attend_quantized, quantized_attention_kernels
 from .prefill import uses_prefill_kernel
-from .prefill_attention import prefill_kernels
-from .selected_attention import selected_attention_kernels
-from .selected_coded_attention import selected_code_kernels
-from .threads import get_num_threads
+from .quantized.quantization import coding_kernels
+from .selection.key_index import index_kernels
+from .selection.selected_attention import selected_attention_kernels
+from .selection.selected_quantized_attention import selected_quantized_kernels
+from .vector.compiled import Needed
+from .vector.threads import get_num_threads
+from .weights.gemm import uses_gemm
+from .weights.panel_gemm import gemm_kernels
+from .weights.panel_products import panel_product_kernels
+from .weights.panels import panel_kernels
+from .weights.plain_products import plain_product_kernels
 
-# From disk it takes less.
+# Loading from disk takes less.
 _SECONDS_TO_LOAD = 2.0
-# For other processes to compile what is needed here too; then the first call waits for it.
+# After this time the thread stops waiting for other processes that compile the same kernels; the first call waits then.
 _SECONDS_FOR_OTHERS = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -41,20 +41,24 @@ _is_ending = threading.Event()
 
 
 @cache
-def compile_in_background(element: np.dtype, is_coded: bool = False, is_selected: bool = False) -> None:
+def compile_in_background(element: np.dtype, is_quantized: bool = False, is_selected: bool = False) -> None:
     """
-    Start compiling attention over blocks of `element`, over coded ones beside them and over chosen pages, once in a
-    process.
+    Start to compile attention over blocks of `element`, once in a process.
 
-    From disk it takes a quarter of a second, otherwise some seconds. A call that comes before the end waits, and so
-    does a fork of the process. The end of the process waits for the kernel at hand.
+    Loading from disk takes a quarter of a second, compilation some seconds. A call that comes before the end waits, and
+    so does a fork of the process. The end of the process waits for the kernel that is being compiled.
+
+    Args:
+        element: type of the blocks.
+        is_quantized: also compile attention over quantized blocks beside them.
+        is_selected: also compile attention over chosen pages.
     """
-    _started(_needed(element, is_coded, is_selected))
+    _started(_needed(element, is_quantized, is_selected))
 
 
 @cache
-def compile_coded_weights_in_background(element: np.dtype, has_experts: bool) -> None:
-    """The same for coding weights of `element`, for products with them, and for experts that have such weights."""
+def compile_quantized_weights_in_background(element: np.dtype, has_experts: bool) -> None:
+    """Start to compile the quantization of weights of `element`, products with them, and experts with such weights."""
     needed = panel_kernels(element)
     if uses_gemm(is_bfloat16=element == np.uint16):
         needed += gemm_kernels()
@@ -63,32 +67,32 @@ def compile_coded_weights_in_background(element: np.dtype, has_experts: bool) ->
 
 @cache
 def compile_plain_weights_in_background() -> None:
-    """The same for products with weights in full precision that tokens choose, and for experts that have such."""
+    """Start to compile products with chosen weights in full precision, and experts with such weights."""
     _started(plain_product_kernels())
 
 
-def _needed(element: np.dtype, is_coded: bool, is_selected: bool = False) -> list[Needed]:
-    """Those first that are needed first."""
-    needed = coding_kernels(element) if is_coded else []
+def _needed(element: np.dtype, is_quantized: bool, is_selected: bool = False) -> list[Needed]:
+    """The kernels that attention needs, in the order in which calls need them."""
+    needed = coding_kernels(element) if is_quantized else []
     if uses_prefill_kernel(element):
         needed += prefill_kernels(element)
     needed += attention_kernels(element)
-    if is_coded:
-        needed += coded_attention_kernels(element)
+    if is_quantized:
+        needed += quantized_attention_kernels(element)
     if is_selected:
         needed += index_kernels(element)
-        needed += (selected_code_kernels if is_coded else selected_attention_kernels)(element)
+        needed += (selected_quantized_kernels if is_quantized else selected_attention_kernels)(element)
     return needed
 
 
 class _Compilation(threading.Thread):
     """
-    Compiles some kernels, one after the other.
+    A thread that compiles kernels, one after the other.
 
-    Stops where the process ends, and at an error, which the first call meets too.
+    It stops if the process ends, and at an error, which the first call meets too.
 
     Args:
-        needed: what is compiled. A kernel that another process compiles at the moment is left for later.
+        needed: kernels and their types. A kernel that another process is compiling is put off.
     """
 
     def __init__(self, needed: Iterable[Needed]):
@@ -108,7 +112,7 @@ class _Compilation(threading.Thread):
 
 
 def _started(needed: Iterable[Needed]) -> _Compilation | None:
-    """A compilation that has begun; `None` where there are no more threads to be had."""
+    """Start a compilation; `None` if the system gives no more threads."""
     _let_forks_wait()
     _let_the_end_wait()
     compilation = _Compilation(needed)
@@ -120,29 +124,31 @@ def _started(needed: Iterable[Needed]) -> _Compilation | None:
     return compilation
 
 
-def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], None]) -> None:
+def compile_and_wait(element: np.dtype, is_quantized: bool, on_wait: Callable[[], None]) -> None:
     """
-    Compile the same now, on two cores if nothing is on disk yet, and more than one thread may be used.
+    Compile attention over blocks of `element` and wait for it.
 
-    The second one is another process: in one, Numba compiles one kernel at a time.
+    If no file is on disk yet and there is more than one thread, a second process compiles beside this one: in one
+    process Numba compiles one kernel at a time.
 
     Args:
-        element: as in `compile_in_background`.
-        is_coded: likewise.
-        on_wait: called once if it takes more than reading from disk.
+        element: type of the blocks.
+        is_quantized: also compile attention over quantized blocks beside them.
+        on_wait: called once if it takes longer than loading from disk.
 
     Raises:
-        KernelsDisabledError: Numba is told not to compile.
+        KernelsDisabledError: `NUMBA_DISABLE_JIT` forbids Numba to compile.
     """
-    needed, beside = _needed(element, is_coded), None
-    if is_coded and get_num_threads() > 1 and not attend_coded.files.exist():
-        program = "import numpy, sys; from hf_hybrid_cache.kernels import coded_attention; "
-        program += "[(kernel, types)] = coded_attention.coded_attention_kernels(numpy.dtype(sys.argv[1])); "
-        program += "kernel.compile(types)"
-        with contextlib.suppress(OSError):  # then it is compiled here
+    needed, beside = _needed(element, is_quantized), None
+    if is_quantized and get_num_threads() > 1 and not attend_quantized.files.exist():
+        program = f"import numpy, sys; from {attend_quantized.py_func.__module__} import quantized_attention_kernels; "
+        program += "[(kernel, types)] = quantized_attention_kernels(numpy.dtype(sys.argv[1])); kernel.compile(types)"
+        with contextlib.suppress(OSError):  # this process then compiles it
             beside = subprocess.Popen([sys.executable, "-c", program, element.name], stderr=subprocess.DEVNULL)
     try:
-        compilation = _started(needed if beside is None else [each for each in needed if each[0] is not attend_coded])
+        compilation = _started(
+            needed if beside is None else [each for each in needed if each[0] is not attend_quantized]
+        )
         if compilation is not None:
             compilation.join(_SECONDS_TO_LOAD)
             if compilation.is_alive() or beside is not None:
@@ -160,7 +166,7 @@ def compile_and_wait(element: np.dtype, is_coded: bool, on_wait: Callable[[], No
 
 @cache
 def _let_forks_wait() -> None:
-    """A process that is forked while another thread compiles would wait for that thread, which it does not have."""
+    """Let a fork wait for the compiler's lock. A child forked while a thread holds it would wait for ever."""
     if hasattr(os, "register_at_fork"):
         lock = global_compiler_lock
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
@@ -168,7 +174,7 @@ def _let_forks_wait() -> None:
 
 @cache
 def _let_the_end_wait() -> None:
-    """LLVM aborts a process that ends while a thread is in it: wait for the kernel at hand, and begin no other one."""
+    """Let the end of the process wait for the kernel that is being compiled: LLVM would abort if a thread is in it."""
     atexit.register(_end)
 
 

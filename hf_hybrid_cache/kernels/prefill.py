@@ -1,38 +1,38 @@
-"""Attention of many queries: what a call of the kernel is given."""
+"""Attention of many queries: calls of the kernel."""
 
 import contextlib
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import binding
 
+from .attention.prefill_attention import PrefillCall, attend_prefill, scratch_bytes
 from .blocks import BLOCK
-from .coded_blocks import RecordLayout
-from .parallel import team_of_kernels
-from .prefill_attention import PrefillCall, attend_prefill, scratch_bytes
-from .workspace import CodedBlocks, aligned_zeros
+from .quantized.quantized_blocks import PackedLayout
+from .vector.parallel import team_of_kernels
+from .vector.processor import has_amx
+from .workspace import QuantizedBlocks, aligned_zeros
 
-# Enough that making an operand of a block is nothing beside its products, and few enough for the second-level cache.
+# Rows of a piece: with enough of them, making a block's operand takes little time beside its products; with few enough,
+# the piece stays in the second-level cache.
 _MOST_ROWS, _FEWEST_ROWS = 256, 32
-# Pieces for each thread: those that are left over at the end are short.
+# Several pieces for each thread, so that threads end at about the same time.
 _PIECES_OF_A_THREAD = 4
-_NO_RECORDS, _NO_LAYOUT = np.empty((0, 0, 0), np.uint8), RecordLayout(8, 16, 16, 16, 1, False, 1)
-_NO_CODES = CodedBlocks(_NO_RECORDS, _NO_RECORDS, 0, 0, _NO_LAYOUT, _NO_LAYOUT)
+_NO_PACKED, _NO_LAYOUT = np.empty((0, 0, 0), np.uint8), PackedLayout(8, 16, 16, 16, 1, False, 1)
+_NO_CODES = QuantizedBlocks(_NO_PACKED, _NO_PACKED, 0, 0, _NO_LAYOUT, _NO_LAYOUT)
 
 
 class _Scratch:
     """
-    Memory for threads, used again: to get new pages from the system takes as long as half of the attention.
+    Scratch memory, kept from call to call: new memory from the system would take half as long as the attention.
 
-    Several threads may attend at once; then each has its own, and the last one that is given back stays.
+    If several threads attend at once, each gets its own memory, and the last that is given back is kept.
     """
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
 
     def taken(self, threads: int, num_bytes: int) -> np.ndarray:
-        """float32 `[threads, num_bytes / 4]`, from a cache line's start on."""
+        """Take the kept memory or make it: float32 `[threads, num_bytes / 4]`, from the start of a cache line on."""
         with contextlib.suppress(IndexError):
             array = self._free.pop()
             if array.shape[0] >= threads and array.shape[1] * 4 == num_bytes:
@@ -48,7 +48,7 @@ _wanted: bool | None = None
 
 
 def set_prefill_kernel(enabled: bool | None) -> None:
-    """Say whether many queries attend by this kernel, in the whole process; `None`, the default: where it is faster."""
+    """Let many queries attend by this kernel, or not, in the whole process; `None`, the default: if it is faster."""
     global _wanted
     _wanted = enabled
 
@@ -58,18 +58,12 @@ def uses_prefill_kernel(element: np.dtype) -> bool:
     return not (element == np.uint16 and has_amx()) if _wanted is None else _wanted
 
 
-@cache
-def has_amx() -> bool:
-    """Whether the processor multiplies tiles of bfloat16."""
-    return bool(binding.get_host_cpu_features().get("amx-bf16"))
-
-
 class Strided(NamedTuple):
     """
     Numbers `[batch, heads, tokens, dim]` in memory, the last axis contiguous.
 
     Attributes:
-        address: of the first one.
+        address: of the first number.
         strides: bytes from a sequence, a head and a token to the next one.
     """
 
@@ -91,18 +85,18 @@ def attend_many(
     seen: np.ndarray,
     visible: np.ndarray | None = None,
     bias: np.ndarray | None = None,
-    coded: CodedBlocks | None = None,
+    quantized: QuantizedBlocks | None = None,
 ) -> None:
     """
-    Attend to the first `num_tokens` with queries that are as many as you like.
+    Attend to the first `num_tokens` tokens with any number of queries.
 
     Args:
-        query: bfloat16 where keys are, float32 otherwise.
+        query: bfloat16 if keys are, float32 otherwise.
         out: written, `[batch, query heads, query_length, value_dim]`: softmax(scale * query @ keys.T + mask) @ values;
-            zeros where everything is masked.
+            zeros for a query that sees no token.
         has_half_out: whether `out` is bfloat16, not float32.
         lse: written, float32 `[batch, query heads, query_length]`: natural log of the sum of exp(score); minus infinity
-            likewise.
+            for a query that sees no token.
         keys: `[blocks, batch * num_kv_heads, key_dim, 64]`, see `kernels.blocks`; float32, uint16 (bfloat16 bits) or
             int16 (half precision bits).
         values: `[blocks, batch * num_kv_heads, 64, padded value_dim]`, of the same type.
@@ -112,9 +106,11 @@ def attend_many(
         scale: of the scores.
         seen: int64 `[batch, query heads, query_length, 2]`: the first token that a query sees, and the one after the
             last. Any of the first three sizes may be 1, for all.
-        visible: uint8 `[batch, query heads, query_length, tokens]` likewise, 0 where a token between these is not seen.
-        bias: float32 likewise, added to the scaled scores.
-        coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
+        visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token in the range of `seen` that a query
+            does not see. Any of the first three sizes may be 1, for all.
+        bias: float32, shaped as `visible` may be, added to the scaled scores.
+        quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
+            gap.
     """
     batch, query_heads, query_length = lse.shape
     num_kv_heads = keys.shape[1] // batch
@@ -122,11 +118,11 @@ def attend_many(
     rows = group * query_length
     team = team_of_kernels()
     wanted = -(-rows * batch * num_kv_heads // (_PIECES_OF_A_THREAD * team[2]))
-    # Whole tiles; what a row finds does not depend on it.
+    # Whole tiles. The result of a row does not depend on the size of a piece.
     rows_at_once = min(_MOST_ROWS, max(_FEWEST_ROWS, -(-wanted // 16) * 16))
     width = values.shape[3]
     scratch = _scratch.taken(team[2], scratch_bytes(rows_at_once, key_dim, width))
-    codes = _NO_CODES if coded is None else coded
+    codes = _NO_CODES if quantized is None else quantized
     call = PrefillCall(
         element=keys.dtype.type(0),
         query=query.address,
@@ -153,15 +149,15 @@ def attend_many(
         visible_shape=_shape(visible),
         bias=_address(bias),
         bias_shape=_shape(bias),
-        records=(codes.keys.ctypes.data, codes.values.ctypes.data),
-        record_bytes=(codes.key_layout.num_bytes, codes.value_layout.num_bytes),
-        first_coded=codes.first,
-        coded_blocks=codes.num_blocks,
+        packed=(codes.keys.ctypes.data, codes.values.ctypes.data),
+        packed_bytes=(codes.key_layout.num_bytes, codes.value_layout.num_bytes),
+        first_quantized=codes.first,
+        quantized_blocks=codes.num_blocks,
         bits=(codes.key_layout.bits, codes.value_layout.bits),
         groups=(codes.key_layout.group, codes.value_layout.group),
         rotations=(codes.key_layout.rotation, codes.value_layout.rotation),
         query_factors=_address(codes.query_factors),
-        mixing=_address(codes.mixing),
+        rotation_matrix=_address(codes.rotation_matrix),
         rows_at_once=rows_at_once,
         scratch=scratch.ctypes.data,
         scratch_bytes=scratch.shape[1] * scratch.itemsize,

@@ -1,4 +1,4 @@
-"""What a call of the attention kernel works on: shapes, and memory that is used again."""
+"""Attention of a few queries: shapes, memory that calls use again, and calls of the kernels."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,34 +6,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .attention import Call, attend
-from .bfloat16_tiles import has_bfloat16_products
+from .attention.attention import Call, attend
+from .attention.page_tiles import PAGE
+from .attention.quantized_attention import QuantizedCall, attend_quantized
+from .attention.quantized_slots import LANE_NUMBERS, ROW_NUMBERS, SLOT_NUMBERS
 from .blocks import BLOCK, value_width
-from .coded_attention import CodedCall, attend_coded
-from .coded_blocks import RecordLayout
-from .coded_slots import LANE_NUMBERS, ROW_NUMBERS, SLOT_NUMBERS
-from .folding import SLOTS
 from .integer_kernels import uses_integer_kernels
-from .page_tiles import PAGE
-from .page_workspace import IndexedBlocks, PageWorkspace
-from .parallel import team_of_kernels
-from .selected_attention import attend_selected
-from .selected_coded_attention import attend_selected_codes
-from .tiles import ROWS
-from .vector_ir import CACHE_LINE, LANES
+from .quantized.folding import SLOTS
+from .quantized.quantized_blocks import PackedLayout
+from .selection.page_workspace import IndexedBlocks, PageWorkspace
+from .selection.selected_attention import attend_selected
+from .selection.selected_quantized_attention import attend_selected_quantized
+from .vector.parallel import team_of_kernels
+from .vector.processor import has_bfloat16_products
+from .vector.tiles import ROWS
+from .vector.vector_ir import CACHE_LINE, LANES
 
-# float32 sums over more blocks than this would lose digits; what is summed so far is then added up in float64.
+# float32 sums over more blocks would lose digits; the sums of segments are added in float64.
 _SEGMENT_BLOCKS = 64
-# A call has as few segments, or a double of them, of which most numbers of threads get the same.
+# A call has the fewest segments times a power of two, which most numbers of threads share equally.
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 12, 96
-_WORTH_A_SEGMENT = 32  # blocks: starting it and merging its result is then nothing beside them
-_NO_FACTORS, _NO_MIXING = np.empty((0, 0), np.float32), np.empty((1, 0, 0), np.float32)
+_WORTH_A_SEGMENT = 32  # blocks; with fewer, starting the segment and merging its result would take time beside them
+_NO_FACTORS, _NO_ROTATION = np.empty((0, 0), np.float32), np.empty((1, 0, 0), np.float32)
 _NO_PAIRS = np.empty((0, 0, 0), np.uint16)
 _NOT_GIVEN = {dtype: np.empty((0, 0, 0, 0), dtype) for dtype in (np.uint8, np.float32)}
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros from a cache line's start on: a vector that crosses two lines takes twice as long to load and to store."""
+    """Zeros from the start of a cache line on. A vector across two lines takes twice as long to load and to store."""
     count = math.prod(shape)
     numbers = np.zeros(count + CACHE_LINE // np.dtype(dtype).itemsize, dtype)
     skipped = -numbers.ctypes.data % CACHE_LINE // numbers.itemsize
@@ -42,13 +42,15 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 class Shape(NamedTuple):
     """
-    Of one call of attention. A tuple, because one is made and looked up for every layer of every token.
+    Shape of a call of attention.
+
+    It is a tuple, because one is made and looked up for each layer and token.
 
     Attributes:
-        batch: sequences.
-        num_kv_heads: of each sequence.
+        batch: number of sequences.
+        num_kv_heads: KV heads of each sequence.
         group: query heads that share a KV head.
-        query_length: queries of each head, the last tokens of the sequence.
+        query_length: queries of each head.
         key_dim: width of a key.
         value_dim: width of a value.
     """
@@ -71,45 +73,48 @@ class Shape(NamedTuple):
         return self.group * self.query_length
 
 
-class CodedBlocks(NamedTuple):
+class QuantizedBlocks(NamedTuple):
     """
-    Blocks of a sequence that are stored as codes. A tuple, because one is made for every layer of every token.
+    The quantized blocks of a layer.
+
+    It is a tuple, because one is made for each layer and token.
 
     Attributes:
-        keys: uint8 `[num_blocks or more, heads, bytes]`, records of `key_layout`.
-        values: uint8 likewise, of `value_layout`.
-        first: blocks in full precision before them.
-        num_blocks: how many.
-        key_layout: see `kernels.coded_blocks`.
-        value_layout: likewise.
-        query_factors: float32 `[num_kv_heads, key_dim]`: what the query's channels are multiplied by before they are
-            rotated, the reciprocals of what the keys' channels were; `None` for ones.
-        mixing: float32 `[num_kv_heads, value_dim, value_dim]`: after what is summed up of values was rotated back, row
-            vectors are multiplied by it; `None` for nothing.
+        keys: uint8 `[num_blocks or more, heads, bytes]`, packed blocks of `key_layout`.
+        values: uint8 `[num_blocks or more, heads, bytes]`, packed blocks of `value_layout`.
+        first: number of blocks in full precision before them.
+        num_blocks: number of quantized blocks.
+        key_layout: layout of the packed blocks of keys.
+        value_layout: layout of the packed blocks of values.
+        query_factors: float32 `[num_kv_heads, key_dim]`, by which the query's channels are multiplied before rotation:
+            the reciprocals of the factors of the keys' channels; `None` for ones.
+        rotation_matrix: float32 `[num_kv_heads, value_dim, value_dim]`, by which sums of values, as row vectors, are
+            multiplied after they are rotated back; `None` for no such product.
     """
 
     keys: np.ndarray
     values: np.ndarray
     first: int
     num_blocks: int
-    key_layout: RecordLayout
-    value_layout: RecordLayout
+    key_layout: PackedLayout
+    value_layout: PackedLayout
     query_factors: np.ndarray | None = None
-    mixing: np.ndarray | None = None
+    rotation_matrix: np.ndarray | None = None
 
 
 @dataclass
 class Workspace:
     """
-    What a call reads and writes besides keys and values, used again for every call of the same shape.
+    Memory that calls of one shape use again: all that a call reads and writes besides keys and values.
 
     Attributes:
-        query: float32 `[heads, padded rows, padded key_dim]`, after rotary embedding. What fills it up stays zero.
+        shape: of the calls.
+        query: float32 `[heads, padded rows, padded key_dim]`, after rotary embedding. The padding stays zero.
         out: float32 `[heads, padded rows, padded value_dim]`: softmax(scale * query @ keys.T + mask) @ values; zeros
-            where everything is masked.
-        lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score), of what was read; minus infinity
-            likewise.
-        tokens_read: of indexed blocks, by the last call; counted for each KV head.
+            for a query that sees no token.
+        lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score) over the tokens that are read; minus
+            infinity for a query that sees no token.
+        tokens_read: number of tokens of indexed blocks that the last call has read, summed over KV heads.
     """
 
     shape: Shape
@@ -147,78 +152,77 @@ class Workspace:
         values: np.ndarray,
         num_tokens: int,
         scale: float,
-        causal: bool = False,
         visible: np.ndarray | None = None,
         bias: np.ndarray | None = None,
-        coded: CodedBlocks | None = None,
+        quantized: QuantizedBlocks | None = None,
         indexed: IndexedBlocks | None = None,
-        mass: float = 1.0,
+        top_p: float = 1.0,
         most: float = 1.0,
     ) -> None:
         """
-        Attend `query` to the first `num_tokens`; the result is in `out` and `lse`.
+        Attend with `query` to the first `num_tokens` tokens; the result is in `out` and `lse`.
 
         Args:
             keys: `[blocks, heads, key_dim, 64]`, see `kernels.blocks`; float32, uint16 (bfloat16 bits) or int16 (half
                 precision bits).
-            values: `[blocks, heads, 64, padded value_dim]`, of the same type; what fills the rows up is zero.
+            values: `[blocks, heads, 64, padded value_dim]`, of the same type; the padding is zero.
             num_tokens: at least 1.
             scale: of the scores.
-            causal: query `i` does not see the `query_length - 1 - i` last tokens.
-            visible: uint8 `[batch, query heads, query_length, tokens]`, 0 where a token is not seen. Any of the first
-                three sizes may be 1, for all.
-            bias: float32, likewise, added to the scaled scores.
-            coded: blocks that are not in `keys` and `values`, where those after them follow those before them.
-            indexed: blocks of which a part may be read, of those in full precision, or all coded ones; `None` for none.
-            mass: read of these only the fewest pages of 16 tokens that, together with all other blocks, carry this
-                share of the attention of a KV head's queries, on average over them.
-            most: the share of the indexed tokens up to which this is done; where more have to be read, all are.
+            visible: uint8 `[batch, query heads, query_length, tokens]`, 0 for a token that a query does not see. Any of
+                the first three sizes may be 1, for all.
+            bias: float32, shaped as `visible` may be, added to the scaled scores.
+            quantized: blocks that are not in `keys` and `values`, which hold the blocks before and after them without a
+                gap.
+            indexed: blocks of which the call may read a part: a run of those in full precision, or all quantized ones;
+                `None` for none.
+            top_p: the call reads the fewest pages of 16 tokens of the indexed blocks that, together with all other
+                blocks, carry this share of the attention of a KV head's queries, on average over the queries.
+            most: share of the indexed pages; if more pages are needed, the call reads all.
         """
         shape = self.shape
-        # Scores that a scale turns around are not those that pages are rated by.
+        # Pages are rated for a positive scale: a negative one would reverse the order of the scores.
         parts = indexed if indexed is not None and scale > 0 else None
-        set_apart = parts or coded
+        set_apart = parts or quantized
         apart = 0 if set_apart is None else set_apart.num_blocks
         segments_apart = self._segments(apart) if apart else 0
         segments = segments_apart + self._segments(-(-num_tokens // BLOCK) - apart)
         if segments != len(self.maxima):
             self._make_partial(segments)
         call = Call(
-            self.query,
-            self._pairs_for(keys),
-            keys,
-            values,
-            num_tokens,
-            shape.num_kv_heads,
-            shape.group,
-            shape.query_length,
-            causal,
-            scale,
-            _NOT_GIVEN[np.uint8] if visible is None else visible,
-            _NOT_GIVEN[np.float32] if bias is None else bias,
-            self.scores,
-            self.corrections,
-            self.maxima,
-            self.sums,
-            self.partial,
-            self.out,
-            self.lse,
+            query=self.query,
+            pairs=self._pairs_for(keys),
+            keys=keys,
+            values=values,
+            num_tokens=num_tokens,
+            num_kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            query_length=shape.query_length,
+            scale=scale,
+            visible=_NOT_GIVEN[np.uint8] if visible is None else visible,
+            bias=_NOT_GIVEN[np.float32] if bias is None else bias,
+            scores=self.scores,
+            corrections=self.corrections,
+            maxima=self.maxima,
+            sums=self.sums,
+            partial=self.partial,
+            out=self.out,
+            lse=self.lse,
         )
-        of_codes = None if coded is None else self._coded_call(call, coded, segments_apart)
+        of_codes = None if quantized is None else self._quantized_call(call, quantized, segments_apart)
         if parts is not None:
             self._pages = self._pages or PageWorkspace(shape.heads, self.query.shape[1], shape.key_dim)
-            selected = self._pages.call(call if of_codes is None else of_codes, parts, segments_apart, mass, most)
-            (attend_selected if of_codes is None else attend_selected_codes)(*team_of_kernels(), selected)
+            selected = self._pages.call(call if of_codes is None else of_codes, parts, segments_apart, top_p, most)
+            (attend_selected if of_codes is None else attend_selected_quantized)(*team_of_kernels(), selected)
             self.tokens_read = self._pages.pages_read * PAGE
             return
         if of_codes is None:
             attend(*team_of_kernels(), call)
         else:
-            attend_coded(*team_of_kernels(), of_codes)
+            attend_quantized(*team_of_kernels(), of_codes)
         self.tokens_read = 0 if indexed is None else indexed.num_blocks * shape.heads * BLOCK
 
     def _pairs_for(self, keys: np.ndarray) -> np.ndarray:
-        """The query in bfloat16, if it and the keys are that, and the processor has products for it."""
+        """The query in bfloat16, if it and the keys are of that type and the processor multiplies it; else empty."""
         bits = self.query.view(np.uint16)
         if keys.dtype != np.uint16 or keys.shape[2] % 2 or not has_bfloat16_products() or bits[..., ::2].any():
             return _NO_PAIRS
@@ -226,35 +230,36 @@ class Workspace:
         return self.pairs
 
     def _segments(self, blocks: int) -> int:
-        """Pieces in which to attend to some blocks of all heads, whatever the threads: the order of sums is fixed."""
+        """Number of segments for some blocks of all heads. The threads do not count, so the order of sums is fixed."""
         segments = _FEWEST_SEGMENTS
         while segments < _MOST_SEGMENTS and 2 * segments * _WORTH_A_SEGMENT <= blocks:
             segments *= 2
         return min(blocks * self.shape.heads, segments * -(-blocks // (segments * _SEGMENT_BLOCKS)))
 
-    def _coded_call(self, call: Call, coded: CodedBlocks, coded_segments: int) -> CodedCall:
-        keys, values = coded.key_layout, coded.value_layout
-        return CodedCall(
-            *call,
-            coded.keys,
-            coded.values,
-            coded.first,
-            coded.num_blocks,
-            keys.bits,
-            values.bits,
-            keys.group,
-            values.group,
-            uses_integer_kernels(),
-            keys.dim,
-            values.dim,
-            keys.rotation,
-            values.rotation,
-            _NO_FACTORS if coded.query_factors is None else coded.query_factors,
-            _NO_MIXING if coded.mixing is None else coded.mixing,
-            coded_segments,
-            self.rotated,
-            self.operands,
-            self.row_numbers,
-            self.lane_numbers,
-            self.slots,
+    def _quantized_call(self, call: Any, quantized: QuantizedBlocks, quantized_segments: int) -> Any:
+        """`call` with the fields of a `QuantizedCall`."""
+        keys, values = quantized.key_layout, quantized.value_layout
+        return QuantizedCall(
+            *call,  # its fields come first
+            packed_keys=quantized.keys,
+            packed_values=quantized.values,
+            first_quantized=quantized.first,
+            quantized_blocks=quantized.num_blocks,
+            key_bits=keys.bits,
+            value_bits=values.bits,
+            key_group=keys.group,
+            value_group=values.group,
+            is_integer=uses_integer_kernels(),
+            key_dim=keys.dim,
+            value_dim=values.dim,
+            key_rotation=keys.rotation,
+            value_rotation=values.rotation,
+            query_factors=_NO_FACTORS if quantized.query_factors is None else quantized.query_factors,
+            rotation_matrix=_NO_ROTATION if quantized.rotation_matrix is None else quantized.rotation_matrix,
+            quantized_segments=quantized_segments,
+            rotated=self.rotated,
+            operands=self.operands,
+            row_numbers=self.row_numbers,
+            lane_numbers=self.lane_numbers,
+            slots=self.slots,
         )

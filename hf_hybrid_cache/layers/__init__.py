@@ -3,7 +3,7 @@
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
-from .placement import LEAST_DEVICE_TOKENS, OnOom, Placement, checked_count
+from .placement import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .selection import Selection
 from .stock_layers import follow, forget_states_of, move_tensors_of, tensors_of
 
@@ -14,7 +14,6 @@ __all__ = [
     "HybridLayer",
     "IncompleteCacheError",
     "LayerStores",
-    "OnOom",
     "Placement",
     "Selection",
     "checked_count",

@@ -2,10 +2,12 @@
 
 import torch
 
+from ..errors import HybridCacheError
 
-class IncompleteCacheError(RuntimeError):
+
+class IncompleteCacheError(HybridCacheError, RuntimeError):
     """Something ended a change of the cache half-way, and it is used without being reset."""
 
 
-class DeviceMemoryError(torch.OutOfMemoryError):
+class DeviceMemoryError(HybridCacheError, torch.OutOfMemoryError):
     """The device has no room for the keys and values of a layer; the message says what to use instead."""

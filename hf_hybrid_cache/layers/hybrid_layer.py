@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import CodeAttention, KeyIndex, handles_of, observed
+from ..attention import KeyIndex, QuantizedAttention, handles_of, observed
 from ..storage import (
     ChunkStore,
-    CodedStore,
     KVShape,
     KVStore,
     Pair,
-    SharedStore,
+    QuantizedStore,
+    ShardedStore,
     SplitStore,
     StreamedStore,
     TokenBuffer,
@@ -40,7 +40,7 @@ class HybridLayer(CacheLayerMixin):
 
     Attributes:
         is_attended_on_cpu: whether the store is one for attention on the CPU.
-        is_attended_in_codes: whether a kernel attends to its coded blocks on the device of the model.
+        is_attended_quantized: whether a kernel attends to its quantized blocks on the device of the model.
     """
 
     is_compileable = False
@@ -53,8 +53,8 @@ class HybridLayer(CacheLayerMixin):
         self._ordinal = ordinal
         self._stores = stores
         self._selection = stores.selection_of(layer_idx)
-        self._code_attention = CodeAttention()
-        self.is_attended_on_cpu = self.is_attended_in_codes = False
+        self._quantized_attention = QuantizedAttention()
+        self.is_attended_on_cpu = self.is_attended_quantized = False
         self._store: KVStore | None = None
         self._lent: LentStates | None = None
 
@@ -111,7 +111,7 @@ class HybridLayer(CacheLayerMixin):
         Hold these states instead of those that are stored.
 
         Of a quantized layer the tokens before the first one that differs stay as their codes have them, the others are
-        coded anew as new tokens are.
+        quantized anew as new tokens are.
 
         Args:
             keys: `[batch, num_kv_heads, tokens, head_dim]`.
@@ -203,17 +203,17 @@ class HybridLayer(CacheLayerMixin):
             self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
         try:
-            if as_handles and are_few and self._is_attended_in_parts(store, key_states.shape[2]):
+            if as_handles and are_few and self._is_attended_in_segments(store, key_states.shape[2]):
                 assert isinstance(store, SplitStore)
                 store.stage(key_states, value_states)
                 return handles_of(store, self._stores.attention)
-            if as_handles and are_few and self.is_attended_in_codes and not self._code_attention.is_declined:
-                assert isinstance(store, CodedStore)
+            if as_handles and are_few and self.is_attended_quantized and not self._quantized_attention.is_declined:
+                assert isinstance(store, QuantizedStore)
                 store.stage(key_states, value_states)
-                return handles_of(store, self._code_attention)
+                return handles_of(store, self._quantized_attention)
             is_first = store.num_tokens == 0
             keys, values = store.append(key_states, value_states)
-            if is_first and not needs_states and not are_few and self._takes_prompts_to_code(store):
+            if is_first and not needs_states and not are_few and self._takes_prompts_to_quantize(store):
                 return handles_of(ChunkStore(store, key_states, value_states), self._stores.attention)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
@@ -223,11 +223,11 @@ class HybridLayer(CacheLayerMixin):
         """Whether the first tokens are attended to where they are stored, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
-    def _takes_prompts_to_code(self, store: KVStore) -> bool:
-        """Whether what is stored is coded, and the kernel could attend to its tokens as they come."""
+    def _takes_prompts_to_quantize(self, store: KVStore) -> bool:
+        """Whether what is stored is quantized, and the kernel could attend to its tokens as they come."""
         return (
             self.is_attended_on_cpu
-            and isinstance(store, CodedStore)
+            and isinstance(store, QuantizedStore)
             and not _is_streamed(store)
             and store.shape.device.type == "cpu"
             and self._stores.attention.has_kernel_for_many(store.shape)
@@ -235,15 +235,15 @@ class HybridLayer(CacheLayerMixin):
 
     def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU, to all or to a part of what is in host memory."""
-        if isinstance(store, SplitStore) and store.is_shared_out and not store.fits_on_device(keys.shape[2]):
+        if isinstance(store, SplitStore) and store.is_split and not store.fits_on_device(keys.shape[2]):
             held = store.num_tokens
             try:
                 store.stage(keys, values)
                 return
             except torch.OutOfMemoryError:
-                if store.num_tokens != held or not store.is_intact or store.cpu_share is None:
+                if store.num_tokens != held or not store.is_intact or store.cpu_fraction is None:
                     raise
-                store.cpu_share.give_up_streaming(held)
+                store.cpu_fraction.give_up_streaming(held)
         store.extend(keys, values)
 
     def get_seq_length(self) -> int:
@@ -301,7 +301,7 @@ class HybridLayer(CacheLayerMixin):
             self._store = None
         if self._selection is not None:
             self._selection.reset()
-        self._code_attention.reset()
+        self._quantized_attention.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""
@@ -419,7 +419,7 @@ class HybridLayer(CacheLayerMixin):
             self._lent = lent
 
     def _require_own(self, store: KVStore | None) -> None:
-        if isinstance(store, SharedStore):
+        if isinstance(store, ShardedStore):
             self._lent = None
             raise RuntimeError(
                 f"Layer {self.layer_idx} is shared by {self._stores.num_processes} processes, and its states cannot be "
@@ -459,16 +459,16 @@ class HybridLayer(CacheLayerMixin):
         on_cpu = self._stores.attends_on_cpu(self.layer_idx, self._ordinal, shape)
         if on_cpu:
             assert shape.element is not None
-            is_coded, is_selected = self._stores.is_coded(self.layer_idx), self._selection is not None
-            self._stores.attention.prepare(shape.element, is_coded, is_selected)
+            is_quantized, is_selected = self._stores.is_quantized(self.layer_idx), self._selection is not None
+            self._stores.attention.prepare(shape.element, is_quantized, is_selected)
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
     def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
-        is_attended_in_codes = self._stores.attends_in_codes(self.layer_idx, self._ordinal, store.shape)
+        is_attended_quantized = self._stores.attends_quantized(self.layer_idx, self._ordinal, store.shape)
         # Nothing is called between these, so that no interruption comes between them.
         self._store = store
         self.is_attended_on_cpu = is_attended_on_cpu
-        self.is_attended_in_codes = is_attended_in_codes
+        self.is_attended_quantized = is_attended_quantized
 
     def _usable_store(self) -> KVStore | None:
         """The store, if it is whole."""
@@ -481,7 +481,7 @@ class HybridLayer(CacheLayerMixin):
             )
         return store
 
-    def _is_attended_in_parts(self, store: KVStore, new_tokens: int) -> bool:
+    def _is_attended_in_segments(self, store: KVStore, new_tokens: int) -> bool:
         """Whether the device attends to its tokens, and to those of host memory where they are streamed to."""
         if not isinstance(store, SplitStore) or self.is_attended_on_cpu or self._stores.attention.is_declined:
             return False
@@ -558,7 +558,7 @@ def _first_difference(held: Pair, states: Pair) -> int:
 
 
 def _is_streamed(store: KVStore) -> bool:
-    """Whether there is an accelerator, which is the better place for attention of many tokens."""
+    """Whether the part in host memory is streamed, so that an accelerator can attend to it."""
     if isinstance(store, SplitStore):
         store = store.host
-    return isinstance(store.records if isinstance(store, CodedStore) else store, StreamedStore)
+    return isinstance(store.packed if isinstance(store, QuantizedStore) else store, StreamedStore)

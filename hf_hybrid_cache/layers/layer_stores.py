@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention import KeyIndex, LayerSelection, StoredAttention, has_code_kernel
+from ..attention import KeyIndex, LayerSelection, StoredAttention, has_quantized_kernel
 from ..processes import Peers
 from ..storage import (
     GRANULE,
@@ -15,9 +15,7 @@ from ..storage import (
     BufferedStore,
     CacheStats,
     CodecChoice,
-    CodedShare,
-    CodedStore,
-    CpuShare,
+    CpuFraction,
     ExpectedLength,
     HostBudget,
     HostStore,
@@ -25,10 +23,12 @@ from ..storage import (
     KVCodec,
     KVShape,
     KVStore,
+    QuantizedShard,
+    QuantizedStore,
     ResidentStore,
     Scratch,
-    Share,
-    SharedStore,
+    Shard,
+    ShardedStore,
     SplitStore,
     Staging,
     StreamedStore,
@@ -43,9 +43,9 @@ from .selection import Selection
 
 # That layers may hold, beside the one in use, until they see queries, or for callers.
 MOST_HELD_BYTES = 2**29
-# By whether a layer is coded. The share that loses nothing (`experiments.selection`), and that of indexed tokens beyond
-# which reading all is as fast (`experiments.selection_speed`).
-_MASS, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
+# By whether a layer is quantized. The attention mass that loses nothing (`experiments.selection.selection`), and the
+# fraction of indexed tokens beyond which reading all is as fast (`experiments.selection.selection_speed`).
+_TOP_P, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
 
 
 class LayerStores:
@@ -56,7 +56,7 @@ class LayerStores:
         placement: where the layers live.
         capacity: of buffers before the first token.
         num_layers: how many layers will ask for a store.
-        codecs: how layers are coded, by index in the model; the others stay in full precision.
+        codecs: how layers are quantized, by index in the model; the others stay in full precision.
         config: of the model, or of its text part, which names the implementation of attention that is in use.
         peers: processes that keep a share each; `None` where there is one process.
         selection: what attention may leave out; `None` for nothing.
@@ -85,21 +85,21 @@ class LayerStores:
         self.config = config
         self.peers = peers
         self.selection = selection
-        self._share = Share.ALL if peers is None else Share(peers.rank, peers.size)
+        self._shard = Shard.ALL if peers is None else Shard(peers.rank, peers.size)
         self.capacity = capacity
         allowance = Allowance(len(codecs or {}))
         self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
-        expected_length = ExpectedLength(self._share.tokens(capacity.device_tokens))
+        expected_length = ExpectedLength(self._shard.tokens(capacity.device_tokens))
         self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
         self.ends_budget = HostBudget(len(self._choices))
-        self.record_budget = HostBudget(len(self._choices), GRANULE, expected_length)
+        self.packed_budget = HostBudget(len(self._choices), GRANULE, expected_length)
         reading_all = () if selection is None else selection.dense_layers
         self.device_budget = HostBudget(num_layers, expected_length=expected_length)
         self._index_budget = HostBudget(num_layers - len(reading_all), GRANULE, expected_length)
         self.stats = CacheStats()
-        share = placement.cpu_share
-        self.cpu_share = None if share is None else CpuShare(share, placement.adapts, self.stats)
-        self.attention = StoredAttention(self.stats, placement.cpu_decode not in (None, False), self._share)
+        fraction = placement.cpu_fraction
+        self.cpu_fraction = None if fraction is None else CpuFraction(fraction, placement.adapts, self.stats)
+        self.attention = StoredAttention(self.stats, placement.cpu_decode not in (None, False), self._shard)
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
@@ -116,7 +116,7 @@ class LayerStores:
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
-        """How layers are coded, by index in the model, as far as it is chosen by now."""
+        """How layers are quantized, by index in the model, as far as it is chosen by now."""
         return {index: choice.codec for index, choice in self._choices.items()}
 
     def attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
@@ -128,7 +128,7 @@ class LayerStores:
         """
         if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
             return False
-        if self.cpu_share is not None and ordinal in self._resident:
+        if self.cpu_fraction is not None and ordinal in self._resident:
             return False
         is_asked_for = self.placement.cpu_decode is not None
         if shape.element is None and is_asked_for:
@@ -145,25 +145,25 @@ class LayerStores:
             )
         return shape.element is not None and has_kernel
 
-    def attends_in_codes(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
-        """Whether a layer's coded blocks are attended to as they are, on its device, when few tokens come at once."""
+    def attends_quantized(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
+        """Whether a layer's quantized blocks are attended to without dequantizing, on its device, by few queries."""
         choice = self._choices.get(layer_idx)
         if choice is None or self.peers is not None or self.attends_on_cpu(layer_idx, ordinal, shape):
             return False
-        return has_code_kernel(choice.codec, shape)
+        return has_quantized_kernel(choice.codec, shape)
 
     def selection_of(self, layer_idx: int) -> LayerSelection | None:
         """What attention of a layer may leave out; `None` for nothing."""
         if self.selection is None:
             return None
-        wanted, is_coded = self.selection, self.is_coded(layer_idx)
-        mass = _MASS[is_coded] if wanted.mass is None else wanted.mass
-        most = _MOST_READ[is_coded] if wanted.most is None else wanted.most
-        index = KeyIndex(self._index_budget, self.capacity.of_records())
-        return LayerSelection(layer_idx, 1.0 if layer_idx in wanted.dense_layers else mass, most, index, self.stats)
+        wanted, is_quantized = self.selection, self.is_quantized(layer_idx)
+        top_p = _TOP_P[is_quantized] if wanted.top_p is None else wanted.top_p
+        most = _MOST_READ[is_quantized] if wanted.most is None else wanted.most
+        index = KeyIndex(self._index_budget, self.capacity.of_packed())
+        return LayerSelection(layer_idx, 1.0 if layer_idx in wanted.dense_layers else top_p, most, index, self.stats)
 
-    def is_coded(self, layer_idx: int) -> bool:
-        """Whether a layer is coded."""
+    def is_quantized(self, layer_idx: int) -> bool:
+        """Whether a layer is quantized."""
         return layer_idx in self._choices
 
     def note_pass(self, ordinal: int) -> None:
@@ -205,21 +205,20 @@ class LayerStores:
         capacity = InitialCapacity(min(self.capacity.device_tokens, device_tokens), device_tokens)
         device = ResidentStore(shape, capacity, self.device_budget)
         host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
-        assert isinstance(host, HostStore | CodedStore)
-        gives_way = self.placement.on_oom == "evict"
-        cpu_share = self._share_for(shape) if on_cpu else None
+        assert isinstance(host, HostStore | QuantizedStore)
+        cpu_fraction = self._cpu_fraction_for(shape) if on_cpu else None
         shared = self._scratch_of(shape), self.stats
-        return SplitStore(shape, device, host, first_tokens, device_tokens, *shared, gives_way, cpu_share)
+        return SplitStore(shape, device, host, first_tokens, device_tokens, *shared, cpu_fraction)
 
     def _is_split(self, ordinal: int, on_cpu: bool) -> bool:
         """Whether both ends of a layer are on the device, and the middle in host memory."""
         in_host_memory = on_cpu or (self.placement.offload and ordinal not in self._resident)
         return self.placement.device_tokens > 0 and in_host_memory
 
-    def _share_for(self, shape: KVShape) -> CpuShare | None:
-        """What the CPU attends to, if not all; none is to be found that is better where the model is there, too."""
-        is_all = self.cpu_share is not None and self.cpu_share.adapts and shape.device.type == "cpu"
-        return None if is_all else self.cpu_share
+    def _cpu_fraction_for(self, shape: KVShape) -> CpuFraction | None:
+        """The fraction that the CPU attends to; `None` for all, which is best where the model is on the CPU, too."""
+        is_all = self.cpu_fraction is not None and self.cpu_fraction.adapts and shape.device.type == "cpu"
+        return None if is_all else self.cpu_fraction
 
     def _scratch_of(self, shape: KVShape) -> Scratch:
         return self.scratches.setdefault(shape.device, Scratch(shape.device))
@@ -230,7 +229,7 @@ class LayerStores:
         """A store for all tokens, or for those after the first ones."""
         if choice is None:
             store = self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
-            return store if self.peers is None else self._shared(store, ordinal)
+            return store if self.peers is None else self._sharded(store, ordinal)
         codec = choice.codec
         capacity, budget = InitialCapacity(full_tokens(codec), full_tokens(codec)), self.ends_budget
         # What is in full precision is small: without attention on the CPU it stays on the device.
@@ -239,15 +238,15 @@ class LayerStores:
             if on_cpu
             else ResidentStore(shape, capacity, budget)
         )
-        records = RecordStores(self, ordinal, on_cpu)
+        packed = PackedStores(self, ordinal, on_cpu)
         scratch = self._scratch_of(shape)
         if self.peers is None:
-            return CodedStore(shape, choice, full, records, scratch, first_elsewhere)
-        return self._shared(CodedShare(shape, choice, full, records, scratch, self._share), ordinal)
+            return QuantizedStore(shape, choice, full, packed, scratch, first_elsewhere)
+        return self._sharded(QuantizedShard(shape, choice, full, packed, scratch, self._shard), ordinal)
 
-    def make_records(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
-        """A store for records of this shape."""
-        return self._buffered(ordinal, shape, on_cpu, self.capacity.of_records(), self.record_budget, records=True)
+    def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
+        """A store for packed blocks of this shape."""
+        return self._buffered(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
 
     def note_holding(self, store: KVStore) -> None:
         """
@@ -257,13 +256,13 @@ class LayerStores:
         """
         self._holding = [each for each in self._holding if each is not store and each.held_bytes]
         while self._holding and sum(each.held_bytes for each in self._holding) > MOST_HELD_BYTES:
-            self._holding.pop(0).take_held()
+            self._holding.pop(0).take_pending()
         self._holding.append(store)
 
-    def _shared(self, local: KVStore, ordinal: int) -> SharedStore:
+    def _sharded(self, local: KVStore, ordinal: int) -> ShardedStore:
         assert self.peers is not None
-        assert isinstance(local, HostStore | CodedShare)
-        return SharedStore(local.shape, local, self._share, self.peers, is_compared=ordinal == 0)
+        assert isinstance(local, HostStore | QuantizedShard)
+        return ShardedStore(local.shape, local, self._shard, self.peers, is_compared=ordinal == 0)
 
     def _buffered(
         self,
@@ -272,29 +271,28 @@ class LayerStores:
         on_cpu: bool,
         capacity: InitialCapacity,
         budget: HostBudget,
-        records: bool = False,
+        packed: bool = False,
     ) -> BufferedStore:
         stays_on_host = shape.device.type == "cpu" or self.peers is not None
-        if on_cpu and stays_on_host and self._share_for(shape) is None:
-            return HostStore(shape, capacity, budget, records)
+        if on_cpu and stays_on_host and self._cpu_fraction_for(shape) is None:
+            return HostStore(shape, capacity, budget, packed)
         if not on_cpu and not self.placement.offload:
-            return ResidentStore(shape, capacity, budget, records)
+            return ResidentStore(shape, capacity, budget, packed)
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
-            evicts = self.placement.on_oom == "evict"
-            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats, evicts)
+            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
         pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
         resident = ordinal in self._resident and not on_cpu
-        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], resident, pinned, records)
+        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
 
 
 @dataclass(frozen=True)
-class RecordStores:
-    """Makes the stores for the records of one layer, whose size is known once its codec is chosen."""
+class PackedStores:
+    """Makes the stores for the packed blocks of one layer, whose size is known once its codec is chosen."""
 
     stores: LayerStores
     ordinal: int
     on_cpu: bool
 
     def __call__(self, shape: KVShape) -> BufferedStore:
-        return self.stores.make_records(self.ordinal, shape, self.on_cpu)
+        return self.stores.make_packed(self.ordinal, shape, self.on_cpu)

@@ -2,13 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..scalars import as_float, as_integer
 
 # A block of 64 for the first ones, and one for the most recent ones.
 LEAST_DEVICE_TOKENS = 128
-OnOom = Literal["evict", "raise"]
 
 
 def checked_count(name: str, given: object) -> int:
@@ -32,23 +31,20 @@ class Placement:
     Args:
         offload: keep them in host memory and stream them to the compute device; `False` keeps them on the device.
         prefetch_layers: how many layers are on their way to the device while one is attended to.
-        resident_layers: how many layers keep a copy on the device that is never given up.
+        resident_layers: how many layers keep a copy on the device, until it has no room for another layer in use.
         pin_memory: page-lock the host memory, so that copies run beside the computation; `None` does so for CUDA.
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
             With a share between 0 and 1 the CPU attends to so many of each layer's tokens in host memory, the oldest,
             and the others are streamed to the device, which attends to them meanwhile. Resident layers stay there.
-        on_oom: what to do when the device has no room for a layer in use: `"evict"` gives up the copies of all others,
-            resident ones for good, and tries once more, and lets fewer than `device_tokens` stay there; `"raise"` does
-            not.
         device_tokens: of each layer that is in host memory, tokens that are on the device instead, at most: the first
             and the most recent ones. What attention finds there is merged with what it finds in the others. 0 for none;
             with a share in `cpu_decode` at least 128.
         adapts: move that share while decoding, until CPU and device end together.
 
     Raises:
-        ValueError: a negative count or index, a share that is none, an unknown `on_oom`, or `device_tokens` that are
-            too few, or of layers that are on the device anyway.
+        ValueError: a negative count or index, a share that is none, or `device_tokens` that are too few, or of layers
+            that are on the device anyway.
     """
 
     offload: bool = False
@@ -56,13 +52,10 @@ class Placement:
     resident_layers: int = 0
     pin_memory: bool | None = None
     cpu_decode: bool | float | Collection[int] | None = None
-    on_oom: OnOom = "evict"
     device_tokens: int = 0
     adapts: bool = False
 
     def __post_init__(self) -> None:
-        if self.on_oom not in get_args(OnOom):
-            raise ValueError(f'on_oom must be "evict" or "raise", got {self.on_oom!r}.')
         for name in ("prefetch_layers", "resident_layers", "device_tokens"):
             object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         share = as_float(self.cpu_decode)
@@ -83,7 +76,7 @@ class Placement:
                     f"got {self.cpu_decode!r}."
                 )
             object.__setattr__(self, "cpu_decode", layers)
-        if self.adapts and self.cpu_share is None:
+        if self.adapts and self.cpu_fraction is None:
             raise ValueError("adapts=True moves a share of tokens: pass one, such as cpu_decode=0.5.")
         if 0 < self.device_tokens < LEAST_DEVICE_TOKENS:
             raise ValueError(
@@ -102,7 +95,7 @@ class Placement:
         return self.cpu_decode if isinstance(self.cpu_decode, frozenset) else frozenset()
 
     @property
-    def cpu_share(self) -> float | None:
+    def cpu_fraction(self) -> float | None:
         """The share of tokens in host memory that the CPU attends to; `None` where it is all or none of a layer's."""
         return self.cpu_decode if isinstance(self.cpu_decode, float) else None
 

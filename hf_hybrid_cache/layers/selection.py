@@ -18,7 +18,7 @@ class Selection:
     the next step.
 
     Args:
-        mass: the share, more than 0 and at most 1, on average over the query heads that share a KV head; 1 reads all.
+        top_p: the share, more than 0 and at most 1, on average over the query heads that share a KV head; 1 reads all.
             `None` for what loses nothing that was looked for: 0.995 in full precision, 0.998 of codes.
         most: the share of a layer's indexed tokens, more than 0 and at most 1, up to which a part is read. Where more
             would have to be, all is, for some steps. `None` for what is faster: a quarter in full precision, an eighth
@@ -32,12 +32,12 @@ class Selection:
         >>> cache = DynamicHybridCache(model.config, selection=Selection())
     """
 
-    mass: float | None = None
+    top_p: float | None = None
     most: float | None = None
     dense_layers: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        for name, share, whole in (("mass", self.mass, "the attention"), ("most", self.most, "the indexed tokens")):
+        for name, share, whole in (("top_p", self.top_p, "the attention"), ("most", self.most, "the indexed tokens")):
             if share is None:
                 continue
             number = as_float(share)

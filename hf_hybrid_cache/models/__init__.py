@@ -10,37 +10,12 @@ not for text. Any other name is a Hub model or a local folder.
 from typing import TYPE_CHECKING
 
 from ..lazy_names import lazy_names
-from ..user_folder import cache_home
-from .shapes import ALIASES, SHAPES, load_config
 
 if TYPE_CHECKING:
-    from .loading import CREATED_MODELS, NAMED_MODELS, load
-    from .random_weights import llama_3_2_1b_config, random_llama
-    from .smollm2 import convert_gguf
-    from .source import Device, Loaded, ModelLoadError
+    from .loading import load
+    from .shapes import load_config
+    from .source import ModelLoadError
 
-__all__ = [
-    "ALIASES",
-    "CREATED_MODELS",
-    "NAMED_MODELS",
-    "SHAPES",
-    "Device",
-    "Loaded",
-    "ModelLoadError",
-    "cache_home",
-    "convert_gguf",
-    "llama_3_2_1b_config",
-    "load",
-    "load_config",
-    "random_llama",
-]
+__all__ = ["ModelLoadError", "load", "load_config"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "loading": ("CREATED_MODELS", "NAMED_MODELS", "load"),
-        "random_weights": ("llama_3_2_1b_config", "random_llama"),
-        "smollm2": ("convert_gguf",),
-        "source": ("Device", "Loaded", "ModelLoadError"),
-    },
-)
+__getattr__ = lazy_names(__name__, {"loading": ("load",), "shapes": ("load_config",), "source": ("ModelLoadError",)})

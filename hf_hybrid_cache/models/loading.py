@@ -35,7 +35,7 @@ def load(
             greedy tokens; in bfloat16 they may choose another one of two that are nearly as likely.
         device_map: a device, or "auto" to spread the weights with accelerate. None means the accelerator if there is
             one, else the CPU.
-        quantization_config: for `from_pretrained`, such as `CodedWeightsConfig(bits=4)`; not for a model that is
+        quantization_config: for `from_pretrained`, such as `QuantizedWeightsConfig(bits=4)`; not for a model that is
             created (`CREATED_MODELS`).
 
     Returns:

@@ -2,7 +2,7 @@
 Shapes of common models by their names on the Hub, so that their costs are known without a network.
 
 A shape is a config that says what sizes and speeds depend on; it is not for loading weights. Facts are those of the
-models' own `config.json`, but for how weights are coded: gpt-oss and DeepSeek-V3 are here in bfloat16.
+models' own `config.json`, but for how weights are quantized: gpt-oss and DeepSeek-V3 are here in bfloat16.
 """
 
 from collections.abc import Callable

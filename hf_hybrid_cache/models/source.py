@@ -24,6 +24,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..errors import HybridCacheError
+
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_SECONDS = 3.0  # to decide that the Hub does not answer; a download itself may take as long as it likes
@@ -34,7 +36,7 @@ Quantization = QuantizationConfigMixin | None
 _T = TypeVar("_T")
 
 
-class ModelLoadError(RuntimeError):
+class ModelLoadError(HybridCacheError, RuntimeError):
     """A model could not be loaded; the message says why and what to do."""
 
 
@@ -71,7 +73,7 @@ def load_config_by_name(name: str, built_in: Sequence[str]) -> PreTrainedConfig:
 
 
 def _load(name: str, loader: Callable[[str, bool], _T], built_in: Sequence[str]) -> _T:
-    """What `loader` makes of a folder or a name of the Hub, given whether it may only look at local files."""
+    """Load a folder or a name of the Hub by `loader`, which is told whether it may only look at local files."""
     try:
         folder = Path(name).expanduser()
         is_folder = folder.is_dir()
@@ -181,7 +183,7 @@ def _explain(name: str, error: Exception, local_files_only: bool, built_in: Sequ
 
 
 def _known(name: str, built_in: Sequence[str]) -> str:
-    """What needs no Hub, and first what the name may have meant."""
+    """Ways that need no Hub, first the name that may have been meant."""
     short_names = {each.rpartition("/")[2].lower(): each for each in built_in}
     like = difflib.get_close_matches(name.rpartition("/")[2].lower(), short_names, n=1, cutoff=0.75)
     meant = f"Did you mean {short_names[like[0]]}? " if like else ""

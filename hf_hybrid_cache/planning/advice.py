@@ -1,4 +1,4 @@
-"""What would fit where a cache does not: for errors of a cache that has its tokens already, or some of them."""
+"""Advice for a cache that has run out of host memory: how many tokens fit, and which quantized cache would fit."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from .candidates import BITS
 from .cost import HOST, LayerCost
 
 _META = torch.device("meta")
-# Of what is free: the rest is for what a prompt in chunks takes for a moment and allocators keep. Under a limit on the
-# process buffers are copied to grow, which leaves holes.
+# Shares of the free memory that a cache can use. Allocators and a prompt's chunks need the rest. Under a limit on the
+# address space buffers are copied to grow, which leaves holes.
 _USABLE, _USABLE_WITH_COPIES = 7 / 8, 1 / 2
 
 
@@ -27,18 +27,19 @@ def advice(
     host_bytes: int,
 ) -> str:
     """
-    What to do if `num_tokens` are more than fit in host memory.
+    Say what to do if `num_tokens` do not fit in host memory.
 
     Args:
         placement: of the cache.
-        codecs: of its layers that are coded.
-        shapes: of all layers of full attention.
-        num_tokens: that are wanted.
-        least_tokens: that are known to fit.
-        host_bytes: for the cache in all.
+        codecs: of its quantized layers, by index.
+        shapes: of the keys and values of all full-attention layers, by index.
+        num_tokens: the number of tokens that do not fit.
+        least_tokens: a number of tokens that is known to fit.
+        host_bytes: host memory for the whole cache.
 
     Returns:
-        How many tokens fit, and the quantized cache that loses least of those that would hold all, if one does.
+        Sentences that say how many tokens fit, and which quantized cache would hold all of them: the one with the most
+        bits, if there is one.
     """
     usable = (_USABLE_WITH_COPIES if address_space_is_limited() else _USABLE) * host_bytes
 
@@ -55,6 +56,8 @@ def advice(
         need = _host_bytes(placement, dict.fromkeys(shapes, codec), shapes, num_tokens)
         if need <= usable:
             cache = f"QuantizedHybridCache({', '.join(['config', f'bits={bits}', *_options(placement)])})"
+            if placement.cpu_layers:
+                cache = f"HybridCache(config, Placement({', '.join(_options(placement))}), codec=minmax({bits}))"
             sentences.append(f"{cache} would hold {num_tokens:,} in {need / 2**30:.2f} GiB.")
             break
     return " ".join(sentences)
@@ -63,7 +66,7 @@ def advice(
 def _host_bytes(
     placement: Placement, codecs: Mapping[int, KVCodec], shapes: Mapping[int, KVShape], num_tokens: int
 ) -> int:
-    """At most, while a prompt in chunks, or the tokens after it, bring all layers to `num_tokens`."""
+    """The most host memory that the cache needs while all layers grow to `num_tokens`."""
     stores = LayerStores(placement, InitialCapacity(), len(shapes), codecs)
     lengths = [1, num_tokens]
     kept = shared = moved = 0
@@ -73,7 +76,7 @@ def _host_bytes(
         layer = LayerCost.of(stores, index, planned, len(shapes), lengths)
         kept += layer.kept[HOST.type]
         shared = max(shared, layer.shared_prefill * on_cpu)
-        # A layer that is taken out of its blocks, and one that is copied to where there is room.
+        # One layer may be unpacked from its blocks while its buffers are copied to larger ones.
         moved = max(moved, layer.copied + layer.kept[HOST.type])
     return kept + shared + moved
 

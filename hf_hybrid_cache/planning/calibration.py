@@ -1,8 +1,8 @@
 """
-Measuring how fast a machine is, in seconds: products with weights, the layers of a model, and caches of one layer.
+Measuring the speeds of a machine: products with weights, the layers of a model, and caches of one layer.
 
-Before anything is timed a matrix is read, as a model does between two layers, so that what is timed next is not in the
-processor's caches. Keys and values are random and have the shape of Llama 3.2-1B: 8 heads of 64, 4 queries each.
+A matrix is read before each timed operation, as a model does between two layers, so that the processor's caches do not
+hold what is timed. Keys and values are random and have the shape of Llama 3.2-1B: 8 KV heads of 64, 4 queries each.
 """
 
 import statistics
@@ -28,10 +28,10 @@ from ..weights import WEIGHT_BITS, Covered, Width
 from .candidates import BITS, Candidate
 from .cost import layer_bytes
 from .machine import CacheSpeed, DeviceSpeed, Speeds, WeightSpeed
-from .speed import Way
+from .prediction import Strategy
 
 HOST = torch.device("cpu")
-# Of what is measured on a quiet machine, samples differ by a tenth, and other processes use a twentieth of the cores.
+# On a quiet machine samples differ by a tenth, and other processes use a twentieth of the processor.
 _MOST_DISAGREEMENT = 1.5
 _MOST_USED_BY_OTHERS = 0.15
 _MATRIX = (8192, 4096)
@@ -40,20 +40,20 @@ _BUS_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Effort:
+class CalibrationBudget:
     """
-    How much is measured.
+    The size of a calibration.
 
     Attributes:
-        matrices: of 4096 by 8192 weights, together more than the processor's caches hold.
-        contexts: tokens in the caches, the fewest first, for numbers of two bytes; half as many for those of four.
-        chunk: tokens of a prompt at once.
-        layers: of the model that tells what a layer takes besides weights and attention.
-        rounds: of which the median counts.
+        matrices: number of matrices of 4096 by 8192 weights; together they must not fit the processor's caches.
+        contexts: numbers of tokens in the caches, the smallest first, for dtypes of two bytes; half as many for four.
+        chunk: number of tokens of a prompt in one forward pass.
+        layers: number of layers of the model that is timed for `layer_seconds`.
+        rounds: number of rounds; medians are taken over them.
     """
 
     matrices: int = 8
-    # The second is just below where the C library maps new memory for every tensor, which DynamicCache then waits for.
+    # Just above the second, the C library maps new memory for every tensor, and DynamicCache waits for it.
     contexts: tuple[int, ...] = (4096, 32_000, 131_072)
     chunk: int = 512
     layers: int = 8
@@ -63,38 +63,38 @@ class Effort:
 @dataclass(frozen=True)
 class Calibration:
     """
-    What was measured.
+    The result of a calibration.
 
     Attributes:
         speeds: of the machine.
-        doubt: why they may be too low, in one sentence; `None` where nothing speaks against them.
+        doubt: one sentence that says why the speeds may be too low; `None` if there is no reason to think so.
     """
 
     speeds: Speeds
     doubt: str | None
 
 
-def calibrate(dtype: torch.dtype, effort: Effort | None = None) -> Calibration:
+def calibrate(dtype: torch.dtype, budget: CalibrationBudget | None = None) -> Calibration:
     """
     Measure the CPU, and the current CUDA device if there is one, with models of `dtype`.
 
-    The first time ever, kernels are compiled before.
+    The first calibration on a machine also compiles kernels.
 
     Raises:
         HostMemoryError: host memory would not suffice.
     """
     others = OtherProcesses()
-    speeds, reading = _measured(dtype, effort or Effort())
+    speeds, reading = _measured(dtype, budget or CalibrationBudget())
     return Calibration(speeds, doubt(reading, others.processors() / (psutil.cpu_count() or 1)))
 
 
 def doubt(reading: Sequence[float], used_by_others: float) -> str | None:
     """
-    Why measurements of a machine may be too low, if they may.
+    The reason why measured speeds may be too low; `None` if there is none.
 
     Args:
         reading: seconds of reading the same weights at several moments.
-        used_by_others: part of the time of all cores that went to other processes.
+        used_by_others: the share of the processor's time that other processes used.
     """
     if used_by_others > _MOST_USED_BY_OTHERS:
         return f"other processes used {100 * used_by_others:.0f}% of the processor meanwhile"
@@ -103,37 +103,39 @@ def doubt(reading: Sequence[float], used_by_others: float) -> str | None:
     return None
 
 
-def _measured(dtype: torch.dtype, effort: Effort) -> tuple[Speeds, list[float]]:
-    """Speeds, and seconds of each time that the CPU read the weights."""
-    states = 2 * _KV_HEADS * _HEAD_DIM * sum(effort.contexts) * 2
-    # In few bits, together, weights take less than two bytes.
-    num_bytes = effort.matrices * _MATRIX[0] * _MATRIX[1] * (dtype.itemsize + 2) + (len(BITS) + 2) * states
+def _measured(dtype: torch.dtype, budget: CalibrationBudget) -> tuple[Speeds, list[float]]:
+    """The speeds, and the seconds of each reading of the weights by the CPU."""
+    states = 2 * _KV_HEADS * _HEAD_DIM * sum(budget.contexts) * 2
+    # The codes of all widths together take less than two bytes a weight.
+    num_bytes = budget.matrices * _MATRIX[0] * _MATRIX[1] * (dtype.itemsize + 2) + (len(BITS) + 2) * states
     require_host_bytes(num_bytes, "Measuring speeds needs")
-    host, reading = _device_speed(HOST, dtype, effort)
+    host, reading = _device_speed(HOST, dtype, budget)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return Speeds(host), reading
     device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return Speeds(host, _device_speed(device, dtype, effort)[0], *_bus_speed(device, effort.rounds)), reading
+    return Speeds(host, _device_speed(device, dtype, budget)[0], *_bus_speed(device, budget.rounds)), reading
 
 
 @torch.inference_mode()
-def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> tuple[DeviceSpeed, list[float]]:
-    contexts = [num_tokens * 2 // dtype.itemsize for num_tokens in effort.contexts]
-    weights = _Weights.plain(device, dtype, effort.matrices)
-    coded = {bits: weights.coded(bits) for bits in WEIGHT_BITS if device == HOST}
+def _device_speed(
+    device: torch.device, dtype: torch.dtype, budget: CalibrationBudget
+) -> tuple[DeviceSpeed, list[float]]:
+    contexts = [num_tokens * 2 // dtype.itemsize for num_tokens in budget.contexts]
+    weights = _Weights.plain(device, dtype, budget.matrices)
+    quantized = {bits: weights.quantized(bits) for bits in WEIGHT_BITS if device == HOST}
     layers: dict[tuple[str, int], _Layer] = {}
     for num_tokens in contexts:
         states = _random_states(_KV_HEADS, num_tokens, device, dtype)
         layers |= {(name, num_tokens): _Layer(name, states) for name in ("stock", *BITS)}
     del states
-    model = _Model(device, dtype, effort.layers, weights)
+    model = _Model(device, dtype, budget.layers, weights)
     samples: dict[Any, list[float]] = defaultdict(list)
-    for turn in range(effort.rounds + 1):
+    for turn in range(budget.rounds + 1):
         if turn == 1:
             samples.clear()  # the first round compiles
-        for bits, few_bits in coded.items():
-            weights.read_all()  # codes are small enough that some might be left in the caches
+        for bits, few_bits in quantized.items():
+            weights.read_all()  # otherwise the processor's caches might still hold some codes
             samples[bits].append(_seconds(few_bits.read_all, device))
         samples["weights"].append(_seconds(weights.read_all, device))
         samples["model"].append(model.step_seconds())
@@ -144,25 +146,25 @@ def _device_speed(device: torch.device, dtype: torch.dtype, effort: Effort) -> t
     caches = {
         name: CacheSpeed(
             tuple((layers[name, num_tokens].num_bytes, seconds[name, num_tokens]) for num_tokens in contexts),
-            layers[name, contexts[0]].attention_flops(effort.chunk, effort.rounds),
+            layers[name, contexts[0]].attention_flops(budget.chunk, budget.rounds),
         )
         for name in ("stock", *BITS)
     }
     speed = DeviceSpeed(
         weights.num_bytes / seconds["weights"],
-        max(0.0, seconds["model"] / effort.layers - caches["stock"].step_seconds(0)),
-        weights.flops(effort.chunk, effort.rounds),
+        max(0.0, seconds["model"] / budget.layers - caches["stock"].step_seconds(0)),
+        weights.flops(budget.chunk, budget.rounds),
         caches,
         {
-            bits: WeightSpeed(few_bits.num_bytes / seconds[bits], few_bits.flops(effort.chunk, effort.rounds))
-            for bits, few_bits in coded.items()
+            bits: WeightSpeed(few_bits.num_bytes / seconds[bits], few_bits.flops(budget.chunk, budget.rounds))
+            for bits, few_bits in quantized.items()
         },
     )
     return speed, samples["weights"]
 
 
 class _Weights:
-    """Matrices of a model, to be multiplied with one token or a chunk of a prompt; together of so many bytes."""
+    """Matrices of `num_bytes` in all, which are multiplied with one token or a chunk of a prompt, in turn."""
 
     def __init__(self, matrices: Sequence[torch.Tensor], num_bytes: int):
         self._matrices, self.num_bytes = matrices, num_bytes
@@ -174,12 +176,12 @@ class _Weights:
         matrices = [torch.full(_MATRIX, 0.01, dtype=dtype, device=device) for _ in range(count)]
         return cls(matrices, sum(matrix.nbytes for matrix in matrices))
 
-    def coded(self, bits: int) -> "_Weights":
-        """As many matrices in few bits."""
+    def quantized(self, bits: int) -> "_Weights":
+        """The same number of matrices, quantized."""
         matrix, count = self._matrices[0], len(self._matrices)
         parameter = torch.nn.Parameter(matrix, requires_grad=False)
         covered = Covered("matrices", parameter, [], is_transposed=False, is_head=False)
-        stacked = covered.coded(matrix.expand(count, *_MATRIX), Width.checked(bits))
+        stacked = covered.quantized(matrix.expand(count, *_MATRIX), Width.checked(bits))
         return _Weights([stacked.one(index) for index in range(count)], stacked.matrices.num_bytes)
 
     def read_next(self) -> None:
@@ -191,7 +193,7 @@ class _Weights:
             self.read_next()
 
     def flops(self, chunk: int, rounds: int) -> float:
-        """Arithmetic a second of products with `chunk` tokens."""
+        """Floating-point operations per second of products with `chunk` tokens."""
         seconds = _median_seconds(lambda: self._multiply(chunk), self._device, rounds)
         return 2 * chunk * _MATRIX[0] * _MATRIX[1] / seconds
 
@@ -201,11 +203,11 @@ class _Weights:
 
 
 class _Layer:
-    """A cache of one layer with random states, and attention to it as a model calls it."""
+    """A cache of one layer with random states; attention to it is called as a model calls it."""
 
     def __init__(self, name: str, states: torch.Tensor):
         self._device, self._dtype, self._num_tokens = states.device, states.dtype, states.shape[2]
-        candidate = Candidate(name, Way.CPU if self._device == HOST else Way.GPU)
+        candidate = Candidate(name, Strategy.CPU if self._device == HOST else Strategy.GPU)
         config = _config(1)
         self._attention = LlamaAttention(config, 0)
         self._cache: Cache = (
@@ -218,7 +220,7 @@ class _Layer:
         self._attend(1, None)
 
     def attention_flops(self, chunk: int, rounds: int) -> float:
-        """Arithmetic a second of attention of a chunk of a prompt to what was there before."""
+        """Floating-point operations per second of the attention of a chunk to the tokens before it."""
 
         def attend() -> None:
             visible = torch.ones(chunk, self._num_tokens + chunk, dtype=torch.bool, device=self._device)
@@ -238,7 +240,7 @@ class _Layer:
 
 
 class _Model:
-    """A model of few weights. On a CPU a matrix is read before each layer, and its time taken off."""
+    """A model of few weights. On a CPU a matrix is read before each layer, and that time is subtracted."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, num_layers: int, weights: _Weights):
         config = _config(num_layers)
@@ -248,7 +250,7 @@ class _Model:
         self._device, self._weights = device, weights
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._excluded = 0.0
-        # On a GPU reading overlaps with launching the next operations, which is what takes this model its time.
+        # On a GPU the time of this model is that of launches, with which reading would overlap.
         for layer in self._model.get_submodule("model.layers").children() if device == HOST else []:
             layer.register_forward_pre_hook(self._read_matrix)
 
@@ -284,7 +286,7 @@ def _config(num_layers: int) -> LlamaConfig:
 
 @torch.inference_mode()
 def _bus_speed(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Bytes a second from page-locked host memory to `device`, and seconds of a small tensor there and back."""
+    """Bytes per second from page-locked host memory to `device`, and seconds of a small tensor's round trip."""
     block = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=can_page_lock(device.type))
     small = torch.zeros(_HEADS * _HEAD_DIM, device=device)
     copy = _median_seconds(lambda: block.to(device, non_blocking=True), device, rounds)
@@ -292,12 +294,12 @@ def _bus_speed(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _median_seconds(action: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Of `rounds` rounds after one that compiles."""
+    """The median seconds of `rounds` rounds, after one round that compiles."""
     return statistics.median([_seconds(action, device) for _ in range(rounds + 1)][1:])
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Of `action`, with what it started on the device."""
+    """Seconds of `action`, until the device has finished what it started."""
     _synchronize(device)
     start = time.perf_counter()
     action()

@@ -1,4 +1,4 @@
-"""What a cache costs a model: bytes that it holds, and those that a step reads. Asked of the stores it is made of."""
+"""The cost of a cache: the bytes that it holds and those that a step reads, computed by the cache's own stores."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -8,15 +8,15 @@ import torch
 
 from ..layers import LayerStores, Placement
 from ..storage import (
-    CodedStore,
     InitialCapacity,
     KVCodec,
     KVShape,
     KVStore,
+    QuantizedStore,
     Scratch,
     SplitStore,
     StreamedStore,
-    coded_blocks,
+    num_quantized_blocks,
 )
 from .model_cost import ModelCost
 
@@ -24,7 +24,7 @@ HOST = torch.device("cpu")
 
 
 class Held(NamedTuple):
-    """Bytes in the memory of an accelerator, and in host memory."""
+    """Bytes held in the memory of an accelerator, and in host memory."""
 
     device: int
     host: int
@@ -33,15 +33,15 @@ class Held(NamedTuple):
 @dataclass(frozen=True)
 class CacheCost:
     """
-    What a cache costs at one context.
+    The cost of a cache at one context length.
 
     Attributes:
-        prefill: held at the end of the prompt.
-        decode: held while tokens are decoded, as `memory()` reports it.
-        copied: states of one layer that the last chunk of the prompt takes out of the kernel's blocks, in host memory.
-        read_bytes: of the full-attention layers, as they are stored, all of which a step reads.
-        moved_bytes: what a step reads and writes for them in all.
-        other_bytes: of the other layers.
+        prefill: bytes held at the end of the prompt.
+        decode: bytes held while tokens are decoded, as `memory()` reports them.
+        copied: host memory for the states of one layer, which the prompt's last chunk unpacks from the kernel's blocks.
+        read_bytes: stored bytes of the full-attention layers; a decode step reads all of them.
+        moved_bytes: all bytes that a step reads and writes for these layers, decoding of states included.
+        other_bytes: bytes of the other layers.
     """
 
     prefill: Held
@@ -53,31 +53,31 @@ class CacheCost:
 
 
 def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
-    """What transformers' `DynamicCache` costs; arguments are those of `cache_cost`."""
+    """The cost of transformers' `DynamicCache`; the arguments are those of `cache_cost`."""
     read = sum(context * sum(_token_bytes(shape)) for shape in model.shapes.values())
     others = model.held_by_others(context)
     held = Held(0, read + others) if on_cpu else Held(read + others, 0)
-    # It copies all that is stored, which is a read and a write, before it is read again.
+    # A step copies all states, a read and a write, and then reads the copy.
     return CacheCost(held, held, 0, read, 3 * read, others)
 
 
 def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool) -> CacheCost:
     """
-    What a `HybridCache` costs when a prompt in chunks, or the tokens after it, have brought it to `context` tokens.
+    The cost of a `HybridCache` that has grown to `context` tokens, chunk by chunk.
 
     Args:
-        model: whose cache it is.
+        model: the model that uses the cache.
         placement: of the cache.
-        codec: of all full-attention layers.
-        context: tokens of each sequence.
-        on_cpu: the model computes on the CPU; `False` is on a CUDA device.
+        codec: of all full-attention layers; `None` for full precision.
+        context: number of tokens of each sequence.
+        on_cpu: whether the model computes on the CPU; otherwise it does on a CUDA device.
     """
     if not model.has_kernel:
-        placement = replace(placement, cpu_decode=False)  # as a cache does once attention asks for the states
+        placement = replace(placement, cpu_decode=False)  # a cache does the same once attention asks for the states
     codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
     capacity = InitialCapacity.expecting(None, model.max_context)
     resident_ordinals = placement.resident_ordinals(len(model.shapes))
-    are_resident = (placement.offload and not placement.attends_on_cpu(0, on_cpu)) or placement.cpu_share is not None
+    are_resident = (placement.offload and not placement.attends_on_cpu(0, on_cpu)) or placement.cpu_fraction is not None
     resident = Counter(shape for ordinal, shape in enumerate(model.shapes.values()) if ordinal in resident_ordinals)
     stores, stores_of_resident = (
         LayerStores(each, capacity, len(model.shapes), codecs)
@@ -85,7 +85,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     )
     others = model.held_by_others(context)
     kept = Counter({HOST.type if on_cpu else "meta": others})
-    # Layers take turns in what they share, so that the largest counts.
+    # All layers use the shared memory in turn, so the largest layer counts.
     shared_prefill = shared_decode = copied = read = moved = 0
     for meta_shape, num_layers in Counter(model.shapes.values()).items():
         index = next(index for index, shape in model.shapes.items() if shape == meta_shape)
@@ -114,7 +114,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
 
 
 def layer_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
-    """Bytes of one layer's states, of `shape` and coded by `codec`, in the blocks that the CPU kernel reads."""
+    """Bytes of `num_tokens` tokens of one layer, quantized by `codec`, in the blocks that the CPU kernel reads."""
     stores = LayerStores(Placement(), InitialCapacity(), 1, {} if codec is None else {0: codec})
     store = stores.make(0, 0, shape._replace(device=HOST))
     return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
@@ -122,15 +122,15 @@ def layer_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
 
 class LayerCost(NamedTuple):
     """
-    What one layer costs.
+    The cost of one layer.
 
     Attributes:
-        kept: bytes by type of device.
-        shared_prefill: bytes on the compute device that layers take turns in, at the end of the prompt.
-        shared_decode: likewise, while tokens are decoded.
+        kept: bytes that the layer holds alone, by device type.
+        shared_prefill: bytes on the compute device that layers use in turn, at the end of the prompt.
+        shared_decode: bytes on the compute device that layers use in turn while tokens are decoded.
         copied: see `CacheCost`.
-        moved: bytes of states that a step decodes, which writes and reads them.
-        slots: of `shared_prefill`, the copies of layers that are streamed.
+        moved: bytes that a step writes and reads because it decodes quantized states.
+        slots: the part of `shared_prefill` that holds streamed layers.
     """
 
     kept: Counter[str]
@@ -142,33 +142,33 @@ class LayerCost(NamedTuple):
 
     @classmethod
     def of(cls, stores: LayerStores, index: int, shape: KVShape, num_layers: int, lengths: list[int]) -> "LayerCost":
-        """Of the layer `index`, one of `num_layers` of this shape, after growing to each of `lengths`."""
+        """The cost of the layer `index`, one of `num_layers` of this shape, after it has grown to each of `lengths`."""
         store = stores.make(index, 0, shape)
         kept: Counter[str] = Counter()
         for device, num_bytes in store.planned_bytes(lengths):
             kept[device.type] += num_bytes
         attends_on_cpu = stores.attends_on_cpu(index, 0, shape)
-        attends_in_place = attends_on_cpu or stores.attends_in_codes(index, 0, shape)
+        attends_in_place = attends_on_cpu or stores.attends_quantized(index, 0, shape)
         all_states = lengths[-1] * sum(_token_bytes(shape))
-        # Attention of a chunk then takes some of the blocks at a time, which is little.
-        is_streamed = not attends_on_cpu or stores.cpu_share is not None
+        # Attention of a chunk then unpacks few blocks at a time.
+        is_streamed = not attends_on_cpu or stores.cpu_fraction is not None
         takes_some = stores.attention.has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
         in_pieces = not is_streamed and shape.device == HOST and takes_some
         slots = scratch = of_middle = copied = moved = 0
         entries: KVStore = store
         sizes = lengths
         if isinstance(store, SplitStore):
-            # All states are put together for a chunk of a prompt, where it is not attended to in pieces.
+            # A chunk of a prompt needs all states in one tensor, unless it attends to them in pieces.
             if not in_pieces:
                 scratch = sum(Scratch.planned_bytes([n * size for n in lengths[1:]]) for size in _token_bytes(shape))
             entries, sizes = store.host, store.planned_host_tokens(lengths)
-            if isinstance(entries, CodedStore) and not in_pieces:
+            if isinstance(entries, QuantizedStore) and not in_pieces:
                 of_middle = sum(Scratch.planned_bytes([n * size for n in sizes]) for size in _token_bytes(shape))
-        if isinstance(entries, CodedStore):
-            sizes = [coded_blocks(entries.codec, length) for length in sizes]
-            entries = entries.records
+        if isinstance(entries, QuantizedStore):
+            sizes = [num_quantized_blocks(entries.codec, length) for length in sizes]
+            entries = entries.packed
             moved = 0 if attends_in_place else 2 * all_states
-            # The first chunk is attended to as it comes.
+            # The first chunk attends to its own states, which are not quantized yet.
             later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
             if not in_pieces:
                 scratch = sum(Scratch.planned_bytes([n * size for n in later]) for size in _token_bytes(shape))
@@ -182,6 +182,6 @@ class LayerCost(NamedTuple):
 
 
 def _token_bytes(shape: KVShape) -> tuple[int, int]:
-    """Bytes of the keys, and of the values, of one token."""
+    """Bytes of one token's keys, and of its values, in all sequences."""
     heads = shape.batch * shape.num_kv_heads
     return heads * shape.key_dim * shape.key_dtype.itemsize, heads * shape.value_dim * shape.value_dtype.itemsize

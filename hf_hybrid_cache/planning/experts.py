@@ -1,9 +1,9 @@
 """
-The experts of a mixture-of-experts model: what they take, and how many of them some tokens choose.
+The cost of a mixture-of-experts model's experts: their bytes, and how many of them a number of tokens choose.
 
-Which experts tokens choose is not known before they are there. Expected numbers are those of a router that chooses each
-expert equally often, and for each token anew. Real ones have favourites, and tokens beside each other choose alike, so
-that fewer experts are read; a single token always chooses as many as it does.
+The expected number of chosen experts is that of a router that chooses each expert equally often, independently for each
+token. Real routers prefer some experts, and neighbouring tokens choose alike, so fewer experts are read. The number for
+a single token is exact.
 """
 
 from collections.abc import Iterator
@@ -24,75 +24,76 @@ class LayerExperts:
     The experts of one layer.
 
     Attributes:
-        count: how many there are.
-        chosen: by each token.
-        num_weights: in the matrices of all of them; biases count with the other weights of the model.
-        num_bytes: of these matrices as they are.
-        coded_bytes: of these matrices in few bits, by bits; those that are too small for that as they are.
-        state_bytes: of one token, that go in; as many come out.
+        count: number of experts.
+        chosen: number of experts that each token chooses.
+        num_weights: number of weights in the matrices of all experts; biases count with the model's other weights.
+        num_bytes: of these matrices, not quantized.
+        quantized_bytes: of these matrices, quantized, by bits; matrices that are too small for it are counted as they
+            are.
+        state_bytes: of one token's hidden states, which go to an expert; as many come back.
     """
 
     count: int
     chosen: int
     num_weights: int
     num_bytes: int
-    coded_bytes: dict[int, int]
+    quantized_bytes: dict[int, int]
     state_bytes: int
 
     def distinct(self, num_tokens: int) -> float:
         """
-        Experts that at least one of `num_tokens` tokens chooses, on average.
+        The expected number of experts that at least one of `num_tokens` tokens chooses.
 
-        A token leaves out a given expert with probability `1 - chosen / count`, if it chooses each equally often.
+        A token does not choose a given expert with probability `1 - chosen / count`.
         """
         return self.count * (1.0 - (1.0 - self.chosen / self.count) ** num_tokens)
 
     def bytes_in(self, bits: int | None) -> int:
-        """Bytes of all of them in so many bits; `None` is as they are."""
-        return self.num_bytes if bits is None else self.coded_bytes[bits]
+        """Bytes of all experts in so many bits; `None` for experts as they are."""
+        return self.num_bytes if bits is None else self.quantized_bytes[bits]
 
 
 @dataclass(frozen=True)
 class ExpertsCost:
     """
-    What all experts of a model cost; a model without experts has no layers of them.
+    The cost of all experts of a model.
 
     Attributes:
-        layers: that have experts.
+        layers: the layers with experts; empty for a dense model.
     """
 
     layers: tuple[LayerExperts, ...] = ()
 
     def total_bytes(self, bits: int | None = None) -> int:
-        """Bytes of all experts in so many bits; `None` is as they are."""
+        """Bytes of all experts of all layers in so many bits; `None` for experts as they are."""
         return sum(layer.bytes_in(bits) for layer in self.layers)
 
     def read_bytes(self, num_tokens: int, bits: int | None = None) -> float:
-        """Bytes of the experts that `num_tokens` tokens at once choose, on average, each read once."""
+        """The expected bytes of all experts that `num_tokens` tokens choose in one step; each expert is read once."""
         return sum(layer.distinct(num_tokens) / layer.count * layer.bytes_in(bits) for layer in self.layers)
 
     def distinct(self, num_tokens: int) -> float:
-        """Experts of a layer that `num_tokens` tokens at once choose, on average."""
+        """The expected number of experts of a layer that `num_tokens` tokens choose in one step."""
         return sum(layer.distinct(num_tokens) for layer in self.layers) / max(1, len(self.layers))
 
     @property
     def token_flops(self) -> float:
-        """Arithmetic of one token with the experts that it chooses."""
+        """Floating-point operations of one token with its chosen experts."""
         return sum(2 * layer.chosen / layer.count * layer.num_weights for layer in self.layers)
 
     @property
     def crossing_bytes(self) -> int:
-        """Bytes of one token's states on their way to experts elsewhere and back, in all layers."""
+        """Bytes that cross the bus for one token, to experts in host memory and back, in all layers."""
         return sum(2 * layer.state_bytes for layer in self.layers)
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of one expert as it is, at most."""
+        """Bytes of the largest expert, not quantized."""
         return max((layer.num_bytes // layer.count for layer in self.layers), default=0)
 
 
 class ExpertModules:
-    """The modules of a model that hold experts, and what goes into them."""
+    """The modules of a model that hold experts; they are observed to learn how many experts a token chooses."""
 
     def __init__(self, model: PreTrainedModel):
         self._matrices: dict[nn.Module, list[nn.Parameter]] = {}
@@ -104,7 +105,7 @@ class ExpertModules:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Note what goes into the modules meanwhile: families differ in what their configs call it."""
+        """Observe the inputs of the modules inside the block: configs have no common name for these numbers."""
         hooks = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in self._matrices]
         try:
             yield
@@ -113,22 +114,22 @@ class ExpertModules:
                 hook.remove()
 
     def costs(self, model: PreTrainedModel) -> dict[int, LayerExperts]:
-        """What the experts of a layer cost, by the `id` of each of its matrices."""
+        """The cost of each layer's experts, by the `id` of each of their matrices."""
         covered = {id(each.parameter): each for each in coverage(model)[0]} if self._matrices else {}
         costs: dict[int, LayerExperts] = {}
         for module, matrices in self._matrices.items():
             count = len(matrices[0])
-            # A module that nothing went into: all are read.
+            # A module without observed inputs counts as if all its experts were read.
             chosen, state_bytes = self._seen.get(module, (count, 0))
-            coded = {
+            quantized = {
                 bits: sum(
-                    covered[id(matrix)].coded_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
+                    covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
                     for matrix in matrices
                 )
                 for bits in WEIGHT_BITS
             }
             numbers = sum(matrix.numel() for matrix in matrices), sum(matrix.nbytes for matrix in matrices)
-            layer = LayerExperts(count, min(chosen, count), *numbers, coded, state_bytes)
+            layer = LayerExperts(count, min(chosen, count), *numbers, quantized, state_bytes)
             costs |= {id(matrix): layer for matrix in matrices}
         return costs
 

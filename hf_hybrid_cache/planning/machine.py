@@ -1,4 +1,4 @@
-"""The machine that a plan is for: its memory, and its speeds, which are measured once and kept in a file."""
+"""The machine that a plan is for: its memory, and its speeds, which are measured once and stored in a file."""
 
 import json
 import platform
@@ -11,27 +11,29 @@ from typing import Any
 import torch
 
 from .._version import __version__
+from ..errors import HybridCacheError
+from ..prefill_chunks import PREFILL_CHUNK_SIZE
 from ..storage import available_host_bytes
 from ..user_folder import cache_home, write_whole
 
 _SCHEMA = 1
-# Numbers beyond are no measurements, and products of them may be infinite.
+# A number outside of these bounds is no measurement, and products of such numbers may overflow.
 _LEAST, _MOST = 1e-15, 1e30
 
 
-class SpeedsFileError(ValueError):
+class SpeedsFileError(HybridCacheError, ValueError):
     """Measured speeds cannot be used; the message names the file and says what to do."""
 
 
 @dataclass(frozen=True)
 class CacheSpeed:
     """
-    How fast a cache is on one device.
+    The speed of a cache on one device.
 
     Attributes:
-        steps: bytes stored in one layer, and seconds that its update and its attention then take in a decode step; two
-            or more such pairs, the fewest bytes first.
-        attention_flops: a second, in the prefill.
+        steps: two or more pairs, the smallest first: bytes stored in one layer, and seconds of its update and
+            attention in a decode step.
+        attention_flops: floating-point operations per second of attention in the prefill.
     """
 
     steps: tuple[tuple[float, float], ...]
@@ -43,7 +45,7 @@ class CacheSpeed:
             raise ValueError(f"steps must be of two or more sizes, the smallest first, got {sizes}")
 
     def step_seconds(self, layer_bytes: float) -> float:
-        """Seconds with so many bytes in the layer: on the line between the steps beside it, or the nearest two."""
+        """Seconds of a step with so many bytes in the layer, interpolated from the nearest two measurements."""
         position = min(max(1, bisect_left(self.steps, (layer_bytes,))), len(self.steps) - 1)
         (less, sooner), (more, later) = self.steps[position - 1 : position + 1]
         return max(0.0, sooner + (later - sooner) * (layer_bytes - less) / (more - less))
@@ -52,11 +54,11 @@ class CacheSpeed:
 @dataclass(frozen=True)
 class WeightSpeed:
     """
-    How fast a device multiplies weights of few bits.
+    The speed of products with quantized weights.
 
     Attributes:
-        bytes_per_second: of codes, read by products with one token.
-        flops: a second, in products with many tokens; `None` if that is not known.
+        bytes_per_second: of codes that are read, in products with one token.
+        flops: floating-point operations per second in products with many tokens; `None` if not known.
     """
 
     bytes_per_second: float
@@ -66,33 +68,33 @@ class WeightSpeed:
 @dataclass(frozen=True)
 class DeviceSpeed:
     """
-    How fast a device computes a model.
+    The speed of a device.
 
     Attributes:
-        weight_bytes_per_second: read by products of the weights with one token.
-        layer_seconds: of a step of one layer besides weights and attention.
-        flops: a second, in products of the weights with many tokens; `None` if that is not known.
-        caches: by name, as far as they are known.
-        coded_weights: weights of few bits by their bits, likewise.
+        weight_bytes_per_second: of weights that are read, in products with one token.
+        layer_seconds: seconds of one layer in a step, without weights and attention.
+        flops: floating-point operations per second in products with many tokens; `None` if not known.
+        caches: speeds of caches by name, as far as known.
+        quantized_weights: speeds of quantized weights by bits, as far as known.
     """
 
     weight_bytes_per_second: float
     layer_seconds: float = 0.0
     flops: float | None = None
     caches: Mapping[str, CacheSpeed] = field(default_factory=dict)
-    coded_weights: Mapping[int, WeightSpeed] = field(default_factory=dict)
+    quantized_weights: Mapping[int, WeightSpeed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Speeds:
     """
-    How fast a machine is; `None` is not known.
+    The speeds of a machine; `None` where not known.
 
     Attributes:
-        host: its CPU.
-        device: its GPU.
-        bus_bytes_per_second: from page-locked host memory to the GPU.
-        round_trip_seconds: of a query to the host and a result back.
+        host: of its CPU.
+        device: of its GPU.
+        bus_bytes_per_second: of copies from page-locked host memory to the GPU.
+        round_trip_seconds: of a small tensor from the GPU to the host and back.
     """
 
     host: DeviceSpeed | None = None
@@ -104,11 +106,11 @@ class Speeds:
 @dataclass(frozen=True)
 class Machine:
     """
-    What a plan may use.
+    The memory that a plan may use, and the speeds of the machine.
 
     Attributes:
-        device_bytes: of the GPU; 0 is none.
-        host_bytes: of host memory.
+        device_bytes: GPU memory; 0 for no GPU.
+        host_bytes: host memory.
         speeds: as far as they are known.
     """
 
@@ -118,12 +120,12 @@ class Machine:
 
 
 def default_chunk(on_gpu: bool) -> int:
-    """Tokens of a prompt in a forward pass, few on a GPU for their activations, on a CPU the fastest."""
-    return 512 if on_gpu else 2048
+    """The default `prefill_chunk_size`: on a GPU few tokens, to save memory; on a CPU the fastest number."""
+    return 512 if on_gpu else PREFILL_CHUNK_SIZE
 
 
 def free_device_bytes() -> int:
-    """Bytes that are free on the current accelerator, also in what torch keeps for itself; 0 where none tells."""
+    """Free bytes on the current accelerator, torch's reserve included; 0 without one, or if it does not say."""
     if not torch.accelerator.is_available():
         return 0
     try:
@@ -134,7 +136,7 @@ def free_device_bytes() -> int:
 
 
 def accelerator_name() -> str | None:
-    """What the current accelerator is called; `None` without one."""
+    """The name of the current accelerator; `None` without one."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None
@@ -142,8 +144,15 @@ def accelerator_name() -> str | None:
     return accelerator.type if name is None else str(name())
 
 
-def this_machine(device_bytes: int | None, host_bytes: int | None, speeds: Speeds = Speeds()) -> Machine:
-    """What is given, and what is free here where it is `None`."""
+def this_machine(device_bytes: int | None = None, host_bytes: int | None = None, speeds: Speeds = Speeds()) -> Machine:
+    """
+    Describe this machine.
+
+    Args:
+        device_bytes: GPU memory that a plan may use; `None` for the memory that is free now.
+        host_bytes: host memory that a plan may use; `None` for the memory that is free now.
+        speeds: as far as they are known, as from `calibrate`.
+    """
     return Machine(
         free_device_bytes() if device_bytes is None else device_bytes,
         available_host_bytes() if host_bytes is None else host_bytes,
@@ -152,7 +161,7 @@ def this_machine(device_bytes: int | None, host_bytes: int | None, speeds: Speed
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """The name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -161,15 +170,16 @@ def cpu_name() -> str:
 
 
 def speeds_path() -> Path:
+    """The file that stores the measured speeds of this machine."""
     return cache_home() / "speeds.json"
 
 
 def load_speeds(dtype: torch.dtype) -> Speeds:
     """
-    The speeds that were measured on this machine with models of `dtype`; before that none are known.
+    Load the speeds that were measured on this machine with models of `dtype`; empty if there was no measurement.
 
     Raises:
-        SpeedsFileError: the file is damaged, or of another machine or version.
+        SpeedsFileError: the file is damaged, or was made on another machine or with another version.
     """
     here = _signature()
     try:
@@ -191,7 +201,7 @@ def load_speeds(dtype: torch.dtype) -> Speeds:
 
 
 def save_speeds(dtype: torch.dtype, speeds: Speeds) -> Path:
-    """Keep the speeds of this machine with models of `dtype`, beside those of other types; returns the file."""
+    """Store the speeds of this machine with models of `dtype`, beside those of other dtypes; return the file."""
     path, here = speeds_path(), _signature()
     try:
         content = json.loads(path.read_text())
@@ -204,7 +214,7 @@ def save_speeds(dtype: torch.dtype, speeds: Speeds) -> Path:
 
 
 def _signature() -> dict[str, Any]:
-    """What a measurement belongs to."""
+    """The machine and the software that a measurement is valid for."""
     return {
         "schema": _SCHEMA,
         "hf_hybrid_cache": __version__,
@@ -215,7 +225,7 @@ def _signature() -> dict[str, Any]:
 
 
 def _parsed(speeds: dict[str, Any]) -> Speeds:
-    """What `asdict` made of speeds."""
+    """Speeds from the dictionary that `asdict` made."""
     bus = speeds["bus_bytes_per_second"]
     return Speeds(
         _parsed_device(speeds["host"]),
@@ -235,17 +245,17 @@ def _parsed_device(speed: dict[str, Any] | None) -> DeviceSpeed | None:
         )
         for name, cache in speed["caches"].items()
     }
-    # Files of before there were such weights have none.
-    coded_weights = {
+    # Older files have no speeds of quantized weights.
+    quantized_weights = {
         int(bits): WeightSpeed(_positive("bytes_per_second", weights["bytes_per_second"]), _flops(weights["flops"]))
-        for bits, weights in speed.get("coded_weights", {}).items()
+        for bits, weights in speed.get("quantized_weights", {}).items()
     }
     return DeviceSpeed(
         _positive("weight_bytes_per_second", speed["weight_bytes_per_second"]),
         _seconds("layer_seconds", speed["layer_seconds"]),
         _flops(speed["flops"]),
         caches,
-        coded_weights,
+        quantized_weights,
     )
 
 

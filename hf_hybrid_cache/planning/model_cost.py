@@ -1,8 +1,8 @@
 """
-What a model costs, whichever cache it has: weights, shapes of its keys and values, memory and arithmetic of a prefill.
+The cost of a model without a cache: weights, shapes of keys and values, memory and operations of a prefill.
 
-From a config alone. The model is built on torch's meta device, where tensors have shapes and no data, and a few chunks
-of a prompt are run through it: what comes out is what its own code does, whatever its family.
+Only a config is needed. The model is built on torch's meta device, where tensors have shapes and no data, and a few
+chunks of a prompt run there. So the numbers come from the model's own code, whatever its family.
 """
 
 import copy
@@ -23,29 +23,30 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..cache_argument import cache_argument
+from ..errors import HybridCacheError
 from ..layers import tensors_of
 from ..storage import KVShape
 from ..weights import WEIGHT_BITS
-from .coded_weights import CodedWeights, coded_weights
 from .experts import ExpertModules, ExpertsCost, LayerExperts
+from .quantized_weights import QuantizedWeights, quantized_weights
 
 META = torch.device("meta")
-_MAX_CONTEXT = 2**20  # where a config does not say
+_MAX_CONTEXT = 2**20  # for configs without a limit
 
 
-class CostError(ValueError):
-    """What a model costs cannot be worked out; the message says why."""
+class CostError(HybridCacheError, ValueError):
+    """The cost of a model cannot be computed; the message says why."""
 
 
 @dataclass(frozen=True)
 class OtherLayer:
     """
-    What a layer of transformers' own holds.
+    The size of a layer that keeps transformers' own cache.
 
     Attributes:
         token_bytes: of the keys and values of one token.
-        max_tokens: how many it keeps; `None` for all.
-        fixed_bytes: held whatever the context.
+        max_tokens: the most tokens that it keeps; `None` for all.
+        fixed_bytes: held at any context length.
     """
 
     token_bytes: int
@@ -54,7 +55,7 @@ class OtherLayer:
 
     @classmethod
     def of(cls, layer: Any) -> "OtherLayer":
-        """Of a layer that holds some tokens."""
+        """The size of a layer, measured on one that holds some tokens."""
         held = sum(tensor.nbytes for tensor in tensors_of(layer))
         if not isinstance(layer, DynamicLayer) or layer.get_seq_length() == 0:
             return cls(0, None, held)
@@ -64,6 +65,7 @@ class OtherLayer:
         return cls(token_bytes, window and window - 1, held - sum(tensor.nbytes for tensor in states))
 
     def held_bytes(self, num_tokens: int) -> int:
+        """Bytes held after `num_tokens` tokens."""
         kept = num_tokens if self.max_tokens is None else min(num_tokens, self.max_tokens)
         return self.fixed_bytes + kept * self.token_bytes
 
@@ -71,36 +73,36 @@ class OtherLayer:
 @dataclass(frozen=True)
 class ModelCost:
     """
-    What a model costs, whichever cache it has.
+    The cost of a model without a cache.
 
     Attributes:
         name: for messages and code.
         dtype: of weights, keys and values.
-        weight_bytes: of all weights.
-        step_weight_bytes: of the weights that a decode step reads, of experts as many as its tokens choose on average.
-        coded_weights: the weights in few bits, by bits; empty where none can be.
-        num_layers: of the model.
-        comes_coded: its files are of few bits in some other way, and are made numbers while they are loaded.
-        max_context: tokens that the model can attend to.
-        batch: sequences at once.
-        chunk: tokens of the prompt in one forward pass, of each sequence.
-        experts: what the experts cost, which are among the weights.
+        weight_bytes: of all weights, experts included.
+        step_weight_bytes: of the weights that a decode step reads; of experts, the expected number of chosen ones.
+        quantized_weights: sizes of the quantized weights, by bits; empty where no weight can be quantized.
+        num_layers: number of layers.
+        comes_quantized: whether its files are quantized by another library; they are dequantized while they are loaded.
+        max_context: the most tokens that the model can attend to.
+        batch: number of sequences.
+        chunk: number of tokens of each sequence in one forward pass of the prefill.
+        experts: cost of the experts.
         shapes: of the keys and values of the full-attention layers, by index, on the meta device.
-        others: the layers that have transformers' own cache.
-        has_kernel: its attention is what the CPU kernel computes.
-        token_flops: of products with weights, for each token of the prompt, in all sequences.
-        pair_flops: of attention, for each token of the prompt and each token in the cache, likewise.
-        least_working_bytes: what a chunk takes besides weights and cache, whatever comes before it.
-        working_bytes_line: the same as a constant and a slope in the tokens of the context, where that is more.
+        others: the layers that keep transformers' own cache.
+        has_kernel: whether the CPU kernel computes its attention.
+        token_flops: operations of products with weights for each token of the prompt, in all sequences.
+        pair_flops: operations of attention for each pair of a prompt's token and a cached token, in all sequences.
+        least_working_bytes: working memory of a chunk, besides weights and cache, with nothing before it.
+        working_bytes_line: constant and slope of a chunk's working memory in the context length, for long contexts.
     """
 
     name: str
     dtype: torch.dtype
     weight_bytes: int
     step_weight_bytes: int
-    coded_weights: Mapping[int, CodedWeights]
+    quantized_weights: Mapping[int, QuantizedWeights]
     num_layers: int
-    comes_coded: bool
+    comes_quantized: bool
     max_context: int
     batch: int
     chunk: int
@@ -114,7 +116,7 @@ class ModelCost:
     working_bytes_line: tuple[float, float]
 
     def without_experts(self) -> "ModelCost":
-        """What is left where the experts are elsewhere; `coded_weights` still has them."""
+        """The cost of the model without its experts; `quantized_weights` still includes them."""
         return replace(
             self,
             weight_bytes=self.weight_bytes - self.experts.total_bytes(),
@@ -124,20 +126,20 @@ class ModelCost:
         )
 
     def lengths(self, context: int) -> list[int]:
-        """Tokens in the cache after each chunk of a prompt of `context` tokens."""
+        """The number of cached tokens after each chunk of a prompt of `context` tokens."""
         return [*range(self.chunk, context, self.chunk), context]
 
     def working_bytes(self, context: int) -> int:
-        """Bytes that a chunk takes besides weights and cache, at most, in a prompt of `context` tokens."""
+        """The most working memory of a chunk, besides weights and cache, in a prompt of `context` tokens."""
         constant, slope = self.working_bytes_line
         return max(self.least_working_bytes, int(constant + slope * context))
 
     def held_by_others(self, context: int) -> int:
-        """Bytes in the layers that have transformers' own cache."""
+        """Bytes held by the layers that keep transformers' own cache."""
         return sum(layer.held_bytes(context) for layer in self.others)
 
     def attention_flops(self, context: int) -> float:
-        """Arithmetic of attention in a prompt of `context` tokens."""
+        """Floating-point operations of attention in a prompt of `context` tokens."""
         ends = self.lengths(context)
         return self.pair_flops * sum((end - start) * end for start, end in pairwise([0, *ends]))
 
@@ -146,13 +148,13 @@ def model_cost(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, batch: int = 1, chunk: int = 512
 ) -> ModelCost:
     """
-    Work out what a model costs. Takes about a second, with hundreds of billions of weights a few.
+    Compute the cost of a model. It takes about a second, and a few for hundreds of billions of weights.
 
     Args:
         config: of a causal language model.
-        dtype: of its weights, keys and values; `None` for the config's, or bfloat16 where it does not say.
-        batch: sequences at once.
-        chunk: tokens of the prompt in one forward pass, the `prefill_chunk_size` of `generate`.
+        dtype: of its weights, keys and values; `None` for the config's, or bfloat16 if it has none.
+        batch: number of sequences.
+        chunk: number of tokens in one forward pass of the prefill, the `prefill_chunk_size` of `generate`.
 
     Raises:
         CostError: transformers cannot run such a model without data.
@@ -166,7 +168,7 @@ def model_cost(
         with torch.device(META):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
         cache: Any = DynamicCache(config=config)
-        # What a chunk takes grows with the tokens before it; the second and the third tell how.
+        # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
         modules = ExpertModules(model)
         with modules.observed():
@@ -176,13 +178,13 @@ def model_cost(
         costs, output = modules.costs(model), model.get_output_embeddings().weight
         used = {weight: costs.get(id(weight)) for weight in _weights_used(model)}
         read = [(weight, _share(of, batch)) for weight, of in used.items()]
-        coded = {bits: coded_weights(model, read, bits) for bits in WEIGHT_BITS}
-    except Exception as error:  # of any kind, because this runs the code of any model
+        quantized = {bits: quantized_weights(model, read, bits) for bits in WEIGHT_BITS}
+    except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CostError(f"What {name} costs cannot be worked out without its weights: {reason}") from error
     more = longest - longest // 4
     slope = (last.peak_bytes - middle.peak_bytes) / more
-    # By type, as `HybridCache` chooses the layers that it replaces.
+    # `HybridCache` chooses the layers that it replaces by the same type.
     ours = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized]
     shapes = {index: KVShape.of(cache.layers[index].keys, cache.layers[index].values) for index in ours}
     return ModelCost(
@@ -190,9 +192,9 @@ def model_cost(
         dtype=dtype,
         weight_bytes=sum(weight.nbytes for weight in model.parameters()),
         step_weight_bytes=int(sum(share * weight.nbytes for weight, share in read)),
-        coded_weights={bits: weights for bits, weights in coded.items() if weights is not None},
+        quantized_weights={bits: weights for bits, weights in quantized.items() if weights is not None},
         num_layers=config.get_text_config(decoder=True).num_hidden_layers,
-        comes_coded=getattr(config, "quantization_config", None) is not None,
+        comes_quantized=getattr(config, "quantization_config", None) is not None,
         max_context=max_context,
         batch=batch,
         chunk=chunk,
@@ -200,7 +202,7 @@ def model_cost(
         shapes=shapes,
         others=tuple(OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes),
         has_kernel=last.attended_dims == {(shape.key_dim, shape.value_dim) for shape in shapes.values()},
-        # Logits are wanted of the last position only.
+        # The prefill needs logits of the last position only.
         token_flops=2 * batch * sum(_share(of, 1) * each.numel() for each, of in used.items() if each is not output),
         pair_flops=(last.flops - middle.flops) / more / chunk,
         least_working_bytes=first.peak_bytes,
@@ -209,28 +211,28 @@ def model_cost(
 
 
 def _weights_used(model: Any) -> Iterator[torch.Tensor]:
-    """Weights that tokens are multiplied with, and not only looked up in."""
+    """The weights without an embedding that is only looked up."""
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return (weight for weight in model.parameters() if weight is not embeddings or embeddings is output)
 
 
 def _share(experts: LayerExperts | None, num_tokens: int) -> float:
-    """The share of a matrix that `num_tokens` tokens at once read: of experts those that are chosen."""
+    """The share of a matrix that a step with `num_tokens` tokens reads; of experts, the chosen ones."""
     return 1.0 if experts is None else experts.distinct(num_tokens) / experts.count
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What a chunk of a prompt takes besides weights and cache, computes, and attends to without further ado."""
+    """Working memory and operations of a chunk, and the head sizes of its attention calls that `sdpa` computes."""
 
     peak_bytes: int
     flops: float
     attended_dims: set[tuple[int, int]]
 
 
-@torch.no_grad()  # in inference mode operations would not come apart into those whose arithmetic is known
+@torch.no_grad()  # inference mode does not decompose operations into those with known flops
 def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chunk:
-    """Run the chunk that brings the cache to `end` tokens, with any tokens before it."""
+    """Run the chunk that grows the cache to `end` tokens; missing tokens before it are filled in without data."""
     missing = end - chunk - cache.get_seq_length()
     grown: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
     for layer in grown if missing else []:
@@ -251,7 +253,7 @@ def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chu
     return _Chunk(others.peak_bytes, others.flops + attention.flops, attention.dims)
 
 
-# Which of them there are depends on torch.
+# Versions of torch differ in which of them exist.
 _GROUPED_PRODUCTS = [
     product
     for owner, name in [(nn.functional, "grouped_mm"), (torch, "_grouped_mm")]
@@ -261,12 +263,15 @@ _GROUPED_PRODUCTS = [
 
 class _FusedOperations(TorchFunctionMode):
     """
-    Lets attention be one operation, as it is where there are data: the meta device would take it apart. And lets
-    experts be multiplied whatever their type: the meta device asks for bfloat16, as other devices do not.
+    Keeps attention one operation, which the meta device would decompose, and computes grouped products of any dtype,
+    for which the meta device demands bfloat16.
+
+    Args:
+        num_tokens: number of cached tokens after the chunk.
 
     Attributes:
         flops: of all attention.
-        dims: of the keys and values in those over `num_tokens`.
+        dims: head sizes of keys and values in the attention to all `num_tokens` tokens.
     """
 
     def __init__(self, num_tokens: int):
@@ -290,11 +295,15 @@ class _FusedOperations(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     """
-    Counts arithmetic, and the bytes of tensors that live at once, those of `others` excepted.
+    Counts floating-point operations, and the bytes of live tensors.
+
+    Args:
+        others: tensors that are never counted.
+        held: tensors that exist from the beginning; their bytes are subtracted.
 
     Attributes:
         flops: of products of matrices.
-        peak_bytes: more than those of `held`, which are there from the beginning, at most.
+        peak_bytes: the most bytes of live tensors at a time.
     """
 
     def __init__(self, others: Iterable[torch.Tensor], held: Iterable[torch.Tensor]):

@@ -1,4 +1,4 @@
-"""Which cache for which machine: every cache with what it needs, how fast it is and how far it goes."""
+"""Plans: every cache with the memory that it needs, its speed and its longest context; the recommended one."""
 
 import warnings
 from bisect import bisect_left
@@ -8,48 +8,49 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from ..errors import HybridCacheError
 from ..storage import available_host_bytes
 from ..weights import WEIGHT_BITS
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, expert_candidates, gpu_candidates
 from .divided import divided_candidates
-from .expert_speed import seconds_per_token_with_experts, seconds_to_first_token_with_experts
+from .expert_prediction import seconds_per_token_with_experts, seconds_to_first_token_with_experts
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
 from .model_cost import ModelCost, model_cost
-from .speed import Way, seconds_of_division, seconds_per_token, seconds_to_first_token
+from .prediction import Strategy, seconds_of_division, seconds_per_token, seconds_to_first_token
 
 _OF_FEW_BITS = "quantized-8", "quantized-4"
 _OF_2_BITS = "quantized-4-2", "quantized-2"
 
 
-class PlanError(ValueError):
-    """There is no plan for what was asked; the message gives the numbers."""
+class PlanError(HybridCacheError, ValueError):
+    """There is no plan for the request; the message gives the numbers."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """
-    One cache on one machine at one context.
+    The plan for one cache on one machine at one context length.
 
     Attributes:
         cache: its name.
-        way: where it is, and who attends to it.
-        context: tokens of each sequence, prompt and answer.
-        device_bytes: of GPU memory, at most at any time, with weights and all.
-        host_bytes: likewise, of host memory.
-        kv_device_bytes: of GPU memory in the cache while it decodes, as `memory()` reports it.
-        kv_host_bytes: likewise, of host memory.
-        short_device_bytes: of GPU memory that are missing.
-        short_host_bytes: of host memory that are missing.
+        strategy: where keys and values are, and whether GPU or CPU computes attention and decodes.
+        context: number of tokens of each sequence, prompt and answer.
+        device_bytes: the most GPU memory that is used at any time, weights included.
+        host_bytes: the most host memory that is used at any time, weights included.
+        kv_device_bytes: GPU memory of the cache while it decodes, as `memory()` reports it.
+        kv_host_bytes: host memory of the cache while it decodes.
+        short_device_bytes: GPU memory that is missing.
+        short_host_bytes: host memory that is missing.
         seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known.
-        seconds_to_first_token: of a prompt as long as the context, likewise.
-        longest_context: that fits, at most the model's; 0 if none does.
-        code: lines of Python that use it.
-        weights: bits of a weight where the CPU computes with it; `None` for the weights as they are.
-        experts_on_host: all of the model is on the GPU but its experts, which the CPU computes in host memory.
+        seconds_to_first_token: of a prompt as long as the context; `None` where speeds are not known.
+        longest_context: the longest context that fits, at most the model's; 0 if none does.
+        code: Python program that uses the cache.
+        weights: bits of the weights that the CPU multiplies; `None` for the weights as they are.
+        experts_on_host: the experts are in host memory and the CPU computes them; the rest of the model is on the GPU.
     """
 
     cache: str
-    way: Way
+    strategy: Strategy
     context: int
     device_bytes: int
     host_bytes: int
@@ -66,20 +67,21 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether no memory is missing."""
         return self.short_device_bytes == self.short_host_bytes == 0
 
     @property
     def cache_line(self) -> str:
-        """That of `code` which makes the cache."""
+        """The line of `code` that makes the cache."""
         return next(line for line in self.code.splitlines() if line.startswith("cache = "))
 
     @property
     def weights_lost(self) -> int:
-        """How much is lost of the weights, 0 for nothing."""
+        """The rank of the loss of precision of the weights; 0 for weights as they are."""
         return 0 if self.weights is None else 1 + WEIGHT_BITS.index(self.weights)
 
     def is_faster_than(self, other: "Plan", times: float = 1.0) -> bool:
-        """Whether a token takes less than the other's time by so many times; not where this speed is not known."""
+        """Whether a token is more than `times` faster than with the other plan; an unknown speed is the slowest."""
         if self.seconds_per_token is None:
             return False
         return other.seconds_per_token is None or times * self.seconds_per_token < other.seconds_per_token
@@ -87,22 +89,22 @@ class Plan:
 
 def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Plan:
     """
-    What a cache needs and how fast it is.
+    Plan for one cache.
 
     Raises:
-        PlanError: the model does not go that far.
+        PlanError: the context is longer than the model's.
     """
     if context > model.max_context:
         raise PlanError(f"{model.name} has a context of {model.max_context:,} tokens, and {context:,} were asked for.")
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
     speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
-    arguments = model, cost, speed_name, candidate.way, machine.speeds
+    arguments = model, cost, speed_name, candidate.strategy, machine.speeds
     if candidate.experts_on_host:
         seconds = seconds_per_token_with_experts(*arguments, candidate.weights)
         first = seconds_to_first_token_with_experts(*arguments, context, candidate.weights)
     else:
-        if candidate.way == Way.BOTH:
+        if candidate.strategy == Strategy.BOTH:
             division = candidate.division(model, context)
             seconds = seconds_of_division(model, cost, speed_name, division, machine.speeds)
         else:
@@ -110,7 +112,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         first = seconds_to_first_token(*arguments, context, candidate.weights)
     return Plan(
         cache=candidate.cache,
-        way=candidate.way,
+        strategy=candidate.strategy,
         context=context,
         device_bytes=most.device,
         host_bytes=most.host,
@@ -129,14 +131,19 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
 
 def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     """
-    A plan for every cache there is to choose from.
+    Plan for every cache that there is.
 
-    With the model on the GPU, where it has room for the weights. With its experts in host memory, if it has any, where
-    the GPU has room for the others. With the model on the CPU, where it has not, or nothing fits with weights as they
-    are.
+    There are plans with the model on the GPU if the GPU has room for the weights, plans with the experts in host memory
+    if it has room for the other weights, and plans with the model on the CPU if none of these fits with the weights as
+    they are.
+
+    Args:
+        model: cost of the model, from `model_cost`.
+        context: number of tokens of each sequence.
+        machine: memory and speeds, as from `this_machine`.
 
     Raises:
-        PlanError: the model does not go that far.
+        PlanError: the context is longer than the model's.
     """
     plans = []
     if has_room(model, machine):
@@ -150,12 +157,12 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
 
 
 def has_room(model: ModelCost, machine: Machine) -> bool:
-    """Whether weights, and a chunk of a prompt, fit the GPU."""
+    """Whether the GPU has room for the weights and a chunk of a prompt."""
     return _bytes_without_a_cache(model) <= machine.device_bytes
 
 
 def _bytes_without_a_cache(model: ModelCost) -> int:
-    """Weights, the process, and a chunk of a prompt."""
+    """Bytes of the weights, the process and a chunk of a prompt."""
     return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
 
 
@@ -169,36 +176,37 @@ def predict(
     chunk: int = 512,
 ) -> Plan:
     """
-    What one cache needs, and how fast it is, with the model on the GPU, or on the CPU where there is none.
+    Plan for one cache by name, with the model on the GPU, or on the CPU if the machine has no GPU.
 
     Args:
         config: of the model.
         cache: "stock", "offloaded" or one of `BITS`.
-        context: tokens of each sequence.
+        context: number of tokens of each sequence.
         machine: memory and speeds.
-        dtype: of weights, keys and values; `None` for the config's, or bfloat16 where it does not say.
-        batch: sequences at once.
-        chunk: tokens of the prompt in one forward pass.
+        dtype: of weights, keys and values; `None` for the config's, or bfloat16 if it has none.
+        batch: number of sequences.
+        chunk: number of tokens in one forward pass of the prefill.
 
     Raises:
-        CostError: the costs of the model cannot be worked out.
-        PlanError: there is no such cache, or the model does not go that far.
+        CostError: the cost of the model cannot be computed.
+        PlanError: there is no such cache, or the context is longer than the model's.
     """
     if cache not in ("stock", "offloaded", *BITS):
         raise PlanError(f"{cache!r} is not one of stock, offloaded, {', '.join(BITS)}.")
-    on_gpu = Way.STREAMED if cache == "offloaded" else Way.GPU
-    candidate = Candidate(cache, on_gpu if machine.device_bytes else Way.CPU)
+    on_gpu = Strategy.STREAMED if cache == "offloaded" else Strategy.GPU
+    candidate = Candidate(cache, on_gpu if machine.device_bytes else Strategy.CPU)
     return make_plan(model_cost(config, dtype, batch, chunk), candidate, context, machine)
 
 
 def recommendations(plans: Sequence[Plan]) -> list[Plan]:
     """
-    The plans to choose from that fit, the one to take first in front.
+    The recommended plans, the best first.
 
-    The fastest with keys and values in full precision, in 8 and in 4 bits; where speeds are not known, the first, which
-    has the fewest transfers. All have the weights that lose the least, as they are before 8 and 4 bits. Full precision
-    is in front, but 8 bits where a token then takes less than half the time. 2 bits often change an answer, so they are
-    never among these. transformers' own cache is only for a model that gains nothing from ours.
+    They are the fastest fitting plans with keys and values in full precision, in 8 and in 4 bits. Where speeds are not
+    known, the plan with the fewest transfers is taken. All of them have the most precise weights that fit. Full
+    precision comes first, unless a token takes less than half the time with 8 bits. 2 bits are never recommended,
+    because they often change an answer. transformers' own cache is recommended only for a model that gains nothing from
+    a `HybridCache`.
     """
     ours = [plan for plan in plans if plan.cache != "stock"] or plans
     fitting = [plan for plan in ours if plan.fits and plan.cache not in _OF_2_BITS]
@@ -215,33 +223,33 @@ def recommendations(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def recommended(plans: Sequence[Plan]) -> Plan | None:
-    """The first of the `recommendations`, or `None`."""
+    """The best plan that fits and keeps at least 4 bits of keys and values; `None` if there is none."""
     return next(iter(recommendations(plans)), None)
 
 
 def with_2_bits(plans: Sequence[Plan]) -> Plan | None:
-    """The first plan that fits of those which lose too much to be recommended."""
+    """The first fitting plan with keys or values of 2 bits, which is never recommended."""
     return next((plan for plan in plans if plan.fits and plan.cache in _OF_2_BITS), None)
 
 
 def much_faster(plans: Sequence[Plan], best: Plan) -> Plan | None:
-    """The plan that is `best` with weights of the fewest bits, where a token then takes less than half the time."""
+    """The plan `best` with weights of the fewest bits, if a token then takes less than half the time."""
     fewest = min(WEIGHT_BITS)
     for plan in plans:
-        which = plan.cache, plan.way, plan.experts_on_host, plan.weights
-        is_same = which == (best.cache, best.way, best.experts_on_host, fewest)
+        which = plan.cache, plan.strategy, plan.experts_on_host, plan.weights
+        is_same = which == (best.cache, best.strategy, best.experts_on_host, fewest)
         if is_same and plan.fits and plan.seconds_per_token is not None and best.seconds_per_token is not None:
             return plan if plan.is_faster_than(best, times=2) else None
     return None
 
 
 def farthest(plans: Sequence[Plan]) -> Plan:
-    """The plan that fits the longest context."""
+    """The plan with the longest context that fits."""
     return max(plans, key=lambda plan: plan.longest_context)
 
 
 def missing_for_weights(model: ModelCost, memory_bytes: int) -> str | None:
-    """What is short where not even the weights, the process and a chunk of a prompt fit; `None` if they do."""
+    """A clause that says what is missing for the weights, the process and a chunk of a prompt; `None` if they fit."""
     needed = _bytes_without_a_cache(model)
     if needed <= memory_bytes:
         return None
@@ -260,19 +268,19 @@ def choose(
     chunk: int = 512,
 ) -> Candidate:
     """
-    The recommended one of the caches that `generate` takes as they are, by the speeds measured here.
+    Choose the recommended cache for a model that is loaded, by the speeds measured on this machine.
 
     Args:
         config: of the model, which is on the GPU if `device_bytes` is more than 0.
-        context: tokens of each sequence.
-        device_bytes: of GPU memory; `None` for what is free now beside the weights, which are loaded.
-        host_bytes: of host memory, likewise.
-        batch: sequences at once.
-        chunk: tokens of the prompt in one forward pass.
+        context: number of tokens of each sequence.
+        device_bytes: GPU memory for weights and cache; `None` for the free memory and that of the loaded weights.
+        host_bytes: host memory; `None` for the free memory, and that of the loaded weights if they are there.
+        batch: number of sequences.
+        chunk: number of tokens in one forward pass of the prefill.
 
     Raises:
-        CostError: the costs of the model cannot be worked out.
-        PlanError: nothing fits, or the model does not go that far.
+        CostError: the cost of the model cannot be computed.
+        PlanError: nothing fits, or the context is longer than the model's.
     """
     model = model_cost(config, None, batch, chunk)
     if device_bytes is None:
@@ -289,14 +297,14 @@ def choose(
     candidates = cpu_candidates(model)
     if device_bytes:
         candidates = [*gpu_candidates(model), *divided_candidates(model, context, machine)]
-    # The weights are loaded, and stay as they are.
-    taken = [each for each in candidates if each.way != Way.CPU_DECODE and each.weights is None]
+    # The weights are loaded already, so neither their place nor their bits can change.
+    taken = [each for each in candidates if each.strategy != Strategy.CPU_DECODE and each.weights is None]
     plans = [make_plan(model, each, context, machine) for each in taken]
     best = recommended(plans)
     if best is None:
         if smaller := with_2_bits(plans):
             raise PlanError(
-                f"{context:,} tokens of {model.name} fit only with 2 bits ({smaller.cache}, {smaller.way}), which "
+                f"{context:,} tokens of {model.name} fit only with 2 bits ({smaller.cache}, {smaller.strategy}), which "
                 f"often change an answer. Use a shorter context, or pass the cache yourself: {smaller.cache_line}"
             )
         nearest = farthest(plans)
@@ -312,14 +320,14 @@ def choose(
             )
         otherwise = ", or load the model on the CPU and pass gpu_memory=0" if device_bytes else ""
         raise PlanError(
-            f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.way}, is short of "
+            f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.strategy}, is short of "
             f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context{otherwise}."
         )
     return taken[plans.index(best)]
 
 
 def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:
-    """The largest context that fits; what is needed grows with it."""
+    """The longest context that fits; the memory that is needed grows with the context."""
 
     def does_not_fit(context: int) -> bool:
         most = candidate.most(model, candidate.cost(model, context), context)

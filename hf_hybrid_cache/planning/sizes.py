@@ -7,7 +7,7 @@ from ..scalars import as_integer
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# With more digits it is a slip, and more bytes than floats reach.
+# A number with more digits is a slip, and may exceed the range of floats.
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?)(IB|B|)", re.IGNORECASE | re.ASCII)
 _TOKENS = re.compile(r"([0-9]{1,18})([KM]?)", re.IGNORECASE | re.ASCII)
 

@@ -1,9 +1,11 @@
-"""What is raised where several processes run one model."""
+"""Errors where several processes run one model."""
+
+from ..errors import HybridCacheError
 
 
-class LostProcessError(RuntimeError):
+class LostProcessError(HybridCacheError, RuntimeError):
     """Another process of the group has ended, or does not answer; the message names its rank."""
 
 
-class OutOfStepError(RuntimeError):
+class OutOfStepError(HybridCacheError, RuntimeError):
     """The processes of the group do not compute the same; the message says where they differ."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from .barrier import Alarm, absent_ranks
 from .errors import LostProcessError, OutOfStepError
-from .roll_call import Alarm, absent_ranks
 
 _SECONDS_AWAKE = 0.01
 _PAUSE = 0.001

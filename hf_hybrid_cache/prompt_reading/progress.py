@@ -6,6 +6,8 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
+from ..durations import duration_text
+
 
 class TimeLeft:
     """
@@ -28,7 +30,7 @@ class TimeLeft:
         self._reached = reached
 
     def until(self, end: int) -> float | None:
-        """Of the tokens that are left; `None` before the first chunk."""
+        """Seconds that the remaining tokens take; `None` before the first chunk."""
         if not self._chunks:
             return None
         chunks = self._chunks[1:] if len(self._chunks) > 1 else self._chunks
@@ -86,7 +88,7 @@ class PrefillProgress:
         self._bar.update(tokens - self._reached)
         self._last, self._reached = now, tokens
         left = self._left.until(self._end)
-        self._bar.set_postfix_str(f"{tqdm.format_interval(left or 0)} left")
+        self._bar.set_postfix_str(f"{duration_text(left or 0.0)} left")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

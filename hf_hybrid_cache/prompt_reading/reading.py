@@ -11,14 +11,12 @@ from transformers.cache_utils import Cache
 
 from ..cache import HybridCache
 from ..cache_argument import cache_argument
+from ..prefill_chunks import PREFILL_CHUNK_SIZE
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids
 from .checkpoint import Checkpoint
 from .interrupts import finishing
 from .progress import PrefillProgress
-
-# Long enough for the weights' products, and short enough for the activations of a chunk to be little beside a cache.
-PREFILL_CHUNK_SIZE = 2048
 
 
 @torch.no_grad()
@@ -111,7 +109,7 @@ def _checked(
 
 
 class _Inputs:
-    """What the model is given for a chunk."""
+    """Arguments of the model for a chunk."""
 
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None):
         self._input_ids = input_ids.to(model.device)

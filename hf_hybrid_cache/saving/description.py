@@ -11,9 +11,7 @@ from ..storage import KVCodec, KVShape
 from .plain_layers import dtype_name, named_dtype
 
 FORMAT = "hf_hybrid_cache"
-# Files of the first version have no codecs that were chosen, and only those of the third have an index of keys.
-VERSION, VERSION_WITH_INDEX = "2", "3"
-READABLE = ("1", VERSION, VERSION_WITH_INDEX)
+VERSION = "4"
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class CacheDescription:
         model: traits of the model.
         placement: of the layers.
         max_length: that the cache was made for, or 0.
-        codecs: by layer, without the weights that they balance channels by, which are tensors of the file.
+        codecs: by layer, without the factors that they scale channels by, which are tensors of the file.
         layers: all of them.
     """
 
@@ -95,10 +93,6 @@ class CacheDescription:
         """
         placement, cpu_decode = dict(vars(self.placement)), self.placement.cpu_decode
         placement["cpu_decode"] = sorted(cpu_decode) if isinstance(cpu_decode, frozenset) else cpu_decode
-        if not self.placement.device_tokens:
-            del placement["device_tokens"]  # versions that do not know it read the file
-        if not self.placement.adapts:
-            del placement["adapts"]
         tree = {
             "package_version": self.package_version,
             "transformers_version": self.transformers_version,

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import BufferedStore, CodedStore, HostStore, KVCodec, KVStore, LocalStore, SharedStore, SplitStore
+from ..storage import BufferedStore, HostStore, KVCodec, KVStore, LocalStore, QuantizedStore, ShardedStore, SplitStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
-from .description import FORMAT, READABLE, CacheDescription, LayerDescription, named_dtype
+from .description import FORMAT, VERSION, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
@@ -116,7 +116,7 @@ class CacheFile:
 
     def codecs(self) -> dict[int, KVCodec]:
         """
-        How layers were coded, by index.
+        How layers were quantized, by index.
 
         Raises:
             CacheFileError: what was chosen of them was altered.
@@ -220,7 +220,7 @@ class CacheFile:
     ) -> None:
         assert saved.states is not None
         store = layer.start(saved.states.shape_on(devices))
-        if isinstance(store, SharedStore):
+        if isinstance(store, ShardedStore):
             self._fill_share(index, store, saved.states.entries, mmap, verify)
             return
         if mmap and not layer.is_attended_on_cpu:
@@ -266,13 +266,15 @@ class CacheFile:
             if verify:  # every byte of a file is looked at
                 self._read_section(name, {tensor.name: _empty(tensor.form) for tensor in placed})
             return
-        assert isinstance(store, HostStore | CodedStore)
+        assert isinstance(store, HostStore | QuantizedStore)
         placed = self._placed([name], [TensorForm(torch.uint8, tuple(of_keys.form(store)))])
         is_mapped = mmap and of_keys.map_rows(store, self._file.fileno(), placed[0].start + self._data_start)
         rows = of_keys.rows(store) if is_mapped else of_keys.make_rows(store)
         self._read_section(name, {name: rows}, {name} if is_mapped else set(), verify)
 
-    def _fill_share(self, index: int, store: SharedStore, entries: Mapping[str, int], mmap: bool, verify: bool) -> None:
+    def _fill_share(
+        self, index: int, store: ShardedStore, entries: Mapping[str, int], mmap: bool, verify: bool
+    ) -> None:
         if mmap:
             raise ValueError("mmap=True lets the cache be a whole file, and group= keeps a share. Pass mmap=False")
         store.expect(entries)
@@ -294,11 +296,10 @@ class CacheFile:
         metadata = header.metadata
         if metadata.get("format") != FORMAT:
             raise ValueError("is a safetensors file, but not of a saved cache.")
-        if metadata.get("format_version") not in READABLE:
-            readable = f"{', '.join(READABLE[:-1])} and {READABLE[-1]}"
+        if metadata.get("format_version") != VERSION:
             raise ValueError(
                 f"has format version {metadata.get('format_version')!r}, and this version of hf_hybrid_cache reads "
-                f"{readable}. Use the version that wrote it, or save the cache again."
+                f"{VERSION}. Use the version that wrote it, or save the cache again."
             )
         missing = self._data_start + header.num_data_bytes - self._num_bytes
         if missing:

@@ -8,7 +8,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer
-from ..storage import CodedStore, HostStore, KVCodec, LocalStore, SharedStore, SplitStore, WholePart
+from ..storage import HostStore, KVCodec, LocalStore, QuantizedStore, ShardedStore, SplitStore, WholePart
 from .container import TensorForm
 from .description import LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
@@ -48,7 +48,7 @@ def codec_name(index: int) -> str:
 
 
 def codec_section(index: int, codec: KVCodec) -> Section:
-    """What a layer's codec balances channels by, if anything."""
+    """What a layer's codec scales channels by, if anything."""
     tensors = {f"{codec_name(index)}/{role}": weights for role, weights in weights_of(codec).items()}
     forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
     return Section(codec_name(index), forms, lambda: ([tensor] for tensor in tensors.values()))
@@ -66,7 +66,7 @@ def index_section(index: int, layer: Any) -> Section | None:
     if isinstance(layer.store, SplitStore):  # the index of the middle is not that of the whole
         return None
     store, of_keys = layer.store, layer.index
-    assert isinstance(store, HostStore | CodedStore)
+    assert isinstance(store, HostStore | QuantizedStore)
     store.wait_for_copies()
     form = TensorForm(torch.uint8, tuple(of_keys.form(store)))
     if not form.num_bytes:
@@ -99,7 +99,7 @@ def described_layer(layer: Any) -> LayerDescription:
         return LayerDescription(name, attributes=attributes_of(layer))
     if layer.store is None:
         return LayerDescription(name)
-    if isinstance(layer.store, SharedStore):
+    if isinstance(layer.store, ShardedStore):
         entries = {name: part.entries for name, part in layer.store.parts().items()}
     else:
         assert isinstance(layer.store, LocalStore)
@@ -114,7 +114,7 @@ def section_of(index: int, layer: Any) -> Section:
         tensors = {f"{section}/{name}": tensor for name, tensor in tensors_by_name(layer).items()}
         forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
         return Section(section, forms, lambda: ([tensor.cpu()] for tensor in tensors.values()))
-    if isinstance(layer.store, SharedStore):
+    if isinstance(layer.store, ShardedStore):
         return _section_of_shares(section, layer.store)
     assert layer.store is None or isinstance(layer.store, LocalStore)
     parts = {} if layer.store is None else layer.store.whole_parts()
@@ -131,7 +131,7 @@ def token_section(token_ids: torch.Tensor) -> Section:
     return Section(TOKEN_IDS, {TOKEN_IDS: TensorForm.of(tensors[TOKEN_IDS])}, lambda: [tensors.values()])
 
 
-def _section_of_shares(section: str, store: SharedStore) -> Section:
+def _section_of_shares(section: str, store: ShardedStore) -> Section:
     """The section of a layer whose blocks are with several processes, which make the pieces together."""
     parts = store.parts()
     forms: dict[str, TensorForm] = {}

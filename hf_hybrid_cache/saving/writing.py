@@ -18,10 +18,10 @@ from .._version import __version__
 from ..layers import LayerStores
 from ..processes import Peers
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
-from .description import FORMAT, VERSION, VERSION_WITH_INDEX, CacheDescription
+from .description import FORMAT, VERSION, CacheDescription
 from .errors import CacheFileError
+from .round_robin import RoundRobin
 from .sections import Section, codec_section, described_layer, index_section, section_of, token_section
-from .turns import Turns
 
 PIECE_BYTES = 4 * 2**20
 _NO_CHECKSUM = f"{0:08x}"
@@ -62,8 +62,7 @@ def save_layers(
         )
         indices = [index_section(index, layer) for index, layer in enumerate(layers)]
         found = [section for section in indices if section is not None]
-        version = VERSION_WITH_INDEX if found else VERSION
-        metadata = {"format": FORMAT, "format_version": version, "cache": description.to_json()}
+        metadata = {"format": FORMAT, "format_version": VERSION, "cache": description.to_json()}
         sections = [codec_section(index, codec) for index, codec in stores.codecs.items()]
         sections += [section_of(index, layer) for index, layer in enumerate(layers)] + found
     except ValueError as error:
@@ -85,7 +84,7 @@ def write_together(peers: Peers, path: Path, metadata: dict[str, str], sections:
         CacheFileError: it cannot be written, in all processes; what was there is there still.
         OutOfStepError: the processes hold different caches.
     """
-    turns = Turns(peers, path)
+    turns = RoundRobin(peers, path)
     turns.require_same(sections)
     in_turns = [replace(section, pieces=turns.before_each(section.pieces)) for section in sections]
     if peers.rank == 0:

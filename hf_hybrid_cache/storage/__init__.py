@@ -2,25 +2,24 @@
 
 from .address_space import huge_page_memory
 from .block_buffer import kernel_array, kernel_element
-from .buffered_store import BufferedStore
+from .buffered_store import BufferedStore, LocalStore, WholePart
 from .chunk_store import ChunkStore
 from .codec import Allowance, Codec, CodecChoice, KVCodec
-from .coded_share import CodedShare
-from .coded_store import RECENT_TOKENS, CodedStore, coded_blocks, full_tokens, record_shape
-from .cpu_share import LEAST_SHARE, CpuShare
+from .cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
 from .file_pages import give_back_file_pages
 from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore, Pair
-from .local_store import LocalStore, WholePart
 from .memory_limits import address_space_is_limited
+from .packed_buffer import PackedBuffer
 from .page_lock import can_page_lock
-from .record_buffer import RecordBuffer
+from .quantized_shard import QuantizedShard
+from .quantized_store import RECENT_TOKENS, QuantizedStore, full_tokens, num_quantized_blocks, packed_shape
 from .resident_store import ResidentStore
 from .scratch import Scratch
-from .share import Share
-from .shared_store import MARK_SIZE, SharedStore
+from .shard import Shard
+from .sharded_store import MARK_SIZE, ShardedStore
 from .split_store import SplitStore, first_tokens_on_device
 from .staging import Staging
 from .stats import CacheStats, Decision
@@ -30,7 +29,7 @@ from .token_buffer import TokenBuffer
 
 __all__ = [
     "GRANULE",
-    "LEAST_SHARE",
+    "LEAST_CPU_FRACTION",
     "MARK_SIZE",
     "RECENT_TOKENS",
     "Allowance",
@@ -39,9 +38,7 @@ __all__ = [
     "ChunkStore",
     "Codec",
     "CodecChoice",
-    "CodedShare",
-    "CodedStore",
-    "CpuShare",
+    "CpuFraction",
     "Decision",
     "ExpectedLength",
     "HostBudget",
@@ -53,12 +50,14 @@ __all__ = [
     "KVShape",
     "KVStore",
     "LocalStore",
+    "PackedBuffer",
     "Pair",
-    "RecordBuffer",
+    "QuantizedShard",
+    "QuantizedStore",
     "ResidentStore",
     "Scratch",
-    "Share",
-    "SharedStore",
+    "Shard",
+    "ShardedStore",
     "SplitStore",
     "Staging",
     "StreamedStore",
@@ -68,7 +67,6 @@ __all__ = [
     "address_space_is_limited",
     "available_host_bytes",
     "can_page_lock",
-    "coded_blocks",
     "first_tokens_on_device",
     "full_tokens",
     "give_back_file_pages",
@@ -77,7 +75,8 @@ __all__ = [
     "is_accelerator",
     "kernel_array",
     "kernel_element",
-    "record_shape",
+    "num_quantized_blocks",
+    "packed_shape",
     "require_host_bytes",
     "streams_for",
 ]

@@ -1,26 +1,64 @@
-"""Keys and values in two growing buffers."""
+"""Stores of all tokens of a layer; each keeps them in one or more pairs of growing buffers."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
 
 import torch
 
 from .growth import grown_capacity
 from .host_buffer import HostBuffer
 from .host_memory import HostBudget, require_host_bytes
-from .kv_store import KVShape
-from .local_store import LocalStore, WholePart
+from .kv_store import KVShape, KVStore
 from .token_buffer import TokenBuffer
 
 _MOVED_TOKENS = 4096
+
+
+class WholePart(NamedTuple):
+    """
+    All entries that a store keeps in one form, as one sequence.
+
+    Attributes:
+        num_entries: number of tokens, or of packed blocks.
+        form: a store of such entries.
+        is_own: whether `form` is the store that holds them.
+        made: gives the store that holds them; it is put together first where no store holds them all.
+    """
+
+    num_entries: int
+    form: "BufferedStore"
+    is_own: bool
+    made: "Callable[[], BufferedStore]"
+
+    @classmethod
+    def own(cls, store: "BufferedStore") -> "WholePart":
+        """All entries of `store`."""
+        return cls(store.num_tokens, store, True, lambda: store)
+
+
+class LocalStore(KVStore):
+    """Keys and values of all tokens of one layer, which another store of the same form, or a file, can take over."""
+
+    @abstractmethod
+    def whole_parts(self) -> dict[str, WholePart]:
+        """The stored entries by name; names are the same for all stores of the same states and codes."""
+
+    @abstractmethod
+    def take_parts(self, parts: "Mapping[str, BufferedStore]") -> None:
+        """Store such parts in this empty store; its own parts may be among them, filled already."""
+
+    def take_from(self, other: KVStore) -> None:
+        assert isinstance(other, LocalStore)
+        self.take_parts({name: part.made() for name, part in other.whole_parts().items()})
 
 
 class BufferedStore(LocalStore):
     """
     Keys and values of one layer in a buffer each. One subclass per place where they live.
 
-    Entries of the buffers are tokens, or, where states are records of coded blocks, these blocks.
+    Entries of the buffers are tokens, or, where states are packed blocks, these blocks.
 
     Args:
         shape: of the states that are stored.

@@ -1,4 +1,4 @@
-"""What a store needs of the form that coded blocks have. The forms themselves are in `codecs/`."""
+"""What a store needs of the form that quantized blocks have. The forms themselves are in `codecs/`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ from .growth import GRANULE
 
 class Codec(ABC):
     """
-    Codes blocks of 64 tokens of keys, or of values, as records of bytes, one for each block and head.
+    Codes blocks of 64 tokens of keys, or of values, as packed blocks of bytes, one for each block and head.
 
-    One subclass for each form. A record holds everything that is needed to read it, so that records can be moved,
-    selected and dropped by who knows nothing of their form.
+    One subclass for each form. A packed block holds everything that is needed to read it, so that packed blocks can be
+    moved, selected and dropped by who knows nothing of their form.
 
     Attributes:
         bits: of the code of a number.
@@ -23,8 +23,8 @@ class Codec(ABC):
     bits: int
 
     @abstractmethod
-    def record_bytes(self, head_dim: int) -> int:
-        """Bytes of one record of states of this width."""
+    def packed_bytes(self, head_dim: int) -> int:
+        """Bytes of one packed block of states of this width."""
 
     @property
     def is_fitted(self) -> bool:
@@ -33,7 +33,7 @@ class Codec(ABC):
 
     def fitted(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> "Codec":
         """
-        The form of this codec for a layer, whose records have as many bytes.
+        The form of this codec for a layer, whose packed blocks have as many bytes.
 
         Args:
             states: of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`.
@@ -71,21 +71,21 @@ class Codec(ABC):
             states: `[batch, num_kv_heads, blocks * 64, head_dim]`, of any floating type, on any device.
 
         Returns:
-            uint8 `[batch, num_kv_heads, blocks, record_bytes]`, there.
+            uint8 `[batch, num_kv_heads, blocks, packed_bytes]`, there.
 
         Raises:
             ValueError: some of the states are infinite or not a number.
         """
 
     @abstractmethod
-    def decode(self, records: torch.Tensor, states: torch.Tensor) -> None:
-        """Write what `records` stand for into `states`; shapes are those of `encode`."""
+    def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
+        """Write what `packed` stand for into `states`; shapes are those of `encode`."""
 
 
 @dataclass(frozen=True)
 class KVCodec:
     """
-    How a layer's keys and values are coded.
+    How a layer's keys and values are quantized.
 
     Attributes:
         keys: codes blocks of keys.
@@ -138,7 +138,7 @@ class Allowance:
 
 class CodecChoice:
     """
-    How one layer is coded: as given, or chosen when the first blocks are coded, for good.
+    How one layer is quantized: as given, or chosen when the first blocks are quantized, for good.
 
     Args:
         codec: that was asked for.
@@ -176,7 +176,7 @@ class CodecChoice:
         codec, squares = self.codec, self._query_squares
         fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
         if codec.auto_bits:
-            sizes = [each.record_bytes(states.shape[3]) for each, states in zip(fitted, (keys, values), strict=True)]
+            sizes = [each.packed_bytes(states.shape[3]) for each, states in zip(fitted, (keys, values), strict=True)]
             fitted = (
                 self._wide_enough(fitted[0], keys, squares, sum(sizes)),
                 self._wide_enough(fitted[1], values, None, sum(sizes)),
@@ -190,7 +190,7 @@ class CodecChoice:
         wider = codec.wider()
         if wider is None or codec.excess(states, query_squares) <= _MOST_EXCESS:
             return codec
-        more = wider.record_bytes(states.shape[3]) - codec.record_bytes(states.shape[3])
+        more = wider.packed_bytes(states.shape[3]) - codec.packed_bytes(states.shape[3])
         if not self._allowance.takes(more / layer_bytes):
             return codec
         return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)

@@ -26,8 +26,8 @@ class InitialCapacity:
         # A chunk more, because host memory is asked for a chunk ahead.
         return cls(max_length or 0, grown_capacity(max(cls.host_tokens, max_length or 0, context or 0)))
 
-    def of_records(self) -> "InitialCapacity":
-        """For records of blocks instead of tokens."""
+    def of_packed(self) -> "InitialCapacity":
+        """For packed blocks of blocks instead of tokens."""
         return InitialCapacity(-(-self.device_tokens // GRANULE), -(-self.host_tokens // GRANULE))
 
 

@@ -5,11 +5,12 @@ import warnings
 import weakref
 from bisect import bisect_left
 
+from ..errors import HybridCacheError
 from .growth import grown_capacity, least_capacity
 from .memory_limits import Limit, tightest_limit
 
 
-class HostMemoryError(MemoryError):
+class HostMemoryError(HybridCacheError, MemoryError):
     """Host memory would not suffice. Raised before anything is allocated or changed."""
 
 
@@ -55,7 +56,7 @@ class HostBudget:
 
     Args:
         num_stores: number of layers that will hold tokens in host memory.
-        entry_tokens: tokens that are counted as one: 64 where what is held are records of coded blocks.
+        entry_tokens: tokens that are counted as one: 64 where what is held are packed blocks.
         expected_length: of the cache: what is expected is asked for with the first tokens, and looked at whenever
             layers grow; `None` where layers soon stop growing.
     """

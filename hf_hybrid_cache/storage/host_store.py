@@ -9,7 +9,7 @@ from .buffered_store import BufferedStore
 from .growth import GRANULE, InitialCapacity
 from .host_memory import HostBudget
 from .kv_store import KVShape, Pair, ranges
-from .record_buffer import RecordBuffer
+from .packed_buffer import PackedBuffer
 
 
 class HostStore(BufferedStore):
@@ -20,26 +20,26 @@ class HostStore(BufferedStore):
         shape: of the states.
         capacity: of the buffers before the first token.
         budget: asked before host memory is used.
-        records: states are records of coded blocks.
+        packed: states are packed blocks.
         pinned_for: page-lock the memory for copies to and from this device.
     """
 
-    keys: BlockBuffer | RecordBuffer
-    values: BlockBuffer | RecordBuffer
+    keys: BlockBuffer | PackedBuffer
+    values: BlockBuffer | PackedBuffer
 
     def __init__(
         self,
         shape: KVShape,
         capacity: InitialCapacity,
         budget: HostBudget,
-        records: bool = False,
+        packed: bool = False,
         pinned_for: torch.device | None = None,
     ):
-        keys: BlockBuffer | RecordBuffer
-        values: BlockBuffer | RecordBuffer
-        if records:
-            keys = RecordBuffer(shape.keys, capacity.host_tokens, pinned_for)
-            values = RecordBuffer(shape.values, capacity.host_tokens, pinned_for)
+        keys: BlockBuffer | PackedBuffer
+        values: BlockBuffer | PackedBuffer
+        if packed:
+            keys = PackedBuffer(shape.keys, capacity.host_tokens, pinned_for)
+            values = PackedBuffer(shape.values, capacity.host_tokens, pinned_for)
         else:
             keys = BlockBuffer(shape.keys, shape.key_dtype, True, capacity.host_tokens, pinned_for)
             values = BlockBuffer(shape.values, shape.value_dtype, False, capacity.host_tokens, pinned_for)

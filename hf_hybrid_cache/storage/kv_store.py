@@ -110,7 +110,7 @@ class KVStore(ABC):
     def observe(self, query: torch.Tensor) -> None:  # noqa: B027
         """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
 
-    def take_held(self) -> None:  # noqa: B027
+    def take_pending(self) -> None:  # noqa: B027
         """
         Store the states that were held, if there are any, after the codec was chosen.
 

@@ -95,7 +95,7 @@ def _warn_once(num_bytes: int, error: int) -> None:
     warnings.warn(
         f"The system refused to page-lock {num_bytes / 2**20:.0f} MiB of host memory (CUDA error {error}); copies "
         "between it and the device will not overlap with the computation. Raise the limit of locked memory "
-        "(ulimit -l), or pass pin_memory=False. This is said once.",
+        "(ulimit -l), or use Placement(pin_memory=False). This is said once.",
         stacklevel=2,
     )
 

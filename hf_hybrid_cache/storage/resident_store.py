@@ -21,16 +21,16 @@ class ResidentStore(BufferedStore):
         shape: of the states.
         capacity: of the buffers before the first token.
         budget: asked before host memory is used.
-        records: states are records of coded blocks, one after the other.
+        packed: states are packed blocks, one after the other.
     """
 
-    def __init__(self, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, records: bool = False):
-        entry_tokens = GRANULE if records else 1
+    def __init__(self, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, packed: bool = False):
+        entry_tokens = GRANULE if packed else 1
 
         def buffer(states: tuple[int, int, int], dtype: torch.dtype) -> TokenBuffer:
             if shape.device.type == "cpu":
-                return HostBuffer(states, dtype, records, capacity.host_tokens, entry_tokens)
-            return TokenBuffer(states, dtype, shape.device, records, capacity.device_tokens, entry_tokens)
+                return HostBuffer(states, dtype, packed, capacity.host_tokens, entry_tokens)
+            return TokenBuffer(states, dtype, shape.device, packed, capacity.device_tokens, entry_tokens)
 
         super().__init__(shape, buffer(shape.keys, shape.key_dtype), buffer(shape.values, shape.value_dtype), budget)
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from .buffered_store import BufferedStore
-from .coded_store import RECENT_TOKENS, CodedStore
-from .cpu_share import CpuShare
+from .buffered_store import BufferedStore, LocalStore, WholePart
+from .cpu_fraction import CpuFraction
 from .growth import GRANULE
 from .host_store import HostStore
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair
-from .local_store import LocalStore, WholePart
+from .quantized_store import RECENT_TOKENS, QuantizedStore
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .stats import CacheStats
@@ -49,8 +48,7 @@ class SplitStore(LocalStore):
         device_tokens: on the device at most; at least a block more than `first_tokens`.
         scratch: where all states are put together.
         stats: told where fewer tokens are on the device than there should be.
-        gives_way: let fewer tokens be on the device where it has no memory for more, instead of raising that.
-        cpu_share: of what is in host memory, if the CPU attends to a part of it, and the others are streamed.
+        cpu_fraction: of what is in host memory, if the CPU attends to a part of it, and the others are streamed.
 
     Attributes:
         is_staged: what is in host memory, or what of it is streamed, is on the device too, or on its way, to be
@@ -61,13 +59,12 @@ class SplitStore(LocalStore):
         self,
         shape: KVShape,
         device: ResidentStore,
-        host: HostStore | CodedStore,
+        host: HostStore | QuantizedStore,
         first_tokens: int,
         device_tokens: int,
         scratch: Scratch,
         stats: CacheStats,
-        gives_way: bool = True,
-        cpu_share: CpuShare | None = None,
+        cpu_fraction: CpuFraction | None = None,
     ):
         super().__init__(shape)
         assert device_tokens >= first_tokens + GRANULE
@@ -75,8 +72,7 @@ class SplitStore(LocalStore):
         self._first_tokens, self._device_tokens = first_tokens, device_tokens
         self._scratch = scratch
         self._stats = stats
-        self._gives_way = gives_way
-        self.cpu_share = cpu_share
+        self.cpu_fraction = cpu_fraction
         self.is_staged = False
 
     def __deepcopy__(self, memo: dict) -> "SplitStore":
@@ -85,7 +81,7 @@ class SplitStore(LocalStore):
         memo[id(self)] = twin
         twin.device, twin.host = copy.deepcopy(self.device, memo), copy.deepcopy(self.host, memo)
         twin._scratch, twin._stats = copy.deepcopy((self._scratch, self._stats), memo)
-        twin.cpu_share = copy.deepcopy(self.cpu_share, memo)
+        twin.cpu_fraction = copy.deepcopy(self.cpu_fraction, memo)
         return twin
 
     @property
@@ -109,8 +105,8 @@ class SplitStore(LocalStore):
     def observe(self, query: torch.Tensor) -> None:
         self.host.observe(query)
 
-    def take_held(self) -> None:
-        self.host.take_held()
+    def take_pending(self) -> None:
+        self.host.take_pending()
 
     def fits_on_device(self, new_tokens: int) -> bool:
         """Whether all tokens are on the device, also with so many new ones."""
@@ -126,13 +122,13 @@ class SplitStore(LocalStore):
         states = None if only_these else self._scratch.lend_states(self.shape, self.num_tokens + new_tokens)
         was_empty, self.is_staged = self.host.num_tokens == 0, True
         add_to_host: _AddToHost = self.host.append
-        if isinstance(self.host, CodedStore) and not was_empty:
-            self.host.take_held()
+        if isinstance(self.host, QuantizedStore) and not was_empty:
+            self.host.take_pending()
             add_to_host = self.host.stage
         middle = self._add(keys, values, add_to_host)
         if states is None:
             return keys, values
-        if was_empty and not self.held_bytes:  # what comes first is returned as it came, not coded
+        if was_empty and not self.held_bytes:  # what comes first is returned as it came, not quantized
             middle = None
         return self._put_together(states, middle)
 
@@ -145,7 +141,7 @@ class SplitStore(LocalStore):
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states; what is in host memory, but for the share of the CPU, is on its way to the device then."""
         self._scratch.release()
-        assert isinstance(self.host, StreamedStore | CodedStore)
+        assert isinstance(self.host, StreamedStore | QuantizedStore)
         # Memory that may be refused is taken before anything changes, and is there when it is asked for again.
         room = self._room_for_staged(keys.shape[2])
         self.is_staged = True
@@ -154,39 +150,39 @@ class SplitStore(LocalStore):
 
     def staged_range(self) -> tuple[int, int]:
         """Of the tokens in host memory, the first that is used on the device now, and the one after the last."""
-        if self.cpu_share is None:
+        if self.cpu_fraction is None:
             return 0, self.host.num_tokens
-        assert isinstance(self.host, StreamedStore | CodedStore)
+        assert isinstance(self.host, StreamedStore | QuantizedStore)
         return self.host.staged_range()
 
     def read_staged(self) -> Pair:
         """These tokens, on the device; once for each `stage`, because the next time is prepared from then on."""
-        if self.cpu_share is None:
+        if self.cpu_fraction is None:
             return self.host.read()
-        assert isinstance(self.host, StreamedStore | CodedStore)
+        assert isinstance(self.host, StreamedStore | QuantizedStore)
         states = self.host.read_staged()
-        entries = self.host.records if isinstance(self.host, CodedStore) else self.host
+        entries = self.host.packed if isinstance(self.host, QuantizedStore) else self.host
         assert isinstance(entries, StreamedStore)
-        entries.stream_from(self.cpu_share.blocks(entries.num_blocks))
+        entries.stream_from(self.cpu_fraction.blocks(entries.num_blocks))
         return states
 
     def _room_for_staged(self, new_tokens: int) -> Pair | None:
         """Where codes that are streamed will be put together."""
-        if not isinstance(self.host, CodedStore) or self.host.held_bytes:
+        if not isinstance(self.host, QuantizedStore) or self.host.held_bytes:
             return None
         start, end = self.staged_range()
         more = self._leaving(self.device.num_tokens + new_tokens)
         return self._scratch.lend_states(self.shape, end - start + more)
 
     @property
-    def is_shared_out(self) -> bool:
+    def is_split(self) -> bool:
         """Whether the CPU attends to a part of what is in host memory, and the others are streamed."""
-        return self.cpu_share is not None and self.cpu_share.share < 1
+        return self.cpu_fraction is not None and self.cpu_fraction.fraction < 1
 
     def note_ended(self, cpu_was_last: bool) -> None:
         """Note whether the CPU was the last to end, where its share adapts."""
-        assert self.cpu_share is not None
-        self.cpu_share.note(cpu_was_last, self.num_tokens)
+        assert self.cpu_fraction is not None
+        self.cpu_fraction.note(cpu_was_last, self.num_tokens)
 
     def read(self) -> Pair:
         if not self.host.num_tokens:
@@ -204,11 +200,11 @@ class SplitStore(LocalStore):
         states = parts[self._name_of_states]
         first = min(self._first_tokens, states.num_tokens)
         middle = self._leaving(states.num_tokens)
-        if isinstance(self.host, CodedStore) and parts["records"].num_tokens:
-            # After coded blocks come tokens that are not, as when they were coded.
+        if isinstance(self.host, QuantizedStore) and parts["packed"].num_tokens:
+            # After quantized blocks come tokens that are not, as when they were quantized.
             middle = max(middle, min(self.host.sink_tokens + RECENT_TOKENS, states.num_tokens - first))
         self.device.extend_from(states, 0, first)
-        if isinstance(self.host, CodedStore):
+        if isinstance(self.host, QuantizedStore):
             full = HostStore.like(states, middle)
             full.extend_from(states, first, first + middle)
             self.host.take_parts({**parts, "full": full})
@@ -266,7 +262,7 @@ class SplitStore(LocalStore):
     @property
     def _name_of_states(self) -> str:
         """Of the part that the tokens on the device belong to."""
-        return "full" if isinstance(self.host, CodedStore) else "states"
+        return "full" if isinstance(self.host, QuantizedStore) else "states"
 
     def _leaving(self, on_device: int) -> int:
         """How many of so many tokens on the device have to leave it."""
@@ -301,9 +297,9 @@ class SplitStore(LocalStore):
         try:
             middle = add_to_host(leaving[0], leaving[1])
         except BaseException:
-            has_coded = isinstance(self.host, CodedStore) and self.host.num_tokens != before
-            if has_coded or not self.host.is_intact:
-                self._is_changing = True  # what was coded on the way is not taken back
+            has_quantized = isinstance(self.host, QuantizedStore) and self.host.num_tokens != before
+            if has_quantized or not self.host.is_intact:
+                self._is_changing = True  # what was quantized on the way is not taken back
             else:
                 self.host.truncate(before)  # these tokens are on the device, or new
             raise
@@ -332,7 +328,7 @@ class SplitStore(LocalStore):
                 return count
             except torch.OutOfMemoryError:
                 fewer = max(self.device.capacity, self._device_tokens // 2) // GRANULE * GRANULE
-                if not self._gives_way or not self._first_tokens + GRANULE <= fewer < self._device_tokens:
+                if not self._first_tokens + GRANULE <= fewer < self._device_tokens:
                     raise
                 warnings.warn(
                     f"The device ran out of memory: of some layers it keeps {fewer:,} tokens from now on, not "
@@ -347,7 +343,7 @@ class SplitStore(LocalStore):
         """All states, written into those that were lent; what is in host memory is read, or is `middle`."""
         first, last = self.first_tokens, self.first_tokens + self.host.num_tokens
         between = states[0][:, :, first:last], states[1][:, :, first:last]
-        if middle is None and isinstance(self.host, CodedStore):
+        if middle is None and isinstance(self.host, QuantizedStore):
             self.host.read_into(between)
         else:
             for target, source in zip(between, middle or self.host.read(), strict=True):

@@ -5,16 +5,17 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from .block_buffer import BlockBuffer
 from .kv_store import KVShape
-from .record_buffer import RecordBuffer
 from .stats import CacheStats
 from .streams import Event, Streams
 from .token_buffer import TokenBuffer
+
+if TYPE_CHECKING:
+    from .streamed_store import StreamedStore
 
 
 class HostCopies:
@@ -41,36 +42,6 @@ class HostCopies:
         self._streams.wait(self.saved)
 
 
-class StagedStore(Protocol):
-    """
-    What staging asks of the store of a layer.
-
-    Attributes:
-        shape: of the states.
-        keys: in host memory.
-        values: in host memory.
-        resident: the layer keeps its slot.
-        is_streamed: its next use is expected on the device.
-        streamed_from: first of its tokens that are used there, the first of a row.
-        copies: those of its host memory that may be under way.
-    """
-
-    shape: KVShape
-    resident: bool
-    is_streamed: bool
-    streamed_from: int
-    copies: "HostCopies"
-
-    @property
-    def keys(self) -> BlockBuffer | RecordBuffer: ...
-    @property
-    def values(self) -> BlockBuffer | RecordBuffer: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def bytes_per_token(self) -> int: ...
-
-
 class Slot:
     """
     Room on the device for one layer's keys and values, reused for one layer after another.
@@ -88,17 +59,17 @@ class Slot:
 
     def __init__(self, shape: KVShape, streams: Streams):
         self._streams = streams
-        self._owner: weakref.ref[StagedStore] | None = None
+        self._owner: weakref.ref[StreamedStore] | None = None
         self.first = self.num_tokens = 0
         self._build(shape)
 
     @property
-    def owner(self) -> StagedStore | None:
+    def owner(self) -> "StreamedStore | None":
         """The layer whose tokens are here, or on their way."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
-    def owner(self, store: StagedStore | None) -> None:
+    def owner(self, store: "StreamedStore | None") -> None:
         # Weak, so that a cache that is dropped gives its memory back at once.
         self._owner = None if store is None else weakref.ref(store)
 
@@ -114,7 +85,7 @@ class Slot:
         values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
         self.shape, self.keys, self.values = shape, keys, values
 
-    def holds_past_of(self, store: StagedStore) -> bool:
+    def holds_past_of(self, store: "StreamedStore") -> bool:
         """Whether all tokens of its owner that are used on the device are here, or on their way."""
         return self.first <= store.streamed_from and self.num_tokens >= store.num_tokens
 
@@ -162,34 +133,32 @@ class Staging:
         streams: of the device.
         prefetch_layers: layers to fetch ahead.
         stats: counted into.
-        evicts_on_oom: give up other layers' copies, resident ones too, where the device has no room for one in use.
     """
 
-    def __init__(self, streams: Streams, prefetch_layers: int, stats: CacheStats, evicts_on_oom: bool = True):
+    def __init__(self, streams: Streams, prefetch_layers: int, stats: CacheStats):
         self.streams = streams
-        self.evicts_on_oom = evicts_on_oom
         self.prefetch_layers = prefetch_layers
         self.stats = stats
         self.slots: list[Slot] = []
         # All stores in the order of their first use, which is the order of the model's layers.
-        self._registered: list[weakref.ref[StagedStore]] = []
+        self._registered: list[weakref.ref[StreamedStore]] = []
 
     def __deepcopy__(self, memo: dict) -> "Staging":
         streams, stats = copy.deepcopy((self.streams, self.stats), memo)
-        twin = Staging(streams, self.prefetch_layers, stats, self.evicts_on_oom)
+        twin = Staging(streams, self.prefetch_layers, stats)
         memo[id(self)] = twin
         for store in self._stores:
             twin.register(copy.deepcopy(store, memo))
         return twin
 
     @property
-    def _stores(self) -> list[StagedStore]:
+    def _stores(self) -> list["StreamedStore"]:
         return [store for reference in self._registered if (store := reference()) is not None]
 
-    def register(self, store: StagedStore) -> None:
+    def register(self, store: "StreamedStore") -> None:
         self._registered.append(weakref.ref(store))
 
-    def release(self, store: StagedStore) -> None:
+    def release(self, store: "StreamedStore") -> None:
         """Forget `store`; its slot is free, and gone when it was resident or the last."""
         self._registered.remove(weakref.ref(store))
         slot = self._slot_of(store)
@@ -200,7 +169,7 @@ class Staging:
         if not self._registered:
             self.slots.clear()
 
-    def count_use(self, store: StagedStore) -> None:
+    def count_use(self, store: "StreamedStore") -> None:
         """Note whether the past of `store` is here, or on its way, now that it is needed."""
         slot = self._slot_of(store)
         if slot is None or not slot.holds_past_of(store):
@@ -208,22 +177,23 @@ class Staging:
         elif store.num_tokens > 0 and not store.resident:
             self.stats.prefetch_hits += 1
 
-    def open(self, store: StagedStore, num_tokens: int, waits: bool = True) -> Slot:
+    def slot_with_past(self, store: "StreamedStore", num_tokens: int, orders_computation: bool = True) -> Slot:
         """
-        A slot in which computation finds the past tokens of `store`, with room up to token `num_tokens`.
+        A slot with the past tokens of `store`, fetched if they are not there, and room up to token `num_tokens`.
 
-        Without `waits` it may not find them there yet, and the slot is to be opened again before they are used.
+        The calling thread never waits for the bus: computation on the device that is issued from now on runs after the
+        copy. Without `orders_computation` it does not; ask again before the tokens are used.
         """
         slot = self._slot_of(store)
         if slot is None or not slot.holds_past_of(store):
             fetch = self._fetch if store.num_tokens > 0 else self._claim
             slot = fetch(store, current=store)
         slot.ensure_capacity(store.shape, num_tokens, keep=store.num_tokens)
-        if waits:
+        if orders_computation:
             self.streams.compute_after(slot.arrived)
         return slot
 
-    def save(self, store: StagedStore, slot: Slot, start: int, end: int) -> None:
+    def save(self, store: "StreamedStore", slot: Slot, start: int, end: int) -> None:
         """Copy tokens `start` to `end` from the slot to the host, as the whole blocks that they are part of."""
 
         def copy_both() -> None:
@@ -237,7 +207,7 @@ class Staging:
         row = store.keys.row_entries
         self.stats.bytes_to_host += (store.keys.rows(end) - start // row) * row * store.bytes_per_token
 
-    def prefetch_after(self, store: StagedStore) -> None:
+    def prefetch_after(self, store: "StreamedStore") -> None:
         """Start fetching the layers that follow `store` and are not on the device yet."""
         stores = self._stores
         position = stores.index(store)
@@ -258,7 +228,7 @@ class Staging:
         num_slots = min(self.prefetch_layers + 1, num_layers)
         return num_slots * (slot.keys.planned_bytes(sizes) + slot.values.planned_bytes(sizes))
 
-    def invalidate(self, store: StagedStore) -> None:
+    def invalidate(self, store: "StreamedStore") -> None:
         """The device copy of `store` is no longer what the host holds."""
         slot = self._slot_of(store)
         if slot is not None:
@@ -266,7 +236,7 @@ class Staging:
             if slot.is_lent:
                 self._let_go(slot)
 
-    def truncate(self, store: StagedStore) -> None:
+    def truncate(self, store: "StreamedStore") -> None:
         """The device copy of `store` ends where it does: other tokens may follow on the host alone."""
         slot = self._slot_of(store)
         if slot is not None and slot.num_tokens > store.num_tokens:
@@ -274,21 +244,19 @@ class Staging:
             if slot.is_lent:
                 self._let_go(slot)
 
-    def vacate(self, store: StagedStore) -> None:
+    def vacate(self, store: "StreamedStore") -> None:
         """Give up the device copy of `store`, and the memory it is in."""
         slot = self._slot_of(store)
         if slot is not None:
             self.slots.remove(slot)
 
-    def give_up_others(self, current: StagedStore) -> bool:
+    def give_up_others(self, current: "StreamedStore") -> bool:
         """
         Give up the device copies of all layers but `current`, resident ones too, after the device ran out of memory.
 
         Returns:
             whether there were any, and it may have room now.
         """
-        if not self.evicts_on_oom:
-            return False
         given_up = [slot for slot in self.slots if slot.owner is not current and not slot.is_lent]
         owners = [slot.owner for slot in given_up if slot.owner is not None]
         self.slots = [slot for slot in self.slots if slot not in given_up]
@@ -310,10 +278,10 @@ class Staging:
             self.slots.remove(slot)
         slot.owner = None
 
-    def _slot_of(self, store: StagedStore) -> Slot | None:
+    def _slot_of(self, store: "StreamedStore") -> Slot | None:
         return next((slot for slot in self.slots if slot.owner is store), None)
 
-    def _fetch(self, store: StagedStore, current: StagedStore) -> Slot:
+    def _fetch(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
         first, end = store.streamed_from, store.num_tokens
         slot = self._claim(store, current)
         slot.first = first
@@ -330,7 +298,7 @@ class Staging:
         self.stats.bytes_to_device += (end - first) * store.bytes_per_token
         return slot
 
-    def _claim(self, store: StagedStore, current: StagedStore) -> Slot:
+    def _claim(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
         """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
         slot = self._slot_of(store)
         if slot is not None:
@@ -347,7 +315,7 @@ class Staging:
         slot.owner, slot.first, slot.num_tokens = store, 0, 0
         return slot
 
-    def _steps_until(self, owner: StagedStore | None, current: StagedStore) -> int:
+    def _steps_until(self, owner: "StreamedStore | None", current: "StreamedStore") -> int:
         """Layers until `owner` is used; an unowned slot is never used."""
         stores = self._stores
         if owner is None:

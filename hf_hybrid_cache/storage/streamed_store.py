@@ -30,7 +30,7 @@ class StreamedStore(HostStore):
         staging: the slots of the compute device, shared by its layers.
         resident: keep the device copy for good.
         pinned: page-lock the host memory.
-        records: states are records of coded blocks.
+        packed: states are packed blocks.
 
     Attributes:
         is_streamed: the next use is expected on the device; `False` while tokens are only added and attended to on the
@@ -47,9 +47,9 @@ class StreamedStore(HostStore):
         staging: Staging,
         resident: bool = False,
         pinned: bool = False,
-        records: bool = False,
+        packed: bool = False,
     ):
-        super().__init__(shape, capacity, budget, records, pinned_for=shape.device if pinned else None)
+        super().__init__(shape, capacity, budget, packed, pinned_for=shape.device if pinned else None)
         self.resident = resident
         self.staging = staging
         self.is_streamed = True
@@ -89,8 +89,8 @@ class StreamedStore(HostStore):
         self.is_streamed = True
         self.reserve(end)
         self.staging.count_use(self)
-        slot = self.staging.open(self, end, waits=end > start)
-        if end > start:  # records come once in 64 steps
+        slot = self.staging.slot_with_past(self, end, orders_computation=end > start)
+        if end > start:  # packed blocks come once in 64 steps
             slot.write(start, keys, values)
             self.staging.save(self, slot, start, end)
         slot.num_tokens = end
@@ -117,7 +117,7 @@ class StreamedStore(HostStore):
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks that are stored, as such or as records."""
+        """Whole blocks that are stored, as such or as packed blocks."""
         return self.num_tokens // self.keys.row_entries
 
     def stream_from(self, block: int) -> None:
@@ -133,7 +133,7 @@ class StreamedStore(HostStore):
         if self._arriving:
             self.wait_for_copies()
         start, end = self.staged_range()
-        return self._retried_with_less_on_device(lambda: self.staging.open(self, end).lend(start, end))
+        return self._retried_with_less_on_device(lambda: self.staging.slot_with_past(self, end).lend(start, end))
 
     def truncate(self, num_tokens: int) -> None:
         super().truncate(num_tokens)

@@ -28,7 +28,7 @@ class TokenBuffer:
         token_major: store as `[tokens, batch, heads, head_dim]`, so that any run of tokens is contiguous (for copies
             between devices), instead of `[batch, heads, tokens, head_dim]` (for attention).
         expected_tokens: capacity to begin with.
-        entry_tokens: tokens that one entry stands for; 64 where an entry is the record of a coded block. Sizes are in
+        entry_tokens: tokens that one entry stands for; 64 where an entry is the packed block. Sizes are in
             entries everywhere.
 
     Attributes:

@@ -1,28 +1,26 @@
-"""Weights in host memory: of 8 or 4 bits, and experts of which only those are read that are chosen."""
+"""Quantized weights, and experts in host memory of which only the chosen ones are read."""
 
-from .coverage import CODED_DTYPES, Covered, NothingToCodeError, coverage, holds_experts
+from .coverage import QUANTIZED_DTYPES, Covered, NothingToQuantizeError, coverage, holds_experts
 from .experts_implementation import chosen_experts_if_any
-from .host_experts import ExpertsReport, host_experts, move_experts_to_host
-from .loading_config import CodedWeightsConfig
-from .quantized_weights import WeightsReport, coding_bar, quantize_weights, require_some, weights_in_bits
+from .host_experts import move_experts_to_host
+from .loading_quantizer import QuantizedWeightsConfig
+from .quantized_weights import quantization_bar, quantize_weights, require_some
+from .report import WeightsReport
 from .width import WEIGHT_BITS, Width
 
 __all__ = [
-    "CODED_DTYPES",
+    "QUANTIZED_DTYPES",
     "WEIGHT_BITS",
-    "CodedWeightsConfig",
     "Covered",
-    "ExpertsReport",
-    "NothingToCodeError",
+    "NothingToQuantizeError",
+    "QuantizedWeightsConfig",
     "WeightsReport",
     "Width",
     "chosen_experts_if_any",
-    "coding_bar",
     "coverage",
     "holds_experts",
-    "host_experts",
     "move_experts_to_host",
+    "quantization_bar",
     "quantize_weights",
     "require_some",
-    "weights_in_bits",
 ]

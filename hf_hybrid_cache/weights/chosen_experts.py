@@ -1,8 +1,8 @@
 """
-Experts on the CPU: only those that a token has chosen are read, all of a layer by one call of a kernel.
+Experts on the CPU: a kernel reads only the chosen experts, one call for a layer.
 
-Transformers' own ways loop over experts, or copy those that are chosen first, and all multiply token by token with
-products that are made for many tokens.
+transformers' own implementations loop over experts or copy the chosen ones, and use products that are made for many
+tokens.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from .coded_weight import outside_of_graphs
 from .expert_layers import ExpertLayer, choices_of
+from .quantized_weight import outside_of_graphs
 from .streamed_experts import experts_across_the_bus
 
 
@@ -20,20 +20,20 @@ def chosen_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    What transformers' `ExpertsInterface` asks of an implementation.
+    Compute the chosen experts: the function that transformers' `ExpertsInterface` calls.
 
     Args:
         module: one of `expert_modules`.
-        hidden_states: `[tokens, hidden]`, on the device of the experts, or on another one while they are in host
+        hidden_states: `[tokens, hidden]`, on the device of the experts, or on another device if they are in host
             memory.
-        top_k_index: `[tokens, choices]`; the number of experts means none.
-        top_k_weights: `[tokens, choices]`, of the choices.
+        top_k_index: `[tokens, choices]`, indices of experts; the number of experts stands for no expert.
+        top_k_weights: `[tokens, choices]`, router weights.
 
     Returns:
-        `[tokens, hidden]`, the weighted sum of what the chosen experts give.
+        `[tokens, hidden]`, the weighted sum of the chosen experts' outputs.
 
     Raises:
-        RuntimeError: gradients are asked for that would have to cross the bus.
+        RuntimeError: gradients would have to cross the bus.
     """
     layer = ExpertLayer(module)
     is_here = hidden_states.device == layer.device
@@ -57,18 +57,18 @@ def chosen_experts(
     return result.to(hidden_states.dtype)
 
 
-def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Experts with many tokens one by one; the others, which few tokens chose, all at once."""
-    # Sums are of float32: transformers' loop rounds them once for every expert of a token.
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, router_weights: torch.Tensor) -> torch.Tensor:
+    """Compute experts with many tokens one by one, and all experts with few tokens in one call."""
+    # Sums are in float32; transformers' loop rounds the sum after each expert of a token.
+    router_weights = router_weights.to(torch.promote_types(router_weights.dtype, torch.float32))
     flat, choices = chosen.flatten(), chosen.shape[1]
     counts = torch.bincount(flat, minlength=layer.up.count + 1)[: layer.up.count]
-    out = torch.zeros(tokens.shape, dtype=weights.dtype)
+    out = torch.zeros(tokens.shape, dtype=router_weights.dtype)
     of_few, left = choices_of(chosen, counts <= layer.most_tokens)
     if len(of_few) == len(tokens):
-        out = layer.added_up(tokens, left, weights)
+        out = layer.added_up(tokens, left, router_weights)
     elif len(of_few):
-        out[of_few] = layer.added_up(tokens[of_few], left, weights[of_few])
+        out[of_few] = layer.added_up(tokens[of_few], left, router_weights[of_few])
     pairs, start = flat.argsort(stable=True), 0
     for index, count in enumerate(counts.tolist()):
         if count > layer.most_tokens:
@@ -76,6 +76,6 @@ def _many(layer: ExpertLayer, tokens: torch.Tensor, chosen: torch.Tensor, weight
             up_bias, down_bias = (None if each is None else each[index] for each in (layer.up_bias, layer.down_bias))
             states = layer.activated(layer.up.multiply(tokens[of // choices], index, up_bias))
             states = layer.finished(layer.down.multiply(states, index, down_bias))
-            out.index_add_(0, of // choices, states * weights.flatten()[of].unsqueeze(-1))
+            out.index_add_(0, of // choices, states * router_weights.flatten()[of].unsqueeze(-1))
         start += count
     return out

@@ -1,4 +1,4 @@
-"""Which weights of a model can be of few bits, which modules hold them, and why the others cannot."""
+"""Finding the weights of a model that can be quantized, the modules that hold them, and why others cannot be."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,22 +9,23 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..errors import HybridCacheError
 from ..kernels import PanelLayout
-from .coded_matrices import CodedMatrices, Stack
-from .coded_weight import CodedWeight
+from .quantized_matrices import QuantizedMatrices, Stack
+from .quantized_weight import QuantizedWeight
 from .width import Width
 
-CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Smaller ones would be mostly what fills them up; among them are gates and routers, which are better left exact.
+QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Smaller matrices would be mostly padding; gates and routers are among them, and are better left exact.
 _LEAST_ROWS, _LEAST_COLUMNS = 16, 32
 
 
-class NothingToCodeError(ValueError):
-    """None of a model's weights can be of few bits, or none of those that were asked for; the message says why."""
+class NothingToQuantizeError(HybridCacheError, ValueError):
+    """No weight of a model, or none of the requested ones, can be quantized; the message says why."""
 
 
 class Holder(NamedTuple):
-    """A module that holds a parameter, and as what."""
+    """A module that holds a parameter, and the name of its attribute."""
 
     module: nn.Module
     attribute: str
@@ -33,14 +34,14 @@ class Holder(NamedTuple):
 @dataclass(frozen=True)
 class Covered:
     """
-    A parameter that can be of few bits.
+    A parameter that can be quantized.
 
     Attributes:
-        name: the first that the model has for it.
-        parameter: the module's own.
-        holders: all modules that hold it; several where weights are tied.
-        is_transposed: its columns come before its rows.
-        is_head: it gives the logits.
+        name: its first name in the model.
+        parameter: the parameter itself.
+        holders: all modules that hold it; several if weights are tied.
+        is_transposed: whether its columns come before its rows.
+        is_head: whether it is the output head.
     """
 
     name: str
@@ -49,9 +50,9 @@ class Covered:
     is_transposed: bool
     is_head: bool
 
-    def coded(self, data: torch.Tensor, width: Width) -> CodedWeight:
+    def quantized(self, data: torch.Tensor, width: Width) -> QuantizedWeight:
         """
-        The parameter in few bits.
+        Quantize the parameter.
 
         Args:
             data: its numbers, in host memory.
@@ -60,48 +61,48 @@ class Covered:
         Raises:
             ValueError: some of the numbers are not finite.
         """
-        return self.coded_one_by_one(data if data.dim() == 3 else data[None], data.shape, data.dtype, width)
+        return self.quantized_one_by_one(data if data.dim() == 3 else data[None], data.shape, data.dtype, width)
 
-    def coded_one_by_one(
+    def quantized_one_by_one(
         self, matrices: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, width: Width
-    ) -> CodedWeight:
+    ) -> QuantizedWeight:
         """
-        The parameter in few bits, of matrices that need not be in memory together.
+        Quantize the parameter from matrices that need not be in memory together.
 
         Args:
-            matrices: those of a stack, or the only one, in host memory; read once.
-            shape: of all together.
-            dtype: in which the model computes.
+            matrices: of the stack, or the only one, in host memory; read once.
+            shape: of the whole parameter.
+            dtype: of the model.
             width: of the codes.
 
         Raises:
             ValueError: some of the numbers are not finite.
         """
         count, rows, columns = self._sizes(shape)
-        # Tensors made in inference mode could not be used outside of it.
+        # Tensors that are made in inference mode cannot be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             of_rows = (matrix.t() if self.is_transposed else matrix for matrix in matrices)
-            coded = CodedMatrices(Stack((count, rows, columns), of_rows), self._bits(width), width.group_size)
+            quantized = QuantizedMatrices(Stack((count, rows, columns), of_rows), self._bits(width), width.group_size)
             stacked, which = (count, None) if len(shape) == 3 else (None, 0)
-            return CodedWeight.make(coded, stacked, which, self.is_transposed, dtype)
+            return QuantizedWeight.make(quantized, stacked, which, self.is_transposed, dtype)
 
-    def coded_bytes(self, width: Width) -> int:
-        """What the codes take."""
+    def quantized_bytes(self, width: Width) -> int:
+        """Bytes of the codes."""
         count, rows, columns = self._sizes(self.parameter.shape)
         return count * PanelLayout(self._bits(width), rows, columns, width.group_size).num_bytes
 
     @property
     def matrix_bytes(self) -> int:
-        """What one matrix takes as it is."""
+        """Bytes of one matrix, not quantized."""
         return self.parameter.nbytes // self._sizes(self.parameter.shape)[0]
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is the matrices of several experts."""
+        """Whether it stacks the matrices of several experts."""
         return self.parameter.dim() == 3
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Matrices, rows and columns."""
+        """Number of matrices, rows and columns."""
         count = shape[0] if len(shape) == 3 else 1
         rows, columns = reversed(shape[-2:]) if self.is_transposed else shape[-2:]
         return count, rows, columns
@@ -110,17 +111,16 @@ class Covered:
         return width.head_bits if self.is_head else width.bits
 
     def hold(self, parameter: torch.Tensor) -> None:
-        """Let the modules hold this one in its place."""
+        """Put another parameter into the modules in its place."""
         for module, attribute in self.holders:
             module._parameters[attribute] = parameter  # type: ignore[assignment]
 
 
 def coverage(model: PreTrainedModel) -> tuple[list[Covered], dict[str, str]]:
     """
-    The parameters that can be of few bits, and by name why other matrices cannot.
+    Find the parameters that can be quantized, and the reasons why other matrices cannot, by name.
 
-    Linear layers, the output head with the embedding that is tied to it, the embedding of tokens, and experts that
-    transformers keeps as stacked matrices.
+    Linear layers, the output head, the token embedding, and stacked experts can be quantized.
     """
     holders: dict[int, list[Holder]] = {}
     for module in model.modules():
@@ -143,13 +143,13 @@ def coverage(model: PreTrainedModel) -> tuple[list[Covered], dict[str, str]]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether the matrices of three dimensions that a module holds are experts, one after the other."""
-    # What transformers' `use_experts_implementation` notes on the modules that it decorates.
+    """Whether a module's parameters of three dimensions are stacked experts."""
+    # transformers' `use_experts_implementation` sets these attributes on the modules that it decorates.
     return hasattr(module, "num_experts") and isinstance(getattr(module, "is_transposed", None), bool)
 
 
 def _orientation(holder: Holder, model: PreTrainedModel) -> bool | None:
-    """Whether a module uses a parameter as a transposed matrix; `None` if not as a matrix, or nobody knows."""
+    """Whether a module uses a parameter as a transposed matrix; `None` if not as a matrix, or if that is not known."""
     module, attribute = holder
     if attribute == "weight" and isinstance(module, nn.Linear):
         return False
@@ -162,9 +162,9 @@ def _orientation(holder: Holder, model: PreTrainedModel) -> bool | None:
 
 
 def _reason_to_leave(parameter: nn.Parameter, holders: list[Holder], orientations: set[bool | None]) -> str | None:
-    if isinstance(parameter, CodedWeight):
-        return "is of few bits already"
-    if type(parameter.data) is not torch.Tensor or parameter.dtype not in CODED_DTYPES:
+    if isinstance(parameter, QuantizedWeight):
+        return "is quantized already"
+    if type(parameter.data) is not torch.Tensor or parameter.dtype not in QUANTIZED_DTYPES:
         return f"is of type {type(parameter.data).__name__}, {parameter.dtype}"
     users = " and ".join(sorted({type(module).__name__ for module, _ in holders}))
     if None in orientations or len(orientations) > 1:

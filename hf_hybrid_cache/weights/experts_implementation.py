@@ -1,4 +1,4 @@
-"""Which implementation of experts a model uses: transformers' own door to it."""
+"""Switching a model to this package's implementation of experts, through transformers' `ExpertsInterface`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +10,19 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from .chosen_experts import chosen_experts
 from .expert_layers import expert_modules
 
-# By which transformers knows ours.
+# The name under which transformers knows `chosen_experts`.
 IMPLEMENTATION = "hf_hybrid_cache"
 
 
 def use_chosen_experts(model: PreTrainedModel) -> dict[str, str | None]:
     """
-    Let a model compute its experts by `chosen_experts` from now on.
+    Let a model compute its experts with `chosen_experts` from now on.
 
     Returns:
-        What `model.set_experts_implementation` takes to undo it.
+        The implementations before, as `model.set_experts_implementation` takes them.
 
     Raises:
-        ValueError: the model has no experts that can be computed so.
+        ValueError: the model has no experts that `chosen_experts` can compute.
     """
     experts = require_experts(model)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, chosen_experts)
@@ -40,7 +40,7 @@ def use_chosen_experts(model: PreTrainedModel) -> dict[str, str | None]:
 
 @contextmanager
 def chosen_experts_used(model: PreTrainedModel) -> Iterator[None]:
-    """The same for a while."""
+    """Let a model compute its experts with `chosen_experts` until the block ends."""
     before = use_chosen_experts(model)
     try:
         yield
@@ -50,7 +50,7 @@ def chosen_experts_used(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def chosen_experts_if_any(model: PreTrainedModel) -> Iterator[None]:
-    """The same; a model whose experts cannot be computed so, or that has none, is left as it is."""
+    """Like `chosen_experts_used`, but leave a model without such experts as it is."""
     before = use_chosen_experts_if_any(model)
     try:
         yield
@@ -60,7 +60,7 @@ def chosen_experts_if_any(model: PreTrainedModel) -> Iterator[None]:
 
 
 def use_chosen_experts_if_any(model: PreTrainedModel) -> dict[str, str | None] | None:
-    """As `use_chosen_experts`; `None` for a model that is left as it is."""
+    """Like `use_chosen_experts`, but return `None` for a model without such experts, and leave it as it is."""
     try:
         return use_chosen_experts(model)
     except ValueError:
@@ -72,7 +72,7 @@ def require_experts(model: PreTrainedModel) -> dict[str, Any]:
     The modules of a model that hold stacked experts, by name.
 
     Raises:
-        ValueError: it has none; the message names those of another form.
+        ValueError: there is none; the message names experts of another form.
     """
     experts = expert_modules(model)
     if not experts:

@@ -5,31 +5,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from .popular_experts import PopularExperts
+from .hot_experts import HotExperts
 
 
 class HostWeight(nn.Parameter):
     """
-    A parameter in host memory, for models of which the rest is on a device.
+    A parameter that stays in host memory while the rest of its model is on a device.
 
-    `model.to(device)` leaves it where it is; a type that it is converted to it takes. `weight.detach().to(device)`
-    gives a copy on a device.
+    `model.to(device)` leaves it there; `model.to(dtype)` converts it. `weight.detach().to(device)` gives a copy on a
+    device.
 
     Attributes:
-        popular: what keeps popular experts of its layer on the device; `None` for nothing.
+        hot: the hot experts of its layer on the device; `None` if none are kept there.
     """
 
-    popular: PopularExperts | None = None
+    hot: HotExperts | None = None
 
     @staticmethod
     def of(weight: torch.Tensor) -> "HostWeight":
-        """The same numbers, in host memory, without gradient."""
+        """A parameter with the same numbers in host memory, without gradient."""
         data: HostWeight = torch.Tensor._make_subclass(HostWeight, weight.detach().to("cpu"), False)
         return data
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostWeight":
         twin = HostWeight.of(self.detach().clone())
-        twin.popular = None if self.popular is None else PopularExperts(self.popular.room)
+        twin.hot = None if self.hot is None else HotExperts(self.hot.room)
         memo[id(self)] = twin
         return twin
 
@@ -45,12 +45,12 @@ class HostWeight(nn.Parameter):
             return func(*args, **kwargs)
 
 
-# What models call of their parameters when they are moved.
+# The methods of parameters that a model calls when it is moved.
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
 def asked_dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-    """The type that one of `MOVES` is asked for; `None` for none."""
+    """The dtype in a call of one of `MOVES`; `None` if there is none."""
     if func is not torch.Tensor.to:
         return None
     dtype: torch.dtype | None = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]

@@ -1,4 +1,4 @@
-"""What matrices in host memory, of any precision, are asked for."""
+"""Base class of matrices in host memory, quantized or not, and of products with them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from ..kernels import ExpertCall
 
 class Matrices(ABC):
     """
-    One weight, or several of one shape such as a layer's experts, in host memory.
+    One matrix, or several of one shape such as a layer's experts, in host memory.
 
     Attributes:
-        count: how many there are.
-        most_tokens: of a matrix, up to which `multiply_chosen` is the faster way.
+        count: number of matrices.
+        most_tokens: the most tokens of a matrix with which `multiply_chosen` is faster than `multiply`.
         token_sizes: `(columns,)`.
         out_sizes: `(rows,)`.
     """
@@ -23,21 +23,21 @@ class Matrices(ABC):
 
     def __init__(self, count: int, rows: int, columns: int):
         self.count = count
-        # Tuples, because products compare and join them.
+        # Tuples, because products compare them with sizes of tensors and concatenate them.
         self.token_sizes, self.out_sizes = (columns,), (rows,)
 
     @abstractmethod
     def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
         """
-        `tokens @ matrix.T + bias`.
+        Compute `tokens @ matrix.T + bias`.
 
         Args:
             tokens: `[..., columns]`, float32, bfloat16 or float16.
             index: of the matrix.
-            bias: `[rows]`, of the same type.
+            bias: `[rows]`, of the same dtype.
 
         Returns:
-            `[..., rows]`, likewise.
+            `[..., rows]`, of the same dtype.
         """
 
     @abstractmethod
@@ -45,18 +45,18 @@ class Matrices(ABC):
         self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """
-        The products of each token with the matrices that it has chosen. Others are not read.
+        Multiply each token with the matrices that it has chosen; other matrices are not read.
 
         Args:
-            tokens: `[tokens, columns]`, or of each chosen matrix its own, `[tokens * choices, columns]`; few.
-            chosen: int64 `[tokens, choices]`, indices of matrices; `count` for none.
-            bias: `[count, rows]`, of the type of the tokens.
+            tokens: few, `[tokens, columns]`, or one for each chosen matrix, `[tokens * choices, columns]`.
+            chosen: int64 `[tokens, choices]`, indices of matrices; `count` stands for no matrix.
+            bias: `[count, rows]`, of the dtype of the tokens.
 
         Returns:
-            `[tokens * choices, rows]`, likewise; zeros where no matrix was chosen.
+            `[tokens * choices, rows]`, of the dtype of the tokens; zeros for no matrix.
 
         Raises:
-            IndexError: there is no such matrix.
+            IndexError: an index is out of range.
         """
 
     def add_up_experts(
@@ -64,39 +64,41 @@ class Matrices(ABC):
         down: "Matrices",
         tokens: torch.Tensor,
         chosen: torch.Tensor,
-        shares: torch.Tensor,
+        router_weights: torch.Tensor,
         up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """
-        The weighted sums of what experts give whose gate is a SiLU, by one call of a kernel.
+        Sum up the outputs of experts with a SiLU gate, times their router weights, by one call of a kernel.
+
+        These matrices are the experts' gate and up projections.
 
         Args:
-            down: the second weights of the experts whose first weights, gate and up projections, these are.
+            down: the experts' down projections.
             tokens: `[tokens, columns]`, few.
-            chosen: int64 `[tokens, choices]`, indices of experts; `count` for none.
-            shares: `[tokens, choices]`, what each choice counts.
-            up_bias: `[count, rows]`, of the type of the tokens.
-            down_bias: likewise.
+            chosen: int64 `[tokens, choices]`, indices of experts; `count` stands for no expert.
+            router_weights: `[tokens, choices]`.
+            up_bias: `[count, rows]`, of the dtype of the tokens.
+            down_bias: `[count, down's rows]`, of the dtype of the tokens.
 
         Returns:
-            float32 `[tokens, down's rows]`; `None` where there is no kernel that reads such matrices.
+            float32 `[tokens, down's rows]`; `None` if no kernel reads such matrices.
 
         Raises:
-            IndexError: there is no such matrix.
+            IndexError: an index is out of range.
         """
         kernel = self._kernel_of_experts(down, tokens.dtype)
         if kernel is None:
             return None
-        if tokens.dtype == torch.float16:  # which the kernels do not read
+        if tokens.dtype == torch.float16:  # the kernels do not read float16
             biases = [None if each is None else each.float() for each in (up_bias, down_bias)]
-            return self.add_up_experts(down, tokens.float(), chosen, shares, *biases)
+            return self.add_up_experts(down, tokens.float(), chosen, router_weights, *biases)
         out = torch.empty(len(tokens), *down.out_sizes)
         if not chosen.numel():
             return out.zero_()
-        if shares.dtype not in (torch.float32, torch.bfloat16):
-            shares = shares.float()
-        tokens, chosen, shares = tokens.contiguous(), chosen.contiguous(), shares.contiguous()
+        if router_weights.dtype not in (torch.float32, torch.bfloat16):
+            router_weights = router_weights.float()
+        tokens, chosen, router_weights = tokens.contiguous(), chosen.contiguous(), router_weights.contiguous()
         kept = [None if bias is None else bias.contiguous() for bias in (up_bias, down_bias)]
         up_bias_at, down_bias_at = (0 if bias is None else bias.data_ptr() for bias in kept)
         call = ExpertCall(
@@ -105,8 +107,8 @@ class Matrices(ABC):
             tokens=tokens.data_ptr(),
             choices=chosen.shape[1],
             is_bfloat16=tokens.dtype == torch.bfloat16,
-            shares=shares.data_ptr(),
-            has_bfloat16_shares=shares.dtype == torch.bfloat16,
+            router_weights=router_weights.data_ptr(),
+            has_bfloat16_router_weights=router_weights.dtype == torch.bfloat16,
             up_bias=up_bias_at,
             down_bias=down_bias_at,
             out=out.data_ptr(),
@@ -116,11 +118,11 @@ class Matrices(ABC):
 
     @abstractmethod
     def _kernel_of_experts(self, down: "Matrices", dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
-        """What computes experts with these first and those second weights, for tokens of a type; `None` for nothing."""
+        """The kernel for experts with these up and those down projections; `None` if there is none."""
 
     @abstractmethod
     def write(self, index: int, out: torch.Tensor) -> None:
-        """Write what a matrix stands for to `out`, `[rows, columns]` in host memory, of a floating type."""
+        """Write a matrix, dequantized, to `out`, `[rows, columns]` in host memory, of a floating-point dtype."""
 
     def _chosen_by(
         self,
@@ -129,7 +131,7 @@ class Matrices(ABC):
         chosen: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The same by a kernel that is told addresses, for float32 and bfloat16."""
+        """Compute `multiply_chosen` by a kernel that takes addresses, in float32 or bfloat16."""
         num_pairs = chosen.numel()
         out = tokens.new_empty((num_pairs, *self.out_sizes))
         if not num_pairs:

@@ -1,4 +1,4 @@
-"""Weights in full precision in host memory, and the products of tokens with them."""
+"""Matrices in full precision in host memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +20,13 @@ _OF_KERNEL = (torch.float32, torch.bfloat16)
 
 class PlainMatrices(Matrices):
     """
-    Several weights of one shape, such as a layer's experts, as they are.
+    Several matrices of one shape, such as a layer's experts, in full precision.
 
     Args:
-        weights: `[matrices, rows, columns]`, in host memory, of a floating type; not copied.
+        weights: `[matrices, rows, columns]`, in host memory, of a floating-point dtype; not copied.
     """
 
-    # With more, products are bound by arithmetic, and torch's are faster.
+    # With more tokens, arithmetic limits the products, and torch is faster.
     most_tokens = 4
 
     def __init__(self, weights: torch.Tensor):
@@ -60,7 +60,7 @@ class PlainMatrices(Matrices):
         out.copy_(self._weights[index])
 
     def _of_kernel(self) -> PlainWeights | None:
-        """As the kernel reads them; `None` for types and orders that it does not."""
+        """The matrices as the kernel reads them; `None` for dtypes and memory layouts that it does not read."""
         weights = self._weights
         is_transposed = not weights.is_contiguous()
         if weights.dtype not in _OF_KERNEL or not (weights.mT if is_transposed else weights).is_contiguous():
@@ -71,7 +71,7 @@ class PlainMatrices(Matrices):
     def _multiply_one_by_one(
         self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """For types and orders that the kernel does not read."""
+        """Compute `multiply_chosen` by torch, for dtypes and memory layouts that the kernel does not read."""
         pairs_of_token = chosen.numel() // len(tokens)
         out = tokens.new_zeros((chosen.numel(), *self.out_sizes))
         flat = chosen.flatten()

@@ -1,125 +1,110 @@
-"""A model's weights in few bits: for a while, or for good."""
+"""Quantizing the weights of a model, permanently or inside a `with` block."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, overload
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..storage import require_host_bytes
-from .coded_weight import CodedWeight
-from .coverage import Covered, NothingToCodeError, coverage
+from .coverage import Covered, NothingToQuantizeError, coverage
 from .experts_implementation import chosen_experts_if_any, use_chosen_experts_if_any
-from .width import GROUP_SIZE, HEAD_BITS, Width
+from .quantized_weight import QuantizedWeight
+from .report import WeightsReport
+from .width import GROUP_SIZE, HEAD_BITS, Width, checked_bool
 
-# Seconds after which a bar is shown.
+# A progress bar appears after so many seconds.
 _WORTH_A_BAR = 1.0
 
 
-@dataclass
-class WeightsReport:
-    """
-    What became of a model's weights; `print` it.
-
-    Attributes:
-        bits: of a code.
-        group_size: weights that share a scale.
-        head_bits: of a code of the output head.
-        coded_weights: how many are of few bits; stacked experts are one.
-        original_bytes: of those, before.
-        coded_bytes: of those, now.
-        other_bytes: of all other weights.
-        left: why other matrices stay as they were, by name.
-    """
-
-    bits: int
-    group_size: int
-    head_bits: int
-    coded_weights: int = 0
-    original_bytes: int = 0
-    coded_bytes: int = 0
-    other_bytes: int = 0
-    left: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        before, after = self.original_bytes + self.other_bytes, self.coded_bytes + self.other_bytes
-        head = f" (the output head in {self.head_bits})" if self.head_bits != self.bits else ""
-        text = (
-            f"{self.coded_weights} weights in {self.bits} bits{head}, groups of {self.group_size}: "
-            f"{before / 2**30:.2f} GiB became {after / 2**30:.2f} GiB"
-        )
-        return "\n".join([text, *(f"  {name} {reason}" for name, reason in self.left.items())])
+@overload
+def quantize_weights(
+    model: PreTrainedModel,
+    bits: int,
+    group_size: int = ...,
+    head_bits: int = ...,
+    *,
+    temporary: Literal[False] = ...,
+) -> WeightsReport: ...
 
 
-@contextmanager
-def weights_in_bits(
-    model: PreTrainedModel, bits: int, group_size: int = GROUP_SIZE, head_bits: int = HEAD_BITS
-) -> Iterator[WeightsReport]:
-    """
-    Let a model on the CPU compute with weights of few bits for a while; afterwards it has its own again, untouched.
-
-    Linear layers, the output head, the embedding of tokens and stacked experts. A token takes a half to a quarter of
-    the time, because reading weights is most of it. Codes are made when this is entered, which takes a few seconds for
-    a billion weights, and are held beside the weights.
-
-    Args:
-        model: all of it in host memory.
-        bits: 8 or 4, of a weight.
-        group_size: weights of a row that share a scale: 32, 64 or 128. A scale takes as much as 32 bits of codes.
-        head_bits: 8 or 4, of the output head, and so of the embedding that is tied to it. Errors there are errors of
-            the logits; 4 bits take less memory and time.
-
-    Yields:
-        What was done, and which matrices stay as they are.
-
-    Raises:
-        TypeError: one of the numbers is not an integer.
-        ValueError: they are others; the model is not on the CPU, or has no weights that could be of few bits.
-        HostMemoryError: host memory would not suffice.
-
-    Example:
-        >>> with weights_in_bits(model, 4):
-        ...     model.generate(**inputs, cache=cache)
-    """
-    width = Width.checked(bits, group_size, head_bits)
-    covered, report = _prepared(model, width)
-    with coded_for_a_while(covered, width, report), chosen_experts_if_any(model):
-        yield report
+@overload
+def quantize_weights(
+    model: PreTrainedModel, bits: int, group_size: int = ..., head_bits: int = ..., *, temporary: Literal[True]
+) -> AbstractContextManager[WeightsReport]: ...
 
 
 def quantize_weights(
-    model: PreTrainedModel, bits: int, group_size: int = GROUP_SIZE, head_bits: int = HEAD_BITS
-) -> WeightsReport:
+    model: PreTrainedModel,
+    bits: int,
+    group_size: int = GROUP_SIZE,
+    head_bits: int = HEAD_BITS,
+    *,
+    temporary: bool = False,
+) -> WeightsReport | AbstractContextManager[WeightsReport]:
     """
-    The same as `weights_in_bits`, for good: each weight is given back as soon as its codes are made.
+    Quantize the weights of a model on the CPU.
 
-    The model cannot be saved or trained afterwards. If this is interrupted, some weights are of few bits already.
+    Linear layers, the output head, the token embedding and stacked experts are quantized. Generating a token takes a
+    half to a quarter of the time, because reading weights is most of it. Quantizing takes a few seconds for a billion
+    weights.
+
+    By default the change is permanent: each weight is freed as soon as its codes are made, and the model cannot be
+    saved or trained afterwards. An interrupted call leaves some weights quantized. With `temporary=True` the result is
+    a context manager: the weights are quantized when it is entered, the originals stay in memory beside the codes, and
+    the model has the very same parameters again when the block ends, however it ends.
+
+    Args:
+        model: all of it in host memory.
+        bits: of a weight, 8 or 4.
+        group_size: number of weights in a row that share a scale: 32, 64 or 128. A scale takes 32 bits.
+        head_bits: of a weight of the output head and the embedding that is tied to it, 8 or 4. Errors there are errors
+            of the logits; 4 bits take less memory and time.
+        temporary: quantize inside a `with` block only.
 
     Returns:
-        What was done, what it saved, and which matrices stay as they are; `print` it.
+        A report that names the matrices that were not quantized. With `temporary=True`, a context manager that gives
+        the report.
+
+    Raises:
+        TypeError: a number is not an integer, or `temporary` is not a bool.
+        ValueError: a number is not one of those above, the model is not on the CPU, or none of its weights can be
+            quantized. Like the next, it is raised on entering a temporary change.
+        HostMemoryError: host memory would not suffice.
 
     Example:
         >>> print(quantize_weights(model, 4))
+
+        >>> with quantize_weights(model, 4, temporary=True) as report:
+        ...     model.generate(**inputs, cache=cache)
     """
     width = Width.checked(bits, group_size, head_bits)
+    if checked_bool("temporary", temporary):
+        return _temporarily(model, width)
     covered, report = _prepared(model, width)
-    code_for_good(covered, width, report)
+    quantize_permanently(covered, width, report)
     use_chosen_experts_if_any(model)
     return report
 
 
 @contextmanager
-def coded_for_a_while(covered: list[Covered], width: Width, report: WeightsReport) -> Iterator[None]:
+def _temporarily(model: PreTrainedModel, width: Width) -> Iterator[WeightsReport]:
+    covered, report = _prepared(model, width)
+    with temporarily_quantized(covered, width, report), chosen_experts_if_any(model):
+        yield report
+
+
+@contextmanager
+def temporarily_quantized(covered: list[Covered], width: Width, report: WeightsReport) -> Iterator[None]:
     """
-    Let modules hold their weights in few bits; afterwards they have their own again.
+    Put quantized weights into the modules, and the modules' own parameters back when the block ends.
 
     Raises:
-        HostMemoryError: host memory would not suffice for both.
+        HostMemoryError: host memory would not suffice for the codes beside the parameters.
     """
-    require_host_bytes(sum(each.coded_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
-    pairs = list(_coded_one_by_one(covered, width, report))
+    require_host_bytes(sum(each.quantized_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
+    pairs = list(_quantized_one_by_one(covered, width, report))
     try:
         try:
             for each, twin in pairs:
@@ -128,38 +113,38 @@ def coded_for_a_while(covered: list[Covered], width: Width, report: WeightsRepor
         finally:
             _hold_originals(pairs)
     except BaseException:
-        _hold_originals(pairs)  # another Ctrl-C may have come while they were put back
+        _hold_originals(pairs)  # a second Ctrl-C may have interrupted the first attempt
         raise
 
 
-def code_for_good(covered: list[Covered], width: Width, report: WeightsReport) -> None:
+def quantize_permanently(covered: list[Covered], width: Width, report: WeightsReport) -> None:
     """
-    Let modules hold their weights in few bits; each is given back as soon as its codes are made.
+    Put quantized weights into the modules; each parameter is freed as soon as its codes are made.
 
     Raises:
-        HostMemoryError: host memory would not suffice for the codes of one.
+        HostMemoryError: host memory would not suffice for the codes of the largest weight.
     """
-    require_host_bytes(max(each.coded_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
-    code_each(covered, width, report)
+    require_host_bytes(max(each.quantized_bytes(width) for each in covered), f"Weights in {width.bits} bits need")
+    quantize_each(covered, width, report)
 
 
-def code_each(covered: list[Covered], width: Width, report: WeightsReport) -> None:
-    """The same without a check, of any number of weights."""
-    for each, twin in _coded_one_by_one(covered, width, report):
+def quantize_each(covered: list[Covered], width: Width, report: WeightsReport) -> None:
+    """Do the same without checking host memory; `covered` may be empty."""
+    for each, twin in _quantized_one_by_one(covered, width, report):
         each.hold(twin)
 
 
-def _hold_originals(pairs: list[tuple[Covered, CodedWeight]]) -> None:
+def _hold_originals(pairs: list[tuple[Covered, QuantizedWeight]]) -> None:
     for each, _ in pairs:
         each.hold(each.parameter)
 
 
-def coding_bar(num_weights: int, bits: int | None) -> Any:
+def quantization_bar(num_weights: int, bits: int | None) -> Any:
     """
-    A bar that is shown where coding takes long, unless progress bars of transformers are switched off.
+    A progress bar, visible only where quantizing takes long and transformers' progress bars are on.
 
     Args:
-        num_weights: to be coded.
+        num_weights: number of weights that will be quantized.
         bits: of a code; `None` for no bar.
     """
     text = f"Weights in {bits} bits"
@@ -168,14 +153,14 @@ def coding_bar(num_weights: int, bits: int | None) -> Any:
 
 def require_own_weights(model: PreTrainedModel, then: str) -> None:
     """
-    Check that nobody else manages where weights are.
+    Check that accelerate does not manage where the model's weights are.
 
     Args:
-        model: whose weights.
-        then: how the advice to load the model onto the CPU goes on.
+        model: any model.
+        then: end of the advice to load the model onto the CPU.
 
     Raises:
-        ValueError: accelerate does.
+        ValueError: accelerate manages them.
     """
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise ValueError(
@@ -186,25 +171,25 @@ def require_own_weights(model: PreTrainedModel, then: str) -> None:
 
 def require_some(covered: list[Covered], left: dict[str, str], model: PreTrainedModel) -> None:
     """
-    Check that there is something to do.
+    Check that at least one weight can be quantized.
 
     Raises:
-        NothingToCodeError: no weight of the model can be of few bits.
+        NothingToQuantizeError: there is none.
     """
     if not covered:
         reasons = "; ".join(f"{name} {reason}" for name, reason in list(left.items())[:3])
-        raise NothingToCodeError(
-            f"No weight of {type(model).__name__} can be of few bits: {reasons or 'it has no matrices'}."
+        raise NothingToQuantizeError(
+            f"No weight of {type(model).__name__} can be quantized: {reasons or 'it has no matrices'}."
         )
 
 
 def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], WeightsReport]:
     devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu"})
     if devices:
-        require_own_weights(model, f"or with quantization_config=CodedWeightsConfig(bits={width.bits})")
+        require_own_weights(model, f"or with quantization_config=QuantizedWeightsConfig(bits={width.bits})")
         raise ValueError(
-            f"Weights are on {' and '.join(devices)}; weights of few bits need the CPU. Use model.to('cpu'), "
-            f"or decode there with custom_generate=decode_on_cpu.configure(weights={width.bits})."
+            f"Weights are on {' and '.join(devices)}; quantized weights need the CPU. Use model.to('cpu'), "
+            f"or decode there with custom_generate=DecodeOnCPU(weights={width.bits})."
         )
     covered, left = coverage(model)
     require_some(covered, left, model)
@@ -213,23 +198,23 @@ def _prepared(model: PreTrainedModel, width: Width) -> tuple[list[Covered], Weig
     return covered, WeightsReport(*width, other_bytes=others, left=left)
 
 
-def _coded_one_by_one(
+def _quantized_one_by_one(
     covered: list[Covered], width: Width, report: WeightsReport
-) -> Iterator[tuple[Covered, CodedWeight]]:
-    """Weights with their codes, noted in the report. Those it has passed on are not held here any more."""
-    with coding_bar(len(covered), width.bits) as bar:
+) -> Iterator[tuple[Covered, QuantizedWeight]]:
+    """Weights with their quantized twins, counted in the report. It empties `covered`, so that weights can be freed."""
+    with quantization_bar(len(covered), width.bits) as bar:
         while covered:
             each = covered.pop(0)
             num_bytes = each.parameter.nbytes
             try:
-                twin = each.coded(each.parameter.data.to("cpu"), width)
+                twin = each.quantized(each.parameter.data.to("cpu"), width)
             except ValueError as error:
                 report.left[each.name] = str(error)
                 report.other_bytes += num_bytes
             else:
-                report.coded_weights += 1
+                report.quantized_weights += 1
                 report.original_bytes += num_bytes
-                report.coded_bytes += twin.matrices.num_bytes
+                report.quantized_bytes += twin.matrices.num_bytes
                 yield each, twin
                 del twin
             del each

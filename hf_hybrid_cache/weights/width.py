@@ -1,4 +1,4 @@
-"""How wide coded weights are."""
+"""The format of quantized weights: bits and group size."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ _ALLOWED_GROUP_SIZES = (32, 64, 128)
 
 class Width(NamedTuple):
     """
-    Of coded weights.
+    Bits and group size of quantized weights.
 
     Attributes:
         bits: of a code.
-        group_size: weights of a row that share a scale.
+        group_size: number of weights in a row that share a scale.
         head_bits: of a code of the output head.
     """
 
@@ -28,11 +28,11 @@ class Width(NamedTuple):
         cls, bits: int, group_size: int = GROUP_SIZE, head_bits: int = HEAD_BITS, name: str = "bits"
     ) -> "Width":
         """
-        What a user asks for.
+        A width from a user's numbers.
 
         Raises:
-            TypeError: one of them is not an integer.
-            ValueError: there are no such weights.
+            TypeError: a number is not an integer.
+            ValueError: a number is not supported.
         """
         bits, group_size, head_bits = (
             checked_integer(label, given)
@@ -49,12 +49,24 @@ class Width(NamedTuple):
 
 def checked_integer(name: str, given: object) -> int:
     """
-    What a user gave as an integer.
+    A user's number as an integer.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an integer.
     """
     integer = as_integer(given)
     if integer is None:
         raise TypeError(f"{name} must be an integer, got {given!r}.")
     return integer
+
+
+def checked_bool(name: str, given: object) -> bool:
+    """
+    A user's switch as a bool.
+
+    Raises:
+        TypeError: it is not a bool.
+    """
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} must be True or False, got {given!r}.")
+    return given

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded_reference import coded_reference
 from groups import Group
+from quantized_reference import quantized_reference
 from transformers import LlamaForCausalLM, LogitsProcessor
 
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, decode_on_cpu, minmax
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HybridCache, Placement, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 
 import simulated
@@ -58,8 +58,8 @@ def test_logits_of_quantized_caches_on_the_device_are_those_of_the_codes(bits, o
         ids = random_prompt(2, 250).to(DEVICE)  # the steps go beyond the end of a block
         logits = []
         for cache in (
-            QuantizedHybridCache(model.config, bits, sink_tokens=0, rotate=True, **options),
-            coded_reference(model.config, minmax(bits, sink_tokens=0, rotate=True)),
+            HybridCache(model.config, Placement(**options), codec=minmax(bits, sink_tokens=0, rotate=True)),
+            quantized_reference(model.config, minmax(bits, sink_tokens=0, rotate=True)),
         ):
             with torch.no_grad():
                 model(ids, **cache_argument(cache))
@@ -77,7 +77,7 @@ def test_logits_of_quantized_caches_on_the_device_are_those_of_the_codes(bits, o
 def test_tokens_decoded_on_the_cpu_equal_those_of_the_device(cache: str, family: str):
     model = copy.deepcopy(tiny_model(family)).to(DEVICE)
     ids = random_prompt(2, 40)
-    ours = decode(model, ids, CACHES[cache](model.config), custom_generate=decode_on_cpu)
+    ours = decode(model, ids, CACHES[cache](model.config), custom_generate=DecodeOnCPU())
     assert ours.device.type == DEVICE
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {DEVICE}
     assert torch.equal(ours, decode(model, ids, stock(model.config)))
@@ -96,7 +96,7 @@ def test_tokens_decoded_on_the_cpu_equal_those_of_the_device(cache: str, family:
 def test_every_way_to_generate_decodes_on_the_cpu(options):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     ids = random_prompt(1, 30)
-    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options)
+    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=DecodeOnCPU(), **options)
     assert torch.equal(ours, decode(model, ids, stock(model.config), **options))
 
 
@@ -105,7 +105,7 @@ def test_an_assistant_on_the_device_drafts_for_a_model_on_the_cpu():
     devices = Watcher(lambda: (assistant.device.type, model.device.type))
     with assistant.register_forward_hook(lambda *_: devices.put(torch.empty(0))):
         cache = DynamicHybridCache(model.config)
-        options = {"custom_generate": decode_on_cpu, "assistant_model": assistant}
+        options = {"custom_generate": DecodeOnCPU(), "assistant_model": assistant}
         ours = decode(model, random_prompt(1, 30), cache, **options)
     assert set(devices.notes) == {(DEVICE, "cpu")}
     assert torch.equal(ours, decode(model, random_prompt(1, 30), stock(model.config)))
@@ -120,7 +120,7 @@ def test_logits_are_processed_where_the_inputs_are():
 
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     ids, options = random_prompt(2, 20), {"logits_processor": [Favour()]}
-    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=decode_on_cpu, **options)
+    ours = decode(model, ids, DynamicHybridCache(model.config), custom_generate=DecodeOnCPU(), **options)
     assert torch.equal(ours, decode(model, ids, stock(model.config), **options))
 
 
@@ -132,7 +132,7 @@ def test_an_interrupt_brings_model_and_cache_back_to_the_device():
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     cache = DynamicHybridCache(model.config)
-    in_bfloat16 = decode_on_cpu.configure(dtype=torch.bfloat16)
+    in_bfloat16 = DecodeOnCPU(dtype=torch.bfloat16)
     with pytest.raises(KeyboardInterrupt):
         decode(model, random_prompt(1, 20), cache, custom_generate=in_bfloat16, streamer=Watcher(interrupt))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), weights, strict=True))
@@ -144,7 +144,7 @@ def test_an_interrupt_brings_model_and_cache_back_to_the_device():
 
 def test_kept_weights_are_copied_to_the_host_once():
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
-    keeping = decode_on_cpu.configure(keep_weights=True)
+    keeping = DecodeOnCPU(keep_weights=True)
     places = Watcher(lambda: [parameter.data_ptr() for parameter in model.parameters()])
     outputs = []
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_frequencies_that_a_model_replaces_on_the_device_go_to_the_cpu():
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     reference = decode(copy.deepcopy(model).to(DEVICE), random_prompt(1, 30), stock(config), prefill_chunk_size=8)
-    options = {"custom_generate": decode_on_cpu, "prefill_chunk_size": 8}
+    options = {"custom_generate": DecodeOnCPU(), "prefill_chunk_size": 8}
     assert torch.equal(decode(model.to(DEVICE), random_prompt(1, 30), DynamicHybridCache(config), **options), reference)
     assert {buffer.device.type for buffer in model.buffers()} == {DEVICE}
 

@@ -9,9 +9,9 @@ from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.weights import streamed_experts
-from hf_hybrid_cache.weights.coded_weight import CodedWeight
 from hf_hybrid_cache.weights.expert_layers import ExpertLayer, expert_modules
-from hf_hybrid_cache.weights.popular_experts import PopularExperts
+from hf_hybrid_cache.weights.hot_experts import HotExperts
+from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 
 import simulated
 from accelerator.decoding import decode
@@ -88,7 +88,7 @@ def test_experts_on_the_device_are_moved_to_host_memory(bits):
     move_experts_to_host(expected, bits)
     report = move_experts_to_host(model, bits)
     assert all(weight.is_cpu for module in expert_modules(model).values() for weight in module.parameters())
-    assert report.layers == 3
+    assert report.expert_layers == 3
     ids = random_prompt(1, 9)
     torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=1e-3, atol=1e-3)
 
@@ -128,12 +128,12 @@ def test_codes_keep_their_type_when_the_model_changes_its():
     model = expert_model("qwen3_moe")
     move_experts_to_host(model, 8)
     model.to(DEVICE, torch.bfloat16)
-    coded = [weight for weight in model.parameters() if isinstance(weight, CodedWeight)]
-    assert {weight.dtype for weight in coded} == {torch.bfloat16}
+    quantized = [weight for weight in model.parameters() if isinstance(weight, QuantizedWeight)]
+    assert {weight.dtype for weight in quantized} == {torch.bfloat16}
     assert logits(model, random_prompt(1, 5)).dtype == torch.bfloat16
 
 
-# --- popular experts on the device
+# --- hot experts on the device
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -153,8 +153,8 @@ def test_with_popular_experts_on_the_device_a_model_computes_the_same(family, bi
     errors = (ours - theirs).abs().amax(-1) / theirs.abs().max()
     assert errors.median() < (1e-5 if bits is None else 2e-3)
     for module in expert_modules(model).values():
-        popular = module._parameters["down_proj"].popular
-        assert len(popular.held(torch.device(DEVICE, 0))) == 2
+        hot = module._parameters["down_proj"].hot
+        assert len(hot.held(torch.device(DEVICE, 0))) == 2
 
 
 def test_the_experts_that_most_tokens_chose_stay_on_the_device_and_others_follow_them():
@@ -162,7 +162,7 @@ def test_the_experts_that_most_tokens_chose_stay_on_the_device_and_others_follow
     move_experts_to_host(model, device_experts=2)
     model.to(DEVICE)
     module = next(iter(expert_modules(model).values()))
-    popular = module._parameters["down_proj"].popular
+    hot = module._parameters["down_proj"].hot
     device = torch.device(DEVICE, 0)
 
     def prompt(*experts: int) -> None:
@@ -171,12 +171,12 @@ def test_the_experts_that_most_tokens_chose_stay_on_the_device_and_others_follow
             module(torch.randn(150, 64, device=DEVICE), chosen, torch.ones(150, 2, device=DEVICE))
 
     prompt(1, 2, 1, 2, 4, 5)
-    assert set(popular.held(device)) == {1, 2}
+    assert set(hot.held(device)) == {1, 2}
     prompt(4, 5)  # too soon after the last look
-    assert set(popular.held(device)) == {1, 2}
+    assert set(hot.held(device)) == {1, 2}
     prompt(4, 5)
-    assert set(popular.held(device)) == {4, 5}
-    for index, (up, down) in popular.held(device).items():
+    assert set(hot.held(device)) == {4, 5}
+    for index, (up, down) in hot.held(device).items():
         assert torch.equal(up.cpu(), module.gate_up_proj.detach()[index])
         assert torch.equal(down.cpu(), module.down_proj.detach()[index])
 
@@ -190,10 +190,10 @@ def test_where_the_device_has_no_room_for_popular_experts_they_are_computed_on_t
     model.to(DEVICE)
     logits(model, ids[:, :1])
     [first, *_] = expert_modules(model).values()
-    first._parameters["down_proj"].popular = popular = PopularExperts(6)
+    first._parameters["down_proj"].hot = hot = HotExperts(6)
     up, down = torch.empty(192, 64, device=DEVICE), torch.empty(64, 96, device=DEVICE)
-    popular.note(torch.tensor([1, 2, 3, 4, 5, 6]), 21)
+    hot.note(torch.tensor([1, 2, 3, 4, 5, 6]), 21)
     with simulated.memory_limit(simulated.memory_allocated()), pytest.warns(UserWarning, match="no room for 6 experts"):
-        popular.keep(5, up, down)
-    assert popular.room == 0
+        hot.keep(5, up, down)
+    assert hot.room == 0
     torch.testing.assert_close(logits(model, ids), theirs, rtol=1e-3, atol=1e-3)

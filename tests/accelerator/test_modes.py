@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order
 from caches import CACHES, QUANTIZED, QUANTIZED_OWN_ATTENTION, SPLIT, stock
-from modes import FOR_CODED_BLOCKS, MODES, Result
+from modes import FOR_QUANTIZED_BLOCKS, MODES, Result
 from slow import slow_but
 from tiny_models import tiny_model
 
@@ -45,7 +45,7 @@ def require_same(ours: Result, theirs: Result, share_off: float = 0.0) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_tokens_and_logits_are_those_of_dynamic_cache(cache: str, mode: str):
     model = model_on_device()
-    more = FOR_CODED_BLOCKS if cache in SPLIT else 0
+    more = FOR_QUANTIZED_BLOCKS if cache in SPLIT else 0
     require_same(MODES[mode](model, CACHES[cache], more), MODES[mode](model, stock, more))
 
 
@@ -57,5 +57,5 @@ def test_quantized_caches_give_what_the_codes_of_their_blocks_give(cache: str, m
     model = model_on_device()
     # A number midway between two codes gets one or the other by the last bit of what attention gave before.
     is_exact = cache not in QUANTIZED_OWN_ATTENTION and DEVICE != "cuda"
-    results = (MODES[mode](model, make, FOR_CODED_BLOCKS) for make in (ours, reference))
+    results = (MODES[mode](model, make, FOR_QUANTIZED_BLOCKS) for make in (ours, reference))
     require_same(*results, share_off=0 if is_exact else 0.01)

@@ -24,7 +24,7 @@ def growing(*args, **options) -> HybridCache:
 VARIANTS = {
     "on the device": lambda: DynamicHybridCache(CONFIG, cpu_decode=False),
     "streamed": lambda: OffloadedHybridCache(CONFIG, cpu_decode=False),
-    "streamed, pageable": lambda: OffloadedHybridCache(CONFIG, cpu_decode=False, pin_memory=False),
+    "streamed, pageable": lambda: HybridCache(CONFIG, Placement(True, pin_memory=False, cpu_decode=False)),
     "streamed, growing": partial(growing, 1, 2),
     "streamed without prefetch": partial(growing, 0, 1),
     "all prefetched": lambda: OffloadedHybridCache(CONFIG, prefetch_layers=9, cpu_decode=False),

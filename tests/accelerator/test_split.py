@@ -9,11 +9,11 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import OffloadedHybridCache
-from hf_hybrid_cache.attention.device_part import DevicePart
+from hf_hybrid_cache.attention.device_segment import DeviceSegment
 from hf_hybrid_cache.attention.host_kernel import HostKernel
-from hf_hybrid_cache.attention.host_part import HostPart
+from hf_hybrid_cache.attention.host_segment import HostSegment
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import SplitStore, cpu_share
+from hf_hybrid_cache.storage import SplitStore, cpu_fraction
 
 from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order
@@ -54,7 +54,7 @@ def test_slots_of_the_prompt_are_given_back_with_the_first_token_after_it(cache_
 @pytest.fixture
 def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel waits until the device has ended."""
-    issued, note, attend = threading.Event(), HostPart.note_issued, HostKernel.attend
+    issued, note, attend = threading.Event(), HostSegment.note_issued, HostKernel.attend
 
     def noting(part):
         note(part)
@@ -66,14 +66,14 @@ def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.accelerator.synchronize()
         return attend(*arguments, **options)
 
-    monkeypatch.setattr(HostPart, "note_issued", noting)
+    monkeypatch.setattr(HostSegment, "note_issued", noting)
     monkeypatch.setattr(HostKernel, "attend", waiting)
 
 
 @pytest.fixture
 def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device begins when the kernel has ended."""
-    ended, note, note_issued = threading.Event(), SplitStore.note_ended, HostPart.note_issued
+    ended, note, note_issued = threading.Event(), SplitStore.note_ended, HostSegment.note_issued
 
     def noting(*arguments):
         note(*arguments)
@@ -85,7 +85,7 @@ def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
         note_issued(part)
 
     monkeypatch.setattr(SplitStore, "note_ended", noting)
-    monkeypatch.setattr(HostPart, "note_issued", waiting)
+    monkeypatch.setattr(HostSegment, "note_issued", waiting)
 
 
 @pytest.mark.parametrize(("last", "direction"), [("cpu", -1), ("device", 1)])
@@ -93,7 +93,7 @@ def test_whichever_ends_last_gets_fewer_tokens(last: str, direction: int, reques
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = OffloadedHybridCache(model.config, cpu_decode="auto")
     for name, number in (("_NOT_COUNTED", 4), ("_COUNTED", 12)):
-        monkeypatch.setattr(cpu_share, name, number)
+        monkeypatch.setattr(cpu_fraction, name, number)
     ids = random_prompt(1, 500)
     expected = decode(model, ids, DynamicCache(config=model.config))
     request.getfixturevalue(f"with_{last}_last")
@@ -133,7 +133,7 @@ def test_whatever_ends_attention_on_the_device_the_kernel_is_waited_for(cache_an
         raise KeyboardInterrupt
 
     monkeypatch.setattr(HostKernel, "attend", slow)
-    monkeypatch.setattr(DevicePart, "found", interrupted)
+    monkeypatch.setattr(DeviceSegment, "partial", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step()
     assert ended

@@ -1,14 +1,14 @@
-"""How channels are balanced: what it does to the error of attention, and that it is sound for any states."""
+"""How channels are channel-scaled: what it does to the error of attention, and that it is sound for any states."""
 
 import math
 
 import pytest
 import torch
-from balanced import random_factors, random_mixing
+from channel_scaled import random_factors, random_rotation_matrix
 
 from hf_hybrid_cache import minmax
-from hf_hybrid_cache.codecs import Balance, MinMaxCodec
-from hf_hybrid_cache.codecs.balance import factors_for_keys, mixing_for_values
+from hf_hybrid_cache.codecs import ChannelScaling, MinMaxCodec
+from hf_hybrid_cache.codecs.channel_scaling import factors_for_keys, rotation_matrix_for_values
 
 TOKENS = 1024
 
@@ -115,13 +115,13 @@ def test_mixtures_of_values_lose_little_more_than_the_values(bits: int, dim: int
 
 def test_values_are_mixed_only_where_it_pays_and_where_there_are_enough_tokens_to_tell():
     values = torch.randn(2, 3, 640, 64, generator=torch.Generator().manual_seed(0))
-    assert mixing_for_values(values) is None
+    assert rotation_matrix_for_values(values) is None
     uneven = values * torch.logspace(-1, 1, 64)
-    mixing = mixing_for_values(uneven)
-    assert mixing is not None
+    rotation_matrix = rotation_matrix_for_values(uneven)
+    assert rotation_matrix is not None
     # Directions are stretched and not turned.
-    torch.testing.assert_close(mixing, mixing.mT)
-    assert mixing_for_values(uneven[:1, :, :64]) is None
+    torch.testing.assert_close(rotation_matrix, rotation_matrix.mT)
+    assert rotation_matrix_for_values(uneven[:1, :, :64]) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
@@ -132,11 +132,11 @@ def test_any_finite_states_give_finite_weights_whose_inverse_is_finite(scale: fl
     states[:, 1, :, dead:] = scale  # does not change over tokens
     for squares in (None, torch.zeros(2, 32), torch.full((2, 32), 1e-37), torch.full((2, 32), 3e38)):
         weights = factors_for_keys(states, squares)
-        assert torch.isfinite(Balance(weights).inverse).all()
+        assert torch.isfinite(ChannelScaling(weights).inverse).all()
         assert (weights <= 1).all()
-    mixing = mixing_for_values(states)
-    if mixing is not None:
-        assert torch.isfinite(Balance(mixing).inverse).all()
+    rotation_matrix = rotation_matrix_for_values(states)
+    if rotation_matrix is not None:
+        assert torch.isfinite(ChannelScaling(rotation_matrix).inverse).all()
     for role in ("keys", "values"):
         codec = fitted(8, states, None, role)
         decoded = torch.empty_like(states)
@@ -150,14 +150,14 @@ def test_any_finite_states_give_finite_weights_whose_inverse_is_finite(scale: fl
 def test_balanced_records_are_the_same_on_a_processor_and_an_accelerator(role: str, dim: int, dtype: torch.dtype):
     """Up to rounding, by operations of torch in the place of the kernels."""
     given = torch.randn(2, 3, 192, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    balance = random_factors(3, dim, 1) if role == "keys" else random_mixing(3, dim, 1)
-    codec = MinMaxCodec(8, 64, role == "keys", balance=balance)
+    channel_scaling = random_factors(3, dim, 1) if role == "keys" else random_rotation_matrix(3, dim, 1)
+    codec = MinMaxCodec(8, 64, role == "keys", channel_scaling=channel_scaling)
     decoded, other = torch.empty_like(given), torch.empty_like(given)
     codec.decode(codec.encode(given), decoded)
     plain = MinMaxCodec(8, 64, role == "keys")
     through = torch.empty(given.shape)
-    plain.decode(plain.encode(balance.applied(given)), through)
-    other.copy_(balance.undone(through))
+    plain.decode(plain.encode(channel_scaling.applied(given)), through)
+    other.copy_(channel_scaling.undone(through))
     torch.testing.assert_close(decoded, other, rtol=1e-2, atol=2e-2)
     torch.testing.assert_close(decoded, given, rtol=0.05, atol=0.4)
 
@@ -175,10 +175,10 @@ def test_balanced_records_are_the_same_on_a_processor_and_an_accelerator(role: s
 )
 def test_weights_that_cannot_be_undone_are_refused(weights: torch.Tensor, message: str):
     with pytest.raises(ValueError, match=message):
-        Balance(weights)
+        ChannelScaling(weights)
 
 
 def test_equal_weights_make_equal_codecs():
-    codecs = [MinMaxCodec(4, 64, True, balance=random_factors(2, 16, seed)) for seed in (0, 0, 1)]
+    codecs = [MinMaxCodec(4, 64, True, channel_scaling=random_factors(2, 16, seed)) for seed in (0, 0, 1)]
     assert codecs[0] == codecs[1] != codecs[2]
     assert hash(codecs[0]) == hash(codecs[1])

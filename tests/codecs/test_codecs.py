@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from balanced import balanced
+from channel_scaled import channel_scaled
 from contracts.codecs import CodecContract, random_states
 
 from hf_hybrid_cache import KVCodec, minmax, quanto
 from hf_hybrid_cache.codecs.minmax import MinMaxCodec
-from hf_hybrid_cache.codecs.packing import pack, unpack
+from hf_hybrid_cache.codecs.torch_quantization import dequantize_by_torch, quantize_by_torch
 
 BITS = [8, 4, 2]
 
@@ -54,10 +54,10 @@ class TestRotatedOf2Bits(TestOf2Bits):
 
 class TestBalanced(CodecContract):
     error = 0.02
-    dims = (16,)  # of which it was balanced
+    dims = (16,)  # of which it was channel-scaled
 
     def make(self) -> KVCodec:
-        return balanced(minmax(8), num_kv_heads=3, key_dim=16, value_dim=16)
+        return channel_scaled(minmax(8), num_kv_heads=3, key_dim=16, value_dim=16)
 
 
 @pytest.mark.xdist_group("quanto")  # which compiles code when it is first used
@@ -85,14 +85,14 @@ def test_operations_of_torch_write_and_read_the_records_of_the_kernels(
         assert isinstance(role, MinMaxCodec)
         role = MinMaxCodec(role.bits, group_size, role.per_channel, role.is_rotated)
         layout, given = role.layout(dim), random_states(dim, dtype=dtype)
-        ours, theirs = role.encode(given), pack(given, layout, role._share)
-        assert ours.shape == theirs.shape == (2, 3, 3, role.record_bytes(dim))
+        ours, theirs = role.encode(given), quantize_by_torch(given, layout, role._share)
+        assert ours.shape == theirs.shape == (2, 3, 3, role.packed_bytes(dim))
         decoded = torch.empty_like(given)
         role.decode(ours, decoded)
-        torch.testing.assert_close(decoded, unpack(ours, layout).to(dtype), rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(decoded, dequantize_by_torch(ours, layout).to(dtype), rtol=1e-2, atol=1e-5)
         # Numbers that lie between two codes may get either; both are as far off.
         assert (ours != theirs).float().mean() < 0.05
-        errors = [(unpack(records, layout) - given.float()).square().mean() for records in (ours, theirs)]
+        errors = [(dequantize_by_torch(packed, layout) - given.float()).square().mean() for packed in (ours, theirs)]
         torch.testing.assert_close(*errors, rtol=1e-2, atol=0)
 
 
@@ -103,7 +103,7 @@ def test_operations_of_torch_refuse_what_is_not_finite_too(bad: float):
     codec = minmax(4).keys
     assert isinstance(codec, MinMaxCodec)
     with pytest.raises(ValueError, match="infinite, not a number"):
-        pack(given, codec.layout(64))
+        quantize_by_torch(given, codec.layout(64))
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_arguments_that_make_no_codec_are_refused(arguments: dict, message: str)
 
 
 def test_a_device_that_autocast_does_not_know_has_codes_too():
-    codec = balanced(minmax(8), num_kv_heads=2, key_dim=16, value_dim=16).values
+    codec = channel_scaled(minmax(8), num_kv_heads=2, key_dim=16, value_dim=16).values
     states = torch.empty(1, 2, 64, 16, device="meta")
-    records = torch.empty(1, 2, 1, codec.layout(16).num_bytes, dtype=torch.uint8, device="meta")
-    codec.decode(records, states)
+    packed = torch.empty(1, 2, 1, codec.layout(16).num_bytes, dtype=torch.uint8, device="meta")
+    codec.decode(packed, states)
     assert states.shape == (1, 2, 64, 16)
 
 

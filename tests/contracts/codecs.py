@@ -54,18 +54,18 @@ class CodecContract(ABC):
 
     def test_a_record_has_the_bytes_that_it_says(self, codec: Codec):
         for dim in self.dims:
-            records = codec.encode(random_states(dim))
-            assert records.dtype == torch.uint8
-            assert records.shape == (2, 3, 3, codec.record_bytes(dim))
-            assert codec.encode(random_states(dim, 0)).shape == (2, 3, 0, codec.record_bytes(dim))
+            packed = codec.encode(random_states(dim))
+            assert packed.dtype == torch.uint8
+            assert packed.shape == (2, 3, 3, codec.packed_bytes(dim))
+            assert codec.encode(random_states(dim, 0)).shape == (2, 3, 0, codec.packed_bytes(dim))
 
     def test_a_block_of_a_sequence_is_coded_and_read_by_itself(self, codec: Codec):
         states = random_states(self.dims[0])
-        records, decoded = codec.encode(states), read(codec, states)
+        packed, decoded = codec.encode(states), read(codec, states)
         alone = states[1:, :, BLOCK : 2 * BLOCK]
-        assert torch.equal(codec.encode(alone), records[1:, :, 1:2])
+        assert torch.equal(codec.encode(alone), packed[1:, :, 1:2])
         one = torch.empty_like(alone)
-        codec.decode(records[1:, :, 1:2], one)
+        codec.decode(packed[1:, :, 1:2], one)
         assert torch.equal(one, decoded[1:, :, BLOCK : 2 * BLOCK])
 
     def test_other_heads_change_nothing_for_a_head(self, codec: Codec):

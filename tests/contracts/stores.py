@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from coded_reference import CodedDynamicLayer
+from quantized_reference import QuantizedDynamicLayer
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -58,7 +58,7 @@ class StoreContract(ABC):
 
     def reference(self) -> DynamicLayer:
         """Empty, and plain."""
-        return DynamicLayer() if self.codec is None else CodedDynamicLayer(self.codec, self.placement.device_tokens)
+        return DynamicLayer() if self.codec is None else QuantizedDynamicLayer(self.codec, self.placement.device_tokens)
 
     def both(self, pieces: Sequence[int] = (300,)) -> tuple[KVStore, DynamicLayer]:
         """With so many tokens, which came in pieces."""
@@ -151,7 +151,7 @@ class StoreContract(ABC):
         for seed, length in enumerate(lengths):
             store.extend(*random_states(length - store.num_tokens, seed))
         held = sum(buffer.num_bytes for buffer in store.buffers())
-        # Room for the tokens of a coded layer that stay in full precision is planned whole.
+        # Room for the tokens of a quantized layer that stay in full precision is planned whole.
         assert planned == held if self.codec is None or lengths[-1] >= 300 else planned >= held
 
     def test_every_change_counts_and_reading_is_none(self):

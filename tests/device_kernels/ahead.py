@@ -10,10 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_hybrid_cache.device_kernels.coded_attention import attend_kernel, types_of_products
 from hf_hybrid_cache.device_kernels.merging import merge_kernel
-from hf_hybrid_cache.device_kernels.parts import OPTIONS, shape_arguments
-from hf_hybrid_cache.kernels import RecordLayout
+from hf_hybrid_cache.device_kernels.quantized_attention import attend_kernel, types_of_products
+from hf_hybrid_cache.device_kernels.splits import OPTIONS, shape_arguments
+from hf_hybrid_cache.kernels import PackedLayout
 
 # By bits, head_dim of keys and values, rows, the kind of mask and the type of the states.
 CASES = [
@@ -37,13 +37,13 @@ _STRIDES = ("batch", "head", "token", "block", "row", "query")
 def attention(capability: int, case: Any) -> dict[str, int]:
     """Bytes of memory that a program shares between its threads."""
     bits, dims, rows, mask, dtype = case
-    layouts = RecordLayout.of_keys(bits[0], dims[0], 64, True), RecordLayout.of_values(bits[1], dims[1], 64, True)
+    layouts = PackedLayout.of_keys(bits[0], dims[0], 64, True), PackedLayout.of_values(bits[1], dims[1], 64, True)
     of_codes, of_states = types_of_products(dtype)
     constants, options = shape_arguments(dtype, rows, dims, *layouts)
     constants |= {"MASK": mask, "OF_CODES": of_codes, "OF_STATES": of_states}
     states = f"*{_NAMES[dtype]}"
     pointers = {"query": states, "turned": "*fp32", "keys": states, "values": states, "mask": states}
-    pointers |= {"key_records": "*u8", "value_records": "*u8", "outs": "*fp32", "log_sums": "*fp32"}
+    pointers |= {"packed_keys": "*u8", "packed_values": "*u8", "outs": "*fp32", "lse": "*fp32"}
     if mask == "visible":
         pointers["mask"] = "*u8"
     # Strides, as Triton finds them in a model, are multiples of 16, but those of masks.
@@ -54,7 +54,7 @@ def attention(capability: int, case: Any) -> dict[str, int]:
 def merging(capability: int, case: Any) -> dict[str, int]:
     """Likewise."""
     value_dim, is_mapped, dtype = case
-    pointers = {"outs": "*fp32", "log_sums": "*fp32", "result_map": "*fp32", "merged": f"*{_NAMES[dtype]}"}
+    pointers = {"outs": "*fp32", "lse": "*fp32", "result_map": "*fp32", "merged": f"*{_NAMES[dtype]}"}
     constants = {"VALUE_DIM": value_dim, "VALUE_TILE": triton.next_power_of_2(value_dim), "IS_MAPPED": is_mapped}
     return compiled(merge_kernel, capability, pointers, constants, OPTIONS, [])
 

@@ -15,21 +15,9 @@ from experiments.sweep import store, table
 from experiments.sweep.points import points, shortages
 from fuzz.altered import ANY_JSON, NO_JSON, altered
 from hf_hybrid_cache.models import ModelLoadError, load, load_config
-from hf_hybrid_cache.planning import (
-    CostError,
-    DeviceSpeed,
-    Machine,
-    ModelCost,
-    PlanError,
-    Speeds,
-    SpeedsFileError,
-    load_speeds,
-    make_plans,
-    model_cost,
-    recommended,
-    save_speeds,
-    speeds_path,
-)
+from hf_hybrid_cache.planning import CostError, Machine, PlanError, make_plans, model_cost, recommended
+from hf_hybrid_cache.planning.machine import DeviceSpeed, Speeds, SpeedsFileError, load_speeds, save_speeds, speeds_path
+from hf_hybrid_cache.planning.model_cost import ModelCost
 
 from soak import count, search_at_random
 from tiny_models import FAMILIES, tiny_model

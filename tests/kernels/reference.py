@@ -76,9 +76,7 @@ def attention_weights(
     if visible is not None:
         scores = np.where(visible != 0, scores, -np.inf)
     if causal:
-        length = scores.shape[2]
-        seen = np.arange(case.tokens) <= case.tokens - length + np.arange(length)[:, None]
-        scores = np.where(seen, scores, -np.inf)
+        scores = np.where(_seen_causally(case), scores, -np.inf)
     highest = scores.max(axis=-1, keepdims=True)
     base = np.where(np.isneginf(highest), 0.0, highest)
     weights = np.exp(scores - base)
@@ -87,16 +85,30 @@ def attention_weights(
         return weights / np.where(total == 0, 1, total), (base + np.log(total))[..., 0]
 
 
+def causal_as_visible(case: Case, causal: bool = False, visible: np.ndarray | None = None, **masks) -> dict[str, Any]:
+    """The same masks, for a kernel that has no argument `causal`."""
+    if causal:
+        seen = _seen_causally(case)[None, None]
+        visible = np.ascontiguousarray(seen if visible is None else seen & (visible != 0)).astype(np.uint8)
+    return masks | {"visible": visible}
+
+
+def _seen_causally(case: Case) -> np.ndarray:
+    """`[query_length, tokens]`: the queries are the last tokens, and each sees those before it and itself."""
+    length = case.query.shape[2]
+    return np.arange(case.tokens) <= case.tokens - length + np.arange(length)[:, None]
+
+
 def to_bfloat16(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bits of float32 `numbers` cut off to bfloat16, and their value in float64."""
     return stored(numbers, "bfloat16")
 
 
-def to_record(codes: np.ndarray, scales: np.ndarray, lows: np.ndarray, bits: int) -> np.ndarray:
+def to_record(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, bits: int) -> np.ndarray:
     """
-    The record of one block as `kernels.coded_blocks` describes it, code by code.
+    The record of one block as `kernels.quantized_blocks` describes it, code by code.
 
-    codes: `[inner, lanes]`; scales, lows: bfloat16 bits `[groups, inner]`.
+    codes: `[inner, lanes]`; scales, minima: bfloat16 bits `[groups, inner]`.
     """
     inner, lanes = codes.shape
     words = np.zeros((inner * bits // 32, lanes), np.uint32)
@@ -106,24 +118,24 @@ def to_record(codes: np.ndarray, scales: np.ndarray, lows: np.ndarray, bits: int
         half, pair = divmod(place, 8)
         word, position = divmod(chunk * 8 + pair, pairs_in_word)
         words[word] |= codes[index].astype(np.uint32) << np.uint32(position * bits + half * 16)
-    return np.concatenate([part.ravel().view(np.uint8) for part in (words, scales, lows)])
+    return np.concatenate([part.ravel().view(np.uint8) for part in (words, scales, minima)])
 
 
-def decoded_index(records: np.ndarray, dim: int) -> np.ndarray:
+def dequantized_index(packed: np.ndarray, dim: int) -> np.ndarray:
     """
     What an index stands for as `kernels.key_index` describes it, code by code: `[heads, blocks * 64, dim]`.
 
     records: `[blocks, heads, bytes]`.
     """
-    blocks, heads, _ = records.shape
+    blocks, heads, _ = packed.shape
     inner = -(-dim // 16) * 16
-    words = records[..., : inner * 16].copy().view(np.uint32).reshape(blocks, heads, inner // 16, 64)
+    words = packed[..., : inner * 16].copy().view(np.uint32).reshape(blocks, heads, inner // 16, 64)
     codes = np.empty((blocks, heads, inner, 64))
     for index in range(inner):
         chunk, place = divmod(index, 16)
         half, pair = divmod(place, 8)
         codes[:, :, index] = words[:, :, chunk] >> np.uint32(pair * 2 + half * 16) & np.uint32(3)
-    rest = records[..., inner * 16 : inner * 16 + (64 + inner) * 2].copy().view(np.uint16)
+    rest = packed[..., inner * 16 : inner * 16 + (64 + inner) * 2].copy().view(np.uint16)
     numbers = (rest.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     rotated = numbers[..., None, :64] * (codes - 1.5) + numbers[..., 64:, None]
     keys = np.einsum("bhdt,de->hbte", rotated[:, :, :dim], hadamard(dim))
@@ -131,16 +143,16 @@ def decoded_index(records: np.ndarray, dim: int) -> np.ndarray:
 
 
 @dataclass
-class CodedStates:
+class QuantizedStates:
     """
-    Random coded blocks, and the states that they stand for.
+    Random quantized blocks, and the states that they stand for.
 
     Attributes:
         records: uint8 [blocks, batch * heads, bytes]
         states: float64 [batch, heads, blocks * 64, dim]
     """
 
-    records: np.ndarray
+    packed: np.ndarray
     states: np.ndarray
 
 
@@ -152,55 +164,55 @@ def hadamard(dim: int) -> np.ndarray:
     return np.kron(np.eye(dim // len(matrix)), matrix / np.sqrt(len(matrix)))
 
 
-def random_coded(
+def random_quantized(
     generator: np.random.Generator,
     sizes: tuple[int, int, int, int],
     bits: int,
     group: int,
     transposed: bool,
     is_rotated: bool,
-) -> CodedStates:
+) -> QuantizedStates:
     """Blocks of `(batch, heads, blocks, dim)`; keys are transposed. Codes beyond `dim` are garbage without a scale."""
     batch, heads, blocks, dim = sizes
     filled = -(-dim // 16) * 16
     inner, lanes = (filled, 64) if transposed else (64, filled)
     groups = -(-lanes // group)
-    records, states = [], np.empty((blocks, batch * heads, 64, dim))
+    packed, states = [], np.empty((blocks, batch * heads, 64, dim))
     for block in range(blocks):
         for head in range(batch * heads):
             codes = generator.integers(0, 2**bits, (inner, lanes))
             scale_bits, scales = to_bfloat16(generator.uniform(0.5, 2, (groups, inner)).astype(np.float32) / 2**bits)
-            low_bits, lows = to_bfloat16(generator.uniform(-2, 0, (groups, inner)).astype(np.float32))
+            minimum_bits, minima = to_bfloat16(generator.uniform(-2, 0, (groups, inner)).astype(np.float32))
             if transposed:
-                scale_bits[:, dim:], low_bits[:, dim:] = 0, 0
+                scale_bits[:, dim:], minimum_bits[:, dim:] = 0, 0
             groups_of_lanes = np.minimum(np.arange(lanes) // group, groups - 1)
-            decoded = lows.T[:, groups_of_lanes] + scales.T[:, groups_of_lanes] * codes
+            decoded = minima.T[:, groups_of_lanes] + scales.T[:, groups_of_lanes] * codes
             states[block, head] = (decoded.T if transposed else decoded)[:, :dim]
             if is_rotated:
                 states[block, head] @= hadamard(dim)
-            records.append(to_record(codes, scale_bits, low_bits, bits))
-    return CodedStates(
-        np.stack(records).reshape(blocks, batch * heads, -1),
+            packed.append(to_record(codes, scale_bits, minimum_bits, bits))
+    return QuantizedStates(
+        np.stack(packed).reshape(blocks, batch * heads, -1),
         states.reshape(blocks, batch, heads, 64, dim).transpose(1, 2, 0, 3, 4).reshape(batch, heads, blocks * 64, dim),
     )
 
 
 def from_record(
-    record: np.ndarray, sizes: tuple[int, int, int], bits: int
+    packed_block: np.ndarray, sizes: tuple[int, int, int], bits: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes `[inner, lanes]`, scales and lows `[groups, inner]` in float64: the inverse of `to_record`."""
+    """Codes `[inner, lanes]`, scales and minima `[groups, inner]` in float64: the inverse of `to_record`."""
     inner, lanes, groups = sizes
     size = inner * bits // 32 * lanes * 4
-    words = record[:size].view(np.uint32).reshape(-1, lanes)
-    numbers = (record[size:].view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    scales, lows = numbers.reshape(2, groups, inner)
+    words = packed_block[:size].view(np.uint32).reshape(-1, lanes)
+    numbers = (packed_block[size:].view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    scales, minima = numbers.reshape(2, groups, inner)
     codes = np.zeros((inner, lanes), np.int64)
     for index in range(inner):
         chunk, place = divmod(index, 16)
         half, pair = divmod(place, 8)
         word, position = divmod(chunk * 8 + pair, 16 // bits)
         codes[index] = (words[word] >> np.uint32(position * bits + half * 16)) & np.uint32(2**bits - 1)
-    return codes, scales, lows
+    return codes, scales, minima
 
 
 def random_masks(draw: st.DrawFn, case: Case, seed: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 
 from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, value_width
-from hf_hybrid_cache.kernels.bfloat16_tiles import has_bfloat16_products
+from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products
 from kernels.programs import run_program
-from kernels.reference import ELEMENTS, Case, attention, random_masks, stored, to_blocks
+from kernels.reference import ELEMENTS, Case, attention, causal_as_visible, random_masks, stored, to_blocks
 
 from slow import combination
 from soak import count, search_at_random
@@ -30,7 +30,7 @@ def run(case: Case, bits: tuple[np.ndarray, np.ndarray], scale: float, **masks) 
     workspace.query[:, : shape.rows, :key_dim] = case.query.reshape(shape.heads, shape.rows, key_dim)
     keys = to_blocks(bits[0], transposed=True, width=key_dim)
     values = to_blocks(bits[1], transposed=False, width=value_width(value_dim))
-    workspace.attend(keys, values, case.tokens, scale, **masks)
+    workspace.attend(keys, values, case.tokens, scale, **causal_as_visible(case, **masks))
     out = workspace.out[:, : shape.rows, :value_dim].reshape(batch, heads, length, value_dim)
     return out, workspace.lse[:, : shape.rows].reshape(batch, heads, length)
 
@@ -265,7 +265,7 @@ def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path
     name, features = PORTABLE[processor]
     program = """
 from kernels import test_attention as tests
-from hf_hybrid_cache.kernels import tiles
+from hf_hybrid_cache.kernels.vector import tiles
 for storage in tests.STORAGES:
     tests.check(*tests.make(storage, 300, num_kv_heads=2, group=5, key_dim=80, value_dim=96), scale=0.1)
     tests.check(*tests.make(storage, 129, batch=2, length=3, key_dim=24, value_dim=12), scale=0.2, causal=True)

@@ -9,10 +9,10 @@ from hf_hybrid_cache.kernels import (
     PanelLayout,
     PanelProducts,
     PlainWeights,
-    encode_panels,
     factor_of,
     get_num_threads,
     multiply_plain,
+    quantize_panels,
     set_num_threads,
 )
 from kernels.reference import stored
@@ -106,7 +106,7 @@ def test_products_with_chosen_panels_are_those_with_the_decoded_weights(shape, n
     factors = [factor_of(4.0 * 2.0**index) for index in range(COUNT)]
     given, _ = random_numbers(COUNT, *shape)
     for index, factor in enumerate(factors):
-        encode_panels(given[index] * 2.0**index, layout, factor, panels[index])
+        quantize_panels(given[index] * 2.0**index, layout, factor, panels[index])
     weights = np.array([taken_apart(panels[index], layout, factors[index])[0] for index in range(COUNT)])
     chosen = choices(num_tokens, of_token)
     tokens, exact_tokens = random_numbers(num_tokens, shape[1], seed=2)

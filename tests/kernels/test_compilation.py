@@ -13,30 +13,46 @@ import pytest
 from filelock import FileLock
 
 import hf_hybrid_cache
-from hf_hybrid_cache.kernels import PanelLayout, PanelProducts, decode_blocks, encode_blocks, factor_of
-from hf_hybrid_cache.kernels.attention import attention_kernels
-from hf_hybrid_cache.kernels.coded_attention import coded_attention_kernels
-from hf_hybrid_cache.kernels.coding import coding_kernels
-from hf_hybrid_cache.kernels.compiled import Needed
-from hf_hybrid_cache.kernels.key_index import index_kernels
-from hf_hybrid_cache.kernels.panel_products import panel_product_kernels
-from hf_hybrid_cache.kernels.panels import decode_panels, decode_row, encode_panels, panel_kernels
-from hf_hybrid_cache.kernels.plain_products import plain_product_kernels
-from hf_hybrid_cache.kernels.selected_attention import selected_attention_kernels
-from hf_hybrid_cache.kernels.selected_coded_attention import selected_code_kernels
-from kernels import test_attention, test_chosen, test_coded_attention, test_experts, test_selected_attention
+from hf_hybrid_cache.kernels import (
+    PanelLayout,
+    PanelProducts,
+    dequantize_blocks,
+    factor_of,
+    multiply_many,
+    quantize_blocks,
+)
+from hf_hybrid_cache.kernels.attention.attention import attention_kernels
+from hf_hybrid_cache.kernels.attention.prefill_attention import prefill_kernels
+from hf_hybrid_cache.kernels.attention.quantized_attention import quantized_attention_kernels
+from hf_hybrid_cache.kernels.quantized.quantization import coding_kernels
+from hf_hybrid_cache.kernels.selection.key_index import index_kernels
+from hf_hybrid_cache.kernels.selection.selected_attention import selected_attention_kernels
+from hf_hybrid_cache.kernels.selection.selected_quantized_attention import selected_quantized_kernels
+from hf_hybrid_cache.kernels.vector.compiled import Needed
+from hf_hybrid_cache.kernels.weights.panel_gemm import gemm_kernels
+from hf_hybrid_cache.kernels.weights.panel_products import panel_product_kernels
+from hf_hybrid_cache.kernels.weights.panels import dequantize_panels, dequantize_row, panel_kernels, quantize_panels
+from hf_hybrid_cache.kernels.weights.plain_products import plain_product_kernels
+from kernels import (
+    test_attention,
+    test_chosen,
+    test_experts,
+    test_prefill_attention,
+    test_selected_attention,
+)
+from kernels import (
+    test_quantized_attention as quantized,
+)
 from kernels.programs import TESTS
 from kernels.reference import stored
-from kernels.test_coding import layout_of
+from kernels.test_quantization import layout_of
 
 NAMES = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
-# The smallest kernel there is.
-SMALL = "integer_kernels._processor_has_pair_dot"
+SMALL = "small_kernels.small"
 CALL_SMALL = """
-from hf_hybrid_cache.kernels import integer_kernels, uses_integer_kernels
-assert uses_integer_kernels() in (True, False)
-kernel = integer_kernels._processor_has_pair_dot
-print(sum(kernel.stats.cache_misses.values()), sum(kernel.stats.cache_hits.values()))
+from kernels.small_kernels import another, small
+assert small() == 1
+print(sum(small.stats.cache_misses.values()), sum(small.stats.cache_hits.values()))
 """
 COMPILED, LOADED = "1 0", "0 1"
 
@@ -45,9 +61,9 @@ def attend(storage: str) -> None:
     test_attention.run(*test_attention.make(storage, 100), 0.125)
 
 
-def attend_coded(storage: str) -> None:
-    made = test_coded_attention.make(storage=storage)
-    test_coded_attention.attend_in(test_coded_attention.Workspace(test_coded_attention.shape_of(made[0])), made)
+def attend_quantized(storage: str) -> None:
+    made = quantized.make(storage=storage)
+    quantized.attend_in(quantized.Workspace(quantized.shape_of(made[0])), made)
 
 
 def attend_selected(storage: str) -> None:
@@ -55,41 +71,53 @@ def attend_selected(storage: str) -> None:
     test_selected_attention.run_selected(made, test_selected_attention.index_of(made), 0.5)
 
 
-def attend_selected_codes(storage: str) -> None:
-    made = test_coded_attention.make(storage=storage)
+def attend_selected_quantized(storage: str) -> None:
+    made = quantized.make(storage=storage)
     test_selected_attention.run_selected(made, test_selected_attention.index_of(made), 0.5)
+
+
+def attend_many(storage: str) -> None:
+    case, bits = test_attention.make(storage, 100, length=70, rounded_query=storage == "bfloat16")
+    test_prefill_attention.check(case, bits, 0.125, test_prefill_attention.BOUNDS[storage])
 
 
 def code(storage: str) -> None:
     states, _ = stored(np.ones((1, 1, 64, 64), np.float32), storage)
     layout = layout_of(True, 4, 64)
-    decode_blocks(encode_blocks(states, layout), layout, states)
+    dequantize_blocks(quantize_blocks(states, layout), layout, states)
 
 
 def index(storage: str) -> None:
-    test_selected_attention.encode_index(
+    test_selected_attention.quantize_index(
         stored(np.ones((1, 1, 64, 64), np.float32), storage)[0],
         np.empty((1, 1, test_selected_attention.index_bytes(64)), np.uint8),
     )
 
 
-def code_weights(storage: str) -> None:
+def quantize_loaded(storage: str) -> None:
     weight, _ = stored(np.ones((16, 32), np.float32), storage)
     layout = PanelLayout(4, 16, 32, 32)
     panels = np.empty(layout.num_bytes, np.uint8)
-    encode_panels(weight, layout, factor_of(1.0), panels)
-    decode_panels(panels, layout, factor_of(1.0), weight)
-    decode_row(panels, layout, factor_of(1.0), 0, np.empty(32, np.float32))
+    quantize_panels(weight, layout, factor_of(1.0), panels)
+    dequantize_panels(panels, layout, factor_of(1.0), weight)
+    dequantize_row(panels, layout, factor_of(1.0), 0, np.empty(32, np.float32))
 
 
-def multiply_coded(storage: str) -> None:
+def multiply_quantized(storage: str) -> None:
     layout = PanelLayout(4, 16, 32, 32)
     panels, out = np.zeros(layout.num_bytes, np.uint8), np.empty((1, 16), np.float32)
     tokens, chosen = np.ones((1, 32), np.float32), np.zeros(1, np.int64)
     products = PanelProducts(panels.ctypes.data, layout, [1.0])
     products.multiply(0, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
     products.multiply_chosen(chosen.ctypes.data, 1, tokens.ctypes.data, 1, False, 0, out.ctypes.data)
-    test_experts.run(test_experts.coded(32, 16, 4).kernel, test_experts.given(32, 16, storage=storage))
+    test_experts.run(test_experts.quantized(32, 16, 4).kernel, test_experts.given(32, 16, storage=storage))
+
+
+def multiply_many_tokens(storage: str) -> None:
+    layout = PanelLayout(4, 16, 32, 32)
+    tokens, out = (stored(np.ones(shape, np.float32), storage)[0] for shape in ((1, 32), (1, 16)))
+    panels, is_bfloat16 = np.zeros(layout.num_bytes, np.uint8), storage == "bfloat16"
+    multiply_many(panels.ctypes.data, layout, 1.0, tokens.ctypes.data, 1, is_bfloat16, 0, out.ctypes.data)
 
 
 def multiply_plain(storage: str) -> None:
@@ -102,13 +130,15 @@ def multiply_plain(storage: str) -> None:
 Ahead = Callable[[np.dtype], list[Needed]]
 FAMILIES: dict[str, tuple[Ahead, Callable[[str], None], list[str]]] = {
     "attention": (attention_kernels, attend, list(NAMES)),
-    "attention to codes": (coded_attention_kernels, attend_coded, list(NAMES)),
+    "attention to codes": (quantized_attention_kernels, attend_quantized, list(NAMES)),
     "attention to pages": (selected_attention_kernels, attend_selected, list(NAMES)),
-    "attention to pages of codes": (selected_code_kernels, attend_selected_codes, list(NAMES)),
+    "attention to pages of codes": (selected_quantized_kernels, attend_selected_quantized, list(NAMES)),
+    "attention of many queries": (prefill_kernels, attend_many, list(NAMES)),
     "codes": (coding_kernels, code, ["float32", "bfloat16"]),
     "index": (index_kernels, index, ["float32", "bfloat16"]),
-    "coded weights": (panel_kernels, code_weights, ["float32", "bfloat16"]),
-    "products with coded weights": (lambda _: panel_product_kernels(), multiply_coded, ["float32", "bfloat16"]),
+    "quantized weights": (panel_kernels, quantize_loaded, ["float32", "bfloat16"]),
+    "products with quantized weights": (lambda _: panel_product_kernels(), multiply_quantized, ["float32", "bfloat16"]),
+    "many products with quantized weights": (lambda _: gemm_kernels(), multiply_many_tokens, ["float32", "bfloat16"]),
     "products with plain weights": (lambda _: plain_product_kernels(), multiply_plain, ["float32", "bfloat16"]),
 }
 CASES = [(name, storage) for name, (_, _, storages) in FAMILIES.items() for storage in storages]
@@ -133,10 +163,18 @@ def files_of(kernel: object) -> list[Path]:
     return sorted(Path(files.cache_path).glob(f"{files._name}-*.nbc"))
 
 
+def paths_from(checkout: Path) -> str:
+    """Where Python finds the package of a checkout, and these tests."""
+    return os.pathsep.join(map(str, (checkout, TESTS)))
+
+
 def run_small(home: Path | str, program: str = CALL_SMALL, **environment: str) -> tuple[str, str]:
     """What a process prints that calls the smallest kernel, and what it says of it."""
-    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    given = {"PYTHONPATH": paths, "HF_HYBRID_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""} | environment
+    given = {
+        "PYTHONPATH": paths_from(TESTS.parent),
+        "HF_HYBRID_CACHE_HOME": str(home),
+        "NUMBA_CACHE_DIR": "",
+    } | environment
     run = [sys.executable, "-P", "-W", "always", "-c", program]
     done = subprocess.run(run, env=os.environ | given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -170,7 +208,7 @@ def test_where_nothing_can_be_written_kernels_answer_and_that_is_said_once(home:
     assert "Set HF_HYBRID_CACHE_HOME to a folder that can be written." in said
 
 
-ANOTHER = "from hf_hybrid_cache.kernels import bfloat16_tiles; bfloat16_tiles.has_bfloat16_products()\n"
+ANOTHER = "assert another() == 2\n"
 FILL_THE_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
 
 
@@ -184,10 +222,10 @@ def test_on_a_full_disk_kernels_answer_and_what_is_there_is_used(tmp_path: Path)
 
 
 def test_two_processes_that_need_a_kernel_at_once_compile_it_once(tmp_path: Path):
-    place = "from hf_hybrid_cache.kernels.kernel_files import kernel_folder; print(kernel_folder())"
+    place = "from hf_hybrid_cache.kernels.vector.kernel_files import kernel_folder; print(kernel_folder())"
     folder = Path(run_small(tmp_path, place)[0])
     folder.mkdir(parents=True)
-    given = {"PYTHONPATH": str(TESTS.parent), "HF_HYBRID_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    given = {"PYTHONPATH": paths_from(TESTS.parent), "HF_HYBRID_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
     program = "import hf_hybrid_cache.kernels; print('ready', flush=True)\n" + CALL_SMALL
     with FileLock(folder / f"{SMALL}.lock"):
         run = [sys.executable, "-c", program]
@@ -203,10 +241,10 @@ def test_a_change_of_any_source_is_noticed_and_checkouts_share_what_is_the_same(
     copy = tmp_path / "copy" / package.name
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     assert run_small(tmp_path) == (COMPILED, "")
-    assert run_small(tmp_path, PYTHONPATH=str(copy.parent)) == (LOADED, "")
-    with (copy / "kernels" / "tiles.py").open("a") as source:
+    assert run_small(tmp_path, PYTHONPATH=paths_from(copy.parent)) == (LOADED, "")
+    with (copy / "kernels" / "vector" / "tiles.py").open("a") as source:
         source.write("# changed\n")
-    assert run_small(tmp_path, PYTHONPATH=str(copy.parent)) == (COMPILED, "")
+    assert run_small(tmp_path, PYTHONPATH=paths_from(copy.parent)) == (COMPILED, "")
 
 
 def test_folders_of_sources_that_are_gone_are_deleted_after_a_month(tmp_path: Path):
@@ -223,10 +261,10 @@ def test_folders_of_sources_that_are_gone_are_deleted_after_a_month(tmp_path: Pa
 WITHOUT_COMPILER = """
 import numpy as np
 from hf_hybrid_cache import *
-from hf_hybrid_cache.kernels import compile_in_background
+from hf_hybrid_cache.kernels import PackedLayout, compile_in_background, quantize_blocks
 compile_in_background(np.dtype(np.float32))
 try:
-    uses_integer_kernels()
+    quantize_blocks(np.zeros((1, 1, 64, 64), np.float32), PackedLayout.of_keys(8, 64, 64, is_rotated=True))
 except KernelsDisabledError as error:
     print(error)
 """

@@ -10,18 +10,13 @@ from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels import (
-    BITS,
-    RecordLayout,
-    decode_blocks,
-    encode_blocks,
-    parallel,
-    set_integer_kernels,
-    workspace,
-)
-from kernels import test_attention, test_coded_attention, test_selected_attention
+from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, quantize_blocks, workspace
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.vector import parallel
+from kernels import test_attention, test_selected_attention
+from kernels import test_quantized_attention as quantized
 from kernels.reference import ELEMENTS, random_masks, stored
-from kernels.test_coded_attention import EVERY_WAY
+from kernels.test_quantized_attention import EVERY_WAY
 
 from soak import count, search_at_random
 from tiny_models import random_prompt, tiny_model
@@ -57,15 +52,19 @@ def test_attention_does_not_depend_on_the_threads(storage: str, tokens: int, sam
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("mass", [0.5, 0.99])
+@pytest.mark.parametrize("top_p", [0.5, 0.99])
 @pytest.mark.parametrize("indexed", [1, 150])
-@pytest.mark.parametrize("maker", [test_coded_attention.make, test_selected_attention.make_plain])
+@pytest.mark.parametrize("maker", [quantized.make, test_selected_attention.make_plain])
 def test_the_choice_of_pages_does_not_depend_on_the_threads(
-    is_integer: bool, maker: Callable[..., test_coded_attention.Made], indexed: int, mass: float, same_bits: ForThreads
+    is_integer: bool,
+    maker: Callable[..., quantized.Made],
+    indexed: int,
+    top_p: float,
+    same_bits: ForThreads,
 ):
     set_integer_kernels(None if is_integer else False)
     made = test_selected_attention.concentrated(maker(1, indexed, 70, num_kv_heads=2, group=4), 3)
-    same_bits(lambda: test_selected_attention.run_selected(made, test_selected_attention.index_of(made), mass))
+    same_bits(lambda: test_selected_attention.run_selected(made, test_selected_attention.index_of(made), top_p))
 
 
 @SearchAtRandom
@@ -95,9 +94,9 @@ def test_attention_to_codes_does_not_depend_on_the_threads(
     is_integer: bool, data: st.DataObject, same_bits: ForThreads
 ):
     draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
-    made = test_coded_attention.make(
+    made = quantized.make(
         first=draw(st.integers(0, 2)),
-        coded=draw(st.integers(1, 60)),
+        quantized=draw(st.integers(1, 60)),
         last=draw(st.integers(16, 130)),
         num_kv_heads=draw(st.integers(1, 4)),
         group=draw(st.integers(1, 8)),
@@ -106,19 +105,19 @@ def test_attention_to_codes_does_not_depend_on_the_threads(
         seed=seed,
     )
     masks = random_masks(draw, made[0], seed)
-    same_bits(lambda: test_coded_attention.run(made, is_integer, **masks))
+    same_bits(lambda: quantized.run(made, is_integer, **masks))
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_coding_does_not_depend_on_the_threads(storage: str, bits: int, same_bits: ForThreads):
     given_bits, _ = stored(np.random.default_rng(0).standard_normal((2, 3, 512, 80)), storage)
-    layout = RecordLayout.of_keys(bits, 80, 64, is_rotated=True)
+    layout = PackedLayout.of_keys(bits, 80, 64, is_rotated=True)
 
     def there_and_back() -> Results:
-        records, decoded = encode_blocks(given_bits, layout), np.empty_like(given_bits)
-        decode_blocks(records, layout, decoded)
-        return records, decoded
+        packed, decoded = quantize_blocks(given_bits, layout), np.empty_like(given_bits)
+        dequantize_blocks(packed, layout, decoded)
+        return packed, decoded
 
     same_bits(there_and_back)
 

@@ -13,9 +13,9 @@ from hf_hybrid_cache.kernels import (
     PanelProducts,
     PlainWeights,
     add_up_plain_experts,
-    encode_panels,
     factor_of,
     get_num_threads,
+    quantize_panels,
     set_num_threads,
 )
 from kernels.test_chosen import COUNT, choices, random_numbers
@@ -50,7 +50,7 @@ def plain(hidden: int, gated: int, storage: str, is_transposed: bool = False) ->
 
 
 @cache
-def coded(hidden: int, gated: int, bits: int) -> Weights:
+def quantized(hidden: int, gated: int, bits: int) -> Weights:
     products, exact, kept = [], [], []
     for seed, shape in enumerate(((2 * gated, hidden), (hidden, gated))):
         layout = PanelLayout(bits, *shape, 32)
@@ -58,7 +58,7 @@ def coded(hidden: int, gated: int, bits: int) -> Weights:
         factors = [factor_of(4.0 * 2.0**index) for index in range(COUNT)]
         given, _ = random_numbers(COUNT, *shape, seed=seed)
         for index, factor in enumerate(factors):
-            encode_panels(given[index] * np.float32(2.0**index), layout, factor, panels[index])
+            quantize_panels(given[index] * np.float32(2.0**index), layout, factor, panels[index])
         products.append(PanelProducts(panels.ctypes.data, layout, factors))
         exact.append(np.array([taken_apart(panels[index], layout, factors[index])[0] for index in range(COUNT)]))
         kept.append(panels)
@@ -71,7 +71,7 @@ class Given(NamedTuple):
 
     tokens: np.ndarray
     chosen: np.ndarray
-    shares: np.ndarray
+    router_weights: np.ndarray
     up_bias: np.ndarray | None
     down_bias: np.ndarray | None
     exact: tuple[np.ndarray | None, ...]
@@ -86,8 +86,10 @@ def given(
         random_numbers(COUNT, 2 * gated, storage=storage, seed=4) if has_bias else (None, None),
         random_numbers(COUNT, hidden, storage=storage, seed=5) if has_bias else (None, None),
     ]
-    states, shares, up_bias, down_bias = (each for each, _ in numbers)
-    return Given(states, choices(tokens, of_token), shares, up_bias, down_bias, tuple(exact for _, exact in numbers))
+    states, router_weights, up_bias, down_bias = (each for each, _ in numbers)
+    return Given(
+        states, choices(tokens, of_token), router_weights, up_bias, down_bias, tuple(exact for _, exact in numbers)
+    )
 
 
 def run(kernel: Kernel, given: Given, wrong: int = 0) -> np.ndarray:
@@ -100,8 +102,8 @@ def run(kernel: Kernel, given: Given, wrong: int = 0) -> np.ndarray:
         tokens=given.tokens.ctypes.data,
         choices=chosen.shape[1],
         is_bfloat16=given.tokens.dtype == np.uint16,
-        shares=given.shares.ctypes.data,
-        has_bfloat16_shares=given.shares.dtype == np.uint16,
+        router_weights=given.router_weights.ctypes.data,
+        has_bfloat16_router_weights=given.router_weights.dtype == np.uint16,
         up_bias=up_bias,
         down_bias=down_bias,
         out=out.ctypes.data,
@@ -112,12 +114,12 @@ def run(kernel: Kernel, given: Given, wrong: int = 0) -> np.ndarray:
 
 def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
     """The sums, and how large they could be if nothing cancelled out."""
-    tokens, shares, up_bias, down_bias = given.exact
+    tokens, router_weights, up_bias, down_bias = given.exact
     assert tokens is not None
-    assert shares is not None
+    assert router_weights is not None
     sums, sizes = np.zeros_like(tokens), np.zeros_like(tokens)
     for token, choices_of_token in enumerate(given.chosen):
-        for index, share in zip(choices_of_token, shares[token], strict=True):
+        for index, router_weight in zip(choices_of_token, router_weights[token], strict=True):
             if not 0 <= index < COUNT:
                 continue
             up, down = weights.up[index], weights.down[index]
@@ -129,8 +131,8 @@ def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
             size = np.abs(down) @ np.prod(np.split(largest, 2), axis=0)
             if down_bias is not None:
                 result, size = result + down_bias[index], size + np.abs(down_bias[index])
-            sums[token] += share * result
-            sizes[token] += np.abs(share) * size
+            sums[token] += router_weight * result
+            sizes[token] += np.abs(router_weight) * size
     return sums, sizes
 
 
@@ -152,16 +154,16 @@ def test_sums_of_experts_are_those_in_float64(shape, tokens, of_token, storage, 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_sums_of_coded_experts_are_those_of_the_decoded_ones(shape, tokens, of_token, storage, bits):
-    weights, asked = coded(*shape, bits), given(*shape, tokens, of_token, storage, has_bias=bits == 8)
+    weights, asked = quantized(*shape, bits), given(*shape, tokens, of_token, storage, has_bias=bits == 8)
     sums, sizes = expected(weights, asked)
     # Tokens, and what is gated, are rounded to 16 bits of the largest in their group.
     assert (np.abs(run(weights.kernel, asked) - sums) <= 1e-4 * sizes + 1e-6).all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "coded"])
+@pytest.mark.parametrize("kind", ["plain", "quantized"])
 def test_many_numbers_are_shared_out_to_the_same_sums(kind):
     shape = 320, 96
-    weights = plain(*shape, "bfloat16") if kind == "plain" else coded(*shape, 4)
+    weights = plain(*shape, "bfloat16") if kind == "plain" else quantized(*shape, 4)
     asked = given(*shape, 400, 3, "bfloat16")
     together = run(weights.kernel, asked)
     sums, sizes = expected(weights, asked)
@@ -172,7 +174,9 @@ def test_many_numbers_are_shared_out_to_the_same_sums(kind):
             alone = [
                 run(
                     weights.kernel,
-                    asked._replace(tokens=asked.tokens[i:j], chosen=asked.chosen[i:j], shares=asked.shares[i:j]),
+                    asked._replace(
+                        tokens=asked.tokens[i:j], chosen=asked.chosen[i:j], router_weights=asked.router_weights[i:j]
+                    ),
                 )
                 for i, j in ((0, 1), (1, 9), (9, 400))
             ]
@@ -188,7 +192,7 @@ def test_the_gate_is_a_silu_at_every_size(gate):
     down = np.ones((COUNT, 1, 17), np.float32)
     weights = [PlainWeights(each.ctypes.data, *each.shape) for each in (up, down)]
     asked = given(1, 17, 1, 1)._replace(
-        tokens=np.ones((1, 1), np.float32), chosen=np.array([[0]]), shares=np.ones((1, 1), np.float32)
+        tokens=np.ones((1, 1), np.float32), chosen=np.array([[0]]), router_weights=np.ones((1, 1), np.float32)
     )
     out = run(lambda call: add_up_plain_experts(*weights, call), asked)
     with np.errstate(over="ignore", invalid="ignore"):

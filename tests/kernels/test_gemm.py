@@ -1,11 +1,11 @@
-"""Products of weights of few bits with many tokens, as integers: beside float64, and what rounding may change."""
+"""Products of quantized weights with many tokens, as integers: beside float64, and what rounding may change."""
 
 import numpy as np
 import pytest
 
 from hf_hybrid_cache.kernels import PanelLayout, has_gemm, multiply_many
 from kernels import test_panels
-from kernels.test_panels import coded, random_weight, taken_apart
+from kernels.test_panels import quantized, random_weight, taken_apart
 
 pytestmark = pytest.mark.skipif(not has_gemm(), reason="the processor does not add up four products of 8 bits")
 CHUNK = 32
@@ -34,7 +34,7 @@ def rounding(tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("mean", [0.0, 3.0, -1000.0])
 def test_products_are_off_by_the_rounding_of_tokens_alone(shape, num_tokens, bits, group, has_bias, mean):
     layout = PanelLayout(bits, *shape, group)
-    panels = coded(random_weight(*shape)[0], layout)
+    panels = quantized(random_weight(*shape)[0], layout)
     numbers, _ = taken_apart(panels, layout)
     generator = np.random.default_rng(1)
     tokens = (mean + generator.standard_normal((num_tokens, layout.columns))).astype(np.float32)
@@ -48,7 +48,7 @@ def test_products_are_off_by_the_rounding_of_tokens_alone(shape, num_tokens, bit
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tokens_that_are_multiples_of_their_step_are_multiplied_exactly(bits):
     layout = PanelLayout(bits, 40, 96, 32)
-    panels = coded(random_weight(40, 96)[0], layout)
+    panels = quantized(random_weight(40, 96)[0], layout)
     numbers, _ = taken_apart(panels, layout)
     generator = np.random.default_rng(2)
     tokens = generator.integers(0, 255, (9, 3, CHUNK))
@@ -70,7 +70,7 @@ def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_outlier_costs_the_numbers_of_other_chunks_and_tokens_nothing(outlier, bits):
     layout = PanelLayout(bits, 32, 256, 128)
-    panels = coded(random_weight(32, 256)[0], layout)
+    panels = quantized(random_weight(32, 256)[0], layout)
     # What it is multiplied with is small.
     tokens = random_weight(7, 256, seed=1)[0]
     expected = product(tokens, panels, layout)
@@ -90,7 +90,7 @@ def test_tokens_that_are_not_finite_give_outputs_that_are_not(value):
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-20, 1e30])
 def test_tokens_of_any_size_are_kept(size):
     layout = PanelLayout(8, 20, 64, 32)
-    panels = coded(random_weight(20, 64)[0], layout)
+    panels = quantized(random_weight(20, 64)[0], layout)
     numbers, _ = taken_apart(panels, layout)
     tokens = (random_weight(6, 64, seed=1)[0].astype(np.float64) * size).astype(np.float32)
     tokens[1] = size

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hybrid_cache.kernels import encode_index, index_bytes
-from kernels.reference import decoded_index, hadamard, stored
+from hf_hybrid_cache.kernels import index_bytes, quantize_index
+from kernels.reference import dequantized_index, hadamard, stored
 
 
 def made(keys: np.ndarray) -> np.ndarray:
     """What the index of `[batch, heads, tokens, dim]` stands for, in the same shape."""
     batch, heads, tokens, dim = keys.shape
-    records = np.full((tokens // 64, batch * heads, index_bytes(dim)), 0xFF, np.uint8)
-    encode_index(keys, records)
-    return decoded_index(records, dim).reshape(keys.shape)
+    packed = np.full((tokens // 64, batch * heads, index_bytes(dim)), 0xFF, np.uint8)
+    quantize_index(keys, packed)
+    return dequantized_index(packed, dim).reshape(keys.shape)
 
 
 def expected(keys: np.ndarray) -> np.ndarray:
@@ -72,4 +72,4 @@ def test_a_key_that_is_not_finite_makes_its_block_not_a_number(bad: float):
 
 
 def test_no_blocks_are_no_error():
-    encode_index(np.empty((1, 2, 0, 64), np.float32), np.empty((0, 2, index_bytes(64)), np.uint8))
+    quantize_index(np.empty((1, 2, 0, 64), np.float32), np.empty((0, 2, index_bytes(64)), np.uint8))

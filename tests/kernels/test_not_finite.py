@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_hybrid_cache.kernels import BLOCK
-from kernels import test_coded_attention
+from kernels import test_quantized_attention
 from kernels.reference import ELEMENTS, Case, attention, stored
 from kernels.test_attention import BOUND, make, run
-from kernels.test_coded_attention import BOUNDS, EVERY_WAY
+from kernels.test_quantized_attention import BOUNDS, EVERY_WAY
 
 from soak import count, search_at_random
 
@@ -128,7 +128,7 @@ def test_other_rows_and_heads_are_not_touched_by_a_bad_one(part: str):
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_numbers_in_full_precision_beside_codes_give_what_torch_gives(is_integer: bool, part: str, bad: float):
     for token in (3, BLOCK - 1, BLOCK + 2, BLOCK + 69):
-        case, (keys, values), coded = test_coded_attention.make(coded=3, last=70, group=4)
+        case, (keys, values), quantized = test_quantized_attention.make(quantized=3, last=70, group=4)
         block, place = divmod(token, BLOCK)
         bad_bits = stored(np.array(bad), "bfloat16")[0]
         if part == "keys":
@@ -136,17 +136,17 @@ def test_bad_numbers_in_full_precision_beside_codes_give_what_torch_gives(is_int
         else:
             values[block, 0, place, 5] = bad_bits
         getattr(case, part)[0, 0, token if block == 0 else token + 3 * BLOCK, 5] = bad
-        out, _ = test_coded_attention.run((case, (keys, values), coded), is_integer)
+        out, _ = test_quantized_attention.run((case, (keys, values), quantized), is_integer)
         check_like_torch(out, case, {}, BOUNDS[is_integer])
 
 
 @EVERY_WAY
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_query_over_codes_is_bad_alone(is_integer: bool, bad: float):
-    made = test_coded_attention.make(coded=3, group=4)
-    clean, _ = test_coded_attention.run(made, is_integer)
+    made = test_quantized_attention.make(quantized=3, group=4)
+    clean, _ = test_quantized_attention.run(made, is_integer)
     made[0].query[0, 2, 0, 7] = bad
-    out, _ = test_coded_attention.run(made, is_integer)
+    out, _ = test_quantized_attention.run(made, is_integer)
     assert not np.isfinite(out[0, 2]).any()
     assert np.array_equal(np.delete(out, 2, axis=1), np.delete(clean, 2, axis=1))
 

@@ -1,4 +1,4 @@
-"""Coded weights: their codes taken apart one by one, and products with them, in float64."""
+"""Quantized weights: their codes taken apart one by one, and products with them, in float64."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ import pytest
 from hf_hybrid_cache.kernels import (
     PanelLayout,
     PanelProducts,
-    decode_panels,
-    decode_row,
-    encode_panels,
+    dequantize_panels,
+    dequantize_row,
     factor_of,
     get_num_threads,
+    quantize_panels,
     set_num_threads,
 )
 from kernels.reference import stored
@@ -23,9 +23,9 @@ GROUPS = (32, 64, 128)
 FACTOR = factor_of(4.0)
 
 
-def coded(weight: np.ndarray, layout: PanelLayout, factor: float = FACTOR) -> np.ndarray:
+def quantized(weight: np.ndarray, layout: PanelLayout, factor: float = FACTOR) -> np.ndarray:
     panels = np.full(layout.num_bytes, 255, np.uint8)
-    encode_panels(weight, layout, factor, panels)
+    quantize_panels(weight, layout, factor, panels)
     return panels
 
 
@@ -39,11 +39,11 @@ def taken_apart(panels: np.ndarray, layout: PanelLayout, factor: float = FACTOR)
             index, place = divmod(column, layout.group)
             line = lines[panel, index, :, lane]
             halves = lines[panel, index, 0].view(np.float16).astype(np.float64) * factor
-            scale, low = halves[lane], halves[16 + lane]
+            scale, minimum = halves[lane], halves[16 + lane]
             word, place = divmod(place, 32 // layout.bits)
             shift = place // 2 * layout.bits + place % 2 * 16
             code = int(line[1 + word]) >> shift & (2**layout.bits - 1)
-            numbers[row, column], steps[row, column] = low + scale * code, scale
+            numbers[row, column], steps[row, column] = minimum + scale * code, scale
     return numbers, steps
 
 
@@ -61,7 +61,7 @@ def random_weight(rows: int, columns: int, storage: str = "float32", seed: int =
 def test_every_weight_is_within_half_a_step_of_what_its_code_says(shape, group, bits, storage):
     given, exact = random_weight(*shape, storage)
     layout = PanelLayout(bits, *shape, group)
-    numbers, steps = taken_apart(coded(given, layout), layout)
+    numbers, steps = taken_apart(quantized(given, layout), layout)
     # Least and largest numbers are rounded to 11 bits.
     assert (np.abs(numbers - exact) <= 0.501 * steps + 2.0**-11 * np.abs(exact).max()).all()
     for start in range(0, layout.columns, group):
@@ -74,22 +74,22 @@ def test_every_weight_is_within_half_a_step_of_what_its_code_says(shape, group, 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_decoding_gives_what_the_codes_say(shape, bits):
     layout = PanelLayout(bits, *shape, 64)
-    panels = coded(random_weight(*shape)[0], layout)
+    panels = quantized(random_weight(*shape)[0], layout)
     numbers, _ = taken_apart(panels, layout)
     decoded = np.full(shape, np.nan, np.float32)
-    decode_panels(panels, layout, FACTOR, decoded)
+    dequantize_panels(panels, layout, FACTOR, decoded)
     assert np.abs(decoded - numbers).max() < 1e-6
     in_bfloat16 = np.full(shape, 0x7FC0, np.uint16)
-    decode_panels(panels, layout, FACTOR, in_bfloat16)
+    dequantize_panels(panels, layout, FACTOR, in_bfloat16)
     wider = np.full((shape[0], shape[1] + 3), 7, np.uint16)
-    decode_panels(panels, layout, FACTOR, wider)
+    dequantize_panels(panels, layout, FACTOR, wider)
     assert (wider[:, : shape[1]] == in_bfloat16).all()
     assert (wider[:, shape[1] :] == 7).all()
     as_float = (in_bfloat16.astype(np.uint32) << 16).view(np.float32)
     assert (np.abs(as_float - decoded) <= 2.0**-8 * np.abs(decoded)).all()
     for row in range(layout.rows):
         out = np.empty(layout.columns, np.float32)
-        decode_row(panels, layout, FACTOR, row, out)
+        dequantize_row(panels, layout, FACTOR, row, out)
         assert np.abs(out - numbers[row]).max() < 1e-6
 
 
@@ -100,7 +100,7 @@ def test_decoding_gives_what_the_codes_say(shape, bits):
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_products_are_those_with_the_decoded_weights(shape, num_tokens, bits, has_bias):
     layout = PanelLayout(bits, *shape, 32)
-    panels = coded(random_weight(*shape)[0], layout)
+    panels = quantized(random_weight(*shape)[0], layout)
     numbers, _ = taken_apart(panels, layout)
     generator = np.random.default_rng(1)
     tokens = generator.standard_normal((num_tokens, layout.columns)).astype(np.float32)
@@ -133,7 +133,7 @@ def product(
 
 def check_products_of_bfloat16(num_tokens: int, multiply: Callable[..., None]) -> None:
     layout = PanelLayout(4, 40, 96, 32)
-    panels = coded(random_weight(40, 96)[0], layout)
+    panels = quantized(random_weight(40, 96)[0], layout)
     tokens, exact = random_weight(num_tokens, 96, "bfloat16", seed=1)
     bias, _ = random_weight(1, 40, "bfloat16", seed=2)
     single_bias = (bias[0].astype(np.uint32) << 16).view(np.float32)
@@ -145,7 +145,7 @@ def check_products_of_bfloat16(num_tokens: int, multiply: Callable[..., None]) -
 def check_products_alone(multiply: Callable[..., None]) -> None:
     """On any number of threads, and whatever else is multiplied."""
     layout = PanelLayout(4, 300, 256, 64)
-    panels = coded(random_weight(300, 256)[0], layout)
+    panels = quantized(random_weight(300, 256)[0], layout)
     tokens = random_weight(13, 256, seed=1)[0]
     together = product(tokens, panels, layout, None, multiply)
     most = get_num_threads()
@@ -160,7 +160,7 @@ def check_products_alone(multiply: Callable[..., None]) -> None:
 
 def check_not_finite(value: float, num_tokens: int, multiply: Callable[..., None]) -> None:
     layout = PanelLayout(8, 20, 40, 32)
-    panels = coded(random_weight(20, 40)[0], layout)
+    panels = quantized(random_weight(20, 40)[0], layout)
     tokens = np.zeros((num_tokens, 40), np.float32)
     tokens[0, 3] = value
     out = product(tokens, panels, layout, None, multiply)
@@ -180,7 +180,7 @@ def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_outlier_among_the_inputs_costs_the_other_groups_nothing(outlier, bits):
     layout = PanelLayout(bits, 32, 256, 32)
-    panels = coded(random_weight(32, 256)[0], layout)
+    panels = quantized(random_weight(32, 256)[0], layout)
     numbers, _ = taken_apart(panels, layout)
     tokens = random_weight(1, 256, seed=1)[0]
     tokens[0, 5] = outlier
@@ -201,7 +201,7 @@ def test_weights_that_were_made_for_four_bits_stay_what_they_are(group, storage)
     scales = np.repeat(scales[:, :: group // 32], group // 32, axis=1)  # groups of that file, of 32 or more
     given, exact = stored((codes * scales.astype(np.float32)).reshape(48, 128), storage)
     layout = PanelLayout(4, 48, 128, group)
-    numbers, _ = taken_apart(coded(given, layout), layout)
+    numbers, _ = taken_apart(quantized(given, layout), layout)
     rounding = 2.0**-8 if storage == "bfloat16" else 2.0**-11
     assert np.abs(numbers - exact).max() <= 2 * rounding * np.abs(exact).max()
 
@@ -219,7 +219,7 @@ def test_weights_of_any_size_are_kept(largest):
     weight[2] = 0
     factor = factor_of(float(np.abs(weight).max()))
     layout = PanelLayout(4, 16, 64, 32)
-    numbers, steps = taken_apart(coded(weight, layout, factor), layout, factor)
+    numbers, steps = taken_apart(quantized(weight, layout, factor), layout, factor)
     assert (np.abs(numbers - weight) <= 0.51 * steps + 2.0**-11 * largest + 1e-45).all()
     assert (numbers[2] == 0).all()
     assert (np.abs(numbers[1] / weight[1] - 1) <= 2.0**-11).all() or largest < 1e-37

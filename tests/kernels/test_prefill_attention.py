@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 
 from hf_hybrid_cache.attention.masks import causal_tokens, seen_tokens
-from hf_hybrid_cache.kernels import BITS, BLOCK, CodedBlocks, Strided, attend_many, parallel, prefill, value_width
-from hf_hybrid_cache.kernels.bfloat16_tiles import has_bfloat16_products
-from kernels import test_coded_attention
+from hf_hybrid_cache.kernels import BITS, BLOCK, QuantizedBlocks, Strided, attend_many, prefill, value_width
+from hf_hybrid_cache.kernels.vector import parallel
+from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products
+from kernels import test_quantized_attention
 from kernels.reference import ELEMENTS, Case, attention, random_masks, to_bfloat16, to_blocks
 from kernels.test_attention import make
 
@@ -26,7 +27,7 @@ def run(
     case: Case,
     blocks: tuple[np.ndarray, np.ndarray],
     scale: float,
-    coded: CodedBlocks | None = None,
+    quantized: QuantizedBlocks | None = None,
     has_half_out: bool = False,
     **masks,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +51,7 @@ def run(
         value_dim,
         scale,
         *arrays(masks, case),
-        coded,
+        quantized,
     )
     return out.swapaxes(1, 2), lse
 
@@ -115,15 +116,15 @@ def test_any_width_of_keys_and_values(storage: str, dims: tuple[int, int]):
 @pytest.mark.parametrize("value_bits", BITS)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 96), (24, 12)])
 @pytest.mark.parametrize("lanes", [16, 32, 64, 128])
-@pytest.mark.parametrize(("first", "coded", "last"), [(0, 1, 1), (0, 2, 64), (1, 5, 70), (3, 20, 128)])
+@pytest.mark.parametrize(("first", "quantized", "last"), [(0, 1, 1), (0, 2, 64), (1, 5, 70), (3, 20, 128)])
 @pytest.mark.parametrize("is_rotated", [False, True])
 def test_codes_lie_between_blocks_in_full_precision(
-    storage, key_bits, value_bits, dims, lanes, first, coded, last, is_rotated
+    storage, key_bits, value_bits, dims, lanes, first, quantized, last, is_rotated
 ):
-    sizes = {"batch": 2, "num_kv_heads": 2, "group": 3, "length": min(100, coded * BLOCK + last)}
-    case, blocks, codes = test_coded_attention.make(
+    sizes = {"batch": 2, "num_kv_heads": 2, "group": 3, "length": min(100, quantized * BLOCK + last)}
+    case, blocks, codes = test_quantized_attention.make(
         first,
-        coded,
+        quantized,
         last,
         **sizes,
         dims=dims,
@@ -141,16 +142,16 @@ def test_codes_lie_between_blocks_in_full_precision(
 
 @pytest.mark.parametrize("storage", ELEMENTS)
 def test_channels_that_were_multiplied_and_mixed_before_they_were_coded(storage: str):
-    made = test_coded_attention.make(length=80, group=2, num_kv_heads=2, storage=storage, bits=(8, 8))
+    made = test_quantized_attention.make(length=80, group=2, num_kv_heads=2, storage=storage, bits=(8, 8))
     case, blocks, codes = made
     generator = np.random.default_rng(1)
     factors = generator.uniform(0.5, 2, (2, 64)).astype(np.float32)
-    mixing = generator.standard_normal((2, 64, 64)).astype(np.float32) / 8
+    rotation_matrix = generator.standard_normal((2, 64, 64)).astype(np.float32) / 8
     case.query = to_bfloat16(case.query)[1]
-    coded = slice(codes.first * BLOCK, (codes.first + codes.num_blocks) * BLOCK)
-    case.keys[:, :, coded] *= factors[None, :, None].astype(np.float64)
-    case.values[:, :, coded] = case.values[:, :, coded] @ mixing.astype(np.float64)
-    codes = codes._replace(query_factors=factors, mixing=mixing)
+    quantized = slice(codes.first * BLOCK, (codes.first + codes.num_blocks) * BLOCK)
+    case.keys[:, :, quantized] *= factors[None, :, None].astype(np.float64)
+    case.values[:, :, quantized] = case.values[:, :, quantized] @ rotation_matrix.astype(np.float64)
+    codes = codes._replace(query_factors=factors, rotation_matrix=rotation_matrix)
     compare(case, run(case, blocks, 0.125, codes), 0.125, 2 * BOUNDS[storage])
 
 

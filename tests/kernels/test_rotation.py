@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 
-from hf_hybrid_cache.kernels.rotation import rotate, rotation_size
+from hf_hybrid_cache.kernels.vector.rotation import rotate, rotation_size
 
 
 @numba.njit

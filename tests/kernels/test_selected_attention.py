@@ -14,22 +14,22 @@ from hf_hybrid_cache.kernels import (
     IndexedBlocks,
     Shape,
     Workspace,
-    encode_index,
     index_bytes,
-    set_integer_kernels,
+    quantize_index,
     value_width,
 )
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
 from kernels.reference import (
     ELEMENTS,
     Case,
     attention,
     attention_weights,
-    decoded_index,
+    dequantized_index,
     random_masks,
     stored,
     to_blocks,
 )
-from kernels.test_coded_attention import BOUNDS, EVERY_WAY, Made, attend_in, make, run, shape_of
+from kernels.test_quantized_attention import BOUNDS, EVERY_WAY, Made, attend_in, make, run, shape_of
 
 from soak import count, search_at_random
 
@@ -51,32 +51,32 @@ def make_plain(first: int = 1, indexed: int = 3, last: int = 70, storage: str = 
 
 
 def index_of(made: Made, first: int = 1, last: int = 70) -> IndexedBlocks:
-    """Of all coded blocks, or of those that `make_plain` was asked for."""
-    case, _, coded = made
-    blocks = (case.tokens - last) // BLOCK - first if coded is None else coded.num_blocks
-    first = first if coded is None else coded.first
+    """Of all quantized blocks, or of those that `make_plain` was asked for."""
+    case, _, quantized = made
+    blocks = (case.tokens - last) // BLOCK - first if quantized is None else quantized.num_blocks
+    first = first if quantized is None else quantized.first
     batch, heads, _, dim = case.keys.shape
-    records = np.full((blocks, batch * heads, index_bytes(dim)), 0xFF, np.uint8)
-    encode_index(case.keys[:, :, first * BLOCK : (first + blocks) * BLOCK].astype(np.float32), records)
-    return IndexedBlocks(records, first, blocks)
+    packed = np.full((blocks, batch * heads, index_bytes(dim)), 0xFF, np.uint8)
+    quantize_index(case.keys[:, :, first * BLOCK : (first + blocks) * BLOCK].astype(np.float32), packed)
+    return IndexedBlocks(packed, first, blocks)
 
 
 def run_selected(
-    made: Made, indexed: IndexedBlocks, mass: float, scale: float = 0.125, **masks
+    made: Made, indexed: IndexedBlocks, top_p: float, scale: float = 0.125, **masks
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result `[batch, query_heads, query_length, value_dim]`, and which tokens were read `[heads, tokens]`."""
-    out, _, read = run_with_lse(made, indexed, mass, scale, **masks)
+    out, _, read = run_with_lse(made, indexed, top_p, scale, **masks)
     return out, read
 
 
 def run_with_lse(
-    made: Made, indexed: IndexedBlocks, mass: float, scale: float, **masks
+    made: Made, indexed: IndexedBlocks, top_p: float, scale: float, **masks
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As `run_selected`, with the log-sum-exp between them."""
     case = made[0]
     shape = shape_of(case)
     workspace = Workspace(shape)
-    out = attend_in(workspace, made, scale, indexed=indexed, mass=mass, **masks)
+    out = attend_in(workspace, made, scale, indexed=indexed, top_p=top_p, **masks)
     assert workspace._pages is not None
     read = np.ones((shape.heads, case.tokens), bool)
     for block in range(indexed.num_blocks):
@@ -98,7 +98,7 @@ def shares(case: Case, indexed: IndexedBlocks, scale: float, **masks) -> np.ndar
     """Of attention by the index, of the queries of a KV head, on average over them: `[heads, tokens]`."""
     batch, kv_heads, _, dim = case.keys.shape
     keys = case.keys.copy()
-    keys[:, :, _tokens(indexed)] = decoded_index(indexed.records, dim).reshape(batch, kv_heads, -1, dim)
+    keys[:, :, _tokens(indexed)] = dequantized_index(indexed.packed, dim).reshape(batch, kv_heads, -1, dim)
     weights, _ = attention_weights(replace(case, keys=keys), scale, **masks)
     return weights.reshape(batch * kv_heads, -1, case.tokens).mean(axis=1)
 
@@ -141,7 +141,7 @@ def with_estimates(
     batch, kv_heads, _, dim = case.keys.shape
     is_read, means = read.reshape(batch, kv_heads, -1, 1), means_of_rest(case, indexed, visible, bias)
     keys = case.keys.copy()
-    keys[:, :, _tokens(indexed)] = decoded_index(indexed.records, dim).reshape(batch, kv_heads, -1, dim)
+    keys[:, :, _tokens(indexed)] = dequantized_index(indexed.packed, dim).reshape(batch, kv_heads, -1, dim)
     estimated = replace(
         case,
         keys=np.where(is_read, case.keys, keys),
@@ -152,12 +152,12 @@ def with_estimates(
     return attention(estimated, scale, causal, counts if visible is None else counts * (visible != 0), bias)
 
 
-def fewest_tokens(indexed: IndexedBlocks, weights: np.ndarray, mass: float) -> int:
+def fewest_tokens(indexed: IndexedBlocks, weights: np.ndarray, top_p: float) -> int:
     """Indexed tokens in the fewest pages that carry the share, and between two such pages of a block."""
     of_pages = weights[:, _tokens(indexed)].reshape(len(weights), -1, PAGE).sum(axis=2)
     total = 0
     for head, pages in enumerate(of_pages):
-        missing = mass - (weights[head].sum() - pages.sum()) - (1 - weights[head].sum())
+        missing = top_p - (weights[head].sum() - pages.sum()) - (1 - weights[head].sum())
         order = np.argsort(-pages)
         needed = np.zeros(len(pages), bool)
         needed[order[: np.searchsorted(np.cumsum(pages[order]), missing) + 1 if missing > 0 else 0]] = True
@@ -168,19 +168,19 @@ def fewest_tokens(indexed: IndexedBlocks, weights: np.ndarray, mass: float) -> i
 
 
 def check(
-    made: Made, is_integer: bool, mass: float, scale: float = 0.125, first: int = 1, last: int = 70, **masks
+    made: Made, is_integer: bool, top_p: float, scale: float = 0.125, first: int = 1, last: int = 70, **masks
 ) -> np.ndarray:
     """Returns which indexed tokens were read."""
     set_integer_kernels(None if is_integer else False)
     case, indexed = made[0], index_of(made, first, last)
-    out, lse, read = run_with_lse(made, indexed, mass, scale, **masks)
+    out, lse, read = run_with_lse(made, indexed, top_p, scale, **masks)
     batch, kv_heads = case.keys.shape[:2]
     with_all, expected_lse = with_estimates(case, indexed, read, scale, **masks)
     means = np.nan_to_num(means_of_rest(case, indexed, masks.get("visible"), masks.get("bias")))
     hidden = masks.pop("visible", np.ones((1, 1, 1, 1), np.uint8))
     spread = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)).std(axis=3).max()
     bound = BOUNDS[is_integer] * max(1.0, 2 * spread * scale)
-    tolerance = TOLERANCE * max(1.0, spread * scale) * (1 - mass) + bound
+    tolerance = TOLERANCE * max(1.0, spread * scale) * (1 - top_p) + bound
     np.testing.assert_allclose(out, with_all, rtol=0, atol=tolerance * np.abs(case.values).max())
     np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=tolerance)
     # What is read is attended to exactly: only how much is estimated beside it may be off.
@@ -194,8 +194,8 @@ def check(
     some_see_nothing = (attention_weights(case, scale, visible=hidden, **masks)[0].sum(axis=-1) < 0.5).any()
     if some_see_nothing:  # then all may be read
         return read[:, _tokens(indexed)]
-    assert ((weights * read).sum(axis=1) >= mass - tolerance).all()
-    fewest = fewest_tokens(indexed, weights, min(1.0, mass + tolerance))
+    assert ((weights * read).sum(axis=1) >= top_p - tolerance).all()
+    fewest = fewest_tokens(indexed, weights, min(1.0, top_p + tolerance))
     assert read[:, _tokens(indexed)].sum() <= MORE_THAN_THE_FEWEST * fewest + 2 * PAGE * len(read)
     return read[:, _tokens(indexed)]
 
@@ -208,15 +208,15 @@ def concentrated(made: Made, sharpness: float) -> Made:
 
 @EVERY_WAY
 @pytest.mark.parametrize("kind", [*BITS, *ELEMENTS])
-@pytest.mark.parametrize("mass", [0.3, 0.9, 0.99, 0.9999])
-def test_the_fewest_pages_that_carry_the_share_are_read(is_integer: bool, kind: int | str, mass: float):
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99, 0.9999])
+def test_the_fewest_pages_that_carry_the_share_are_read(is_integer: bool, kind: int | str, top_p: float):
     options = {"num_kv_heads": 2, "group": 4}
     if isinstance(kind, int):
         made = make(1, 30, 70, bits=(kind, kind), **options)
     else:
         made = make_plain(1, 30, 70, kind, **options)
-    read = check(concentrated(made, 3), is_integer, mass)
-    assert (0 < read.mean() < 1) == (mass < 0.999)
+    read = check(concentrated(made, 3), is_integer, top_p)
+    assert (0 < read.mean() < 1) == (top_p < 0.999)
 
 
 @pytest.mark.covering(2)
@@ -256,8 +256,8 @@ def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
     )
     case = concentrated(made, draw(st.sampled_from([0.0, 1.0, 4.0])))[0]
     scale = float(np.float32(case.query.shape[3] ** -0.5))
-    mass = draw(st.sampled_from([0.5, 0.95, 0.999]))
-    check(made, is_integer, mass, scale, first, last, **random_masks(draw, case, seed))
+    top_p = draw(st.sampled_from([0.5, 0.95, 0.999]))
+    check(made, is_integer, top_p, scale, first, last, **random_masks(draw, case, seed))
     count("selected attention compared with float64")
 
 
@@ -292,7 +292,7 @@ def test_where_more_than_the_most_would_be_read_all_is(is_integer: bool, maker: 
     share = run_selected(made, indexed, 0.9)[1][:, _tokens(indexed)].mean()
     workspace = Workspace(shape_of(made[0]))
     for most, is_all in ((share + 0.01, False), (share - 0.01, True)):
-        out = attend_in(workspace, made, indexed=indexed, mass=0.9, most=most)
+        out = attend_in(workspace, made, indexed=indexed, top_p=0.9, most=most)
         assert (workspace.tokens_read == 3 * 70 * BLOCK) == is_all
         assert np.allclose(out, expected, rtol=0, atol=1e-6) == is_all
         if maker is make:  # segments are those of reading all
@@ -361,7 +361,7 @@ def test_a_query_that_sees_nothing_but_tokens_of_no_weight_reads_all(is_integer:
 def test_a_scale_that_turns_scores_around_reads_all():
     made = make(1, 9, 70)
     workspace = Workspace(shape_of(made[0]))
-    out = attend_in(workspace, made, scale=-0.125, indexed=index_of(made), mass=0.5)
+    out = attend_in(workspace, made, scale=-0.125, indexed=index_of(made), top_p=0.5)
     assert workspace.tokens_read == 9 * BLOCK
     np.testing.assert_array_equal(out, attend_in(workspace, made, scale=-0.125))
 
@@ -371,4 +371,4 @@ def test_a_workspace_is_used_again_for_fewer_and_more_blocks():
     for blocks in (3, 200, 70):
         made = concentrated(make(1, blocks, 70, num_kv_heads=2, group=4, seed=blocks), 3)
         expected, _ = run_selected(made, index_of(made), 0.9)
-        np.testing.assert_array_equal(attend_in(workspace, made, indexed=index_of(made), mass=0.9), expected)
+        np.testing.assert_array_equal(attend_in(workspace, made, indexed=index_of(made), top_p=0.9), expected)

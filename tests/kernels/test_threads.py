@@ -14,8 +14,8 @@ import torch
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.attention.kernel_thread import KernelThread
-from hf_hybrid_cache.kernels import parallel, threads
-from hf_hybrid_cache.kernels.threads import (
+from hf_hybrid_cache.kernels.vector import parallel, threads
+from hf_hybrid_cache.kernels.vector.threads import (
     VARIABLE,
     _is_memory_spread,
     _physical_cores,
@@ -196,7 +196,7 @@ class _Seen(NamedTuple):
 
 @numba.njit
 def _share_out(pool, team, threads, parts, seen):
-    parallel.share_out(pool, team, threads, parts, _count_once, seen)
+    parallel.split_work(pool, team, threads, parts, _count_once, seen)
 
 
 @pytest.mark.parametrize("pool", [parallel.openmp, parallel.started_threads])

@@ -11,7 +11,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
-from hf_hybrid_cache.planning import Candidate, Machine, ModelCost, Way, cache_cost, model_cost, predict, stock_cost
+from hf_hybrid_cache.planning import Machine, model_cost
+from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.cost import cache_cost, stock_cost
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import predict
+from hf_hybrid_cache.planning.prediction import Strategy
 
 from tiny_models import FAMILIES, tiny_model
 
@@ -146,12 +151,12 @@ def test_on_a_gpu_layers_that_are_not_there_are_in_host_memory():
     _, model = model_and_cost("llama")
     context = 16_384
     resident, streamed, attended, decoded = (
-        Candidate(name, way).cost(model, context)
-        for name, way in [
-            ("dynamic", Way.GPU),
-            ("offloaded", Way.STREAMED),
-            ("dynamic", Way.CPU_ATTENTION),
-            ("offloaded", Way.CPU_DECODE),
+        Candidate(name, strategy).cost(model, context)
+        for name, strategy in [
+            ("dynamic", Strategy.GPU),
+            ("offloaded", Strategy.STREAMED),
+            ("dynamic", Strategy.CPU_ATTENTION),
+            ("offloaded", Strategy.CPU_DECODE),
         ]
     )
     all_states = 2 * 4 * 2 * 16 * 2 * context
@@ -167,7 +172,7 @@ def test_on_a_gpu_layers_that_are_not_there_are_in_host_memory():
 
 def test_codes_that_no_kernel_attends_to_move_more_than_they_are_and_take_memory_in_steps():
     _, model = model_and_cost("llama")
-    on_gpu, on_cpu = (Candidate("quantized-4", way).cost(model, 8192) for way in (Way.GPU, Way.CPU))
+    on_gpu, on_cpu = (Candidate("quantized-4", strategy).cost(model, 8192) for strategy in (Strategy.GPU, Strategy.CPU))
     assert on_cpu.moved_bytes == on_cpu.read_bytes == on_gpu.moved_bytes == on_gpu.read_bytes
     codec = minmax(4)
     by_token = KVCodec(codec.values, codec.values)

@@ -8,35 +8,26 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_hybrid_cache
-from experiments.published_machines import MACHINES
-from experiments.simulated_step import SURPRISES, best_share, fixed_policies, moved, seconds_of, simulated_seconds
+from experiments.steps.published_machines import MACHINES
+from experiments.steps.simulated_step import SURPRISES, best_share, fixed_policies, moved, seconds_of, simulated_seconds
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load_config
-from hf_hybrid_cache.planning import (
-    CacheSpeed,
-    Candidate,
-    DeviceSpeed,
-    Machine,
-    ModelCost,
-    Speeds,
-    Way,
-    divided_candidates,
-    make_plan,
-    make_plans,
-    model_cost,
-    recommended,
-    with_most_tokens,
-)
-from hf_hybrid_cache.planning.divided import USED_SHARE
+from hf_hybrid_cache.planning import Machine, make_plans, model_cost, recommended
+from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.divided import USED_SHARE, divided_candidates, with_most_tokens
+from hf_hybrid_cache.planning.machine import CacheSpeed, DeviceSpeed, Speeds
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import make_plan
+from hf_hybrid_cache.planning.prediction import Strategy
 
 from tiny_models import COMMON, random_prompt
 
 GIB = 2**30
 CONTEXT = 131_072
 # The bus and the CPU are about as fast, and the GPU twenty times.
-BALANCED = Speeds(DeviceSpeed(2.5e10), DeviceSpeed(5e11), 2.5e10, 2e-5)
-CARD = Machine(5 * GIB, 64 * GIB, BALANCED)
+CHANNEL_SCALED = Speeds(DeviceSpeed(2.5e10), DeviceSpeed(5e11), 2.5e10, 2e-5)
+CARD = Machine(5 * GIB, 64 * GIB, CHANNEL_SCALED)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +42,7 @@ def in_full_precision(model: ModelCost, context: int, machine: Machine) -> Candi
 
 def test_as_many_tokens_are_on_the_gpu_as_fit_with_some_room_left(llama: ModelCost):
     for cache in ("offloaded", "quantized-8", "quantized-4-2"):
-        found = with_most_tokens(llama, Candidate(cache, Way.BOTH), CONTEXT, CARD)
+        found = with_most_tokens(llama, Candidate(cache, Strategy.BOTH), CONTEXT, CARD)
         assert found is not None
         least, taken, with_more = (
             make_plan(llama, replace(found, device_tokens=tokens), CONTEXT, CARD).device_bytes
@@ -65,9 +56,9 @@ def test_as_many_tokens_are_on_the_gpu_as_fit_with_some_room_left(llama: ModelCo
     "machine",
     [
         Machine(5 * GIB, 64 * GIB),
-        Machine(80 * GIB, 64 * GIB, BALANCED),
-        Machine(3 * GIB, 64 * GIB, BALANCED),
-        Machine(0, 64 * GIB, BALANCED),
+        Machine(80 * GIB, 64 * GIB, CHANNEL_SCALED),
+        Machine(3 * GIB, 64 * GIB, CHANNEL_SCALED),
+        Machine(0, 64 * GIB, CHANNEL_SCALED),
     ],
     ids=["speeds are not known", "room for all", "room for too little", "no GPU"],
 )
@@ -78,14 +69,14 @@ def test_nothing_is_divided_where_there_is_no_reason_to(llama: ModelCost, machin
 def test_where_bus_and_cpu_are_as_fast_both_work_if_memory_gives_as_much_as_both_read(llama: ModelCost):
     host, bus = 2.5e10, 2.5e10
     memory_is_faster = replace(
-        BALANCED, host=DeviceSpeed(2 * host, caches={"dynamic": linear(host)}), bus_bytes_per_second=bus
+        CHANNEL_SCALED, host=DeviceSpeed(2 * host, caches={"dynamic": linear(host)}), bus_bytes_per_second=bus
     )
     machine = replace(CARD, speeds=memory_is_faster)
     found = in_full_precision(llama, CONTEXT, machine)
-    assert 1 / 4 <= found.cpu_share <= 3 / 4
+    assert 1 / 4 <= found.cpu_fraction <= 3 / 4
     ours, *others = (
-        make_plan(llama, replace(found, cpu_share=share), CONTEXT, machine).seconds_per_token
-        for share in (found.cpu_share, 0.0, 1.0)
+        make_plan(llama, replace(found, cpu_fraction=share), CONTEXT, machine).seconds_per_token
+        for share in (found.cpu_fraction, 0.0, 1.0)
     )
     assert 1.3 * ours < min(others)
 
@@ -96,7 +87,7 @@ def linear(bytes_per_second: float) -> CacheSpeed:
 
 def test_seconds_of_a_step_are_those_of_what_is_read_where_it_is(llama: ModelCost):
     """Half for the CPU, by hand: while the bus and the CPU both read, each gets half of what memory gives."""
-    found = Candidate("offloaded", Way.BOTH, device_tokens=20_032, cpu_share=0.5)
+    found = Candidate("offloaded", Strategy.BOTH, device_tokens=20_032, cpu_fraction=0.5)
     layers, token = 16, 2 * 8 * 64 * 2
     half = token * (CONTEXT - found.device_tokens) / 2
     on_both = 2 * half / 2.5e10 + 2e-5
@@ -154,7 +145,7 @@ def test_wherever_it_begins_the_share_is_moved_to_one_that_is_within_five_percen
 ):
     model = model_cost(load_config("meta-llama/Llama-3.2-3B"))
     (found,) = [each for each in divided_candidates(model, CONTEXT, MACHINES[0].machine) if each.cache == "offloaded"]
-    division = replace(found.division(model, CONTEXT), cpu_share=at_first)
+    division = replace(found.division(model, CONTEXT), cpu_fraction=at_first)
     speeds = MACHINES[0].times(*times).machine.speeds
     seconds, stats = moved(model, division, "offloaded", CONTEXT, speeds)
     assert seconds <= 1.05 * best_share(model, division, "offloaded", speeds)
@@ -169,11 +160,15 @@ def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(
     cost = model_cost(config)
     streamed, resident = (
         make_plan(cost, Candidate(*which), context, CARD).device_bytes
-        for which in (("offloaded", Way.STREAMED), ("dynamic", Way.GPU))
+        for which in (("offloaded", Strategy.STREAMED), ("dynamic", Strategy.GPU))
     )
     # 8 bits would be twice as fast, and be recommended, if they were not slow here.
     slow = {"quantized-8": CacheSpeed(((0.0, 1.0), (1.0, 1.0)), 1e9)}
-    speeds = replace(BALANCED, host=replace(BALANCED.host, caches=slow), device=replace(BALANCED.device, caches=slow))
+    speeds = replace(
+        CHANNEL_SCALED,
+        host=replace(CHANNEL_SCALED.host, caches=slow),
+        device=replace(CHANNEL_SCALED.device, caches=slow),
+    )
     machine = Machine((streamed + resident) // 2, GIB, speeds)
     monkeypatch.setattr("hf_hybrid_cache.planning.plans.load_speeds", lambda dtype: speeds)
     cache = HybridCache.for_budget(config, context, machine.device_bytes, "1GiB")
@@ -182,7 +177,7 @@ def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(
     decided = [(decision.num_tokens, decision.option, decision.value) for decision in cache.stats.decisions]
     assert decided == [(0, "device_tokens", placement.device_tokens), (0, "cpu_decode", float(placement.cpu_decode))]
     best = recommended(make_plans(cost, context, machine))
-    assert (best.way, best.cache) == (Way.BOTH, "offloaded")
+    assert (best.strategy, best.cache) == (Strategy.BOTH, "offloaded")
     line = next(line for line in best.code.splitlines() if line.startswith("cache = "))
     names = {"model": model, **{name: getattr(hf_hybrid_cache, name) for name in hf_hybrid_cache.__all__}}
     made = eval(line.removeprefix("cache = "), names)

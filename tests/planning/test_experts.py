@@ -20,28 +20,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_hybrid_cache.models import SHAPES, load_config
-from hf_hybrid_cache.planning import (
-    RUNTIME_BYTES,
-    WEIGHT_BITS,
-    CacheSpeed,
-    Candidate,
-    DeviceSpeed,
-    LayerExperts,
-    Machine,
-    ModelCost,
-    Plan,
-    Speeds,
-    Way,
-    WeightSpeed,
-    expert_candidates,
-    make_plan,
-    make_plans,
-    model_cost,
-    much_faster,
-    recommended,
-)
-from hf_hybrid_cache.weights import Width, coverage
+from hf_hybrid_cache.models import load_config
+from hf_hybrid_cache.models.shapes import SHAPES
+from hf_hybrid_cache.planning import Machine, Plan, make_plans, model_cost, recommended
+from hf_hybrid_cache.planning.candidates import RUNTIME_BYTES, Candidate, expert_candidates
+from hf_hybrid_cache.planning.experts import LayerExperts
+from hf_hybrid_cache.planning.machine import CacheSpeed, DeviceSpeed, Speeds, WeightSpeed
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import make_plan, much_faster
+from hf_hybrid_cache.planning.prediction import Strategy
+from hf_hybrid_cache.weights import WEIGHT_BITS, Width, coverage
 
 from slow import slow
 from tiny_models import COMMON
@@ -128,7 +116,7 @@ def test_bytes_of_experts_are_those_of_the_real_model(family: str):
     for bits in WEIGHT_BITS:
         covered = [each for each in coverage(model)[0] if id(each.parameter) in matrices]
         assert len(covered) == len(matrices)
-        assert cost.experts.total_bytes(bits) == sum(each.coded_bytes(Width.checked(bits)) for each in covered)
+        assert cost.experts.total_bytes(bits) == sum(each.quantized_bytes(Width.checked(bits)) for each in covered)
 
 
 def test_experts_that_are_too_small_for_few_bits_count_as_they_are():
@@ -136,7 +124,7 @@ def test_experts_that_are_too_small_for_few_bits_count_as_they_are():
     cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
     down = LAYERS * 4 * HIDDEN * 8 * 2
     covered = [each for each in coverage(AutoModelForCausalLM.from_config(config))[0] if each.parameter.dim() == 3]
-    assert cost.experts.total_bytes(4) == down + sum(each.coded_bytes(Width.checked(4)) for each in covered)
+    assert cost.experts.total_bytes(4) == down + sum(each.quantized_bytes(Width.checked(4)) for each in covered)
 
 
 def test_a_model_without_experts_has_none():
@@ -178,7 +166,7 @@ def test_a_step_of_a_batch_reads_the_experts_that_one_of_its_tokens_chooses(fami
     # Each token is multiplied with as many as before.
     assert five.token_flops == pytest.approx(5 * one.token_flops)
     for bits in WEIGHT_BITS:
-        few = [cost.coded_weights[bits].step_coded_bytes[bits] for cost in (one, five)]
+        few = [cost.quantized_weights[bits].step_quantized_bytes[bits] for cost in (one, five)]
         expected = five.experts.read_bytes(5, bits) - one.experts.read_bytes(1, bits)
         assert few[1] - few[0] == pytest.approx(expected, abs=2 * LAYERS + 1)
 
@@ -221,10 +209,12 @@ def test_a_built_in_model_is_found_without_its_owner_unless_a_folder_is_called_s
 # What fits with them in host memory
 
 
-def planned(model: ModelCost, bits: int | None, speeds: Speeds | None = None, way: Way = Way.GPU) -> Plan:
-    cache = "offloaded" if way == Way.STREAMED else "dynamic"
+def planned(
+    model: ModelCost, bits: int | None, speeds: Speeds | None = None, strategy: Strategy = Strategy.GPU
+) -> Plan:
+    cache = "offloaded" if strategy == Strategy.STREAMED else "dynamic"
     machine = Machine(2**45, 2**45, speeds or Speeds())
-    return make_plan(model, Candidate(cache, way, bits, experts_on_host=True), 512, machine)
+    return make_plan(model, Candidate(cache, strategy, bits, experts_on_host=True), 512, machine)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -232,14 +222,14 @@ def planned(model: ModelCost, bits: int | None, speeds: Speeds | None = None, wa
 def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: int | None):
     model = cost_of(family)
     plan = planned(model, bits)
-    all_there = make_plan(model, Candidate("dynamic", Way.GPU), 512, Machine(2**45, 2**45))
+    all_there = make_plan(model, Candidate("dynamic", Strategy.GPU), 512, Machine(2**45, 2**45))
     slots = 2 * 3 * HIDDEN * BETWEEN * 2
     assert all_there.device_bytes - plan.device_bytes == model.experts.total_bytes() - slots
-    candidate = Candidate("dynamic", Way.GPU, bits, experts_on_host=True)
+    candidate = Candidate("dynamic", Strategy.GPU, bits, experts_on_host=True)
     running = candidate.running(model, candidate.cost(model, 512), 512)
     assert running.host == model.experts.total_bytes(bits) + RUNTIME_BYTES + model.least_working_bytes
     loading = model.weight_bytes - model.experts.total_bytes() + model.experts.total_bytes(bits) + RUNTIME_BYTES
-    loading += model.coded_weights[bits].largest_matrix_bytes if bits else 0
+    loading += model.quantized_weights[bits].largest_matrix_bytes if bits else 0
     assert plan.host_bytes == max(running.host, loading)
 
 
@@ -249,9 +239,9 @@ def test_a_gpu_that_has_room_for_all_but_the_experts_has_them_in_host_memory():
     assert {(plan.experts_on_host, plan.weights) for plan in plans} == {(True, bits) for bits in (None, *WEIGHT_BITS)}
     best = recommended(plans)
     assert best is not None
-    assert (best.cache, best.way, best.experts_on_host, best.weights) == ("dynamic", Way.GPU, True, None)
+    assert (best.cache, best.strategy, best.experts_on_host, best.weights) == ("dynamic", Strategy.GPU, True, None)
     without_gpu = make_plans(model, 8192, Machine(0, 64 * 2**30))
-    assert {plan.way for plan in without_gpu} == {Way.CPU}
+    assert {plan.strategy for plan in without_gpu} == {Strategy.CPU}
     assert not any(plan.experts_on_host for plan in without_gpu)
     too_small = make_plans(model, 8192, Machine(3 * 2**30, 64 * 2**30))
     assert not any(plan.experts_on_host for plan in too_small)
@@ -268,7 +258,7 @@ def test_where_all_fits_the_gpu_all_is_on_it():
 # How fast
 
 
-HOST = DeviceSpeed(1e9, coded_weights={4: WeightSpeed(5e8, 1e11), 8: WeightSpeed(1e9)})
+HOST = DeviceSpeed(1e9, quantized_weights={4: WeightSpeed(5e8, 1e11), 8: WeightSpeed(1e9)})
 SLOW = Speeds(HOST, DeviceSpeed(1e10, 1e-4), 2e9, 1e-5)
 
 
@@ -283,13 +273,15 @@ def test_a_token_takes_what_the_gpu_takes_what_experts_take_and_the_way_there_an
     assert planned(model, bits, SLOW).seconds_per_token == pytest.approx(
         on_gpu + states / 1e10 + experts + LAYERS * 1e-5
     )
-    attended = planned(model, bits, SLOW, Way.CPU_ATTENTION)
+    attended = planned(model, bits, SLOW, Strategy.CPU_ATTENTION)
     assert attended.seconds_per_token == pytest.approx(on_gpu + states / 1e9 + experts + 2 * LAYERS * 1e-5)
 
 
 def test_what_is_streamed_and_experts_share_what_host_memory_gives():
     model = cost_of("qwen3_moe")
-    resident, streamed = (planned(model, None, SLOW, way).seconds_per_token for way in (Way.GPU, Way.STREAMED))
+    resident, streamed = (
+        planned(model, None, SLOW, strategy).seconds_per_token for strategy in (Strategy.GPU, Strategy.STREAMED)
+    )
     transfer, experts = LAYERS * 2 * 2 * 16 * 2 * 512 / 2e9, model.experts.read_bytes(1) / 1e9
     assert resident is not None
     # 1 GB/s and 2 GB/s of a memory of which 2 GB/s are the most that is known to be read.
@@ -303,7 +295,7 @@ def test_what_was_not_measured_is_not_predicted():
     assert planned(model, 4, only_plain).seconds_per_token is None
     for speeds in (Speeds(), replace(SLOW, host=None), replace(SLOW, device=None)):
         assert planned(model, None, speeds).seconds_per_token is None
-    assert planned(model, None, replace(SLOW, bus_bytes_per_second=None), Way.STREAMED).seconds_per_token is None
+    assert planned(model, None, replace(SLOW, bus_bytes_per_second=None), Strategy.STREAMED).seconds_per_token is None
     assert planned(model, None, SLOW).seconds_to_first_token is None
     # Attention with sinks, and latent attention.
     for family in ("gpt_oss", "deepseek_v3"):
@@ -312,8 +304,8 @@ def test_what_was_not_measured_is_not_predicted():
 
 def prompt_speeds(host_flops: float, bus: float) -> Speeds:
     caches = {"dynamic": CacheSpeed(((1, 0.0), (2, 1e-9)), 1e30)}
-    coded = {4: WeightSpeed(1e30, host_flops / 2), 8: WeightSpeed(1e30)}
-    return Speeds(DeviceSpeed(1e30, 0.0, host_flops, caches, coded), DeviceSpeed(1e30, 0.0, 1e30, caches), bus)
+    quantized = {4: WeightSpeed(1e30, host_flops / 2), 8: WeightSpeed(1e30)}
+    return Speeds(DeviceSpeed(1e30, 0.0, host_flops, caches, quantized), DeviceSpeed(1e30, 0.0, 1e30, caches), bus)
 
 
 def test_experts_of_a_prompt_are_multiplied_on_the_cpu_or_cross_the_bus_whichever_takes_less():
@@ -343,13 +335,13 @@ def test_experts_with_few_tokens_are_bound_by_reading():
     model = cost_of("qwen3_moe")
     speeds = prompt_speeds(1e15, 1e30)
     assert speeds.host is not None
-    host = replace(speeds.host, coded_weights={4: WeightSpeed(1e6, 1e30)})
+    host = replace(speeds.host, quantized_weights={4: WeightSpeed(1e6, 1e30)})
     plan = planned(model, 4, replace(speeds, host=host))
     assert plan.seconds_to_first_token == pytest.approx(512 // CHUNK * model.experts.read_bytes(CHUNK, 4) / 1e6)
 
 
 def test_experts_in_four_bits_are_named_where_a_step_takes_less_than_half():
-    speeds = replace(SLOW, host=replace(HOST, coded_weights={4: WeightSpeed(1e9), 8: WeightSpeed(1e9)}))
+    speeds = replace(SLOW, host=replace(HOST, quantized_weights={4: WeightSpeed(1e9), 8: WeightSpeed(1e9)}))
     model = model_cost(load_config("mistralai/Mixtral-8x7B-v0.1"))
     plans = make_plans(model, 1024, Machine(8 * 2**30, 128 * 2**30, speeds))
     best = recommended(plans)
@@ -357,7 +349,12 @@ def test_experts_in_four_bits_are_named_where_a_step_takes_less_than_half():
     assert best.weights is None
     faster = much_faster(plans, best)
     assert faster is not None
-    assert (faster.cache, faster.way, faster.experts_on_host, faster.weights) == (best.cache, best.way, True, 4)
+    assert (faster.cache, faster.strategy, faster.experts_on_host, faster.weights) == (
+        best.cache,
+        best.strategy,
+        True,
+        4,
+    )
 
 
 # What is done with it
@@ -368,9 +365,9 @@ def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():
     for candidate in expert_candidates(model):
         lines = candidate.code(model).splitlines()
         loaded = next(index for index, line in enumerate(lines) if line.startswith("model = "))
-        coded = f"quantization_config=CodedWeightsConfig(bits={candidate.weights}, only_experts=True)"
+        quantized = f"quantization_config=QuantizedWeightsConfig(bits={candidate.weights}, only_experts=True)"
         assert 'device_map="cpu"' in lines[loaded]
-        assert (coded in lines[loaded]) == (candidate.weights is not None)
+        assert (quantized in lines[loaded]) == (candidate.weights is not None)
         assert lines[loaded + 1 : loaded + 3] == ["move_experts_to_host(model)", 'model.to("cuda")']
         assert lines[loaded + 3].startswith("cache = ")
         (imported,) = [line for line in lines if line.startswith("from hf_hybrid_cache import ")]

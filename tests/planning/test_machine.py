@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hybrid_cache.planning import (
+from hf_hybrid_cache.planning import Machine, this_machine
+from hf_hybrid_cache.planning.machine import (
     CacheSpeed,
     DeviceSpeed,
-    Machine,
     Speeds,
     SpeedsFileError,
     WeightSpeed,
     load_speeds,
     save_speeds,
     speeds_path,
-    this_machine,
 )
 
 CACHES = {"stock": CacheSpeed(((100, 1.0), (200, 3.0)), 5.0), "dynamic": CacheSpeed(((100, 1.0), (300, 2.0)), 6.0)}
@@ -101,7 +100,7 @@ def test_a_file_of_before_there_were_weights_of_few_bits_has_all_other_speeds():
     path = save_speeds(torch.bfloat16, SPEEDS)
     content = json.loads(path.read_text())
     for device in ("host", "device"):
-        del content["speeds"]["torch.bfloat16"][device]["coded_weights"]
+        del content["speeds"]["torch.bfloat16"][device]["quantized_weights"]
     path.write_text(json.dumps(content))
     loaded = load_speeds(torch.bfloat16)
     assert loaded.host == DeviceSpeed(1e9, 0.25, 1e12, CACHES)

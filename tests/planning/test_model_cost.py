@@ -13,8 +13,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_hybrid_cache import quantize_weights
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.models import SHAPES, ModelLoadError, load_config
-from hf_hybrid_cache.planning import WEIGHT_BITS, CostError, model_cost
+from hf_hybrid_cache.models import ModelLoadError, load_config
+from hf_hybrid_cache.models.shapes import SHAPES
+from hf_hybrid_cache.planning import CostError, model_cost
+from hf_hybrid_cache.weights import WEIGHT_BITS
 
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -60,25 +62,25 @@ def test_weights_and_states_are_those_of_the_real_model(family: str, dtype: torc
 def test_weights_in_few_bits_take_what_quantize_weights_reports(family: str, bits: int):
     cost = model_cost(FAMILIES[family](), torch.bfloat16, chunk=CHUNK)
     report = quantize_weights(copy.deepcopy(tiny_model(family, torch.bfloat16)), bits)
-    coded = cost.coded_weights[bits]
-    assert (coded.coded_bytes, coded.other_bytes) == (report.coded_bytes, report.other_bytes)
+    quantized = cost.quantized_weights[bits]
+    assert (quantized.quantized_bytes, quantized.other_bytes) == (report.quantized_bytes, report.other_bytes)
     assert cost.weight_bytes == report.original_bytes + report.other_bytes
-    assert 0 < coded.largest_matrix_bytes <= coded.coded_bytes * 16 / bits
+    assert 0 < quantized.largest_matrix_bytes <= quantized.quantized_bytes * 16 / bits
 
 
 def test_a_step_reads_the_codes_of_what_it_multiplies_with():
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-    coded = {}
+    quantized = {}
     for is_tied in (True, False):
         config = LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied)
-        coded[is_tied] = model_cost(config, torch.float32).coded_weights[4]
+        quantized[is_tied] = model_cost(config, torch.float32).quantized_weights[4]
     # For each row two groups of a word for scale and low, and 32 codes of 4 bits in four words, or of 8 in eight.
     embedding, head = (96 * 2 * (1 + words) * 4 for words in (4, 8))
-    layers = coded[True].coded_bytes - head
-    assert coded[True].step_coded_bytes == {4: layers, 8: head}
-    assert coded[False].coded_bytes == layers + head + embedding
-    assert coded[False].step_coded_bytes == {4: layers, 8: head}
-    assert coded[True].step_other_bytes == coded[True].other_bytes == 5 * 64 * 4
+    layers = quantized[True].quantized_bytes - head
+    assert quantized[True].step_quantized_bytes == {4: layers, 8: head}
+    assert quantized[False].quantized_bytes == layers + head + embedding
+    assert quantized[False].step_quantized_bytes == {4: layers, 8: head}
+    assert quantized[True].step_other_bytes == quantized[True].other_bytes == 5 * 64 * 4
 
 
 def test_a_step_reads_all_weights_but_a_table_of_embeddings_that_is_not_the_output_too():

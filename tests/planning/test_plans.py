@@ -12,31 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load_config
-from hf_hybrid_cache.planning import (
-    BITS,
-    RUNTIME_BYTES,
-    WEIGHT_BITS,
-    CacheSpeed,
-    Candidate,
-    DeviceSpeed,
-    Machine,
-    ModelCost,
-    Plan,
-    PlanError,
-    Speeds,
-    Way,
-    WeightSpeed,
-    cpu_candidates,
-    gpu_candidates,
-    make_plan,
-    make_plans,
-    model_cost,
-    much_faster,
-    predict,
-    recommendations,
-    recommended,
-    speeds_path,
-)
+from hf_hybrid_cache.planning import Machine, Plan, PlanError, make_plans, model_cost, recommended
+from hf_hybrid_cache.planning.candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, gpu_candidates
+from hf_hybrid_cache.planning.machine import CacheSpeed, DeviceSpeed, Speeds, WeightSpeed, speeds_path
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import make_plan, much_faster, predict, recommendations
+from hf_hybrid_cache.planning.prediction import Strategy
+from hf_hybrid_cache.weights import WEIGHT_BITS
 
 from tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -45,7 +27,9 @@ PLENTY = Machine(2**45, 2**45)
 # Reads 1 GB/s in host memory, 10 GB/s on the GPU, and 2 GB/s over the bus.
 BANDWIDTHS = Speeds(DeviceSpeed(1e9), DeviceSpeed(1e10), 2e9)
 # Codes of 4 bits at half of that.
-CODED_SPEEDS = replace(BANDWIDTHS, host=DeviceSpeed(1e9, coded_weights={8: WeightSpeed(1e9), 4: WeightSpeed(5e8)}))
+QUANTIZED_SPEEDS = replace(
+    BANDWIDTHS, host=DeviceSpeed(1e9, quantized_weights={8: WeightSpeed(1e9), 4: WeightSpeed(5e8)})
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +55,7 @@ def plans_of(
 ) -> dict[tuple[str, str], Plan]:
     """Those with weights of so many bits."""
     plans = make_plans(model, context, machine)
-    return {(plan.cache, plan.way): plan for plan in plans if plan.weights == weights}
+    return {(plan.cache, plan.strategy): plan for plan in plans if plan.weights == weights}
 
 
 # What fits
@@ -81,11 +65,11 @@ def test_the_longest_context_fits_and_one_token_more_does_not(llama: ModelCost):
     machine = Machine(5 * GIB, 5 * GIB)
     plans = plans_of(llama, 1000, machine)
     limits = set()
-    for (cache, way), plan in plans.items():
+    for (cache, strategy), plan in plans.items():
         longest = plan.longest_context
-        assert make_plan(llama, Candidate(cache, Way(way)), longest, machine).fits
+        assert make_plan(llama, Candidate(cache, Strategy(strategy)), longest, machine).fits
         if longest < llama.max_context:
-            more = make_plan(llama, Candidate(cache, Way(way)), longest + 1, machine)
+            more = make_plan(llama, Candidate(cache, Strategy(strategy)), longest + 1, machine)
             assert not more.fits
             limits |= {name for name in ("short_device_bytes", "short_host_bytes") if getattr(more, name)}
     assert limits == {"short_device_bytes", "short_host_bytes"}
@@ -104,44 +88,44 @@ def test_what_is_short_is_what_is_missing(llama: ModelCost):
 
 def test_weights_are_where_the_model_decodes(llama: ModelCost):
     plans = plans_of(llama, 1000, PLENTY)
-    for (_, way), plan in plans.items():
+    for (_, strategy), plan in plans.items():
         assert plan.device_bytes > llama.weight_bytes + RUNTIME_BYTES
-        assert (plan.host_bytes > llama.weight_bytes) == (way == Way.CPU_DECODE)
+        assert (plan.host_bytes > llama.weight_bytes) == (strategy == Strategy.CPU_DECODE)
     on_cpu = plans_of(llama, 1000, Machine(0, 2**45))
-    assert {way for _, way in on_cpu} == {Way.CPU}
+    assert {strategy for _, strategy in on_cpu} == {Strategy.CPU}
     assert all(plan.device_bytes == 0 and plan.host_bytes > llama.weight_bytes for plan in on_cpu.values())
 
 
 def test_a_gpu_without_room_for_the_weights_is_not_used(llama: ModelCost):
-    assert {way for _, way in plans_of(llama, 1000, Machine(2 * GIB, 2**45))} == {Way.CPU}
-    assert Way.CPU not in {way for _, way in plans_of(llama, 1000, Machine(4 * GIB, 2**45))}
+    assert {strategy for _, strategy in plans_of(llama, 1000, Machine(2 * GIB, 2**45))} == {Strategy.CPU}
+    assert Strategy.CPU not in {strategy for _, strategy in plans_of(llama, 1000, Machine(4 * GIB, 2**45))}
 
 
 def test_where_nothing_fits_the_gpu_the_cpu_is_planned_with_too(llama: ModelCost):
     machine = Machine(3 * GIB, 2**45)
     plans = plans_of(llama, 131_072, machine)
-    assert {way for _, way in plans} == set(Way) - {Way.BOTH}  # speeds are not known
+    assert {strategy for _, strategy in plans} == set(Strategy) - {Strategy.BOTH}  # speeds are not known
     best = recommended(list(plans.values()))
     assert best is not None
-    assert best.way == Way.CPU
+    assert best.strategy == Strategy.CPU
 
 
 def test_without_full_attention_there_is_only_the_stock_cache():
     model = model_cost(FAMILIES["mistral_sliding"]())
     plans = plans_of(model, 500, PLENTY)
-    assert list(plans) == [("stock", Way.GPU)]
-    assert recommended(list(plans.values())) is plans["stock", Way.GPU]
+    assert list(plans) == [("stock", Strategy.GPU)]
+    assert recommended(list(plans.values())) is plans["stock", Strategy.GPU]
 
 
 def test_the_cpu_attends_only_where_the_kernel_can(llama: ModelCost):
-    assert ("dynamic", Way.CPU_ATTENTION) in plans_of(llama, 500, PLENTY)
+    assert ("dynamic", Strategy.CPU_ATTENTION) in plans_of(llama, 500, PLENTY)
     latent = model_cost(FAMILIES["deepseek_v3"]())
-    assert not any(way == Way.CPU_ATTENTION for _, way in plans_of(latent, 500, PLENTY))
+    assert not any(strategy == Strategy.CPU_ATTENTION for _, strategy in plans_of(latent, 500, PLENTY))
 
 
 def test_a_context_beyond_the_models_and_an_unknown_cache_are_refused(llama: ModelCost):
     with pytest.raises(PlanError, match="a context of 131,072 tokens, and 131,073 were asked for"):
-        make_plan(llama, Candidate("dynamic", Way.GPU), 131_073, PLENTY)
+        make_plan(llama, Candidate("dynamic", Strategy.GPU), 131_073, PLENTY)
     with pytest.raises(PlanError, match="'quantized-3' is not one of stock, offloaded, dynamic, quantized-8"):
         predict(FAMILIES["llama"](), "quantized-3", 100, PLENTY)
 
@@ -160,25 +144,25 @@ def test_bandwidths_alone_tell_the_time_to_read_everything_once(llama: ModelCost
     plans = plans_of(llama, context, replace(PLENTY, speeds=BANDWIDTHS))
     seconds = {key: plan.seconds_per_token for key, plan in plans.items()}
     weights = llama.step_weight_bytes
-    assert seconds["dynamic", Way.GPU] == pytest.approx((weights + states) / 1e10)
+    assert seconds["dynamic", Strategy.GPU] == pytest.approx((weights + states) / 1e10)
     # It copies before it reads.
-    assert seconds["stock", Way.GPU] == pytest.approx((weights + 3 * states) / 1e10)
+    assert seconds["stock", Strategy.GPU] == pytest.approx((weights + 3 * states) / 1e10)
     # The bus, at 2 GB/s, takes less than the weights at 10 GB/s until there are more states.
-    assert seconds["offloaded", Way.STREAMED] == pytest.approx((weights + states) / 1e10)
+    assert seconds["offloaded", Strategy.STREAMED] == pytest.approx((weights + states) / 1e10)
     assert plans_of(llama, 131_072, replace(PLENTY, speeds=BANDWIDTHS))[
-        "offloaded", Way.STREAMED
+        "offloaded", Strategy.STREAMED
     ].seconds_per_token == pytest.approx(16 * states / 2e9)
-    assert seconds["dynamic", Way.CPU_ATTENTION] == pytest.approx(weights / 1e10 + states / 1e9)
-    assert seconds["offloaded", Way.CPU_DECODE] == pytest.approx((weights + states) / 1e9)
+    assert seconds["dynamic", Strategy.CPU_ATTENTION] == pytest.approx(weights / 1e10 + states / 1e9)
+    assert seconds["offloaded", Strategy.CPU_DECODE] == pytest.approx((weights + states) / 1e9)
     on_cpu = plans_of(llama, context, Machine(0, 2**45, BANDWIDTHS))
-    assert on_cpu["dynamic", Way.CPU].seconds_per_token == pytest.approx((weights + states) / 1e9)
+    assert on_cpu["dynamic", Strategy.CPU].seconds_per_token == pytest.approx((weights + states) / 1e9)
 
 
 def test_measured_speeds_add_up_on_the_cpu(llama: ModelCost):
     layer = 2 * 8 * 64 * 2 * 8192
     caches = {"dynamic": CacheSpeed(((layer // 2, 0.001), (2 * layer, 0.004)), 1e12)}
     speeds = Speeds(DeviceSpeed(llama.step_weight_bytes / 0.1, 0.0005, 2e12, caches))
-    plan = plans_of(llama, 8192, Machine(0, 2**45, speeds))["dynamic", Way.CPU]
+    plan = plans_of(llama, 8192, Machine(0, 2**45, speeds))["dynamic", Strategy.CPU]
     assert plan.seconds_per_token == pytest.approx(0.1 + 16 * (0.0005 + 0.002))
     attention = llama.attention_flops(8192) / 1e12
     assert plan.seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 2e12 + attention)
@@ -187,14 +171,14 @@ def test_measured_speeds_add_up_on_the_cpu(llama: ModelCost):
 def test_on_the_gpu_the_longer_of_work_and_launches_counts(llama: ModelCost):
     for layer_seconds, seconds in [(0.0, llama.step_weight_bytes / 1e12), (1.0, 16.0)]:
         speeds = Speeds(device=DeviceSpeed(1e12, layer_seconds))
-        plan = plans_of(llama, 64, Machine(2**45, 2**45, speeds))["dynamic", Way.GPU]
+        plan = plans_of(llama, 64, Machine(2**45, 2**45, speeds))["dynamic", Strategy.GPU]
         assert plan.seconds_per_token == pytest.approx(seconds, rel=0.01)
 
 
 def test_a_streamed_prompt_waits_for_the_bus(llama: ModelCost):
     caches = {"dynamic": CacheSpeed(((1, 0.0), (2, 1e-9)), 1e30)}
     speeds = Speeds(device=DeviceSpeed(1e12, 0.0, 1e30, caches), bus_bytes_per_second=1e9)
-    plan = plans_of(llama, 5 * 512, Machine(2**45, 2**45, speeds))["offloaded", Way.STREAMED]
+    plan = plans_of(llama, 5 * 512, Machine(2**45, 2**45, speeds))["offloaded", Strategy.STREAMED]
     token_bytes = 16 * 2 * 8 * 64 * 2
     assert plan.seconds_to_first_token == pytest.approx(token_bytes * 512 * (1 + 2 + 3 + 4 + 5) / 1e9)
 
@@ -209,7 +193,7 @@ def test_attention_that_was_not_measured_is_not_predicted():
 
 
 def plan_with(cache: str, seconds: float | None, short: int = 0) -> Plan:
-    return Plan(cache, Way.GPU, 1, 1, 1, 1, 1, short, 0, seconds, None, 1, "")
+    return Plan(cache, Strategy.GPU, 1, 1, 1, 1, 1, short, 0, seconds, None, 1, "")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +231,7 @@ def test_8_and_4_bits_are_named_beside_full_precision_and_2_bits_never(plans, ch
 
 def test_a_budget_that_only_2_bits_fit_is_refused_with_the_line_that_takes_them(llama: ModelCost):
     config = load_config("meta-llama/Llama-3.2-1B")
-    needed = make_plan(model_cost(config), Candidate("quantized-2", Way.CPU), 131_072, PLENTY).host_bytes
+    needed = make_plan(model_cost(config), Candidate("quantized-2", Strategy.CPU), 131_072, PLENTY).host_bytes
     with pytest.raises(PlanError, match=r"only with 2 bits .*QuantizedHybridCache\(model.config, bits=2\)"):
         HybridCache.for_budget(config, 131_072, 0, needed)
 
@@ -256,45 +240,49 @@ def test_a_budget_that_only_2_bits_fit_is_refused_with_the_line_that_takes_them(
 
 
 def on_cpu(model: ModelCost, weights: int | None, host_bytes: int = 2**45, cache: str = "dynamic") -> Plan:
-    return make_plan(model, Candidate(cache, Way.CPU, weights), 8192, Machine(0, host_bytes, CODED_SPEEDS))
+    return make_plan(model, Candidate(cache, Strategy.CPU, weights), 8192, Machine(0, host_bytes, QUANTIZED_SPEEDS))
 
 
 @pytest.mark.parametrize("bits", WEIGHT_BITS)
 def test_weights_of_few_bits_are_coded_while_they_are_loaded_and_take_less(llama: ModelCost, bits: int):
-    coded = llama.coded_weights[bits]
+    quantized = llama.quantized_weights[bits]
     plain, few = on_cpu(llama, None), on_cpu(llama, bits)
-    loading = coded.coded_bytes + coded.other_bytes + coded.largest_matrix_bytes + RUNTIME_BYTES
-    saved = llama.weight_bytes - coded.coded_bytes - coded.other_bytes
+    loading = quantized.quantized_bytes + quantized.other_bytes + quantized.largest_matrix_bytes + RUNTIME_BYTES
+    saved = llama.weight_bytes - quantized.quantized_bytes - quantized.other_bytes
     assert few.host_bytes == max(loading, plain.host_bytes - saved)
     # At a context where the cache is large, all that is saved is.
     context = 131_072
-    plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU, each), context, PLENTY) for each in (None, bits))
+    plain, few = (make_plan(llama, Candidate("dynamic", Strategy.CPU, each), context, PLENTY) for each in (None, bits))
     assert plain.host_bytes - few.host_bytes == saved
 
 
 def test_a_model_whose_files_are_coded_in_another_way_is_loaded_as_it_is_first(llama: ModelCost):
-    plan = on_cpu(replace(llama, comes_coded=True), 4)
+    plan = on_cpu(replace(llama, comes_quantized=True), 4)
     assert plan.host_bytes > llama.weight_bytes
     assert "quantize_weights(model, 4)" in plan.code
-    assert "quantization_config=CodedWeightsConfig(bits=4)" in on_cpu(llama, 4).code
+    assert "quantization_config=QuantizedWeightsConfig(bits=4)" in on_cpu(llama, 4).code
 
 
 @pytest.mark.parametrize("bits", WEIGHT_BITS)
 def test_where_the_cpu_decodes_codes_are_beside_the_weights_that_go_back(llama: ModelCost, bits: int):
-    plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, each), 8192, PLENTY) for each in (None, bits))
-    assert few.host_bytes - plain.host_bytes == llama.coded_weights[bits].coded_bytes
+    plain, few = (
+        make_plan(llama, Candidate("dynamic", Strategy.CPU_DECODE, each), 8192, PLENTY) for each in (None, bits)
+    )
+    assert few.host_bytes - plain.host_bytes == llama.quantized_weights[bits].quantized_bytes
     assert few.device_bytes == plain.device_bytes
 
 
 def test_a_step_reads_codes_at_their_own_rate(llama: ModelCost):
     plain, few = on_cpu(llama, None), on_cpu(llama, 4)
-    coded = llama.coded_weights[4]
+    quantized = llama.quantized_weights[4]
     assert plain.seconds_per_token is not None
     assert few.seconds_per_token == pytest.approx(
-        plain.seconds_per_token - llama.step_weight_bytes / 1e9 + coded.step_coded_bytes[4] / 5e8
-        + (coded.step_coded_bytes[8] + coded.step_other_bytes) / 1e9
+        plain.seconds_per_token - llama.step_weight_bytes / 1e9 + quantized.step_quantized_bytes[4] / 5e8
+        + (quantized.step_quantized_bytes[8] + quantized.step_other_bytes) / 1e9
     )  # fmt: skip
-    decoding = make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, 4), 8192, replace(PLENTY, speeds=CODED_SPEEDS))
+    decoding = make_plan(
+        llama, Candidate("dynamic", Strategy.CPU_DECODE, 4), 8192, replace(PLENTY, speeds=QUANTIZED_SPEEDS)
+    )
     assert decoding.seconds_per_token == pytest.approx(few.seconds_per_token)
 
 
@@ -302,11 +290,13 @@ def test_a_prompt_is_computed_with_the_weights_that_the_model_has_then(llama: Mo
     caches = {"dynamic": CacheSpeed(((1, 0.0), (2, 1e-9)), 1e30)}
     host = DeviceSpeed(1e9, 0.0, 2e12, caches, {4: WeightSpeed(5e8, 1e12), 8: WeightSpeed(1e9)})
     machine = Machine(0, 2**45, Speeds(host, DeviceSpeed(1e10, 0.0, 4e12, caches), 1e30))
-    first = {bits: make_plan(llama, Candidate("dynamic", Way.CPU, bits), 8192, machine) for bits in (None, 8, 4)}
+    first = {bits: make_plan(llama, Candidate("dynamic", Strategy.CPU, bits), 8192, machine) for bits in (None, 8, 4)}
     assert first[None].seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 2e12)
     assert first[4].seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 1e12)
     assert first[8].seconds_to_first_token is None
-    plain, few = (make_plan(llama, Candidate("dynamic", Way.CPU_DECODE, each), 8192, machine) for each in (None, 4))
+    plain, few = (
+        make_plan(llama, Candidate("dynamic", Strategy.CPU_DECODE, each), 8192, machine) for each in (None, 4)
+    )
     assert few.seconds_to_first_token == plain.seconds_to_first_token == pytest.approx(8192 * llama.token_flops / 4e12)
 
 
@@ -321,10 +311,10 @@ def test_without_a_rate_of_codes_nothing_is_predicted_for_them(llama: ModelCost)
 
 def test_few_bits_of_weights_are_recommended_only_where_nothing_fits_with_all(llama: ModelCost):
     def best_of(host_bytes: int) -> Plan | None:
-        return recommended(make_plans(llama, 131_072, Machine(0, host_bytes, CODED_SPEEDS)))
+        return recommended(make_plans(llama, 131_072, Machine(0, host_bytes, QUANTIZED_SPEEDS)))
 
     def needed(cache: str, weights: int | None) -> int:
-        return make_plan(llama, Candidate(cache, Way.CPU, weights), 131_072, PLENTY).host_bytes
+        return make_plan(llama, Candidate(cache, Strategy.CPU, weights), 131_072, PLENTY).host_bytes
 
     plenty, least = best_of(2**45), best_of(needed("quantized-4", None))
     assert plenty is not None
@@ -339,20 +329,20 @@ def test_few_bits_of_weights_are_recommended_only_where_nothing_fits_with_all(ll
 
 def test_weights_of_four_bits_are_named_where_a_step_takes_less_than_half(llama: ModelCost):
     for rate, is_much in [(1e9, True), (4e8, False)]:
-        speeds = Speeds(DeviceSpeed(1e9, coded_weights={4: WeightSpeed(rate), 8: WeightSpeed(1e9)}))
+        speeds = Speeds(DeviceSpeed(1e9, quantized_weights={4: WeightSpeed(rate), 8: WeightSpeed(1e9)}))
         plans = make_plans(llama, 1024, Machine(0, 2**45, speeds))
         best = recommended(plans)
         assert best is not None
         assert best.weights is None
         faster = much_faster(plans, best)
         assert (faster is not None) == is_much
-        assert faster is None or (faster.cache, faster.way, faster.weights) == ("dynamic", Way.CPU, 4)
+        assert faster is None or (faster.cache, faster.strategy, faster.weights) == ("dynamic", Strategy.CPU, 4)
 
 
 def test_a_gpu_is_left_for_the_cpu_before_weights_are_of_few_bits(llama: ModelCost):
     plans = make_plans(llama, 131_072, Machine(3 * GIB, 2**45))
-    assert any(plan.way == Way.CPU and plan.weights is None for plan in plans)
-    assert {plan.way for plan in plans if plan.weights is not None} == {Way.CPU, Way.CPU_DECODE}
+    assert any(plan.strategy == Strategy.CPU and plan.weights is None for plan in plans)
+    assert {plan.strategy for plan in plans if plan.weights is not None} == {Strategy.CPU, Strategy.CPU_DECODE}
 
 
 # What is done with it
@@ -374,9 +364,9 @@ def test_the_lines_of_every_plan_run(folder: Path):
             assert set(cache._stores.codecs.values()) == ({candidate.codec} if candidate.codec else set())
         if BITS.get(candidate.cache) is None and candidate.weights is None:
             assert torch.equal(result, plain)
-        if candidate.way == Way.CPU:
-            is_coded = type(names["model"].get_input_embeddings().weight) is not torch.nn.Parameter
-            assert is_coded == (candidate.weights is not None)
+        if candidate.strategy == Strategy.CPU:
+            is_quantized = type(names["model"].get_input_embeddings().weight) is not torch.nn.Parameter
+            assert is_quantized == (candidate.weights is not None)
 
 
 @pytest.fixture(scope="module")
@@ -389,15 +379,15 @@ def test_a_cache_for_a_budget_is_the_one_that_is_recommended(real_model: PreTrai
     plain = real_model.generate(prompt, max_new_tokens=5, do_sample=False)
     cache = HybridCache.for_budget(real_model.config, 500, gpu_memory=0, host_memory="1GiB")
     assert torch.equal(real_model.generate(prompt, **cache_argument(cache), max_new_tokens=5, do_sample=False), plain)
-    assert cache._stores.placement == Candidate("dynamic", Way.CPU).placement
+    assert cache._stores.placement == Candidate("dynamic", Strategy.CPU).placement
 
     model = model_cost(real_model.config)
     resident, streamed = (make_plan(model, Candidate(*which), 500, PLENTY) for which in
-                          [("dynamic", Way.GPU), ("offloaded", Way.STREAMED)])  # fmt: skip
+                          [("dynamic", Strategy.GPU), ("offloaded", Strategy.STREAMED)])  # fmt: skip
     made = HybridCache.for_budget(real_model.config, 500, resident.device_bytes, "1GiB")
-    assert made._stores.placement == Candidate("dynamic", Way.GPU).placement
+    assert made._stores.placement == Candidate("dynamic", Strategy.GPU).placement
     made = HybridCache.for_budget(real_model.config, 500, streamed.device_bytes, "1GiB")
-    assert made._stores.placement == Candidate("offloaded", Way.STREAMED).placement
+    assert made._stores.placement == Candidate("offloaded", Strategy.STREAMED).placement
 
 
 def test_a_budget_that_nothing_fits_is_refused_with_what_is_short_and_what_would_fit(real_model: PreTrainedModel):
@@ -438,21 +428,21 @@ def test_a_budget_is_what_is_free_beside_the_weights_that_are_loaded(
     real_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ):
     model = model_cost(real_model.config, batch=4)
-    quantized = Candidate("quantized-4", Way.CPU)
+    quantized = Candidate("quantized-4", Strategy.CPU)
     free = make_plan(model, quantized, 500, PLENTY).host_bytes - model.weight_bytes
     monkeypatch.setattr("hf_hybrid_cache.planning.plans.available_host_bytes", lambda: free)
     monkeypatch.setattr("hf_hybrid_cache.planning.plans.free_device_bytes", lambda: 0)
     cache = HybridCache.for_budget(real_model.config, 500, batch_size=4)
     assert set(cache._stores.codecs.values()) == {quantized.codec}
-    on_gpu = make_plan(model, Candidate("offloaded", Way.STREAMED), 500, PLENTY).device_bytes - model.weight_bytes
+    on_gpu = make_plan(model, Candidate("offloaded", Strategy.STREAMED), 500, PLENTY).device_bytes - model.weight_bytes
     monkeypatch.setattr("hf_hybrid_cache.planning.plans.free_device_bytes", lambda: on_gpu)
     cache = HybridCache.for_budget(real_model.config, 500, host_memory="1GiB", batch_size=4)
-    assert cache._stores.placement == Candidate("offloaded", Way.STREAMED).placement
+    assert cache._stores.placement == Candidate("offloaded", Strategy.STREAMED).placement
 
 
 def test_more_tokens_of_a_prompt_at_once_need_more(real_model: PreTrainedModel):
     model = model_cost(load_config("meta-llama/Llama-3.2-1B"), chunk=64)
-    memory = make_plan(model, Candidate("dynamic", Way.CPU), 4096, PLENTY).host_bytes
+    memory = make_plan(model, Candidate("dynamic", Strategy.CPU), 4096, PLENTY).host_bytes
     config = load_config("meta-llama/Llama-3.2-1B")
     cache = HybridCache.for_budget(config, 4096, 0, memory, prefill_chunk_size=64)
     assert cache._stores.codecs == {}

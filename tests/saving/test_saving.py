@@ -118,7 +118,7 @@ def test_a_file_is_the_same_wherever_tokens_were_and_any_placement_loads_it(bits
                 assert torch.equal(ours.keys, theirs.keys)
                 assert torch.equal(ours.values, theirs.values)
         logits = [model(question, **cache_argument(cache)).logits for cache in (first, *others)]
-        if bits is None:  # of codes, how many tokens are coded next depends on where they are
+        if bits is None:  # of codes, how many tokens are quantized next depends on where they are
             for each in logits[1:]:
                 torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
 

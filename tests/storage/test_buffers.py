@@ -16,7 +16,7 @@ from hf_hybrid_cache.kernels import BLOCK, value_width
 from hf_hybrid_cache.storage.block_buffer import BlockBuffer
 from hf_hybrid_cache.storage.growth import GRANULE, grown_capacity
 from hf_hybrid_cache.storage.host_buffer import HostBuffer
-from hf_hybrid_cache.storage.record_buffer import RecordBuffer
+from hf_hybrid_cache.storage.packed_buffer import PackedBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ class TestBlocksOfValues(BufferContract):
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]], ids=len)
 def test_planned_bytes_of_records_are_those_held_after_growing(lengths: list[int]):
-    planned, buffer = (RecordBuffer(SHAPE, expected_records=20_000) for _ in range(2))
+    planned, buffer = (PackedBuffer(SHAPE, expected_packed=20_000) for _ in range(2))
     for num_records in lengths:
         buffer.ensure(num_records, keep=0)
     assert planned.planned_bytes(lengths) == buffer.num_bytes

@@ -16,8 +16,8 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.attention.host_kernel import HostKernel, TorchWorkspace
-from hf_hybrid_cache.attention.host_part import HostPart
-from hf_hybrid_cache.attention.part import Queries
+from hf_hybrid_cache.attention.host_segment import HostSegment
+from hf_hybrid_cache.attention.segment import Queries
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage import LocalStore, ResidentStore, Scratch, SplitStore, Staging, StreamedStore, host_memory
@@ -119,7 +119,7 @@ def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, bits: int 
     before = cache.stats.bytes_to_device
     step(1, 9)
     store = cache.layers[indices[0]].store
-    entries = store.host if bits is None else store.host.records
+    entries = store.host if bits is None else store.host.packed
     blocks = entries.num_blocks
     row_bytes = entries.bytes_per_token * (64 if bits is None else 1)
     assert cache.stats.bytes_to_device - before == len(indices) * row_bytes * (blocks - int(share * blocks))
@@ -130,7 +130,7 @@ def test_a_model_on_the_cpu_has_nothing_to_find_out():
     for _ in range(2):
         cache.update(*states(300), 0)
     store = cache.layers[0].store
-    assert store.cpu_share is None
+    assert store.cpu_fraction is None
     assert not isinstance(store.host, StreamedStore)
 
 
@@ -141,7 +141,7 @@ def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, m
     under_way, attend = [], HostKernel.attend
 
     def noted(kernel: HostKernel, queries: Queries, store: LocalStore, *arguments: object) -> TorchWorkspace:
-        fetched = (store if bits is None else store.records).copies.fetched
+        fetched = (store if bits is None else store.packed).copies.fetched
         workspace = attend(kernel, queries, store, *arguments)
         under_way.append(fetched.copy is not None)
         return workspace
@@ -161,9 +161,9 @@ def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, m
 def test_the_cpu_has_begun_before_the_device_waits_for_the_bus(bits: int | None, monkeypatch: pytest.MonkeyPatch):
     codec = None if bits is None else minmax(bits, sink_tokens=0, rotate=True)
     cache = with_lazy_streams(1, 0, cpu_decode=0.5, device_tokens=128, codec=codec)
-    seen, begin, wait = [], HostPart.begin, LazyStreams.compute_after
+    seen, begin, wait = [], HostSegment.begin, LazyStreams.compute_after
 
-    def beginning(part: HostPart) -> None:
+    def beginning(part: HostSegment) -> None:
         seen.append("begin")
         begin(part)
 
@@ -175,14 +175,14 @@ def test_the_cpu_has_begun_before_the_device_waits_for_the_bus(bits: int | None,
     step_through(cache, 1000)
     for _ in range(2):
         step_through(cache, 1)
-    monkeypatch.setattr(HostPart, "begin", beginning)
+    monkeypatch.setattr(HostSegment, "begin", beginning)
     monkeypatch.setattr(LazyStreams, "compute_after", waiting)
     step_through(cache, 1)
     assert seen == ["begin", "wait"] * NUM_LAYERS
 
 
 @pytest.mark.parametrize(
-    ("bits", "refused"), [(None, (Staging, "open")), (8, (Staging, "open")), (8, (Scratch, "lend"))]
+    ("bits", "refused"), [(None, (Staging, "slot_with_past")), (8, (Staging, "slot_with_past")), (8, (Scratch, "lend"))]
 )
 def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_it(
     bits: int | None, refused: tuple[type, str], monkeypatch: pytest.MonkeyPatch
@@ -212,7 +212,7 @@ def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_
 def test_sinks_of_a_codec_stay_on_the_device_where_they_leave_a_block_for_others():
     for device_tokens, first in ((128, 64), (191, 64)):
         assert store_of(Placement(cpu_decode=True, device_tokens=device_tokens), bits=8)._first_tokens == first
-    cache = QuantizedHybridCache(CONFIG, sink_tokens=256, cpu_decode=True, device_tokens=256)
+    cache = HybridCache(CONFIG, Placement(cpu_decode=True, device_tokens=256), codec=minmax(4, sink_tokens=256))
     cache.update(*states(400), 0)
     store = cache.layers[0].store
     assert (store.first_tokens, store.host.sink_tokens) == (0, 256)
@@ -264,8 +264,8 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
         assert torch.equal(ours, expected)
 
 
-def test_on_oom_raise_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    store = store_of(Placement(cpu_decode=True, device_tokens=1024, on_oom="raise"))
+def test_a_device_without_memory_when_any_is_needed_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    store = store_of(Placement(cpu_decode=True, device_tokens=128))  # the fewest there can be
     store.extend(*states(100))
 
     def refusing(buffered: ResidentStore, num_tokens: int) -> None:

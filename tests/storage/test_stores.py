@@ -1,4 +1,4 @@
-"""Every store of keys and values: on the device, in host memory, streamed, split, coded and shared."""
+"""Every store of keys and values: on the device, in host memory, streamed, split, quantized and shared."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from contracts.stores import CONFIG, Pair, StoreContract
 from torch import distributed
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
-from hf_hybrid_cache.storage import BufferedStore, CodedStore, KVStore, SharedStore, SplitStore
+from hf_hybrid_cache.storage import BufferedStore, KVStore, QuantizedStore, ShardedStore, SplitStore
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
 from caches import group_of_one
@@ -23,14 +23,14 @@ def plain(store: BufferedStore) -> Pair:
     return entries(store.keys, store.num_tokens), entries(store.values, store.num_tokens)
 
 
-def coded(store: CodedStore) -> Pair:
+def quantized(store: QuantizedStore) -> Pair:
     """The records are decoded by the codec: what a record says is for the tests of codecs."""
     whole = []
-    for codec, full, records in zip(
-        (store.codec.keys, store.codec.values), plain(store.full), plain(store.records), strict=True
+    for codec, full, packed in zip(
+        (store.codec.keys, store.codec.values), plain(store.full), plain(store.packed), strict=True
     ):
-        decoded = full.new_empty(*full.shape[:2], records.shape[2] * 64, full.shape[3])
-        codec.decode(records, decoded)
+        decoded = full.new_empty(*full.shape[:2], packed.shape[2] * 64, full.shape[3])
+        codec.decode(packed, decoded)
         first = min(store.sink_tokens, full.shape[2])
         whole.append(torch.cat([full[:, :, :first], decoded, full[:, :, first:]], 2))
     return whole[0], whole[1]
@@ -74,33 +74,33 @@ class TestSplitAndStreamed(TestSplit):
     placement = Placement(offload=True, cpu_decode=False, device_tokens=130)
 
 
-class TestCodedOnTheDevice(StoreContract):
+class TestQuantizedOnTheDevice(StoreContract):
     placement = Placement(cpu_decode=False)
     codec = minmax(4, rotate=True)
 
     def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, CodedStore)
-        return coded(store)
+        assert isinstance(store, QuantizedStore)
+        return quantized(store)
 
 
-class TestCodedInHostMemory(TestCodedOnTheDevice):
+class TestQuantizedInHostMemory(TestQuantizedOnTheDevice):
     placement = Placement(cpu_decode=True)
     codec = minmax(8, sink_tokens=0, rotate=True)
 
 
-class TestCodedAndStreamed(TestCodedOnTheDevice):
+class TestQuantizedAndStreamed(TestQuantizedOnTheDevice):
     placement = Placement(offload=True, cpu_decode=False)
     codec = minmax((8, 4), rotate=False)
 
 
-class TestCodedAndSplit(StoreContract):
+class TestQuantizedAndSplit(StoreContract):
     placement = Placement(cpu_decode=True, device_tokens=192)
     codec = minmax(8, rotate=True)
 
     def in_memory(self, store: KVStore) -> Pair:
         assert isinstance(store, SplitStore)
-        assert isinstance(store.host, CodedStore)
-        return around(store.device, coded(store.host), store.first_tokens)
+        assert isinstance(store.host, QuantizedStore)
+        return around(store.device, quantized(store.host), store.first_tokens)
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
@@ -111,6 +111,6 @@ class TestSharedWithNobody(StoreContract):
         return HybridCache(CONFIG, self.placement, group=group_of_one())
 
     def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, SharedStore)
+        assert isinstance(store, ShardedStore)
         assert isinstance(store.local, BufferedStore)
         return plain(store.local)

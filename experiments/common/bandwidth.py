@@ -1,0 +1,117 @@
+"""The read bandwidth of the machine, the ceiling of whatever has to read memory once. Not an experiment of its own."""
+
+import mmap
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from experiments.common.timing import seconds_of
+from experiments.common.topology import last_level_cache_bytes
+from hf_hybrid_cache import get_num_threads
+
+# Threads that sleep while they wait. Those of OpenMP would spin, against those of torch, for a long while after a sum.
+numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
+PAGES = {"4 KiB": "MADV_NOHUGEPAGE", "2 MiB": "MADV_HUGEPAGE"}
+
+
+@numba.njit(parallel=True)
+def _sum(words: np.ndarray) -> np.uint64:
+    total = np.uint64(0)
+    for index in numba.prange(words.size):
+        total += words[index]
+    return total
+
+
+def plain_sum(words: np.ndarray) -> None:
+    """Read `words` once, with as many threads as the CPU kernels use."""
+    threads = numba.get_num_threads()
+    numba.set_num_threads(get_num_threads())
+    try:
+        _sum(words)
+    finally:
+        numba.set_num_threads(threads)
+
+
+def mapped_words(num_bytes: int, pages: str) -> np.ndarray:
+    """Memory of its own for `num_bytes`, written once, in pages of one of the sizes in `PAGES`."""
+    advice = PAGES[pages]
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, advice):
+        mapping.madvise(getattr(mmap, advice))
+    words = np.frombuffer(mapping, np.uint64)
+    words[:] = 1
+    return words
+
+
+class MemoryReader:
+    """
+    Sums up buffers much larger than the caches, one of small pages and one of huge pages; the better one counts.
+
+    Reading also leaves the processor's caches without anything that was in them: whatever is timed next finds its data
+    in memory, as a layer does after all the others. A last sum, untimed and by torch, wakes the threads that models and
+    kernels run on: on a virtual machine that takes milliseconds, which are not theirs.
+
+    Args:
+        buffer_mib: size of either buffer; None means twice the last-level cache, at least 512.
+    """
+
+    def __init__(self, buffer_mib: int | None = None):
+        num_bytes = buffer_mib * 2**20 if buffer_mib else max(2**29, 2 * last_level_cache_bytes())
+        self._buffers = {pages: mapped_words(num_bytes, pages) for pages in PAGES}
+        self._last = torch.from_numpy(self._buffers["2 MiB"].view(np.int64))
+        self._num_bytes = num_bytes
+        self._seconds: dict[str, list[float]]
+        self.forget()
+        self.read()  # compiles
+        self.forget()
+
+    def read(self) -> float:
+        """Read both buffers; bytes a second of the faster one."""
+        seconds = {pages: seconds_of(partial(plain_sum, words)) for pages, words in self._buffers.items()}
+        for pages, value in seconds.items():
+            self._seconds[pages].append(value)
+        self._last.sum()
+        return self._num_bytes / min(seconds.values())
+
+    def forget(self) -> None:
+        """Drop the samples, so that a report is about what is read from now on."""
+        self._seconds = {pages: [] for pages in PAGES}
+
+    def report(self) -> dict[str, Any]:
+        """What was read since `forget`: bytes a second (of the medians, the better one), and raw samples."""
+        return {
+            "bytes_per_second": self._num_bytes / min(map(statistics.median, self._seconds.values())),
+            "buffer_bytes": self._num_bytes,
+            "samples_seconds": self._seconds,
+        }
+
+
+def read_bandwidth(reader: MemoryReader, repeats: int = 5) -> float:
+    """Bytes a second, printed: to say what can be reached before anything is measured."""
+    reader.forget()
+    for _ in range(repeats):
+        reader.read()
+    rate: float = reader.report()["bytes_per_second"]
+    print(f"memory is read at {rate / 1e9:.1f} GB/s")
+    return rate
+
+
+def bus_bandwidth(num_bytes: int = 2**28, repeats: int = 10) -> float:
+    """Bytes a second of a copy from page-locked host memory to the device, the best of `repeats`."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    del device
+    torch.cuda.empty_cache()  # not to be found in a peak
+    return num_bytes / min(seconds)

@@ -1,0 +1,29 @@
+"""The options that measurements have in common."""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+from hf_hybrid_cache.planning.sizes import parse_bytes
+
+
+def experiment_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every measurement that is held against the read bandwidth."""
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(description or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help=f"folder of the record (default: in results/{experiment})")
+    parser.add_argument(
+        "--buffer-mib",
+        type=int,
+        help="what is read to learn the read bandwidth (default: twice the last-level cache, at least 512)",
+    )
+    return parser
+
+
+def byte_size(text: str) -> int:
+    """A size such as 24GiB, as the type of an option."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

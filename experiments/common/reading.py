@@ -1,0 +1,107 @@
+"""Engines that have read a prompt and read on in the same text, held against float32."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicCache
+
+from experiments.common.decoding import prefill
+from experiments.common.synthetic import fill
+from experiments.common.texts import english_ids
+from experiments.quality.quality_caches import filled, stored_bytes
+from hf_hybrid_cache.cache_argument import cache_argument
+
+
+@dataclass(frozen=True)
+class Passage:
+    """
+    What is read, and what a model in float32 makes of it.
+
+    Attributes:
+        prompt: token ids.
+        following: the token ids after it, one a step.
+        prefilled: keys and values of the prompt, in the type that was asked for.
+        expected: [len(following), vocabulary], logits after each of `following`.
+    """
+
+    prompt: list[int]
+    following: list[int]
+    prefilled: Cache
+    expected: torch.Tensor
+
+
+@torch.inference_mode()
+def read_passage(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, context: int, steps: int, dtype: torch.dtype
+) -> Passage:
+    """
+    English text; without a tokenizer, random tokens after random keys and values.
+
+    Args:
+        model: in float32.
+        tokenizer: of the model.
+        context: tokens of the prompt.
+        steps: tokens after it.
+        dtype: of the keys and values to keep.
+    """
+    cache = DynamicCache(config=model.config)
+    if tokenizer is None:
+        assert isinstance(model.config, LlamaConfig)
+        ids = torch.randint(model.config.vocab_size, (1, context + steps), generator=torch.Generator().manual_seed(0))
+        fill(cache, model.config, context, model.dtype)
+    else:
+        ids = english_ids(tokenizer, context + steps)
+        prefill(model, cache, ids[:, :context])
+    prompt, following = ids.split([context, steps], dim=1)
+    prefilled = filled(DynamicCache(config=model.config), cache, dtype)
+    expected = model(following, **cache_argument(cache)).logits[0]
+    return Passage(prompt[0].tolist(), following[0].tolist(), prefilled, expected)
+
+
+class Engine(Protocol):
+    """Something that has read a prompt."""
+
+    def step(self, token: int) -> torch.Tensor | np.ndarray:
+        """Logits after one more token, `[vocabulary]`."""
+
+    def kv_bytes(self) -> int:
+        """What the keys and values of all tokens take."""
+
+
+class CacheEngine:
+    """A model with a cache that has the keys and values of a prompt."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache):
+        self._model, self._cache = model, cache
+
+    @torch.inference_mode()
+    def step(self, token: int) -> torch.Tensor:
+        return self._model(torch.tensor([[token]]), **cache_argument(self._cache)).logits[0, -1]
+
+    def kv_bytes(self) -> int:
+        return stored_bytes(self._cache)
+
+
+class Reader:
+    """Lets an engine read on; `cosines` has one for each comparison of its logits with the expected ones."""
+
+    def __init__(self, engine: Engine, passage: Passage):
+        self.engine = engine
+        self.cosines: list[float] = []
+        self._logits: torch.Tensor | np.ndarray | None = None
+        self._left = zip(passage.following, passage.expected, strict=True)
+
+    def step(self) -> None:
+        """Read one token."""
+        token, self._expected = next(self._left)
+        self._logits = self.engine.step(token)
+
+    def compare(self) -> None:
+        """Compare the logits of the last step, if there was one."""
+        if self._logits is None:
+            return
+        logits = torch.as_tensor(self._logits).float()
+        self.cosines.append(float(torch.cosine_similarity(logits, self._expected, dim=0)))

@@ -1,0 +1,1 @@
+"""What single parts cost: time and memory of appending, storing, loading."""

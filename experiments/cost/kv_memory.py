@@ -1,0 +1,86 @@
+"""
+What the keys and values of one long context take in each format, and how long it takes to store them.
+
+The shape is that of Llama-3.2-1B. Every layer gets random states in one update, as a prefill in one forward pass brings
+them, and then one more token, as in decoding. Bytes are those that the cache reports, beside the growth of the resident
+memory of the process.
+"""
+
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+
+from experiments.common import records
+from experiments.common.options import experiment_parser
+from experiments.common.synthetic import kv_bytes, llama_1b_config, random_states
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
+
+FORMATS: dict[str, Any] = {
+    "bf16": DynamicHybridCache,
+    "int8": partial(QuantizedHybridCache, bits=8),
+    "int4": partial(QuantizedHybridCache, bits=4),
+    "int4-2": partial(QuantizedHybridCache, bits=(4, 2)),
+    "int2": partial(QuantizedHybridCache, bits=2),
+}
+
+
+def measure(format_name: str, num_tokens: int, num_layers: int) -> dict[str, Any]:
+    """To be run in a process of its own."""
+    torch.manual_seed(0)
+    config = llama_1b_config(num_layers)
+    states = random_states(config, num_tokens, torch.bfloat16)
+    make_cache = FORMATS[format_name]
+    for length in (300, 1):  # compiles
+        make_cache(config, cpu_decode=True).update(states[:, :, :length], states[:, :, :length], 0)
+    before = psutil.Process().memory_info().rss
+    cache: HybridCache = make_cache(config, cpu_decode=True)
+    seconds = []
+    for layer in range(num_layers):
+        start = time.perf_counter()
+        cache.update(states[:, :, :-1], states[:, :, :-1], layer)
+        seconds.append(time.perf_counter() - start)
+    for layer in range(num_layers):
+        cache.update(states[:, :, -1:], states[:, :, -1:], layer)
+    report = cache.memory()
+    assert report.num_tokens == num_tokens
+    return {
+        "format": format_name,
+        "tokens": num_tokens,
+        "bytes": report.host_bytes + report.device_bytes,
+        "resident_bytes": psutil.Process().memory_info().rss - before,
+        "share_of_bfloat16": (report.host_bytes + report.device_bytes) / kv_bytes(config, num_tokens, torch.bfloat16),
+        "store_seconds_per_layer": seconds,
+    }
+
+
+def main() -> None:
+    parser = experiment_parser("kv_memory", __doc__)
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS))
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--layers", type=int, default=16)
+    arguments = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    print(f"{'format':>7} {'bytes':>12} {'of bf16':>8} {'resident':>12} {'to store a layer':>17}")
+    cells = []
+    for name in arguments.formats:
+        with ProcessPoolExecutor(1, spawn) as process:
+            cell = process.submit(measure, name, arguments.tokens, arguments.layers).result()
+        cells.append(cell)
+        seconds = sorted(cell["store_seconds_per_layer"])[arguments.layers // 2]
+        print(
+            f"{name:>7} {cell['bytes'] / 2**20:>8,.1f} MiB {cell['share_of_bfloat16']:>8.3f} "
+            f"{cell['resident_bytes'] / 2**20:>8,.1f} MiB {seconds:>15.3f} s",
+            flush=True,
+        )
+    print(f"record: {records.save('kv_memory', {'cells': cells}, arguments.out)}")
+    print(json.dumps({cell["format"]: round(cell["share_of_bfloat16"], 4) for cell in cells}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models with experts in host memory."""

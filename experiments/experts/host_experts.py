@@ -1,0 +1,180 @@
+"""
+Which mixture-of-experts models fit machines that are not at hand, with experts in host memory and all else on the GPU.
+
+Two questions, worked out by the planner. What fits: for each card and each amount of host memory the experts with the
+most bits that there is room for, and the context that then fits the GPU. And how fast at most: of a token, the bytes of
+the experts that it chooses, and how long they and all else take to be read at a share of published bandwidths.
+Nothing of this was measured.
+"""
+
+import argparse
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.common import records
+from experiments.steps.published_machines import CARDS, GIB, PublishedMachine
+from hf_hybrid_cache.models import load_config
+from hf_hybrid_cache.planning import Machine, model_cost
+from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.machine import WeightSpeed
+from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning.plans import make_plan
+from hf_hybrid_cache.planning.prediction import Strategy
+from hf_hybrid_cache.weights import WEIGHT_BITS
+
+MODELS = (
+    "allenai/OLMoE-1B-7B-0924",
+    "openai/gpt-oss-20b",
+    "Qwen/Qwen3-30B-A3B",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "deepseek-ai/DeepSeek-V3",
+)
+HOST_GIB = (32, 64, 128, 256, 512)
+CACHE = "dynamic"
+# Tokens of context in the second question, or as many as the model has.
+CONTEXT = 8192
+
+
+def longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:
+    """Tokens that fit once the model is where it computes, whatever it took to load it; 0 for none."""
+
+    def does_not_fit(context: int) -> bool:
+        held = candidate.running(model, candidate.cost(model, context), context)
+        return held.device > machine.device_bytes or held.host > machine.host_bytes
+
+    return bisect_left(range(1, model.max_context + 1), True, key=does_not_fit)
+
+
+def fitting(model: ModelCost, machine: Machine) -> dict[str, Any]:
+    """
+    The candidate with the most bits that fits and can be loaded, experts in host memory first; where none can be loaded
+    the first that fits then, and where none fits, `bits` is 0.
+    """
+    widths = (None, *WEIGHT_BITS)
+    candidates = [Candidate(CACHE, Strategy.GPU, bits, experts_on_host=True) for bits in widths]
+    candidates += [Candidate(CACHE, Strategy.CPU, bits) for bits in widths]
+    found = [
+        {
+            "bits": candidate.weights or 8 * model.dtype.itemsize,
+            "on_gpu": candidate.experts_on_host,
+            "longest_context": context,
+            "can_be_loaded": candidate.loading_bytes(model) <= machine.host_bytes,
+        }
+        for candidate in candidates
+        if (context := longest_context(model, candidate, machine))
+    ]
+    nothing = {"bits": 0, "on_gpu": False, "longest_context": 0, "can_be_loaded": False}
+    return next((fit for fit in found if fit["can_be_loaded"]), (found or [nothing])[0])
+
+
+def speeds(model: ModelCost, card: PublishedMachine, bits: int | None) -> dict[str, Any]:
+    """Tokens a second at most, by experts alone and by all that is read; `None` for attention of an unknown kind."""
+    machine = card.machine
+    host = machine.speeds.host
+    assert host is not None
+    rate = host.weight_bytes_per_second
+    # As fast as others: what products with codes reach has been measured on one processor only.
+    quantized = replace(host, quantized_weights={width: WeightSpeed(rate) for width in WEIGHT_BITS})
+    machine = replace(machine, speeds=replace(machine.speeds, host=quantized))
+    context = min(CONTEXT, model.max_context)
+    plan = make_plan(model, Candidate(CACHE, Strategy.GPU, bits, experts_on_host=True), context, machine)
+    num_bytes = model.experts.read_bytes(1, bits)
+    return {
+        "bits": bits or 8 * model.dtype.itemsize,
+        "context_tokens": context,
+        "expert_bytes": num_bytes,
+        "experts_tokens_per_second": rate / num_bytes,
+        "tokens_per_second": None if plan.seconds_per_token is None else 1 / plan.seconds_per_token,
+    }
+
+
+def measure(name: str, card: PublishedMachine) -> dict[str, Any]:
+    """Both answers for one model and one card."""
+    model = model_cost(load_config(name))
+    machines = {host_gib: replace(card, host_gib=host_gib).machine for host_gib in HOST_GIB}
+    return {
+        "model": name,
+        "card": card.name,
+        "weight_bytes": model.weight_bytes,
+        "expert_bytes": model.experts.total_bytes(),
+        "other_bytes": model.without_experts().weight_bytes,
+        "fits": {str(host_gib): fitting(model, machine) for host_gib, machine in machines.items()},
+        "speeds": [speeds(model, card, bits) for bits in (None, *WEIGHT_BITS)],
+        "source": card.source,
+    }
+
+
+def fit_table(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: what fits."""
+    heads = ["card", "model", *(f"{host_gib} GiB" for host_gib in HOST_GIB)]
+    rows = [[_gpu(cell), _short(cell), *map(_fit, cell["fits"].values())] for cell in cells]
+    return _markdown(heads, rows)
+
+
+def speed_table(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: how fast at most, with experts in 16 and 4 bits where there is host memory for them."""
+    heads = [
+        "machine",
+        "model",
+        "bits of an expert's weight",
+        "GiB of experts a token",
+        "they alone",
+        "all that is read",
+    ]
+    rows = [
+        [
+            cell["card"],
+            _short(cell),
+            str(row["bits"]),
+            f"{row['expert_bytes'] / GIB:.2f}",
+            _rate(row["experts_tokens_per_second"]),
+            _rate(row["tokens_per_second"]),
+        ]
+        for cell in cells
+        for row in cell["speeds"]
+        if row["bits"] != 8 and row["bits"] <= max(fit["bits"] for fit in cell["fits"].values())
+    ]
+    return _markdown(heads, rows)
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+
+
+def _gpu(cell: dict[str, Any]) -> str:
+    return next(f"{card.gpu_gib} GB" for card in CARDS if card.name == cell["card"])
+
+
+def _short(cell: dict[str, Any]) -> str:
+    return str(cell["model"].partition("/")[2])
+
+
+def _fit(fit: dict[str, Any]) -> str:
+    if not fit["bits"]:
+        return "-"
+    where = "" if fit["on_gpu"] else "CPU alone, "
+    return f"{where}{fit['bits']} bits: {fit['longest_context']:,}" + ("" if fit["can_be_loaded"] else " *")
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/host_experts)")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="as `plan` knows them (default: %(default)s)")
+    arguments = parser.parse_args()
+    cells = [measure(name, card) for card in CARDS for name in arguments.models]
+    print("\n".join([*fit_table(cells), "", *speed_table(cells)]))
+    print(f"record: {records.save('host_experts', {'cells': cells}, arguments.out)}")
+    fits = {f"{_gpu(cell)}, {cell['model']}": [fit["bits"] for fit in cell["fits"].values()] for cell in cells}
+    print(json.dumps(fits))
+
+
+if __name__ == "__main__":
+    main()

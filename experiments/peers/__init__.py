@@ -1,0 +1,1 @@
+"""Beside other engines: llama.cpp, ik_llama.cpp, and caches of transformers."""

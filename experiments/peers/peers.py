@@ -1,0 +1,201 @@
+"""
+A decode step at depth, whole model on the CPU: our caches, those of transformers and llama.cpp, taking turns.
+
+All have read the same prompt and read on in the same text, one given token a step; a timed step follows an untimed one
+of the same engine, as in decoding. Ours and those of transformers (`full` is `DynamicCache`): weights in bfloat16,
+caches filled with the keys and values of one prefill in float32. Medians leave out the steps that code what has
+gathered, one of 64 with ours and of 128 with `QuantizedCache`. llama.cpp: the 4-bit weights of its file, its own
+prefill. As weights differ, so does what its step costs at any context; what can be compared is what 1,000 more tokens
+of context add.
+
+`x ours` is that, over the same of ours with as many bits. KV held, after the last step: of caches their tensors, of
+llama.cpp what `llama_state_seq_get_size` counts. The cosine is that of logits with those of the model in float32.
+
+`--model llama-3.2-1b-random` measures longer contexts, of random keys and values, without llama.cpp.
+"""
+
+import json
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import LlamaConfig, PreTrainedModel
+
+from experiments.common import records
+from experiments.common.bandwidth import MemoryReader, read_bandwidth
+from experiments.common.options import experiment_parser
+from experiments.common.reading import CacheEngine, Engine, Passage, Reader, read_passage
+from experiments.common.synthetic import kv_bytes
+from experiments.common.timing import in_turns, medians
+from experiments.peers import llama_cpp
+from experiments.peers.llama_cpp import LlamaCppEngine, LlamaCppModel
+from experiments.quality.quality_caches import CACHES, filled, installed_version, reasons_to_skip
+from hf_hybrid_cache import DynamicHybridCache, get_num_threads, set_num_threads
+from hf_hybrid_cache.models import load
+
+DTYPE = torch.bfloat16
+SMOLLM2 = "smollm2-135m"
+CONTEXTS = {SMOLLM2: [1024, 4096, 8000], "llama-3.2-1b-random": [8192, 32_768]}
+# Bits of a number, by engine; those with as many are compared.
+BITS = {
+    "ours-16": 16,
+    "ours-8": 8,
+    "ours-4": 4,
+    "ours-2": 2,
+    "full": 16,
+    "quanto-4": 4,
+    "quanto-2": 2,
+    "hqq-4": 4,
+    "hqq-2": 2,
+} | {name: form.bits for name, form in llama_cpp.FORMS.items()}
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+
+
+def reasons_to_leave_out(model_name: str, model: PreTrainedModel, names: list[str], threads: int) -> dict[str, str]:
+    """Why some engines cannot be measured here, by name."""
+    reasons = {}
+    for name in names:
+        package = PACKAGES.get(name.split("-")[0])
+        if package and installed_version(package) is None:
+            reasons[name] = f"not installed: pip install {package}"
+        elif name in llama_cpp.FORMS and model_name != SMOLLM2:
+            reasons[name] = f"reads {SMOLLM2} only"
+        elif name in llama_cpp.FORMS and (reason := llama_cpp.reason_to_skip(name, threads)):
+            reasons[name] = reason
+    peers = [name for name in names if name in CACHES and name not in reasons]
+    return reasons | reasons_to_skip(model, torch.arange(80)[None], peers)
+
+
+def read_passages(model_name: str, contexts: list[int], steps: int) -> dict[int, Passage]:
+    """By context; the model in float32 is given back afterwards."""
+    model, tokenizer = load(model_name, torch.float32, "cpu")
+    return {
+        context: read_passage(model, tokenizer, context, steps, DTYPE)
+        for context in track(contexts, "prompts in float32")
+    }
+
+
+def make_readers(
+    model: PreTrainedModel, passages: dict[int, Passage], names: list[str], threads: int
+) -> dict[int, dict[str, Reader]]:
+    """By context, and there by engine."""
+    make_cache = CACHES | {"ours-16": DynamicHybridCache}
+    file_model = LlamaCppModel() if set(names) & set(llama_cpp.FORMS) else None
+
+    def engine(name: str, passage: Passage) -> Engine:
+        if name not in llama_cpp.FORMS:
+            return CacheEngine(model, filled(make_cache[name](model.config), passage.prefilled))
+        assert file_model is not None
+        form = llama_cpp.FORMS[name]
+        return LlamaCppEngine(file_model, form, passage.prompt, len(passage.following), threads)
+
+    return {
+        context: {name: Reader(engine(name, passage), passage) for name in track(names, f"engines, {context:,} tokens")}
+        for context, passage in passages.items()
+    }
+
+
+def measure(readers: dict[int, dict[str, Reader]], rounds: int) -> list[dict[str, Any]]:
+    """All of them in turns; a cell for each context, with raw samples in seconds."""
+    all_readers = {f"{name} {context}": reader for context, group in readers.items() for name, reader in group.items()}
+
+    def prepare(key: str) -> None:
+        all_readers[key].compare()  # not after the step: threads of torch would still wait, spinning, in the timed one
+        all_readers[key].step()
+
+    samples = in_turns({key: reader.step for key, reader in all_readers.items()}, rounds, prepare)
+    seconds = medians(samples)
+    return [
+        {
+            "context_tokens": context,
+            "median_seconds": {name: seconds[f"{name} {context}"] for name in group},
+            "kv_bytes": {name: reader.engine.kv_bytes() for name, reader in group.items()},
+            "cosine_of_logits": {name: fmean(reader.cosines) for name, reader in group.items()},
+            "samples_seconds": {name: samples[f"{name} {context}"] for name in group},
+        }
+        for context, group in readers.items()
+    ]
+
+
+def added_per_1000_tokens(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds, between the shortest context and the longest."""
+    first, last = cells[0], cells[-1]
+    thousands = (last["context_tokens"] - first["context_tokens"]) / 1000
+    return {
+        name: (seconds - first["median_seconds"][name]) / thousands for name, seconds in last["median_seconds"].items()
+    }
+
+
+def times_ours(added: dict[str, float]) -> dict[str, float]:
+    """What each peer takes over ours with as many bits, where that was measured too."""
+    peers = {name: f"ours-{BITS[name]}" for name in added if not name.startswith("ours")}
+    return {name: added[name] / added[ours] for name, ours in peers.items() if ours in added}
+
+
+def print_table(record: dict[str, Any]) -> None:
+    cells, last = record["cells"], record["cells"][-1]
+    contexts = "".join(f"{cell['context_tokens']:>9,} tokens" for cell in cells)
+    print(f"{'a step after':<20}{contexts}{'1,000 more':>14}{'x ours':>8}{'KV held':>13}{'cosine':>9}")
+    for name, added in record["added_seconds_per_1000_tokens"].items():
+        steps = "".join(f"{cell['median_seconds'][name] * 1e3:>13.3f} ms" for cell in cells)
+        ratio = f"{record['times_ours'][name]:.2f}" if name in record["times_ours"] else ""
+        held, cosine = last["kv_bytes"][name] / 2**20, last["cosine_of_logits"][name]
+        print(f"{name:<20}{steps}{added * 1e3:>11.3f} ms{ratio:>8}{held:>9.1f} MiB{cosine:>9.5f}")
+    for name, reason in record["left_out"].items():
+        print(f"{name:<20}    {reason.splitlines()[0]}")
+
+
+def main() -> None:
+    parser = experiment_parser("peers", __doc__)
+    parser.add_argument("--model", choices=CONTEXTS, default=SMOLLM2)
+    parser.add_argument("--contexts", type=int, nargs="+", help="tokens, two or more (default: by --model)")
+    parser.add_argument(
+        "--engines", nargs="+", choices=BITS, default=list(BITS), metavar="NAME", help=f"of {', '.join(BITS)}"
+    )
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=get_num_threads())
+    arguments = parser.parse_args()
+    contexts = sorted(set(arguments.contexts or CONTEXTS[arguments.model]))
+    steps = 2 * (arguments.rounds + 1)  # a timed and an untimed one in each round, and in one to warm up
+    if len(contexts) < 2:
+        parser.error("What a longer context adds takes two --contexts or more.")
+    set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    memory = MemoryReader(arguments.buffer_mib)
+    rate = read_bandwidth(memory)
+    model, tokenizer = load(arguments.model, DTYPE, "cpu")
+    assert isinstance(model.config, LlamaConfig)
+    if contexts[-1] + steps > model.config.max_position_embeddings:
+        parser.error(
+            f"{arguments.model} has {model.config.max_position_embeddings:,} positions, fewer than the "
+            f"{contexts[-1]:,} tokens and {steps} steps."
+        )
+    print(f"ceiling: 1,000 tokens of 16-bit KV are read in {kv_bytes(model.config, 1000, DTYPE) / rate * 1e3:.3f} ms")
+    asked = [name for name in BITS if name in arguments.engines]
+    left_out = reasons_to_leave_out(arguments.model, model, asked, arguments.threads)
+    names = [name for name in asked if name not in left_out]
+    readers = make_readers(model, read_passages(arguments.model, contexts, steps), names, arguments.threads)
+    cells = measure(readers, arguments.rounds)
+    added = added_per_1000_tokens(cells)
+    record = {
+        "model": arguments.model,
+        "prefill": "real" if tokenizer else "synthetic",
+        "dtype": str(DTYPE),
+        "threads": arguments.threads,
+        "peers": {package: installed_version(package) for package in (*PACKAGES.values(), llama_cpp.PACKAGE)},
+        "llama.cpp": llama_cpp.report() if set(names) & set(llama_cpp.FORMS) else None,
+        "cells": cells,
+        "added_seconds_per_1000_tokens": added,
+        "times_ours": times_ours(added),
+        "left_out": left_out,
+        "read_bandwidth": memory.report(),
+    }
+    print_table(record)
+    folder = arguments.out or records.RESULTS / "peers" / arguments.model
+    print(f"record: {records.save('peers', record, folder)}")
+    print(json.dumps({name: round(seconds * 1e3, 4) for name, seconds in added.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Our rows of `experiments.peers.whole_step`, and transformers' own: models, caches, and steps that time themselves."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from experiments.common.decoding import unchosen_bytes, weight_bytes
+from experiments.common.reading import CacheEngine
+from experiments.common.synthetic import fill
+from experiments.common.timing import seconds_of
+from experiments.experts.random_experts import has_experts, twin_of
+from experiments.peers.step_rows import Row
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, move_experts_to_host, quantize_weights
+
+DTYPE = torch.bfloat16
+
+
+class OurModels:
+    """
+    A model with weights of each width.
+
+    Attributes:
+        weight_bytes: that a token reads, by bits.
+        read_share: of all weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, widths: Iterable[int]):
+        self.stock = model
+        self.by_bits = {16: twin_of(model)}
+        if has_experts(model):
+            move_experts_to_host(self.by_bits[16])
+        self.weight_bytes = {16: weight_bytes(model)}
+        self.read_share = self.weight_bytes[16] / sum(weight.nbytes for weight in model.parameters())
+        for bits in sorted({*widths} - {16}):
+            quantized = twin_of(model)
+            report = quantize_weights(quantized, bits, head_bits=bits)
+            self.by_bits[bits] = quantized
+            quantized_shard = report.quantized_bytes / report.original_bytes
+            self.weight_bytes[bits] = (
+                report.quantized_bytes + report.other_bytes - unchosen_bytes(model, quantized_shard)
+            )
+
+
+class OurEngine:
+    """
+    Args:
+        models: of which the row's is taken.
+        row: of ours, or transformers' own.
+        cache: filled; other rows may attend to it too.
+    """
+
+    library = None
+
+    def __init__(self, models: OurModels, row: Row, cache: Cache):
+        model = models.stock if row.engine == "stock" else models.by_bits[row.weight_bits]
+        self._engine = CacheEngine(model, cache)
+        self._weight_bytes = models.weight_bytes[row.weight_bits]
+
+    def step(self, token: int) -> float:
+        """Seconds that one more token takes."""
+        return seconds_of(partial(self._engine.step, token))
+
+    @property
+    def holds(self) -> dict[str, Any]:
+        return {"weight_bytes": self._weight_bytes, "kv_bytes": self._engine.kv_bytes()}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def filled_cache(row: Row, config: PreTrainedConfig, tokens: int) -> Cache:
+    """A row's cache, with random keys and values."""
+    cache: Cache
+    if row.engine == "stock":
+        cache = DynamicCache(config=config)
+    elif row.kv_bits == 16:
+        cache = DynamicHybridCache(config)
+    else:
+        cache = QuantizedHybridCache(config, bits=row.kv_bits)
+    fill(cache, config, tokens, DTYPE, chunk=8192)
+    return cache

@@ -1,0 +1,90 @@
+"""Rows of `experiments.peers.whole_step`: which there are, which fit into memory together, and their ratios."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LIBRARIES = ("llama.cpp", "ik_llama.cpp")
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    A way to decode.
+
+    Attributes:
+        engine: `stock` (transformers' `DynamicCache`), `ours`, or one of `LIBRARIES`.
+        weight_bits: of the weights.
+        kv_bits: of keys and values.
+    """
+
+    engine: str
+    weight_bits: int
+    kv_bits: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} W{self.weight_bits}/KV{self.kv_bits}"
+
+    @property
+    def holder(self) -> str:
+        """What holds the keys and values: ours, with all weights, attend to one and the same cache."""
+        return f"ours KV{self.kv_bits}" if self.engine == "ours" else self.name
+
+
+_OURS = [Row("ours", weights, kv) for weights, kv in ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))]
+_LIBRARY_BITS = ((8, 8), (4, 4), (8, 16), (4, 16))
+ROWS = {
+    row.name: row
+    for row in [
+        Row("stock", 16, 16),
+        *_OURS,
+        *(Row(library, weights, kv) for library in LIBRARIES for weights, kv in _LIBRARY_BITS),
+    ]
+}
+# Ours, and what its seconds are divided by.
+COMPARED = [
+    ("ours W8/KV4", "ours W16/KV4"),
+    ("ours W4/KV4", "ours W16/KV4"),
+    ("ours W16/KV16", "stock W16/KV16"),
+    ("ours W4/KV4", "stock W16/KV16"),
+    *((f"ours {bits}", f"{library} {bits}") for library in LIBRARIES for bits in ("W8/KV8", "W4/KV4")),
+    *(("ours W4/KV4", f"{library} W4/KV16") for library in LIBRARIES),  # where few bits are slower there than many
+]
+
+
+def reference_of(rows: list[Row]) -> Row:
+    """The one that is measured in each group, because it takes the least memory."""
+    return min(rows, key=lambda row: (row.kv_bits, row.weight_bits, row.engine != "ours"))
+
+
+def fitting(rows: list[Row], sizes: Mapping[str, float], room: float) -> list[Row]:
+    """Rows that fit into `room` bytes beside the reference; `sizes` are by holder."""
+    holder = reference_of(rows).holder
+    return [row for row in rows if sum(sizes[each] for each in {row.holder, holder}) <= room]
+
+
+def groups(rows: list[Row], sizes: Mapping[str, float], room: float) -> list[list[Row]]:
+    """Rows that fit into memory together; each group begins with the reference, so that they can be compared."""
+    reference = reference_of(rows)
+    found = [[reference]]
+    for row in rows:
+        holders = {each.holder for each in found[-1]} | {row.holder}
+        if sum(sizes[holder] for holder in holders) > room:
+            found.append([reference])
+        if row != reference:
+            found[-1].append(row)
+    return found
+
+
+def over_reference(medians: list[dict[str, float]], reference: str) -> dict[str, float]:
+    """Seconds of each row over those of the reference in the same group."""
+    return {name: seconds / group[reference] for group in medians for name, seconds in group.items()}
+
+
+def ratios(relative: Mapping[str, float]) -> dict[str, float]:
+    """Ours over what it is compared with, where both were measured."""
+    return {
+        f"{ours} / {other}": relative[ours] / relative[other]
+        for ours, other in COMPARED
+        if ours in relative and other in relative
+    }

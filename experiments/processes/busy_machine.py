@@ -1,0 +1,169 @@
+"""
+A decode step while other processes keep processors busy, with several settings of OpenMP's threads.
+
+A thread of OpenMP that has done its share waits for the others by spinning, on a processor that the slowest may need.
+How long is set by GOMP_SPINCOUNT and OMP_WAIT_POLICY, which are read when the library is loaded. So each setting has a
+process of its own, with a few layers of Llama-3.2-1B's shape and a small vocabulary in bfloat16, caches of random keys
+and values, DynamicCache and DynamicHybridCache; and with weights, keys and values in 4 bits. They take turns: quiet,
+and beside other processes that count in a loop. Those whose turn it is not sleep.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments.common import records
+from experiments.processes.told_decoder import DECODERS, DTYPE, VOCABULARY, ToldDecoder
+
+DEFAULT = "default"
+# Of `DECODERS`: what others are held against, which takes turns with them in the same process.
+STOCK = "stock"
+_CORES = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+_FEWER = str(max(1, _CORES - 1))
+SETTINGS: dict[str, dict[str, str]] = {
+    DEFAULT: {},
+    "OMP_NUM_THREADS=1": {"OMP_NUM_THREADS": "1"},
+    "one thread fewer": {"OMP_NUM_THREADS": _FEWER, "HF_HYBRID_CACHE_NUM_THREADS": _FEWER},
+    "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
+    **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 10_000, 100_000)},
+}
+# Ends with the experiment, also where that is killed.
+_BUSY = """
+import os
+experiment = os.getppid()
+print(flush=True)
+while os.getppid() == experiment:
+    for _ in range(1_000_000):
+        pass
+"""
+# By setting and number of busy processes: seconds of each cache's steps.
+Samples = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
+
+
+@contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """So many other processes that count, all of them counting."""
+    with ExitStack() as stack:
+        for _ in range(number):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+
+
+def measure(decoders: Mapping[str, ToldDecoder], busy: Iterable[int], rounds: int, steps: int) -> Samples:
+    """All settings in turns, in an order that alternates, in each round with all numbers of busy processes."""
+    samples: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for turn in range(rounds):
+        for number in busy:
+            with busy_processes(number):
+                for name in list(decoders)[:: -1 if turn % 2 else 1]:
+                    for cache, seconds in decoders[name].seconds(steps).items():
+                        samples[name, number][cache] += seconds
+    return samples
+
+
+def cells_of(samples: Samples) -> list[dict[str, Any]]:
+    """A cell for each setting and number of busy processes: medians, and how they compare with others."""
+    seconds = {
+        key: {cache: statistics.median(taken) for cache, taken in of_caches.items()}
+        for key, of_caches in samples.items()
+    }
+
+    def ratios(key: tuple[str, int], other: tuple[str, int]) -> dict[str, float]:
+        return {cache: seconds[key][cache] / seconds[other][cache] for cache in seconds[key]}
+
+    return [
+        {
+            "setting": setting,
+            "busy_processes": number,
+            "median_seconds": seconds[setting, number],
+            "times_quiet": ratios((setting, number), (setting, 0)),
+            "times_default": ratios((setting, number), (DEFAULT, number)),
+            "times_stock": {cache: taken / of_caches[STOCK] for cache, taken in of_caches.items()},
+            "samples_seconds": {cache: list(taken) for cache, taken in samples[setting, number].items()},
+        }
+        for (setting, number), of_caches in seconds.items()
+    ]
+
+
+def table(cells: Sequence[Mapping[str, Any]], busy: Sequence[int]) -> str:
+    """Milliseconds of a step, a row for each setting, in columns by cache and number of busy processes."""
+    columns = [(cache, number) for cache in cells[0]["median_seconds"] for number in busy]
+    lines = ["ms a step" + " " * 16 + "".join(f"{f'{cache}, {number} busy':>15}" for cache, number in columns)]
+    for setting in dict.fromkeys(cell["setting"] for cell in cells):
+        of_setting = {cell["busy_processes"]: cell for cell in cells if cell["setting"] == setting}
+        shown = (
+            f"{1e3 * of_setting[number]['median_seconds'][cache]:.1f} ({of_setting[number]['times_quiet'][cache]:.1f}x)"
+            for cache, number in columns
+        )
+        lines.append(f"{setting:<25}" + "".join(f"{text:>15}" for text in shown))
+    lines.append("In brackets: times as long as with the same setting when nothing else runs.")
+    for cell in cells:
+        shown = (f"{cache} {ratio:.2f}x" for cache, ratio in cell["times_stock"].items() if cache != STOCK)
+        lines.append(f"against stock, {cell['setting']}, {cell['busy_processes']} busy: {', '.join(shown)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/busy_machine)")
+    parser.add_argument("--settings", choices=SETTINGS, nargs="+", default=list(SETTINGS), help="besides the default")
+    parser.add_argument("--busy", type=int, nargs="+", default=[1, 2], help="numbers of busy processes, besides none")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=8192, help="tokens (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="timed in each turn with each cache")
+    arguments = parser.parse_args()
+    chosen = list(dict.fromkeys([DEFAULT, *arguments.settings]))
+    busy = sorted({0, *arguments.busy})
+    with ExitStack() as stack:
+        decoders = {}
+        for name in chosen:
+            decoder = ToldDecoder(SETTINGS[name], arguments.layers, arguments.context)
+            decoders[name] = stack.enter_context(closing(decoder))
+            print(f"{name}: threads of {', '.join(f'{place} {number}' for place, number in decoder.threads.items())}")
+        threads = {name: decoder.threads for name, decoder in decoders.items()}
+        cells = cells_of(measure(decoders, busy, arguments.rounds, arguments.steps))
+    print(table(cells, busy))
+    record = {
+        "layers": arguments.layers,
+        "vocabulary": VOCABULARY,
+        "dtype": str(DTYPE),
+        "context_tokens": arguments.context,
+        "prefill": "synthetic",
+        "rounds": arguments.rounds,
+        "steps": arguments.steps,
+        "settings": {name: {"environment": SETTINGS[name], "threads": threads[name]} for name in chosen},
+        "cells": cells,
+    }
+    print(f"record: {records.save('busy_machine', record, arguments.out)}")
+    quiet = cells[0]["median_seconds"]
+    times = {
+        decoder: {
+            name: [
+                round(cell["median_seconds"][decoder] / quiet[decoder], 2) for cell in cells if cell["setting"] == name
+            ]
+            for name in chosen
+        }
+        for decoder in DECODERS
+    }
+    print(json.dumps(times))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""
+A token whose keys and values are shared out to several processes, against one process with as many threads.
+
+Each process of the group has one thread and one processor, keeps its share of the blocks and attends to it; what they
+find is merged once a layer, by messages of gloo. The other process has as many threads as there are processes, and
+keeps everything. Where all share one socket there is no bandwidth to gain: what is measured is what sharing costs.
+`attention` is that of all layers of Llama-3.2-1B's shape, stored and attended to as a model does; `step` is the whole
+model with random weights in bfloat16, which every process reads for itself. Keys and values are random. They take
+turns; who waits, sleeps. All of it is repeated with new processes, and ratios are the medians of theirs.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import textwrap
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+
+from experiments.common import records
+from experiments.common.decoding import GreedyDecoder
+from experiments.common.synthetic import fill, llama_1b_config, random_states
+from experiments.common.timing import seconds_of
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, minmax, set_num_threads
+from hf_hybrid_cache.models.random_weights import random_llama
+
+DTYPE = torch.bfloat16
+# With all of Llama 3.2-1B's, weights would take more time than keys and values.
+VOCABULARY = 4096
+ATTENTION, STEP = "attention", "step"
+
+
+class Together:
+    """
+    Processes that attend together, or one alone, ready when this returns; told a number, all do so many tokens.
+
+    Args:
+        processes: how many; each keeps a share.
+        threads: of each.
+        config: of the model.
+        bits: of the cache; `None` for full precision.
+        context: tokens in it.
+
+    Attributes:
+        host_bytes: that the cache of each process holds.
+    """
+
+    def __init__(self, processes: int, threads: int, config: LlamaConfig, bits: int | None, context: int):
+        start = get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        self._pipes = []
+        for rank in range(processes):
+            ours, theirs = start.Pipe()
+            given = (theirs, rank, processes, meeting, threads, config, bits, context)
+            start.Process(target=_process, args=given, daemon=True).start()
+            self._pipes.append(ours)
+        self.host_bytes: list[int] = [pipe.recv() for pipe in self._pipes]
+
+    def seconds(self, what: str, tokens: int) -> list[float]:
+        """Of each token, as the first process has them."""
+        for pipe in self._pipes:
+            pipe.send((what, tokens))
+        taken: list[list[float]] = [pipe.recv() for pipe in self._pipes]
+        return taken[0]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.send(None)
+
+
+def _process(
+    pipe: Connection,
+    rank: int,
+    processes: int,
+    meeting: str,
+    threads: int,
+    config: LlamaConfig,
+    bits: int | None,
+    context: int,
+) -> None:
+    torch.set_num_threads(threads)
+    set_num_threads(threads)
+    group = None
+    if processes > 1:
+        # As a process on a socket of its own is; gloo's thread runs there, too.
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+        group = distributed.group.WORLD
+    cache: HybridCache
+    if bits is None:
+        cache = DynamicHybridCache(config, cpu_decode=True, group=group)
+    else:
+        cache = HybridCache(config, Placement(cpu_decode=True), codec=minmax(bits, rotate=True), group=group)
+    fill(cache, config, context, DTYPE, chunk=4096)
+    held = cache.memory().host_bytes
+    decoder = GreedyDecoder(random_llama(config, DTYPE), cache)
+    actions = {ATTENTION: _attention(cache, config), STEP: decoder.step}
+    for action in actions.values():
+        action()  # compiles
+    pipe.send(held)
+    while (told := pipe.recv()) is not None:
+        what, tokens = told
+        if group is not None:
+            distributed.barrier()
+        actions[what]()
+        pipe.send([seconds_of(actions[what]) for _ in range(tokens)])
+    if group is not None:
+        distributed.destroy_process_group()
+
+
+def _attention(cache: HybridCache, config: LlamaConfig) -> Callable[[], None]:
+    """One token's attention in all layers."""
+    torch.manual_seed(1)
+    states = random_states(config, 1, DTYPE)
+    query = torch.randn(1, config.num_attention_heads, 1, states.shape[3]).to(DTYPE)
+
+    @torch.inference_mode()
+    def attend() -> None:
+        for layer in range(config.num_hidden_layers):
+            keys, values = cache.update(states, states, layer)
+            scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    return attend
+
+
+def measure(
+    config: LlamaConfig, processes: int, bits: int | None, context: int, starts: int, rounds: int, tokens: int
+) -> dict[str, Any]:
+    """A cell: both in turns, in an order that alternates; a first round is not counted."""
+    samples: dict[str, dict[str, list[list[float]]]] = {what: {"one": [], "shared": []} for what in (ATTENTION, STEP)}
+    for _ in range(starts):
+        with ExitStack() as stack:
+            given = config, bits, context
+            sides = {
+                name: stack.enter_context(closing(Together(count, threads, *given)))
+                for name, count, threads in (("one", 1, processes), ("shared", processes, 1))
+            }
+            for of_side in (of_side for of_sides in samples.values() for of_side in of_sides.values()):
+                of_side.append([])
+            for turn in range(rounds + 1):
+                for what, of_sides in samples.items():
+                    for name in list(sides)[:: 1 if turn % 2 else -1]:
+                        seconds = sides[name].seconds(what, tokens)
+                        if turn:
+                            of_sides[name][-1] += seconds
+    medians = {
+        what: {name: [statistics.median(of_start) for of_start in of_starts] for name, of_starts in of_sides.items()}
+        for what, of_sides in samples.items()
+    }
+    ratios = {
+        what: [shared / one for one, shared in zip(of_sides["one"], of_sides["shared"], strict=True)]
+        for what, of_sides in medians.items()
+    }
+    held = {name: side.host_bytes for name, side in sides.items()}
+    return {
+        "processes": processes,
+        "bits": bits,
+        "context_tokens": context,
+        "median_seconds": {
+            what: {name: statistics.median(seconds) for name, seconds in of_sides.items()}
+            for what, of_sides in medians.items()
+        },
+        "times_one": {what: statistics.median(of_starts) for what, of_starts in ratios.items()},
+        "times_one_of_starts": ratios,
+        "host_bytes": held,
+        "share_of_bytes": max(held["shared"]) / held["one"][0],
+        "samples_seconds": samples,
+    }
+
+
+def row(cell: dict[str, Any]) -> str:
+    """What is printed of a cell."""
+    times = "".join(
+        f"{1e3 * of_sides['one']:>10.1f}{1e3 * of_sides['shared']:>10.1f}{cell['times_one'][what]:>8.2f}"
+        for what, of_sides in cell["median_seconds"].items()
+    )
+    bits = "bf16" if cell["bits"] is None else cell["bits"]
+    return f"{cell['context_tokens']:>9,}{bits:>6}{cell['processes']:>11}{times}{cell['share_of_bytes']:>9.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of the record (default: in results/shared_attention)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 131_072])
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4], help="16 is bfloat16")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--starts", type=int, default=3, help="new processes: one is faster than the next all its life")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=4, help="timed in each turn")
+    options = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    config = llama_1b_config(options.layers)
+    config.vocab_size = VOCABULARY
+    head = "".join(f"{f'{what}: one':>12}, shared, times" for what in (ATTENTION, STEP))
+    print(f"{'tokens':>9}{'bits':>6}{'processes':>11}  {head} (ms)  share of bytes")
+    cells = []
+    for processes in options.processes:
+        for context in options.contexts:
+            for bits in options.bits:
+                width = None if bits == 16 else bits
+                cells.append(measure(config, processes, width, context, options.starts, options.rounds, options.tokens))
+                print(row(cells[-1]), flush=True)
+    record = {
+        "layers": options.layers,
+        "vocabulary": VOCABULARY,
+        "dtype": str(DTYPE),
+        "prefill": "synthetic",
+        "starts": options.starts,
+        "rounds": options.rounds,
+        "tokens": options.tokens,
+        "cells": cells,
+    }
+    print(f"record: {records.save('shared_attention', record, options.out)}")
+    times = {f"{each['bits'] or 16} bits, {each['context_tokens']} tokens": each["times_one"] for each in cells}
+    print(json.dumps({name: {what: round(ratio, 2) for what, ratio in of.items()} for name, of in times.items()}))
+
+
+if __name__ == "__main__":
+    main()

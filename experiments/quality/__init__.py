@@ -1,0 +1,1 @@
+"""What few bits cost in quality."""

@@ -1,0 +1,1 @@
+"""Attention to selected pages: what it costs, and what it gains."""

@@ -1,0 +1,1 @@
+"""Decode steps and prompts: ours, beside transformers."""

@@ -1,0 +1,162 @@
+"""
+One decode step of attention on the CPU, ours against torch's: milliseconds, and bytes of keys and values a second.
+
+One layer of Llama-3.2-1B (8 KV heads with 4 queries each, head_dim 64). Ours is what a model gets: attention over the
+handles of a cache, of full precision or quantized; "portable" is the quantized one without integer dot products. Torch
+gets its own best layout, once with the queries packed into the KV heads, and once with enable_gqa=True, as transformers
+calls it. All formats and ways take turns. Data is cold and code is warm, as in the layers of a model: before each
+sample large buffers are read, and then the same call runs over a few other tokens. The ceiling is a plain sum of as
+many bytes. With `--queries` each head has several, as when guessed tokens are checked together: then arithmetic is the
+limit.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from experiments.common import records
+from experiments.common.bandwidth import MemoryReader, mapped_words, plain_sum, read_bandwidth
+from experiments.common.options import experiment_parser
+from experiments.common.synthetic import decode_states, llama_1b_config, random_states
+from experiments.common.timing import in_turns, medians
+from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels, uses_integer_kernels
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+FORMATS = [*DTYPES, *BITS]
+# Tokens in the call that warms up the code: some of them are quantized.
+WARM_UP_TOKENS = 320
+
+
+class Layer:
+    """
+    One layer of random states in one format, and the ways to attend to it.
+
+    Attributes:
+        num_bytes: that hold the states.
+        ways: by name, what is timed.
+    """
+
+    def __init__(self, format_name: str, num_tokens: int, queries: int):
+        torch.manual_seed(0)
+        config, dtype = llama_1b_config(num_layers=1), DTYPES.get(format_name, torch.bfloat16)
+        keys, values = (random_states(config, num_tokens, dtype) for _ in range(2))
+        bits = BITS.get(format_name)
+        make_cache = partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache
+        cache = make_cache(config, cpu_decode=True)
+        query, our_keys, our_values = decode_states(config, keys, values, cache, queries)
+        self._cache = cache
+        self._dtype = dtype
+        self._packed = query.view(1, keys.shape[1], -1, keys.shape[-1])
+        self.num_bytes = cache.memory().host_bytes
+        ours = partial(scaled_dot_product_attention, query, our_keys, our_values, enable_gqa=True)
+        words = mapped_words(self.num_bytes // 8 * 8, "2 MiB")
+        self.ways: dict[str, Callable[[], Any]] = {"plain_sum": partial(plain_sum, words), "ours": ours}
+        if not bits:
+            self.ways["torch_packed"] = partial(scaled_dot_product_attention, self._packed, keys, values)
+            self.ways["torch_enable_gqa"] = partial(scaled_dot_product_attention, query, keys, values, enable_gqa=True)
+        elif uses_integer_kernels():
+            self.ways["portable"] = partial(without_integers, ours)
+
+    def check(self) -> dict[str, float]:
+        """The largest error of each way over the largest value; exact is attention to what the cache holds."""
+        stored: Any = copy.deepcopy(self._cache).layers[0]
+        exact = scaled_dot_product_attention(self._packed.float(), stored.keys.float(), stored.values.float())
+        attending = {name: way for name, way in self.ways.items() if name != "plain_sum"}
+        results = {name: way().view(exact.shape).float() for name, way in attending.items()}
+        errors = {name: float((result - exact).abs().max() / exact.abs().max()) for name, result in results.items()}
+        tolerance = max(4 * torch.finfo(self._dtype).eps, 1e-4)
+        for name in ("ours", "portable"):
+            if errors.get(name, 0.0) > tolerance:
+                raise AssertionError(f"{name} is off by {errors[name]:.1e} of the largest value")
+        return errors
+
+
+def without_integers(attend: Callable[[], Any]) -> Any:
+    set_integer_kernels(False)
+    try:
+        return attend()
+    finally:
+        set_integer_kernels(None)
+
+
+def measure(formats: list[str], num_tokens: int, queries: int, repeats: int, reader: MemoryReader) -> dict[str, Any]:
+    """Check that all ways give the same, then time them in turns; raw samples in seconds, by "format way"."""
+    layers = {name: Layer(name, num_tokens, queries) for name in formats}
+    others = {name: Layer(name, WARM_UP_TOKENS, queries) for name in formats}
+    errors = {name: layer.check() for name, layer in layers.items()}
+
+    def ways(of: dict[str, Layer]) -> dict[str, Callable[[], Any]]:
+        return {f"{name} {way}": action for name, layer in of.items() for way, action in layer.ways.items()}
+
+    warm_up = ways(others)
+
+    def make_data_cold_and_code_warm(name: str) -> None:
+        reader.read()
+        warm_up[name]()
+
+    reader.forget()
+    samples = in_turns(ways(layers), repeats, make_data_cold_and_code_warm)
+    seconds = medians(samples)
+    return {
+        "tokens": num_tokens,
+        "formats": {name: describe(name, layer, seconds, errors[name]) for name, layer in layers.items()},
+        "read_bandwidth": reader.report(),
+        "samples_seconds": samples,
+    }
+
+
+def describe(name: str, layer: Layer, seconds: dict[str, float], errors: dict[str, float]) -> dict[str, Any]:
+    """What was measured of one format: `ratio` says how many times as long the others take as ours."""
+    own = {way: seconds[f"{name} {way}"] for way in layer.ways}
+    ratio = {way: value / own["ours"] for way, value in own.items() if way not in ("ours", "plain_sum")}
+    if name != "bf16" and "bf16 ours" in seconds:
+        ratio["bf16"] = seconds["bf16 ours"] / own["ours"]
+    return {
+        "kv_bytes": layer.num_bytes,
+        "median_seconds": own,
+        "kv_bytes_per_second": layer.num_bytes / own["ours"],
+        "share_of_read_bandwidth": own["plain_sum"] / own["ours"],
+        "ratio": ratio,
+        "relative_errors": errors,
+    }
+
+
+def main() -> None:
+    parser = experiment_parser("kernel_bandwidth", __doc__)
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=FORMATS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536, 131_072])
+    parser.add_argument("--queries", type=int, default=1, help="of each head")
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    reader = MemoryReader(arguments.buffer_mib)
+    read_bandwidth(reader)
+    print(f"{'tokens':>8} {'format':>6} {'KV':>10} {'ours':>10} {'GB/s':>6} {'of a sum':>9}  ours is faster than")
+    cells, answer = [], {}
+    for num_tokens in arguments.tokens:
+        cell = measure(arguments.formats, num_tokens, arguments.queries, arguments.repeats, reader)
+        cells.append(cell)
+        for name, result in cell["formats"].items():
+            seconds, share = result["median_seconds"]["ours"], result["share_of_read_bandwidth"]
+            others = ", ".join(f"{other} {ratio:.2f}x" for other, ratio in result["ratio"].items())
+            print(
+                f"{num_tokens:>8,} {name:>6} {result['kv_bytes'] / 2**20:>6.1f} MiB {seconds * 1e3:>7.3f} ms "
+                f"{result['kv_bytes_per_second'] / 1e9:>6.1f} {share:>9.0%}  {others}",
+                flush=True,
+            )
+            shown = {**result["ratio"], "share_of_read_bandwidth": share}
+            answer[f"{name} {num_tokens}"] = {key: round(value, 2) for key, value in shown.items()}
+    record = {"queries": arguments.queries, "cells": cells}
+    folder = records.RESULTS / f"kernel_bandwidth{'' if arguments.queries == 1 else f'_{arguments.queries}_queries'}"
+    print(f"record: {records.save('kernel_bandwidth', record, arguments.out or folder)}")
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

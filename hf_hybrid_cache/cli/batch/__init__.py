@@ -1,0 +1,1 @@
+"""The command `batch`: many questions about many documents."""

@@ -1,0 +1,123 @@
+"""Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..console import UsageError
+
+Answer = dict[str, Any]
+# Fields of an answer besides those of its question; a question must not have them.
+RESULT_FIELDS = (
+    "answer",
+    "error",
+    "finish_reason",
+    "prompt_tokens",
+    "answer_tokens",
+    "seconds",
+    "document_tokens",
+    "read_tokens",
+    "documents",
+    "left_out",
+    "document_seconds",
+    "settings",
+)
+# Control characters act on a terminal, and many programs end a line at a separator.
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+
+
+def key_of(answer: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The id, the documents and the text of a question, or of the question of an answer."""
+    document = answer["document"]
+    return answer.get("id"), document if isinstance(document, str) else tuple(document), answer["question"]
+
+
+class AnswerFile:
+    """
+    A file of answers, a line of JSON each.
+
+    Args:
+        path: the file, which need not exist.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def read(self) -> list[Answer]:
+        """
+        Read all answers, without a last line that an interrupt cut off.
+
+        Raises:
+            UsageError: the file cannot be read, or another line is not an answer.
+        """
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UsageError(f"Cannot read {self.path}: {error.strerror}.") from error
+        lines = text[: text.rfind(b"\n") + 1].splitlines()
+        return [self._answer(number, line) for number, line in enumerate(lines, 1)]
+
+    def replace(self, answers: Iterable[Answer]) -> None:
+        """Replace all answers in the file, in one step."""
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.writelines(_line(answer) for answer in answers)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(self.path)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def add(self, answer: Answer) -> None:
+        """Write an answer at the end of the file."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(answer))
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> UsageError:
+        return UsageError(f"Cannot write {self.path}: {error.strerror}.")
+
+    def _answer(self, number: int, line: bytes) -> Answer:
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if isinstance(answer, dict) and _is_answer(answer):
+            return answer
+        raise UsageError(
+            f"{self.path}, line {number}: not an answer of this command. Give another --out; nothing was changed."
+        )
+
+
+class AnswerStream:
+    """Writes answers to standard output, a line of JSON each."""
+
+    def add(self, answer: Answer) -> None:
+        line = _line(answer)
+        if sys.stdout.isatty():
+            sys.stdout.write(line)  # where a bar is shown, this is written above it
+        else:
+            sys.stdout.buffer.write(line.encode())  # JSON is UTF-8, whatever the terminal is
+        sys.stdout.flush()
+
+
+def _is_answer(fields: Mapping[str, Any]) -> bool:
+    """Whether an object has the fields of an answer."""
+    document = fields.get("document")
+    names = document if isinstance(document, list) else [document]
+    is_known = all(isinstance(text, str) for text in [*names, fields.get("question")])
+    return is_known and isinstance(fields.get("id"), str | int | None) and ("answer" in fields or "error" in fields)
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(answer, ensure_ascii=False).translate(_ESCAPES) + "\n"

@@ -1,0 +1,41 @@
+"""Loading what answers the questions of a batch, here or in a job."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ..console import UsageError
+from ..loading.device import compile_kernels, load_model
+from .batch_options import BatchOptions
+from .document_questions import DocumentQuestions
+
+
+@dataclass(frozen=True)
+class BatchWork:
+    """
+    All that a job needs to answer questions; can be pickled.
+
+    Attributes:
+        options: how questions are answered.
+        folder: names of documents are relative to it.
+        kept_caches: a folder for the caches of documents; `None` keeps none.
+    """
+
+    options: BatchOptions
+    folder: Path
+    kept_caches: Path | None
+
+    def reader(self, notes: Console) -> DocumentQuestions:
+        """
+        Load the model that answers.
+
+        Raises:
+            UsageError: the model takes no text, or does not fit the options or the machine.
+            ModelLoadError: the model cannot be loaded.
+        """
+        ready = load_model(self.options.model, notes)
+        if ready.tokenizer is None:
+            raise UsageError(f"{self.options.model.name} has no tokenizer, so it takes no text.")
+        compile_kernels(ready.model, self.options.cache == "quantized", notes)
+        return DocumentQuestions(ready.model, ready.tokenizer, self.options, self.folder, self.kept_caches, notes)

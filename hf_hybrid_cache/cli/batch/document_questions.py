@@ -1,0 +1,188 @@
+"""All questions about one document, which is read once, or loaded from the file of its cache."""
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...cache import HybridCache
+from ...saving import CacheFileError
+from ..console import OUT_OF_MEMORY, UsageError, note
+from ..documents.document_budgets import document_budgets
+from ..documents.documents import read_documents
+from ..runs.answer_options import AnswerOptions
+from ..runs.finish_reason import finish_reason
+from ..runs.prompts import PromptError, context_length, document_prompt, question_tokens
+from ..runs.timed_run import CacheOptions, new_cache, timed_generate
+from .answers import Answer
+from .batch_options import BatchOptions
+from .batch_progress import BatchProgress
+from .questions import Question, by_document
+
+
+@dataclass(frozen=True)
+class DocumentQuestions:
+    """
+    Answers questions about one document after the other.
+
+    Attributes:
+        model: answers.
+        tokenizer: of the model.
+        options: how questions are answered.
+        folder: names of documents are relative to it.
+        kept_caches: a folder for the caches of documents, for the next run; `None` keeps none.
+        notes: receives remarks.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    options: BatchOptions
+    folder: Path
+    kept_caches: Path | None
+    notes: Console
+
+    def answers(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
+        """
+        Answer all questions about a document, then all about the next one.
+
+        An error that a user can correct, such as a missing document, becomes the `error` of its questions.
+        """
+        settings = self.options.settings()
+        for about_one in by_document(questions):
+            for answer in self._about_one(about_one, progress):
+                yield {**answer, "settings": settings}
+
+    def _about_one(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
+        """Answer all questions about one document."""
+        try:
+            start = time.perf_counter()
+            prefix, read = self._prefix(questions)
+            cache = self._filled(questions[0].documents[0], prefix, progress)
+            read["document_seconds"] = round(time.perf_counter() - start, 3)
+        except (UsageError, PromptError, MemoryError, RuntimeError) as error:
+            for question in questions:
+                yield _failed(question, error)
+            return
+        for number, question in enumerate(questions, 1):
+            try:
+                yield self._answer(question, prefix, cache, read, is_last=number == len(questions))
+            except (UsageError, PromptError, MemoryError, RuntimeError) as error:
+                yield _failed(question, error)
+
+    def _prefix(self, questions: Sequence[Question]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The tokens before a question, `[1, tokens]`, and the fields of an answer that describe the document."""
+        longest, max_new_tokens = context_length(self.model), self.options.answer.max_new_tokens
+        room = longest - max_new_tokens
+        if room < 1:
+            raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {longest:,} tokens.")
+        documents = read_documents(questions[0].documents, partial(note, self.notes), self.folder)
+        context = self.options.context
+        asked = self._longest_question(questions, room)
+        prompt = document_prompt(
+            self.tokenizer, documents.text, asked, context or room, room, True, self.options.system
+        )
+        if prompt.kept_tokens < prompt.document_tokens and context is None:
+            whole = f"The {documents.counted} {'has' if len(documents.files) == 1 else 'have'}"
+            raise UsageError(
+                f"{whole} {prompt.document_tokens:,} tokens, of which {prompt.kept_tokens:,} fit into a context of "
+                f"{longest:,} with the question and {max_new_tokens:,} new tokens. Pass --context to read "
+                "only the start, or use a model with a longer context."
+            )
+        read: dict[str, Any] = {"document_tokens": prompt.document_tokens, "read_tokens": prompt.kept_tokens}
+        if len(documents.files) > 1:
+            budgets = document_budgets(documents, self.tokenizer, prompt.kept_tokens)
+            read["documents"] = [asdict(budget) for budget in budgets]
+        if documents.skipped:
+            read["left_out"] = documents.skipped
+        return prompt.input_ids[:, : prompt.prefix_tokens], read
+
+    def _longest_question(self, questions: Sequence[Question], room: int) -> str:
+        """The longest question that leaves half of the room to the document; a longer one may fail alone."""
+        lengths = {
+            question.question: len(self.tokenizer(question.question, verbose=False)["input_ids"])
+            for question in questions
+        }
+        fitting = [text for text, length in lengths.items() if length <= room // 2]
+        return max(fitting, key=lengths.__getitem__) if fitting else min(lengths, key=lengths.__getitem__)
+
+    def _filled(self, document: str, prefix: torch.Tensor, progress: BatchProgress) -> HybridCache:
+        """Load or compute a cache of the tokens before a question."""
+        path = self._kept_at(Path(document), prefix)
+        if path is not None and path.exists():
+            try:
+                return HybridCache.load(path, self.model.config, device=self.model.device, token_ids=prefix)
+            except CacheFileError as error:
+                note(self.notes, f"{path} is computed anew: {error}")
+        cache_options = CacheOptions(bits=self.options.cache_bits)
+        cache = cast(HybridCache, new_cache(self.options.cache, self.model.config, cache_options))
+        one_token = AnswerOptions(1, prefill_chunk_size=self.options.answer.prefill_chunk_size)
+        with progress.reading(document, prefix.shape[1]) as advance:
+            timed_generate(self.model, prefix, cache, one_token, on_prefill=advance)
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                cache.save(path, prefix)
+            except (OSError, CacheFileError) as error:
+                note(self.notes, f"{path} is not kept: {error}")
+        return cache
+
+    def _kept_at(self, document: Path, prefix: torch.Tensor) -> Path | None:
+        """The file of this document's cache, as this model and these settings compute it."""
+        if self.kept_caches is None:
+            return None
+        digest = hashlib.sha256(json.dumps([self.options.cache_settings(), str(self.model.dtype)]).encode())
+        digest.update(prefix.numpy().tobytes())
+        return self.kept_caches / f"{document.stem or 'documents'}-{digest.hexdigest()[:16]}.safetensors"
+
+    def _answer(
+        self, question: Question, prefix: torch.Tensor, cache: HybridCache, read: dict[str, Any], is_last: bool
+    ) -> Answer:
+        """Answer one question; the cache goes back to the document unless this is the last question."""
+        asked = question_tokens(self.tokenizer, prefix[0].tolist(), question.question)
+        input_ids = torch.cat([prefix, torch.tensor([asked])], dim=1)
+        longest = context_length(self.model)
+        room = longest - input_ids.shape[1]
+        if room < 1:
+            raise PromptError(
+                f"The document takes {prefix.shape[1]:,} tokens, the question {len(asked):,}, and the model's context "
+                f"is {longest:,}: no room is left for an answer. Ask a shorter question."
+            )
+        limit = self.options.answer.max_new_tokens
+        options = replace(self.options.answer, max_new_tokens=min(limit, room))
+        # A quantized cache cannot be cropped without rounding again, so every question has a copy of it.
+        is_shared = not is_last and cache.is_croppable and not cache.codecs
+        used = cache if is_last or is_shared else copy.deepcopy(cache)
+        start = time.perf_counter()
+        try:
+            run = timed_generate(self.model, input_ids, used, options)
+        except BaseException:
+            if used is cache:
+                cache.reset()  # the next question computes the document anew
+            raise
+        if is_shared:
+            cache.crop(prefix.shape[1] - cache.get_seq_length())
+        return {
+            **question.fields,
+            "answer": str(self.tokenizer.decode(run.tokens, skip_special_tokens=True)).strip(),
+            "finish_reason": finish_reason(self.model, run.tokens, limit, room),
+            "prompt_tokens": input_ids.shape[1],
+            "answer_tokens": len(run.tokens),
+            "seconds": round(time.perf_counter() - start, 3),
+            **read,
+        }
+
+
+def _failed(question: Question, error: Exception) -> Answer:
+    """The answer that records an error; raises errors that are our own."""
+    if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
+        raise error
+    return {**question.fields, "error": next(iter(str(error).splitlines()), "") or type(error).__name__}

@@ -1,0 +1,1 @@
+"""The command `chat`: a conversation that keeps its cache."""

@@ -1,0 +1,63 @@
+"""All options of `chat`, checked together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..choices import DEFAULT_BITS
+from ..console import UsageError, cache_of_ours
+from ..files import STANDARD_INPUT
+from ..loading.model_options import ModelOptions
+from ..runs.answer_options import AnswerOptions
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """
+    The document of a conversation, its model and its cache.
+
+    Attributes:
+        documents: names of files and folders; empty for the default document.
+        load_cache: the file of a document or a conversation; `None` for a new cache.
+        model: which model answers.
+        cache: one of `CACHES` except "stock"; `None` for the cache that `bits` is for.
+        bits: of keys and values in a quantized cache; `None` for its default.
+        answer: how answers are generated, until `/set` changes it.
+        context: tokens of the documents in the prompt at most; `None` for as many as leave room to talk.
+        keeps_history: whether a file keeps what is typed.
+
+    Raises:
+        UsageError: options exclude each other, or there is no such cache.
+    """
+
+    documents: tuple[str, ...]
+    load_cache: Path | None
+    model: ModelOptions
+    cache: str | None
+    bits: int | None
+    answer: AnswerOptions
+    context: int | None
+    keeps_history: bool
+
+    def __post_init__(self) -> None:
+        cache_of_ours(self.cache, self.bits)
+        if STANDARD_INPUT in self.documents:
+            raise UsageError("Questions come from standard input: give the document as a file.")
+        given = {
+            "--document": self.documents or None,
+            "--cache": self.cache,
+            "--bits": self.bits,
+            "--context": self.context,
+        }
+        for option, value in given.items():
+            if self.load_cache and value is not None:
+                raise UsageError(f"--load-cache gives the document and the cache that were saved: drop {option}.")
+
+    @property
+    def cache_name(self) -> str:
+        """The cache that is used."""
+        return cache_of_ours(self.cache, self.bits)
+
+    @property
+    def cache_bits(self) -> int:
+        """Bits of keys and values in a quantized cache."""
+        return self.bits or DEFAULT_BITS

@@ -1,0 +1,1 @@
+"""Running a command in several processes, which torchrun starts."""

@@ -1,0 +1,1 @@
+"""The documents of a prompt: reading them, and how many tokens of each the prompt keeps."""

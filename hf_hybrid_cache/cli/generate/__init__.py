@@ -1,0 +1,1 @@
+"""The command `generate`: one answer, or a comparison of caches."""

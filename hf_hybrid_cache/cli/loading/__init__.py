@@ -1,0 +1,1 @@
+"""Loading a model as the options say: its device, type, weights and experts."""

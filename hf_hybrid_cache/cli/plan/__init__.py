@@ -1,0 +1,1 @@
+"""The command `plan`: what fits, and how fast it is."""

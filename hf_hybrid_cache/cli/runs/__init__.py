@@ -1,0 +1,1 @@
+"""One run of `generate`: prompt, sampling, times, and why it ended."""

@@ -1,0 +1,45 @@
+"""One timed generation, with a bar for its prefill on a terminal."""
+
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .answer_options import AnswerOptions
+from .prefill_bar import PrefillBar, progress_bars
+from .timed_run import Run, timed_generate
+
+
+def shown_run(
+    notes: Console,
+    title: str,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: Cache,
+    options: AnswerOptions,
+    on_token: Callable[[int], None] | None = None,
+) -> Run:
+    """
+    Generate as `timed_generate` does, and show a bar for the tokens that the cache lacks.
+
+    Args:
+        notes: shows the bar, on a terminal.
+        title: stands before the bar.
+        model: of any decoder architecture.
+        input_ids: `[1, tokens]`, the prompt.
+        cache: empty, or with the first tokens of the prompt.
+        options: how the prompt is read and the answer is generated.
+        on_token: called with each new token.
+    """
+    num_cached = cache.get_seq_length()
+    with progress_bars(notes, is_transient=True) as bars:
+        bar = PrefillBar(bars, title, input_ids.shape[1] - 1 - num_cached, num_cached)
+
+        def on_each_token(token: int) -> None:
+            bars.stop()  # before the answer is written where the bar was
+            if on_token:
+                on_token(token)
+
+        return timed_generate(model, input_ids, cache, options, bar.advance, on_each_token)

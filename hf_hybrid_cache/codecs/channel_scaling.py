@@ -1,0 +1,190 @@
+"""Channel scaling: factors for each head's keys, or values, before they are rotated and quantized."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelScaling:
+    """
+    A linear map of each head's keys or values that codes are made of, and its inverse.
+
+    Attributes:
+        weights: float32, on the CPU: `[num_kv_heads, head_dim]`, a factor for each channel, or
+            `[num_kv_heads, head_dim, head_dim]`, a matrix that row vectors are multiplied by.
+
+    Raises:
+        ValueError: it is of another shape, or has no inverse in float32.
+    """
+
+    weights: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shape = self.weights.shape
+        if len(shape) not in (2, 3) or shape[1:2] != shape[-1:] or 0 in shape or self.weights.dtype != torch.float32:
+            raise ValueError(
+                f"Weights must be float32 [num_kv_heads, head_dim] or [num_kv_heads, head_dim, head_dim], got "
+                f"{self.weights.dtype} {list(shape)}."
+            )
+        try:
+            invertible = bool(torch.isfinite(self.weights).all() and torch.isfinite(self.inverse).all())
+        except torch.linalg.LinAlgError:
+            invertible = False
+        if not invertible:
+            raise ValueError("Some of the weights have no inverse.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChannelScaling) and torch.equal(self.weights, other.weights)
+
+    def __hash__(self) -> int:
+        return hash((self.weights.shape, self.weights.numpy().tobytes()))
+
+    def __deepcopy__(self, memo: dict) -> "ChannelScaling":
+        return self
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether channels are mixed."""
+        return self.weights.dim() == 3
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """The inverse factors, of the same shape."""
+        weights = self.weights.double()
+        return (torch.linalg.inv(weights) if self.is_matrix else 1 / weights).float().contiguous()
+
+    @property
+    def array(self) -> np.ndarray:
+        """`weights`, for a kernel."""
+        array: np.ndarray = self.weights.numpy()
+        return array
+
+    @cached_property
+    def inverse_array(self) -> np.ndarray:
+        """`inverse`, for a kernel."""
+        array: np.ndarray = self.inverse.numpy()
+        return array
+
+    def applied(self, states: torch.Tensor) -> torch.Tensor:
+        """`states`, `[batch, num_kv_heads, tokens, head_dim]`, times the weights, in float32."""
+        return self._times(states, self.weights)
+
+    def undone(self, states: torch.Tensor) -> torch.Tensor:
+        """The inverse of `applied`."""
+        return self._times(states, self.inverse)
+
+    def require_fit(self, num_kv_heads: int, head_dim: int) -> None:
+        """
+        Check that it is for so many heads of this size.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if tuple(self.weights.shape[:2]) != (num_kv_heads, head_dim):
+            raise ValueError(
+                f"The codec was chosen for {self.weights.shape[0]} KV heads of {self.weights.shape[1]}, and there are "
+                f"{num_kv_heads} of {head_dim}. Use the codecs of a cache for this model, or rotate='auto'."
+            )
+
+    def _times(self, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        weights = weights.to(states.device)
+        return states.float() @ weights if self.is_matrix else states.float() * weights.unsqueeze(1)
+
+
+def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> torch.Tensor:
+    """
+    What to multiply the channels of keys by, so that codes of the rotated products cost attention least.
+
+    A rotation spreads the error of the codes evenly over channels, in proportion to all of them; in a score a query
+    weighs it. For factors f the expected square of a score's error is proportional to sum(f² k²) sum(q² / f²), of mean
+    squares k² of the keys and q² of the queries. The least, (sum |k| |q|)², is at f = sqrt(|q| / |k|). It is never more
+    than without factors or, as far as the numbers are spread alike, without a rotation. It does not change with the
+    scale of a channel of the keys, if that of the queries is its inverse. Weighing keys by queries is as in SmoothQuant
+    (arXiv:2211.10438) and QServe's SmoothAttention (arXiv:2405.04532), where no rotation follows.
+
+    Args:
+        keys: `[batch, num_kv_heads, blocks * 64, head_dim]`. Their mean in a block costs nothing, so k² is without it.
+        query_squares: `[num_kv_heads, head_dim]`; `None` if no query was seen: then those are expected that go with the
+            keys' squares as they do in models at hand, the less the more the keys' channels differ.
+
+    Returns:
+        float32 `[num_kv_heads, head_dim]`, at most 1.
+    """
+    blocks = keys.detach().to("cpu", torch.float64).unflatten(2, (-1, _BLOCK))
+    variances, means = torch.var_mean(blocks, dim=3, correction=0)
+    squares, mean_squares = variances.mean(dim=(0, 2)), means.square().mean(dim=(0, 2))
+    # A low that is far from zero is rounded, which widens the range.
+    squares = _shares(squares + _ROUNDED_SHARE * mean_squares)
+    if query_squares is None:
+        differences = squares.log().var(dim=1, correction=0, keepdim=True)
+        surplus = (differences - _USUAL_DIFFERENCES).clamp_min(0)
+        slope = (_USUAL_SLOPE * _USUAL_DIFFERENCES - surplus) / (_USUAL_DIFFERENCES + surplus)
+        factors = squares ** ((slope - 1) / 4)
+    else:
+        products = squares * _shares(query_squares.to("cpu", torch.float64))
+        # Few queries may have next to nothing in a channel by chance.
+        products = products.clamp_min(_LEAST_PRODUCT * products.mean(dim=1, keepdim=True))
+        factors = (products / squares.square()) ** 0.25
+    factors = factors / factors.amax(dim=1, keepdim=True)
+    # A few digits do, and hide in which order threads have added up.
+    return factors.to(torch.bfloat16).float().clamp_min(_LEAST_FACTOR)
+
+
+def _shares(squares: torch.Tensor) -> torch.Tensor:
+    """Fractions of the largest of a head, `[num_kv_heads, head_dim]`, never zero."""
+    largest = squares.amax(dim=1, keepdim=True)
+    return torch.where(largest > 0, squares / largest, 1.0).clamp_min(_LEAST_SHARE)
+
+
+def rotation_matrix_for_values(values: torch.Tensor) -> torch.Tensor | None:
+    """
+    What to multiply values by, so that codes of the rotated products cost the output of attention least.
+
+    How much an error in a direction matters is up to the output projection, which a cache does not see. If it matters
+    the same in all directions, the best matrix is C^(-1/4), of the values' second moments C, for the reason that
+    `factors_for_keys` gives. If values are a mixture by a matrix M of such, the projection holds the inverse of M, and
+    the best power goes to -1/2 as M outweighs what values of models at hand have. The logarithms of C's eigenvalues
+    tell: their variance is what is usual, and that of M, and what comes from the number of tokens.
+
+    Args:
+        values: `[batch, num_kv_heads, tokens, head_dim]`.
+
+    Returns:
+        float32 `[num_kv_heads, head_dim, head_dim]`, symmetric; `None` where plain rotated values are nearly as good.
+    """
+    rows = values.detach().to("cpu", torch.float64).transpose(0, 1).flatten(1, 2)
+    tokens, head_dim = rows.shape[1:]
+    if tokens < _TOKENS_A_CHANNEL * head_dim:
+        return None
+    moments = rows.mT @ rows / tokens
+    # Without the axes, which take three times as long, and few layers need.
+    eigenvalues = _shares(torch.linalg.eigvalsh(moments))
+    gain = eigenvalues.mean(dim=1) / eigenvalues.sqrt().mean(dim=1).square()
+    if gain.mean() < _WORTH_ROTATING:
+        return None
+    eigenvalues, axes = torch.linalg.eigh(moments)
+    eigenvalues = _shares(eigenvalues)
+    found = eigenvalues.log().var(dim=1, correction=0, keepdim=True).clamp_min(_LEAST_SHARE)
+    real = (found - _CHANCE * head_dim / tokens).clamp_min(_LEAST_SHARE)
+    power = real / found * (0.5 - 0.25 * _USUAL_SPREAD / real).clamp_min(0.25)
+    scales = eigenvalues**-power
+    scales = scales / scales.log().mean(dim=1, keepdim=True).exp()
+    return ((axes * scales.unsqueeze(1)) @ axes.mT).float()
+
+
+_BLOCK = 64
+# Of bfloat16 lows beside ranges of four to five standard deviations.
+_ROUNDED_SHARE = 1e-6
+_LEAST_SHARE = 1e-8
+_LEAST_PRODUCT = 0.05
+_LEAST_FACTOR = 2.0**-20
+# Seen in SmolLM2-135M, Qwen2.5-Coder-0.5B and Gemma-3-270M (docs/log.md): the variance of the logarithms of the keys'
+# mean squares, how the logarithms of the queries' follow them, and the variance of those of the eigenvalues of values.
+_USUAL_DIFFERENCES, _USUAL_SLOPE, _USUAL_SPREAD = 0.8, 0.5, 1.8
+# How far the number of tokens spreads these eigenvalues, times tokens a channel; how many are needed.
+_CHANCE, _TOKENS_A_CHANNEL = 3, 2
+# Of the mean square of the error of values, for which mixing is worth its work.
+_WORTH_ROTATING = 1.3

@@ -1,0 +1,211 @@
+"""Attention to a layer's tokens in parts, and the parts merged: the launches of the kernels."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels import PackedLayout
+from .placing import on_device
+
+# Programs for each of a device's processors, so that some read while others compute.
+_PROGRAMS_EACH = 4
+# With larger tiles a program takes more memory than its threads can share on desktop GPUs (99 KiB).
+_LEAST_TILE, _MOST_BYTES_A_COLUMN, LONGEST_HEAD = 16, 64, 256
+# Triton's, said because its default changes.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+class Codes(NamedTuple):
+    """
+    Quantized blocks of a layer.
+
+    Attributes:
+        keys: packed blocks, uint8 `[batch, num_kv_heads, blocks, bytes]`; a packed block is one piece of memory.
+        values: likewise.
+        first: tokens in full precision before them.
+        key_layout: of the packed blocks of keys.
+        value_layout: of those of values.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int
+    key_layout: PackedLayout
+    value_layout: PackedLayout
+
+
+class Splits(NamedTuple):
+    """
+    What attention to parts of the tokens gives.
+
+    Attributes:
+        outs: float32 `[batch, num_kv_heads, rows, splits, value_dim]`, softmax of a part's scores times its values; of
+            all parts but the last as the codes have them, rotated and mixed.
+        lse: float32 `[batch, num_kv_heads, rows, splits]`, natural log of the sum of the exponentials of its
+            scores; minus infinity where none of its tokens is seen.
+    """
+
+    outs: torch.Tensor
+    lse: torch.Tensor
+
+
+def attend_in_splits(
+    query: torch.Tensor,
+    turned: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: Codes,
+    length: int,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> Splits:
+    """
+    Attend to quantized blocks, and, as the last part, to the tokens in full precision around them.
+
+    Args:
+        query: `[batch, num_kv_heads, rows, key_dim]`; rows are the queries of one query head after the other.
+        turned: float32, the same as the products with codes need them.
+        keys: in full precision, `[batch, num_kv_heads, tokens, key_dim]`: before the quantized blocks, and after them.
+        values: likewise, `[batch, num_kv_heads, tokens, value_dim]`.
+        codes: the blocks.
+        length: queries of one query head.
+        mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, length, tokens]`, where
+            any of the first three may be 1.
+        scale: of the scores.
+
+    Returns:
+        each part's result; all tensors are on one device, on which Triton runs (`runs_on`).
+    """
+    from .quantized_attention import attend_kernel, types_of_products
+
+    batch, heads, num_rows, key_dim = query.shape
+    value_dim, num_blocks = values.shape[3], codes.keys.shape[2]
+    shape, options = shape_arguments(query.dtype, num_rows, (key_dim, value_dim), codes.key_layout, codes.value_layout)
+    row_tiles = -(-num_rows // shape["ROWS_TILE"])
+    # All programs at once, the one for the tokens in full precision too.
+    wanted = max(1, _PROGRAMS_EACH * _num_processors(query.device) // (batch * heads * row_tiles) - 1)
+    blocks_each = max(1, -(-num_blocks // wanted))
+    num_splits = -(-num_blocks // blocks_each) + 1
+    query, keys, values = (_in_rows(each) for each in (query, keys, values))
+    outs = query.new_empty((batch, heads, num_rows, num_splits, value_dim), dtype=torch.float32)
+    lse = query.new_empty((batch, heads, num_rows, num_splits), dtype=torch.float32)
+    kind, seen, mask_strides = _mask_arguments(mask, query)
+    of_codes, of_states = types_of_products(query.dtype)
+    with on_device(query.device):
+        attend_kernel[(batch * heads, num_splits, row_tiles)](
+            query,
+            turned.contiguous(),
+            keys,
+            values,
+            codes.keys,
+            codes.values,
+            seen,
+            outs,
+            lse,
+            scale,
+            num_blocks,
+            codes.first,
+            keys.shape[2],
+            blocks_each,
+            num_rows,
+            heads,
+            length,
+            *query.stride()[:3],
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            *codes.keys.stride()[:3],
+            *codes.values.stride()[:3],
+            *mask_strides,
+            MASK=kind,
+            OF_CODES=of_codes,
+            OF_STATES=of_states,
+            **shape,
+            **options,
+        )
+    return Splits(outs, lse)
+
+
+def merged(splits: Splits, result_map: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """
+    All parts in one.
+
+    Args:
+        splits: of one call.
+        result_map: float32 `[num_kv_heads, value_dim, value_dim]`, or `[1, value_dim, value_dim]` for all heads, what
+            results of codes are multiplied with from the right; `None` for nothing.
+        dtype: of the result.
+
+    Returns:
+        `[batch, num_kv_heads, rows, value_dim]`; zeros where no token is seen.
+    """
+    from .merging import merge_kernel
+
+    batch, heads, num_rows, num_splits, value_dim = splits.outs.shape
+    result = splits.outs.new_empty((batch, heads, num_rows, value_dim), dtype=dtype)
+    has_one_each = result_map is not None and result_map.shape[0] > 1
+    with on_device(result.device):
+        merge_kernel[(batch * heads * num_rows,)](
+            splits.outs,
+            splits.lse,
+            splits.outs if result_map is None else result_map,
+            result,
+            num_rows,
+            heads,
+            num_splits,
+            value_dim * value_dim if has_one_each else 0,
+            VALUE_DIM=value_dim,
+            VALUE_TILE=_filled(value_dim),
+            IS_MAPPED=result_map is not None,
+            **OPTIONS,
+        )
+    return result
+
+
+def shape_arguments(
+    dtype: torch.dtype, num_rows: int, dims: tuple[int, int], key_layout: PackedLayout, value_layout: PackedLayout
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Compile-time constants of the kernel for these states, and options of Triton."""
+    constants = {
+        "KEY_DIM": dims[0],
+        "KEY_BITS": key_layout.bits,
+        "KEY_INNER": key_layout.inner,
+        "KEY_GROUP": key_layout.group,
+        "KEY_TILE": _filled(key_layout.inner),
+        "VALUE_DIM": dims[1],
+        "VALUE_BITS": value_layout.bits,
+        "VALUE_LANES": value_layout.lanes,
+        "VALUE_GROUP": value_layout.group,
+        "VALUE_TILE": _filled(value_layout.lanes),
+        "ROWS_TILE": min(_filled(num_rows), _MOST_BYTES_A_COLUMN // dtype.itemsize),
+    }
+    # Blocks that are read ahead take memory that threads share, of which numbers of 32 bits take twice as much.
+    is_large = max(dims) > 128 and key_layout.bits + value_layout.bits > 12
+    return constants, OPTIONS | {"num_stages": 1 if dtype == torch.float32 else 2 if is_large else 3}
+
+
+def _filled(dim: int) -> int:
+    """To a power of two that products take."""
+    return max(_LEAST_TILE, 1 << (dim - 1).bit_length())
+
+
+def _in_rows(states: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a state next to each other, as they are but for views of a model that lays them out else."""
+    return states if states.stride(3) == 1 else states.contiguous()
+
+
+def _mask_arguments(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, int, int]]:
+    """The kind of a mask, what the kernel reads of it, and its strides, 0 where one value is for all."""
+    if mask is None:
+        return "none", query, (0, 0, 0)
+    mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    batch, head, row = (0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False))
+    if mask.dtype == torch.bool:
+        return "visible", mask.view(torch.uint8), (batch, head, row)
+    return "bias", mask, (batch, head, row)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    # The interpreter runs one program after the other; some parts are made there, too, to be merged.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,119 @@
+"""
+Operands: a block of keys or values in the form that products with many query rows read.
+
+An operand is float32, or pairs of bfloat16 if the processor multiplies those (`packed_tiles`). It is made once for
+hundreds of rows.
+"""
+
+import numba
+import numpy as np
+
+from ..quantized.quantization import as_number, in_words, rounded_to_upper_half
+from ..vector.compiled import jit_function
+from ..vector.tiles import pointer, widen
+from .packed_tiles import is_packed
+
+_UPPER_HALF = np.uint32(0xFFFF0000)
+
+
+@jit_function
+def unpacked_or_packed(element, source, rows, columns, filled_rows, target):
+    """
+    Write the first rows of a block of `element`, `[rows, columns]`, as an operand, with zeros up to `filled_rows`.
+
+    source, target: addresses; filled_rows: an even number.
+    """
+    if is_packed(element):
+        _pack(source, rows, columns, filled_rows, target)
+        return
+    widen(element, source, rows * columns, target)
+    rest = numba.carray(pointer(target + rows * columns * 4, numba.float32(0)), ((filled_rows - rows) * columns,))
+    for index in range(rest.size):
+        rest[index] = 0
+
+
+@jit_function
+def _pack(source, rows, columns, filled_rows, target):
+    for row in range(0, filled_rows, 2):
+        first = numba.carray(pointer(source + row * columns * 2, numba.uint16(0)), (columns,))
+        second = numba.carray(pointer(source + (row + 1) * columns * 2, numba.uint16(0)), (columns,))
+        pairs = numba.carray(pointer(target + row * columns * 2, numba.uint32(0)), (columns,))
+        if row + 1 < rows:
+            for column in range(columns):
+                pairs[column] = np.uint32(first[column]) | np.uint32(np.uint32(second[column]) << np.uint32(16))
+        elif row < rows:
+            for column in range(columns):
+                pairs[column] = first[column]
+        else:
+            for column in range(columns):
+                pairs[column] = 0
+
+
+@jit_function
+def dequantized(element, packed_block, bits, inner, lanes, group, target):
+    """
+    Dequantize a packed block, `[inner, lanes]`, to an operand of the same form as those of `element`.
+
+    packed_block, target: addresses; the others as in `quantized_blocks.PackedLayout`.
+    """
+    groups = (lanes + group - 1) // group
+    scales = packed_block + inner * bits // 8 * lanes
+    minima = scales + groups * inner * 2
+    for index in range(0, inner, 2):
+        for number in range(groups):
+            start, size = number * group, min(group, lanes - number * group)
+            at = (number * inner + index) * 2
+            first = _codes(packed_block, index, bits, lanes, start)
+            second = _codes(packed_block, index + 1, bits, lanes, start)
+            parts = (
+                _bfloat16(scales + at),
+                _bfloat16(minima + at),
+                _bfloat16(scales + at + 2),
+                _bfloat16(minima + at + 2),
+            )
+            if is_packed(element):
+                _dequantize_pairs(first, second, bits, size, parts, target + (index // 2 * lanes + start) * 4)
+            else:
+                place = target + (index * lanes + start) * 4
+                _dequantize(first, bits, size, parts[0], parts[1], place)
+                _dequantize(second, bits, size, parts[2], parts[3], place + lanes * 4)
+
+
+@jit_function
+def _codes(packed_block, index, bits, lanes, start):
+    """The address of the words that hold the codes of an index, from a lane on, and the lowest bit of the codes."""
+    word, position = in_words(index, bits)
+    return packed_block + (word * lanes + start) * 4, position
+
+
+@jit_function
+def _bfloat16(address):
+    return as_number(np.uint32(np.uint32(numba.carray(pointer(address, numba.uint16(0)), (1,))[0]) << np.uint32(16)))
+
+
+@jit_function
+def _dequantize(codes, bits, size, scale, minimum, target):
+    address, position = codes
+    words = numba.carray(pointer(address, numba.uint32(0)), (size,))
+    numbers = numba.carray(pointer(target, numba.float32(0)), (size,))
+    mask = np.uint32((1 << bits) - 1)
+    for lane in range(size):
+        code = np.uint32(words[lane] >> position) & mask
+        numbers[lane] = minimum + scale * np.float32(np.int32(code))
+
+
+@jit_function
+def _dequantize_pairs(first, second, bits, size, parts, target):
+    (first_address, first_position), (second_address, second_position) = first, second
+    first_scale, first_minimum, second_scale, second_minimum = parts
+    first_words = numba.carray(pointer(first_address, numba.uint32(0)), (size,))
+    second_words = numba.carray(pointer(second_address, numba.uint32(0)), (size,))
+    pairs = numba.carray(pointer(target, numba.uint32(0)), (size,))
+    mask = np.uint32((1 << bits) - 1)
+    for lane in range(size):
+        first_code = np.uint32(first_words[lane] >> first_position) & mask
+        second_code = np.uint32(second_words[lane] >> second_position) & mask
+        a = np.float32(first_minimum + first_scale * np.float32(np.int32(first_code))).view(np.uint32)
+        b = np.float32(second_minimum + second_scale * np.float32(np.int32(second_code))).view(np.uint32)
+        upper = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) & _UPPER_HALF
+        pairs[lane] = np.uint32(rounded_to_upper_half(a)) | upper

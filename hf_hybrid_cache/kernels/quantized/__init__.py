@@ -1,0 +1,1 @@
+"""Quantized blocks: their layout, quantization, and products with their integers."""

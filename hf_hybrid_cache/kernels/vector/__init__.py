@@ -1,0 +1,1 @@
+"""The parts that all kernels use: compilation, threads, vector instructions."""

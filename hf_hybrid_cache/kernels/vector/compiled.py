@@ -1,0 +1,83 @@
+"""Compilation of kernels: once for each element type, state of the sources and processor; kept on disk."""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import numba
+from numba.core.registry import CPUDispatcher
+
+from ...errors import HybridCacheError
+from .kernel_files import KernelFiles
+
+# `contract` allows fused multiply-add. Not `ninf` or `nnan`: a maximum starts at minus infinity.
+_FAST = {"contract", "nsz", "arcp"}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+# Wrappers for callers in Python take a tenth of the time to compile, and only kernels have such callers.
+_UNWRAPPED = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+class KernelsDisabledError(HybridCacheError, RuntimeError):
+    """A kernel is needed, but `NUMBA_DISABLE_JIT` forbids Numba to compile."""
+
+
+class Kernel(CPUDispatcher):
+    """A compiled function that Python calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.files = KernelFiles(self.py_func)
+        self.enable_caching()
+
+    def enable_caching(self) -> None:
+        """Keep compiled code on disk."""
+        self._cache = self.files
+
+    def compile(self, sig: Any) -> Any:
+        """
+        Compile for a tuple of types, as a call does, or load the compiled code.
+
+        Raises:
+            KernelsDisabledError: `NUMBA_DISABLE_JIT` forbids it.
+        """
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+            raise KernelsDisabledError(
+                "Attention, quantized caches and quantized weights on the CPU need compiled kernels, and "
+                "NUMBA_DISABLE_JIT forbids Numba to compile: unset it."
+            )
+        with self.files.turn():
+            return super().compile(sig)
+
+
+# A kernel, and the types of its arguments.
+Needed = tuple[Kernel, tuple[Any, ...]]
+
+
+def jit(function: Callable[..., Any]) -> Kernel:
+    """Make a kernel, which Python calls."""
+    options = {"nopython": True, "boundscheck": None, "fastmath": _FAST, **_OPTIONS}
+    return Kernel(function, targetoptions=options)
+
+
+def taking_numbers(kernel: Kernel, **others: Any) -> tuple[Any, ...]:
+    """
+    The types of a kernel's arguments: booleans where a name begins with `is_` or `has_`, other numbers are integers.
+
+    Args:
+        kernel: takes numbers.
+        others: types of arguments, by name, that differ.
+    """
+
+    def type_of(name: str) -> Any:
+        return others.get(name, numba.boolean if name.startswith(("is_", "has_")) else numba.int64)
+
+    return tuple(map(type_of, signature(kernel.py_func).parameters))
+
+
+_njit: Callable[..., Any] = numba.njit
+# For functions that other compiled functions call.
+jit_function: Callable[..., Any] = _njit(fastmath=_FAST, **_UNWRAPPED)
+# For functions that are called for each block or row: LLVM inlines them, so arguments are not passed.
+jit_inlined: Callable[..., Any] = _njit(fastmath=_FAST, forceinline=True, **_UNWRAPPED)
+# For loops over finite numbers, or whose result is then thrown away: minimum and maximum become vector instructions.
+jit_finite: Callable[..., Any] = _njit(fastmath={*_FAST, "nnan", "ninf"}, forceinline=True, **_UNWRAPPED)

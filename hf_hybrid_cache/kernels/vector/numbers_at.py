@@ -1,0 +1,90 @@
+"""Numbers at addresses, float32 or bfloat16. Making an array of a tensor takes longer than a small product."""
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import vector_ir as vec
+from .compiled import jit_function
+from .tiles import pointer
+from .vector_ir import FLOATS, INT16, INTS, LANES
+
+
+class Numbers(NamedTuple):
+    """The address of numbers, and their type: bfloat16 or float32."""
+
+    address: int
+    is_bfloat16: bool
+
+
+@jit_function
+def address_of(numbers, index):
+    """The address of one number."""
+    return numbers.address + index * (2 if numbers.is_bfloat16 else 4)
+
+
+@jit_function
+def load_numbers(numbers, first, count, out):
+    """Write `count` numbers, from index `first` on, to float32 `out`."""
+    if numbers.is_bfloat16:
+        halves = numba.carray(pointer(numbers.address, np.uint16(0)), first + count)
+        for index in range(count):
+            out[index] = np.uint32(np.uint32(halves[first + index]) << np.uint32(16)).view(np.float32)
+    else:
+        singles = numba.carray(pointer(numbers.address, np.float32(0)), first + count)
+        for index in range(count):
+            out[index] = singles[first + index]
+
+
+@jit_function
+def store_numbers(given, numbers, first, count):
+    """Write the first `count` of float32 `given` from index `first` on, rounded to bfloat16 if the numbers are that."""
+    if numbers.is_bfloat16:
+        halves = numba.carray(pointer(numbers.address, np.uint16(0)), first + count)
+        for index in range(count):
+            bits = np.float32(given[index]).view(np.uint32)
+            rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+            # Rounding could turn NaN into infinity.
+            kept = rounded if given[index] == given[index] else bits | np.uint32(0x400000)
+            halves[first + index] = np.uint16(kept >> np.uint32(16))
+    else:
+        singles = numba.carray(pointer(numbers.address, np.float32(0)), first + count)
+        for index in range(count):
+            singles[first + index] = given[index]
+
+
+@intrinsic
+def store_sixteen(typing_context: Any, given: Any, factor: Any, bias: Any, is_bfloat16: Any, out: Any) -> Any:
+    """
+    Write sixteen numbers `given * factor + bias`, as bfloat16 or float32.
+
+    given, bias: addresses of float32 `[LANES]`; factor: float32; out: address.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        given, factor, bias, is_bfloat16, out = arguments
+        given, bias = (vec.load(builder, each, FLOATS) for each in (given, bias))
+        result = vec.multiply_add(builder, given, vec.splat(builder, factor), bias)
+        with builder.if_else(is_bfloat16) as (then, otherwise):
+            with then:
+                not_a_number = builder.or_(builder.bitcast(result, INTS), vec.ints(0x400000))
+                is_number = builder.fcmp_ordered("ord", result, result)
+                bits = builder.select(is_number, vec.rounded_to_bfloat16(builder, result), not_a_number)
+                halves = builder.trunc(builder.lshr(bits, vec.ints(16)), ir.VectorType(INT16, LANES))
+                builder.store(halves, builder.inttoptr(out, halves.type.as_pointer()), align=2)
+            with otherwise:
+                vec.store(builder, result, out)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.boolean, types.int64), generate
+
+
+@jit_function
+def clear_numbers(numbers, count):
+    """Write `count` zeros."""
+    halves = numba.carray(pointer(numbers.address, np.uint16(0)), count if numbers.is_bfloat16 else 2 * count)
+    halves[:] = 0

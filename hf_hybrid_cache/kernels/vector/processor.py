@@ -1,0 +1,51 @@
+"""
+Which instructions the processor has.
+
+Numba compiles for the processor of this machine, or for the one that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` name.
+"""
+
+import sys
+from functools import cache
+from typing import Any
+
+from llvmlite import binding
+from numba.core.registry import cpu_target
+
+# Instructions for integer dot products, by the features that they need.
+AVX512_VNNI = ("avx512f", "avx512vnni")
+AVX_VNNI = ("avxvnni",)
+AVX512 = ("avx512f", "avx512bw")
+AVX2 = ("avx2",)
+_AVX512_BF16 = ("avx512f", "avx512bw", "avx512bf16")
+
+
+def has_feature(context: Any, feature: str) -> bool:
+    """Whether code is compiled for a processor with `feature`."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
+
+
+@cache
+def has_features(features: tuple[str, ...]) -> bool:
+    """Whether code is compiled for a processor with all of these features."""
+    return all(has_feature(cpu_target.target_context, feature) for feature in features)
+
+
+def has_pair_dot() -> bool:
+    """Whether there are dot products of pairs of 16-bit integers (x86-64 with AVX2)."""
+    return any(map(has_features, (AVX512_VNNI, AVX_VNNI, AVX512, AVX2)))
+
+
+def has_gemm() -> bool:
+    """Whether four products of 8-bit integers are added to 32 bits in one instruction (x86-64 with AVX512-VNNI)."""
+    return has_features(AVX512_VNNI)
+
+
+def has_bfloat16_products() -> bool:
+    """Whether bfloat16 are multiplied in pairs (x86-64 with AVX512-BF16)."""
+    return sys.byteorder == "little" and has_features(_AVX512_BF16)
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this machine multiplies tiles of bfloat16 (x86-64 with AMX), as torch does; the kernels do not."""
+    return bool(binding.get_host_cpu_features().get("amx-bf16"))

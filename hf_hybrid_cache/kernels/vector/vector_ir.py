@@ -1,0 +1,317 @@
+"""
+LLVM instructions for vectors of sixteen floats.
+
+LLVM splits a vector of sixteen into the processor's registers: one with AVX-512, two with AVX2, four with SSE or Neon.
+The instructions are written out because LLVM's vectoriser prefers 256 bits and spills the accumulators of a tile, which
+is 2.3 times slower (docs/log.md).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import initialize_native_asmparser
+from numba.core import cgutils
+
+from .processor import has_feature
+
+# Dot products are inline assembly. Numba's cache may bring it to a process that generates none, and LLVM aborts if the
+# assembly parser is missing.
+initialize_native_asmparser()
+
+LANES = 16
+CACHE_LINE = 64
+
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT = ir.FloatType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+FOUR = ir.VectorType(FLOAT, 4)
+INTS = ir.VectorType(INT32, LANES)
+
+# Smaller floats do not matter beside any number of a model, and their reciprocal would overflow.
+NEGLIGIBLE = 1e-30
+
+
+def floats(value: float) -> ir.Constant:
+    """A vector with `value` in all lanes."""
+    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+
+
+def ints(value: int) -> ir.Constant:
+    return ir.Constant(INTS, [value] * LANES)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """A vector with `scalar` in all lanes."""
+    nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    return shuffle(builder, builder.insert_element(nothing, scalar, INT32(0)), nothing, [0] * LANES)
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """A * b + c, in one instruction if the processor has it."""
+    return call(builder, "llvm.fmuladd.v16f32", FLOATS, a, b, c)
+
+
+def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
+    """Choose lanes of `a`, which count from 0, and of `b`, which count on after those of `a`."""
+    chosen = list(lanes)
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(chosen)), chosen))
+
+
+def fold(
+    builder: ir.IRBuilder,
+    vectors: Sequence[ir.Value],
+    operation: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value],
+) -> ir.Value:
+    """Fold each of four vectors into one number; the first four lanes of the result hold the first number."""
+    a, b, c, d = vectors
+
+    def join(left: ir.Value, right: ir.Value, run: int) -> ir.Value:
+        firsts = [lane for lane in range(2 * LANES) if lane % (2 * run) < run]
+        seconds = [lane + run for lane in firsts]
+        return operation(builder, shuffle(builder, left, right, firsts), shuffle(builder, left, right, seconds))
+
+    folded = join(join(a, b, 8), join(c, d, 8), 4)
+    for distance in (2, 1):
+        folded = operation(
+            builder, folded, shuffle(builder, folded, folded, [lane ^ distance for lane in range(LANES)])
+        )
+    return folded
+
+
+def fold_sixteen(
+    builder: ir.IRBuilder,
+    vectors: Sequence[ir.Value],
+    operation: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value],
+) -> ir.Value:
+    """Fold each of sixteen vectors into one number; lane k of the result holds the number of vector k."""
+
+    def join(left: ir.Value, right: ir.Value, *lanes: Sequence[int]) -> ir.Value:
+        return operation(builder, *(shuffle(builder, left, right, each) for each in lanes))
+
+    def halved(vectors: Sequence[ir.Value], *lanes: Sequence[int]) -> list[ir.Value]:
+        return [join(a, b, *lanes) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+
+    def in_quarters(*lanes: int) -> list[int]:
+        """The same `lanes` of each quarter: 0 to 3 are of the left vector's quarter, 4 to 7 of the right one's."""
+        return [lane % 4 + lane // 4 * LANES + start for start in range(0, LANES, 4) for lane in lanes]
+
+    # This order lets most shuffles stay within a quarter of the vector, which is fastest.
+    left = [vectors[lane % 4 * 4 + lane // 4] for lane in range(LANES)]
+    left = halved(left, [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)])
+    firsts = [lane for lane in range(2 * LANES) if lane % 8 < 4]
+    left = halved(left, firsts, [lane + 4 for lane in firsts])
+    left = halved(left, in_quarters(0, 1, 4, 5), in_quarters(2, 3, 6, 7))
+    [result] = halved(left, in_quarters(0, 2, 4, 6), in_quarters(1, 3, 5, 7))
+    return result
+
+
+def load_four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Load four floats, each into four lanes, as `fold` gives them."""
+    four = load(builder, address, FOUR)
+    return shuffle(builder, four, four, [lane // 4 for lane in range(LANES)])
+
+
+def store_four(builder: ir.IRBuilder, vector: ir.Value, address: ir.Value) -> None:
+    store(builder, shuffle(builder, vector, vector, range(0, LANES, 4)), address)
+
+
+def splat_fourth(builder: ir.IRBuilder, vector: ir.Value, index: int) -> ir.Value:
+    """A vector with one of the four numbers that `fold` gives in all lanes."""
+    return shuffle(builder, vector, vector, [4 * index] * LANES)
+
+
+def narrowed(
+    context: Any, builder: ir.IRBuilder, vectors: Sequence[ir.Value], kind: ir.Type, order: Sequence[int]
+) -> ir.Value:
+    """Truncate vectors of integers to `kind`, with the lanes of each in `order`, and concatenate them."""
+    if len(vectors) == 1:
+        [vector] = vectors
+        return builder.trunc(shuffle(builder, vector, vector, order), ir.VectorType(kind, LANES))
+    if kind.width > 8 or not has_feature(context, "avx512vbmi"):
+        narrow = [narrowed(context, builder, [vector], kind, order) for vector in vectors]
+        return joined(builder, narrow)
+    per_lane = INT32.width // kind.width
+    parts = [builder.bitcast(vector, ir.VectorType(kind, LANES * per_lane)) for vector in vectors]
+    places = [lane * per_lane for lane in order]
+    # The processor picks bytes from two vectors in one instruction.
+    second = [LANES * per_lane + place for place in places]
+    return joined(
+        builder, [shuffle(builder, a, b, places + second) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    )
+
+
+def joined(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
+    """Concatenate vectors of the same length; their number is a power of two."""
+    parts = list(vectors)
+    while len(parts) > 1:
+        lanes = range(2 * parts[0].type.count)
+        parts = [shuffle(builder, a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.fadd(a, b)
+
+
+def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger of the two, and `b` if either is NaN: one instruction of x86-64."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def absolute(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    return call(builder, "llvm.fabs.v16f32", FLOATS, vector)
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> None:
+    """Prefetch the cache lines from `address` on into the second-level cache; any address is allowed."""
+    pointer = INT8.as_pointer()
+    function = _intrinsic(builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, INT32, INT32, INT32])
+    for offset in range(0, num_bytes, CACHE_LINE):
+        line = builder.inttoptr(builder.add(address, INT64(offset)), pointer)
+        builder.call(function, [line, INT32(0), INT32(2), INT32(1)])
+
+
+# Adding `_SHIFT` to a float leaves its nearest integer in the last bits.
+_SHIFT, _SHIFT_BITS = 12582912.0, 0x4B400000
+
+
+def nearest_integers(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
+    """The nearest integers of numbers * factors, of at most 22 bits."""
+    return builder.sub(shifted_integers(builder, numbers, factors), ints(_SHIFT_BITS))
+
+
+def shifted_integers(builder: ir.IRBuilder, numbers: ir.Value, factors: ir.Value) -> ir.Value:
+    """The nearest integers of numbers * factors, each plus `_SHIFT_BITS`; their last 22 bits are right."""
+    return builder.bitcast(multiply_add(builder, numbers, factors, floats(_SHIFT)), INTS)
+
+
+def without_shift(builder: ir.IRBuilder, sums: ir.Value, count: ir.Value) -> ir.Value:
+    """The sum of `count` integers, from the sum of as many shifted ones."""
+    return builder.sub(sums, splat(builder, builder.mul(builder.trunc(count, INT32), INT32(_SHIFT_BITS))))
+
+
+def rounded_to_bfloat16(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """Integers whose upper halves are the nearest bfloat16 of sixteen finite floats."""
+    bits = builder.bitcast(numbers, INTS)
+    is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
+    return builder.add(bits, builder.add(is_odd, ints(0x7FFF)))
+
+
+# Coefficients of 1, x, x^2, ..., by degree; relative errors are 1e-7, 3e-6 and 2e-3.
+_EXP2_COEFFICIENTS = {
+    6: (
+        1.0,
+        0.6931471880262281,
+        0.24022650760567918,
+        0.055503571142199365,
+        0.009618082557297484,
+        0.0013390863364337894,
+        0.00015453162940998934,
+    ),
+    4: (1.0, 0.6931241750717163, 0.24024099111557007, 0.05590642988681793, 0.009582854807376862),
+    2: (1.0, 0.7036011815071106, 0.24203532934188843),
+}
+
+
+def exp2(context: Any, builder: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
+    """
+    2 to the power of sixteen floats of at most 0.
+
+    The relative error is 1e-7 for degree 6 and 3e-6 for degree 4. Powers of numbers below -126 are 0, NaN stays NaN.
+    The nearest integer is split off; a polynomial gives the power of the rest, in [-0.5, 0.5]. Of degree 6 it is
+    Chebyshev's interpolation; of degree 4 it has the least relative error of those that are 1 at 0.
+    """
+    if has_feature(context, "avx512f"):
+        is_left = builder.fcmp_unordered(">=", x, floats(-126.0))
+        return _scaled_power(builder, x, degree, builder.bitcast(is_left, INT16))
+    power = _power(builder, x, degree)
+    # Adding to the exponent could turn NaN into a number.
+    otherwise = maximum(builder, floats(0.0), x)
+    return builder.select(builder.fcmp_ordered(">=", x, floats(-126.0)), power, otherwise)
+
+
+def rough_exp2(context: Any, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """
+    2 to the power of sixteen floats, to 2e-3 relative.
+
+    Numbers below -126 or above 127 give the power of that limit, NaN stays NaN.
+    """
+    x = maximum(builder, floats(-126.0), x)
+    x = builder.select(builder.fcmp_ordered("<", floats(127.0), x), floats(127.0), x)
+    return _scaled_power(builder, x, 2) if has_feature(context, "avx512f") else _power(builder, x, 2)
+
+
+def _power(builder: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
+    """2 to the power of floats from -126 to 127. The last bits of a shifted float hold the nearest integer."""
+    shifted = builder.fadd(x, floats(_SHIFT))
+    power = _of_fraction(builder, builder.fsub(x, builder.fsub(shifted, floats(_SHIFT))), degree)
+    exponent = builder.shl(builder.bitcast(shifted, INTS), ints(23))
+    return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
+
+
+def _scaled_power(builder: ir.IRBuilder, x: ir.Value, degree: int, lanes: ir.Value | None = None) -> ir.Value:
+    """2 to the power of any floats, and zero outside `lanes`, by AVX-512, whose instructions handle both limits."""
+    whole = call(builder, "llvm.nearbyint.v16f32", FLOATS, x)
+    power = _of_fraction(builder, builder.fsub(x, whole), degree)
+    everywhere, to_nearest = INT16(-1), INT32(4)
+    arguments = power, whole, floats(0.0), everywhere if lanes is None else lanes, to_nearest
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, *arguments)
+
+
+def _of_fraction(builder: ir.IRBuilder, fraction: ir.Value, degree: int) -> ir.Value:
+    highest, *others = reversed(_EXP2_COEFFICIENTS[degree])
+    power = floats(highest)
+    for coefficient in others:
+        power = multiply_add(builder, power, fraction, floats(coefficient))
+    return power
+
+
+def loop(
+    builder: ir.IRBuilder,
+    count: ir.Value,
+    carried: Sequence[ir.Value],
+    body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+) -> list[ir.Value]:
+    """
+    Run `body(index, values)` for `count` indices, at least one.
+
+    `values` are the results of `body` for the index before; they are `carried` for the first index. They stay in
+    registers.
+    """
+    before, function = builder.block, builder.function
+    head, done = function.append_basic_block("loop"), function.append_basic_block("done")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(INT64)
+    index.add_incoming(INT64(0), before)
+    values = []
+    for initial in carried:
+        value = builder.phi(initial.type)
+        value.add_incoming(initial, before)
+        values.append(value)
+    results = body(index, values)
+    following = builder.add(index, INT64(1))
+    index.add_incoming(following, builder.block)
+    for value, result in zip(values, results, strict=True):
+        value.add_incoming(result, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), head, done)
+    builder.position_at_end(done)
+    return results
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    return builder.call(_intrinsic(builder, name, result, [argument.type for argument in arguments]), arguments)
+
+
+def _intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> ir.Function:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)

@@ -1,0 +1,1 @@
+"""Products with weights in host memory, quantized or not, and with those of chosen experts."""

@@ -1,0 +1,275 @@
+"""Keys and values of one layer of which several processes keep a share each."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..processes import OutOfStepError, Peers
+from .growth import GRANULE
+from .host_store import HostStore
+from .kv_store import KVShape, KVStore, Pair
+from .quantized_shard import QuantizedShard
+from .shard import Shard
+from .token_buffer import TokenBuffer
+
+# Of what a process tells the others at once.
+_MESSAGE_BYTES = 16 * 2**20
+# By how much sums over new keys may differ, of the sum of their magnitudes: processors round differently.
+_SAME = 0.01
+# Numbers that tell how far a process has come.
+MARK_SIZE = 4
+_HALF_OF_COUNT = 2**20
+
+
+class Part(NamedTuple):
+    """
+    Rows of 64 tokens, or packed blocks, that a share is made of.
+
+    Attributes:
+        store: holds own rows.
+        entries: tokens, or packed blocks, of the whole sequence.
+        runs: numbers of the blocks of the whole sequence, in the order of rows.
+    """
+
+    store: HostStore
+    entries: int
+    runs: tuple[range, ...]
+
+
+class ShardedStore(KVStore):
+    """
+    A sequence whose blocks are shared out to the processes of a group; `num_tokens` are those of all of it.
+
+    All of them store the same new tokens in the same order, and each keeps its own (see `Shard`). To read all states,
+    or rows, is for all processes to do at once.
+
+    Args:
+        shape: of the states.
+        local: for the own share, empty.
+        shard: of this process.
+        peers: the processes of the group.
+        is_compared: whether to compare with others what new keys are like; enough for one layer of a model.
+    """
+
+    def __init__(
+        self, shape: KVShape, local: HostStore | QuantizedShard, shard: Shard, peers: Peers, is_compared: bool = False
+    ):
+        super().__init__(shape)
+        self.local = local
+        self.peers = peers
+        self._own = shard
+        self._is_compared = is_compared
+        self._likeness = (0.0, 0.0)
+
+    def __deepcopy__(self, memo: dict) -> "ShardedStore":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.local = copy.deepcopy(self.local, memo)
+        return twin
+
+    @property
+    def shard(self) -> Shard:
+        """What this process keeps: everything while a codec is still to be chosen."""
+        return self.local.shard if isinstance(self.local, QuantizedShard) else self._own
+
+    @property
+    def is_intact(self) -> bool:
+        whole = self.local.num_tokens == self.shard.tokens(self.num_tokens)
+        return super().is_intact and self.local.is_intact and whole
+
+    @property
+    def wants_queries(self) -> bool:
+        return self.local.wants_queries
+
+    @property
+    def held_bytes(self) -> int:
+        return self.local.held_bytes
+
+    def observe(self, query: torch.Tensor) -> None:
+        self.local.observe(query)
+
+    def take_pending(self) -> None:
+        self.local.take_pending()
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store new states; returns all, which others are asked for unless the new ones are all there are."""
+        only_these = self.num_tokens == 0
+        self.extend(keys, values)
+        return (keys, values) if only_these else self.read()
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        end = self.num_tokens + keys.shape[2]
+        if isinstance(self.local, QuantizedShard):
+            self.local.extend_to(end, keys, values)
+        else:
+            self.local.extend(*(self.shard.part(states, self.num_tokens) for states in (keys, values)))
+        if self._is_compared:
+            total, magnitude = self._likeness
+            numbers = keys[:, :, -1:].float()
+            self._likeness = total + float(numbers.sum()), magnitude + float(numbers.abs().sum())
+        self._set_length(end)
+
+    def read(self) -> Pair:
+        states = self.local.read()
+        if not self.shard.is_all:
+            states = self._read_together(states[0]), self._read_together(states[1])
+        keys, values = (each.to(self.shape.device) for each in states)
+        return keys, values
+
+    def take_from(self, other: KVStore) -> None:
+        assert isinstance(other, ShardedStore)
+        self.local.take_from(other.local)
+        self._likeness = other._likeness
+        self._set_length(other.num_tokens)
+
+    def buffers(self) -> Iterable[TokenBuffer]:
+        return self.local.buffers()
+
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        return self.local.planned_bytes([self._own.tokens(length) for length in lengths])
+
+    def truncate(self, num_tokens: int) -> None:
+        if isinstance(self.local, QuantizedShard):
+            self.local.truncate_to(num_tokens)
+        else:
+            self.local.truncate(self.shard.tokens(num_tokens))
+        self._set_length(num_tokens)
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        with self._changing():
+            self.local.select_batch(indices)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
+
+    def wait_for_copies(self) -> None:
+        self.local.wait_for_copies()
+
+    def close(self) -> None:
+        super().close()
+        self.local.close()
+
+    def mark(self) -> list[float]:
+        """What tells the others how far this process has come: `MARK_SIZE` numbers that float32 has."""
+        return [*divmod(self.num_tokens, _HALF_OF_COUNT), *self._likeness]
+
+    def require_same(self, marks: Sequence[Sequence[float]]) -> None:
+        """
+        Check that all processes have come as far.
+
+        Args:
+            marks: of all, in the order of ranks.
+
+        Raises:
+            OutOfStepError: another one has more or fewer tokens, or others.
+        """
+        own, self._likeness = marks[self.peers.rank], (0.0, 0.0)
+        for rank, mark in enumerate(marks):
+            if mark == own:
+                continue
+            here, there = (f"rank {self.peers.rank_of_all(each)}" for each in (self.peers.rank, rank))
+            if mark[:2] != own[:2]:
+                count = int(mark[0]) * _HALF_OF_COUNT + int(mark[1])
+                raise OutOfStepError(
+                    f"A cache has {count:,} tokens at {there} and {self.num_tokens:,} at {here}: call the model in all "
+                    "processes with the same inputs and options."
+                )
+            if abs(mark[2] - own[2]) > _SAME * own[3]:
+                raise OutOfStepError(
+                    f"{there.capitalize()} and {here} compute different tokens: call generate in all processes with "
+                    "the same inputs and options; to sample, call transformers.set_seed in all with the same number."
+                )
+
+    def parts(self) -> dict[str, Part]:
+        """Own rows, by the names that they have in a file."""
+        self.take_pending()
+        blocks = -(-self.num_tokens // GRANULE)
+        if not isinstance(self.local, QuantizedShard):
+            return {"states": Part(self.local, self.num_tokens, (range(blocks),))}
+        full, packed, quantized = self.local.full, self.local.packed, self.local.sequence_blocks
+        assert isinstance(full, HostStore)
+        assert isinstance(packed, HostStore)
+        first = min(self.local.codec.sink_tokens // GRANULE, blocks)
+        return {
+            "full": Part(full, self.num_tokens - quantized * GRANULE, (range(first), range(first + quantized, blocks))),
+            "packed": Part(packed, quantized, (range(first, first + quantized),)),
+        }
+
+    def own_rows(self, part: Part) -> list[bool]:
+        """Of the rows that one process would have, whether this one keeps it."""
+        return [self.shard.owns(block) for run in part.runs for block in run]
+
+    def expect(self, entries: Mapping[str, int]) -> None:
+        """
+        Make rows, in this empty store, for the own ones of so many entries in all parts, with any content.
+
+        Raises:
+            ValueError: the parts are others, or no sequence has so many.
+            HostMemoryError: the host has no capacity for them; nothing has changed then.
+        """
+        local = self.local
+        if entries.keys() != self.parts().keys():
+            raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.parts())}")
+        if isinstance(local, QuantizedShard):
+            quantized, full = entries["packed"], entries["full"]
+            num_tokens = full + quantized * GRANULE
+            if quantized and full < local.codec.sink_tokens:
+                raise ValueError(f"there are {quantized:,} quantized blocks after {full:,} tokens")
+            local.expect(num_tokens, quantized)
+        else:
+            num_tokens = entries["states"]
+            local.make_rows(self.shard.tokens(num_tokens))
+        self._set_length(num_tokens)
+
+    def rows_together(self, part: Part, role: int) -> Iterator[torch.Tensor]:
+        """
+        The rows of all processes as one would have them, some at a time; all processes do this at once.
+
+        Args:
+            part: one of `parts`.
+            role: 0 for keys, 1 for values.
+        """
+        part.store.wait_for_copies()
+        part.store.clear_rest()
+        own = part.store.rows()[role]
+        at_once = _blocks_at_once(own.shape[1:].numel() * own.itemsize, self.shard.size)
+        done = 0
+        for run in part.runs:
+            rows = min(at_once, -(-len(run) // self.shard.size))
+            for start in range(run.start, run.stop, max(1, rows * self.shard.size)):
+                blocks = torch.arange(start, min(start + rows * self.shard.size, run.stop))
+                count = self.shard.blocks(int(blocks[-1]) + 1) - self.shard.blocks(start)
+                if self.shard.is_all:
+                    yield own[done : done + count]
+                else:
+                    message = own.new_zeros((rows, *own.shape[1:]))
+                    message[:count] = own[done : done + count]
+                    received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
+                    firsts = torch.tensor([Shard(rank, self.shard.size).blocks(start) for rank in range(len(received))])
+                    ranks = blocks % self.shard.size
+                    yield received[ranks, blocks // self.shard.size - firsts[ranks]]
+                done += count
+
+    def _read_together(self, own: torch.Tensor) -> torch.Tensor:
+        """States `[batch, heads, tokens, head_dim]` of the whole sequence; `own` are those of this process."""
+        batch, heads, _, head_dim = own.shape
+        size = self.shard.size
+        states = own.new_empty(batch, heads, self.num_tokens, head_dim)
+        rows = max(1, -(-self.num_tokens // (GRANULE * size)))
+        step = min(rows, _blocks_at_once(batch * heads * GRANULE * head_dim * own.itemsize, size)) * GRANULE
+        for start in range(0, rows * GRANULE, step):
+            piece = own[:, :, start : start + step]
+            message = own.new_zeros(batch, heads, step, head_dim)
+            message[:, :, : piece.shape[2]] = piece
+            received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
+            # [size, batch, heads, blocks, 64, head_dim], where blocks of all take turns
+            in_order = received.unflatten(3, (-1, GRANULE)).permute(1, 2, 3, 0, 4, 5).flatten(2, 4)
+            target = states[:, :, start * size : start * size + in_order.shape[2]]
+            target.copy_(in_order[:, :, : target.shape[2]])
+        return states
+
+
+def _blocks_at_once(block_bytes: int, size: int) -> int:
+    """Of each process, in a message that it sends to all others."""
+    return max(1, _MESSAGE_BYTES // max(1, block_bytes) // size)

@@ -1,0 +1,199 @@
+"""Quantized matrices in host memory."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import torch
+
+from ..kernels import (
+    CACHE_LINE,
+    PANEL_ROWS,
+    ExpertCall,
+    PanelLayout,
+    PanelProducts,
+    compile_quantized_weights_in_background,
+    dequantize_panels,
+    dequantize_row,
+    factor_of,
+    multiply_many,
+    quantize_panels,
+    uses_gemm,
+)
+from ..storage import huge_page_memory
+from .matrices import Matrices
+
+# With more tokens, arithmetic limits the products, and torch is faster.
+MOST_TOKENS = 64
+# Up to so many tokens, those of a decode step, are not rounded to 8 bits, though that would be faster.
+_MOST_FINE_TOKENS = 32
+# Bytes of a weight that are dequantized at a time, for torch: few enough to stay in the last-level cache, and at least
+# as many rows as torch needs to be fast. With many tokens larger products are faster, though they leave the cache.
+_DEQUANTIZED_BYTES, _DEQUANTIZED_BYTES_OF_MANY, _DEQUANTIZED_ROWS = 2**22, 2**24, 512
+_MANY_TOKENS = 256
+# Bytes that are converted at a time, if the quantizing kernel does not read the dtype.
+_CONVERTED_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Stack:
+    """
+    Matrices of one shape that are read once, one after the other, and need not be in memory together.
+
+    Attributes:
+        shape: `(matrices, rows, columns)`.
+        matrices: each `[rows, columns]`, in host memory, of a floating-point dtype.
+    """
+
+    shape: tuple[int, int, int]
+    matrices: Iterable[torch.Tensor]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.matrices)
+
+
+class QuantizedMatrices(Matrices):
+    """
+    One matrix, or several of one shape such as a layer's experts, quantized.
+
+    Args:
+        weights: `[matrices, rows, columns]`, in host memory, of a floating-point dtype; or a `Stack`.
+        bits: of a code.
+        group_size: number of columns that share a scale.
+
+    Attributes:
+        layout: of each matrix.
+
+    Raises:
+        ValueError: some of the weights are infinite or not a number.
+    """
+
+    most_tokens = MOST_TOKENS
+
+    def __init__(self, weights: torch.Tensor | Stack, bits: int, group_size: int):
+        count, rows, columns = weights.shape
+        self.layout = PanelLayout(bits, rows, columns, group_size)
+        self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
+        self._factors = [
+            self._encode(weight.detach(), panels.numpy()) for weight, panels in zip(weights, self._data, strict=True)
+        ]
+        self._products = PanelProducts(self._data.data_ptr(), self.layout, self._factors)
+        super().__init__(count, rows, columns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all codes."""
+        return self._data.nbytes
+
+    def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
+        dtype, shape = tokens.dtype, tokens.shape
+        num_tokens = tokens.numel() // self.layout.columns
+        is_bfloat16 = dtype == torch.bfloat16
+        by_gemm = num_tokens > _MOST_FINE_TOKENS and uses_gemm(is_bfloat16)
+        by_torch = num_tokens > MOST_TOKENS and not by_gemm
+        # The kernels do not read float16. Without bfloat16 instructions torch takes three times as long as in float32.
+        if dtype == torch.float16 or (by_torch and is_bfloat16 and not _has_bfloat16()):
+            return self.multiply(tokens.float(), index, None if bias is None else bias.float()).to(dtype)
+        if by_torch:
+            return self._multiply_dequantized(tokens.reshape(num_tokens, -1), index, bias).view(*shape[:-1], -1)
+        out = tokens.new_empty(shape[:-1] + self.out_sizes)
+        if num_tokens:
+            tokens = tokens.contiguous()
+            bias_at = 0
+            if bias is not None:
+                bias = bias.contiguous()
+                bias_at = bias.data_ptr()
+            given = tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr()
+            if by_gemm:
+                multiply_many(self._data[index].data_ptr(), self.layout, self._factors[index], *given)
+            else:
+                self._products.multiply(index, *given)
+        return out
+
+    def multiply_chosen(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        dtype = tokens.dtype
+        if dtype == torch.float16:  # the kernels do not read float16
+            return self.multiply_chosen(tokens.float(), chosen, None if bias is None else bias.float()).to(dtype)
+        return self._chosen_by(self._products.multiply_chosen, tokens, chosen, bias)
+
+    def _kernel_of_experts(self, down: Matrices, dtype: torch.dtype) -> Callable[[ExpertCall], int] | None:
+        return partial(self._products.add_up_experts, down._products) if isinstance(down, QuantizedMatrices) else None
+
+    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantized rows of the first matrix, `[*indices, columns]`."""
+        found, places = torch.unique(indices, return_inverse=True)
+        numbers = torch.empty(len(found), self.layout.columns)
+        panels = self._data[0].numpy()
+        for row, out in zip(found.tolist(), numbers.numpy(), strict=True):
+            dequantize_row(panels, self.layout, self._factors[0], row, out)
+        return numbers.to(dtype)[places]
+
+    def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """A dequantized matrix, `[rows, columns]`."""
+        out = torch.empty(self.layout.rows, self.layout.columns, dtype=dtype)
+        self.write(index, out)
+        return out
+
+    def write(self, index: int, out: torch.Tensor) -> None:
+        layout = self.layout
+        if out.dtype in (torch.float32, torch.bfloat16):
+            self._decoded(index, 0, layout.panels, out)
+        else:
+            out.copy_(self._decoded(index, 0, layout.panels, torch.empty(layout.rows, layout.columns)))
+
+    def _multiply_dequantized(self, tokens: torch.Tensor, index: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply many tokens, `[tokens, columns]`, by torch, dequantizing some panels at a time."""
+        layout, item = self.layout, tokens.element_size()
+        out = torch.empty(len(tokens), layout.rows, dtype=tokens.dtype)
+        dequantized_bytes = _DEQUANTIZED_BYTES if len(tokens) < _MANY_TOKENS else _DEQUANTIZED_BYTES_OF_MANY
+        height = max(_DEQUANTIZED_ROWS, dequantized_bytes // (layout.columns * item)) // PANEL_ROWS * PANEL_ROWS
+        # Rows that are a power of two apart would map to few sets of the processor's cache.
+        width = (-(-layout.columns * item // CACHE_LINE) | 1) * CACHE_LINE // item
+        scratch = torch.empty(min(height, layout.panels * PANEL_ROWS), width, dtype=tokens.dtype)
+        with torch.no_grad():  # a product with `out=` has no gradient
+            for first in range(0, layout.rows, height):
+                weight = self._decoded(index, first // PANEL_ROWS, (first + height) // PANEL_ROWS, scratch).t()
+                rows = slice(first, first + weight.shape[1])
+                if bias is None:
+                    torch.mm(tokens, weight, out=out[:, rows])
+                else:
+                    torch.addmm(bias[rows], tokens, weight, out=out[:, rows])
+        return out
+
+    def _decoded(self, index: int, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
+        """Dequantize the rows of some panels into a part of `out`, and return it, `[rows, columns]`."""
+        part, where = self.layout.part(first, last)
+        dequantize_panels(self._data[index, where].numpy(), part, self._factors[index], _as_array(out[: part.rows]))
+        return out[: part.rows, : part.columns]
+
+    def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:
+        """Quantize a matrix into panels; return its factor."""
+        layout = self.layout
+        largest = max(float(weight.max()), -float(weight.min()))
+        if not math.isfinite(largest):
+            raise ValueError("has numbers that are infinite or not a number")
+        factor = factor_of(largest)
+        is_read = weight.dtype in (torch.float32, torch.bfloat16)
+        step = layout.panels if is_read else max(1, _CONVERTED_BYTES // (PANEL_ROWS * layout.columns * 4))
+        for first in range(0, layout.panels, step):
+            rows = weight[first * PANEL_ROWS : (first + step) * PANEL_ROWS].contiguous()
+            part, where = layout.part(first, first + step)
+            numbers = _as_array(rows if is_read else rows.float())
+            quantize_panels(numbers, part, factor, panels[where])
+            compile_quantized_weights_in_background(numbers.dtype, has_experts=len(self._data) > 1)
+        return factor
+
+
+@cache
+def _has_bfloat16() -> bool:
+    """Whether torch has fast products of bfloat16 on this processor."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """An array for the kernels, which read bfloat16 as its bits."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

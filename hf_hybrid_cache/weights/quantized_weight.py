@@ -1,0 +1,288 @@
+"""
+A quantized weight that takes the place of a module's parameter: a tensor with a shape and a dtype, stored as codes.
+
+Modules call `linear`, `matmul`, `addmm`, `embedding` and `grouped_mm` as before, and these are computed from the codes.
+Any other operation gets the dequantized numbers, so its result is right, but slower. Nothing of torch or transformers
+is patched.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from .host_weight import MOVES, asked_dtype
+from .hot_experts import HotExperts
+from .quantized_matrices import QuantizedMatrices
+
+_HOST = torch.device("cpu")
+
+outside_of_graphs = torch.compiler.disable(
+    reason="products with quantized weights are computed outside of compiled graphs; compile without fullgraph=True"
+)
+
+
+class QuantizedWeight(torch.Tensor):
+    """
+    One quantized matrix, or a stack of matrices, or one matrix of a stack; perhaps transposed.
+
+    Attributes:
+        matrices: the codes.
+        which: index of the matrix in `matrices`; `None` for the whole stack, `[matrices, rows, columns]`.
+        is_transposed: whether columns come before rows.
+        stays: whether it stays in host memory, quantized, when its model is moved to a device.
+        hot: the hot experts of its layer on that device; `None` if none are kept there.
+    """
+
+    matrices: QuantizedMatrices
+    which: int | None
+    is_transposed: bool
+    stays: bool
+    hot: HotExperts | None
+    _shape: torch.Size
+    _dtype: torch.dtype
+
+    @staticmethod
+    def make(
+        matrices: QuantizedMatrices, count: int | None, which: int | None, is_transposed: bool, dtype: torch.dtype
+    ) -> "QuantizedWeight":
+        layout = matrices.layout
+        sizes = (layout.columns, layout.rows) if is_transposed else (layout.rows, layout.columns)
+        shape = torch.Size(sizes if count is None else (count, *sizes))
+        weight = torch.Tensor._make_wrapper_subclass(QuantizedWeight, shape, dtype=dtype, device=_HOST)
+        weight.matrices, weight.which, weight.is_transposed, weight._shape = matrices, which, is_transposed, shape
+        weight._dtype = dtype
+        weight.stays, weight.hot = False, None
+        weight._is_param = True  # makes `isinstance(weight, nn.Parameter)` true
+        return weight
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape; torch's own property would call `__torch_function__` in every product."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype; a property for the same reason as `shape`."""
+        return self._dtype
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is a stack of matrices."""
+        return self.which is None
+
+    def transposed(self) -> "QuantizedWeight":
+        """The weight with its last two axes exchanged; the codes are shared."""
+        return self._again(not self.is_transposed)
+
+    def one(self, index: int) -> "QuantizedWeight":
+        """One matrix of a stack."""
+        count = self._shape[0]
+        if not -count <= index < count:
+            raise IndexError(f"index {index} is out of bounds for {count} matrices")
+        return QuantizedWeight.make(self.matrices, None, index % count, self.is_transposed, self.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """The dequantized numbers, as a new tensor."""
+        with torch.no_grad():
+            if self.which is None:
+                weights = torch.stack([self.one(index).dense() for index in range(self._shape[0])])
+            else:
+                weights = self.matrices.dense(self.which, self.dtype)
+                weights = weights.t() if self.is_transposed else weights
+        return weights
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
+        # Codes never change, so copies of a model share them.
+        return self._again(self.is_transposed)
+
+    def _again(self, is_transposed: bool, dtype: torch.dtype | None = None) -> "QuantizedWeight":
+        count = self._shape[0] if self.is_stacked else None
+        weight = QuantizedWeight.make(self.matrices, count, self.which, is_transposed, dtype or self.dtype)
+        weight.stays = self.stays
+        weight.hot = None if self.hot is None else HotExperts(self.hot.room)
+        return weight
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = _ANSWERS.get(func) or _ANSWERS.get(getattr(func, "_qualified_op_name", None))
+        if answer is not None:
+            result = answer(*args, **kwargs)
+            if result is not None:
+                return result
+        elif func in _NOT_DISPATCHED:
+            args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs))
+        elif func in _OF_STORAGE:
+            raise TypeError(
+                "A quantized weight is not stored as numbers of its own. Save or share the model before its weights "
+                "are quantized, or take weight.dense()."
+            )
+        # The tensor itself answers for shape, dtype and device; operations that need numbers reach __torch_dispatch__.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Product(torch.autograd.Function):
+    """A product with gradients of tokens and bias; the weight has none."""
+
+    @staticmethod
+    def forward(
+        context: Any, tokens: torch.Tensor, bias: torch.Tensor | None, matrices: QuantizedMatrices, index: int
+    ) -> torch.Tensor:
+        context.matrices, context.index, context.dtype = matrices, index, tokens.dtype
+        return matrices.multiply(tokens.detach(), index, None if bias is None else bias.detach())
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        gradient = gradients[0]
+        of_tokens = gradient @ context.matrices.dense(context.index, context.dtype)
+        of_bias = gradient.flatten(0, -2).sum(0) if context.needs_input_grad[1] else None
+        return of_tokens, of_bias, None, None
+
+
+def _multiplied(tokens: Any, weight: QuantizedWeight, bias: Any = None) -> torch.Tensor | None:
+    """Compute `tokens @ matrix.T + bias`; return `None` for operands that are left to torch."""
+    matrices, dtype = weight.matrices, weight._dtype
+    fits = (
+        tokens.dtype == dtype
+        and not isinstance(tokens, QuantizedWeight)
+        and tokens.shape[-1:] == matrices.token_sizes
+        and tokens.is_cpu
+        and (bias is None or (bias.dtype == dtype and bias.shape == matrices.out_sizes))
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if not fits:
+        return None
+    assert weight.which is not None
+    if torch.is_grad_enabled() and (tokens.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Product.apply(tokens, bias, matrices, weight.which)
+    return matrices.multiply(tokens, weight.which, bias)
+
+
+def _is_matrix(weight: Any, is_transposed: bool) -> bool:
+    return isinstance(weight, QuantizedWeight) and weight.which is not None and weight.is_transposed == is_transposed
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+    return _multiplied(input, weight, bias) if _is_matrix(weight, False) else None
+
+
+def _matmul(input: Any, other: Any) -> torch.Tensor | None:
+    return _multiplied(input, other) if _is_matrix(other, True) else None
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor | None:
+    return _multiplied(mat1, mat2, input) if _is_matrix(mat2, True) and beta == alpha == 1 else None
+
+
+def _embedding(input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> Any:
+    if not _is_matrix(weight, False) or max_norm is not None or isinstance(input, QuantizedWeight):
+        return None
+    rows = weight.matrices.layout.rows
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
+        raise IndexError(f"index out of range: there are {rows:,} rows, and ids from {input.min()} to {input.max()}")
+    return weight.matrices.rows(input, weight.dtype)
+
+
+def _grouped_mm(input: Any, weight: Any, *, offs: Any = None, **_: Any) -> torch.Tensor | None:
+    """Compute `grouped_mm` as transformers calls it; each offset ends the rows of `input` of one expert."""
+    if not (isinstance(weight, QuantizedWeight) and weight.is_stacked and weight.is_transposed) or offs is None:
+        return None
+    out = torch.zeros(len(input), weight.shape[2], dtype=input.dtype)
+    start = 0
+    for index, end in enumerate(offs.tolist()):
+        if end > start:
+            product = _multiplied(input[start:end], weight.one(index))
+            if product is None:
+                return None
+            out[start:end] = product
+        start = max(start, end)
+    return out
+
+
+def _item(weight: Any, index: Any) -> QuantizedWeight | None:
+    if not isinstance(weight, QuantizedWeight) or not weight.is_stacked:
+        return None
+    if isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
+        index = int(index)
+    return weight.one(index) if type(index) is int else None
+
+
+def _transpose(weight: QuantizedWeight, *dims: Any, dim0: Any = None, dim1: Any = None) -> QuantizedWeight | None:
+    dims = dims or (dim0, dim1)
+    last = weight.dim() - 1
+    return weight.transposed() if {dim % weight.dim() for dim in dims} == {last - 1, last} else None
+
+
+def _transpose_all(weight: QuantizedWeight) -> QuantizedWeight | None:
+    return None if weight.is_stacked else weight.transposed()
+
+
+def _cannot_adopt(*_: Any) -> bool:
+    """Tell a module that is converted that it has to replace this tensor, instead of changing its data."""
+    return False
+
+
+def _moved(func: Any) -> Callable[..., torch.Tensor | None]:
+    def moved(weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        if not isinstance(weight, QuantizedWeight) or not weight.stays:
+            return None
+        dtype = asked_dtype(func, args, kwargs)
+        if dtype is not None and not dtype.is_floating_point:
+            return None
+        return weight if dtype in (None, weight.dtype) else weight._again(weight.is_transposed, dtype)
+
+    return moved
+
+
+def _same(weight: QuantizedWeight, *_: Any) -> QuantizedWeight:
+    return weight
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    torch.Tensor.__getitem__: _item,
+    torch.transpose: _transpose,
+    torch.Tensor.transpose: _transpose,
+    torch.Tensor.swapaxes: _transpose,
+    torch.t: _transpose_all,
+    torch.Tensor.t: _transpose_all,
+    torch.Tensor.T.__get__: _transpose_all,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__: QuantizedWeight.transposed,  # type: ignore[attr-defined]
+    torch.Tensor.detach: _same,
+    torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
+    torch._has_compatible_shallow_copy_type: _cannot_adopt,
+    **{func: _moved(func) for func in MOVES},
+    functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+    "transformers::grouped_mm_fallback": _grouped_mm,
+}
+# torch refuses these for a subclass before it asks the subclass.
+_NOT_DISPATCHED = {torch.Tensor.tolist, torch.Tensor.numpy}
+# These need the memory of plain numbers, which a quantized weight does not have.
+_OF_STORAGE = {
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.share_memory_,
+    torch.Tensor.__reduce_ex__,
+}

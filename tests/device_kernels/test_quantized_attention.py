@@ -1,0 +1,215 @@
+"""Caches whose codes are attended to on the device: what the model gets, what is held, and when states are needed."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from channel_scaled import channel_scaled
+from quantized_reference import quantized_reference
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import hf_hybrid_cache.attention.quantized_attention as module
+from hf_hybrid_cache import HybridCache, KVCodec, Placement, StaleHandleError, minmax
+from hf_hybrid_cache.attention.handles import KVHandle
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.device_kernels import runs_on
+from hf_hybrid_cache.layers import HybridLayer
+
+from lazy_streams import copy_late
+from slow import slow_but
+from tiny_models import llama, random_prompt, tiny_model
+
+PLACES = {"resident": {}, "streamed": {"offload": True}}
+# One below a block's end after the first tokens and those that stay in full precision.
+PROMPT = 254
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks that were attended to, launch by launch."""
+    seen = []
+
+    def noted(*arguments):
+        seen.append(arguments[4].keys.shape[2])
+        return attend(*arguments)
+
+    attend = module.attend_in_splits
+    monkeypatch.setattr(module, "attend_in_splits", noted)
+    return seen
+
+
+def model_on(device: torch.device, family: str = "llama") -> PreTrainedModel:
+    """Of two layers, where it may be: the interpreter is slow."""
+    if family != "llama":
+        return copy.deepcopy(tiny_model(family)).to(device)
+    config = llama()
+    config.num_hidden_layers = 2
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to(device)
+
+
+def together(config: PreTrainedConfig, **options) -> HybridCache:
+    """The same cache, whose states are put together for every use."""
+    cache = quantized(config, **options)
+    for layer in cache.layers:
+        if isinstance(layer, HybridLayer):
+            layer._quantized_attention.decline()
+    return cache
+
+
+def quantized(config: PreTrainedConfig, codec: KVCodec | None = None, offload: bool = False) -> HybridCache:
+    cache = HybridCache(config, Placement(offload, cpu_decode=False), codec=codec or minmax(4))
+    if offload and not torch.cuda.is_available():
+        copy_late(cache)
+    return cache
+
+
+def logits_of(model, cache) -> torch.Tensor:
+    """Of a prompt, and of steps after it that go beyond the end of a block."""
+    ids = random_prompt(1, PROMPT).to(model.device)
+    with torch.no_grad():
+        model(ids, **cache_argument(cache))
+        steps = [model(ids[:, step : step + 1], **cache_argument(cache)).logits for step in range(3)]
+    return torch.cat(steps, dim=1)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bits", slow_but([8, (4, 2)], [8, 4, (4, 2), 2]))
+def test_logits_are_those_of_the_codes(device, launches, bits, place: str):
+    model = model_on(device)
+    ours = quantized(model.config, minmax(bits, sink_tokens=0, rotate=True), **PLACES[place])
+    reference = quantized_reference(model.config, minmax(bits, sink_tokens=0, rotate=True))
+    torch.testing.assert_close(logits_of(model, ours), logits_of(model, reference), rtol=1e-3, atol=1e-4)
+    layers = model.config.num_hidden_layers
+    assert launches == [2] * layers + [3] * 2 * layers
+
+
+def test_balances_of_keys_and_values_fold_into_query_and_result(device, launches):
+    model = model_on(device)
+    config = model.config
+    codec = channel_scaled(minmax((4, 4)), config.num_key_value_heads, config.head_dim, config.head_dim)
+    ours = HybridCache(config, Placement(cpu_decode=False), codec=codec)
+    reference = quantized_reference(config, codec)
+    torch.testing.assert_close(logits_of(model, ours), logits_of(model, reference), rtol=1e-3, atol=1e-4)
+    assert launches
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "family", slow_but(["gemma4_shared"], ["gemma3", "gemma4_shared", "qwen3_next", "deepseek_v3"])
+)
+def test_logits_of_any_family_are_those_of_states_that_are_put_together(device, launches, family: str, place: str):
+    model = model_on(device, family)
+    ours, reference = (make(model.config, **PLACES[place]) for make in (quantized, together))
+    torch.testing.assert_close(logits_of(model, ours), logits_of(model, reference), rtol=1e-3, atol=1e-4)
+    # This one stores latents, of which it makes what it attends to.
+    assert bool(launches) == (family != "deepseek_v3")
+
+
+def tokens(model, cache, batch: int = 1, **options) -> torch.Tensor:
+    ids = random_prompt(batch, PROMPT).to(model.device)
+    mask = torch.ones_like(ids)
+    mask[-1, : 5 * (batch - 1)] = 0  # shorter sequences are filled up in front
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask} | options
+    return model.generate(ids, **cache_argument(cache), **options)
+
+
+MODES = {
+    "greedy": {},
+    "batch": {"batch": 2},
+    "beams": {"num_beams": 2},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked_prefill": {"prefill_chunk_size": 100},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", slow_but(["batch", "prompt_lookup"], MODES))
+def test_tokens_of_every_mode_are_those_of_states_that_are_put_together(launches, device, mode: str, place: str):
+    model = model_on(device)
+    ours = tokens(model, quantized(model.config, **PLACES[place]), **MODES[mode])
+    assert launches
+    launches.clear()
+    assert torch.equal(ours, tokens(model, together(model.config, **PLACES[place]), **MODES[mode]))
+    assert not launches
+
+
+def test_nothing_is_put_together_between_steps(device):
+    model = model_on(device)
+    cache = quantized(model.config)
+    logits_of(model, cache)
+    (scratch,) = cache._stores.scratches.values()
+    assert scratch.num_bytes == 0
+
+
+@pytest.mark.parametrize("change", [lambda cache: cache.crop(-1), lambda cache: cache.reset()], ids=["crop", "reset"])
+def test_handles_are_refused_once_the_cache_has_changed(device, change: Callable[[HybridCache], None]):
+    cache = quantized(llama())
+    states = torch.randn(1, 2, 200, 16, device=device)
+    cache.update(states, states, 0)
+    keys, values = cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert isinstance(keys, KVHandle)
+    change(cache)
+    with pytest.raises(StaleHandleError):
+        torch.nn.functional.scaled_dot_product_attention(states[:, :, :1], keys, values)
+
+
+def test_an_attention_that_asks_for_the_states_gets_them_and_no_handles_after_it(device, launches):
+    model = model_on(device)
+    model.set_attn_implementation("eager")
+    cache = quantized(model.config, minmax(8, sink_tokens=0, rotate=True))
+    reference = quantized_reference(model.config, minmax(8, sink_tokens=0, rotate=True))
+    torch.testing.assert_close(logits_of(model, cache), logits_of(model, reference), rtol=1e-3, atol=1e-4)
+    assert not launches
+    assert all(layer._quantized_attention.is_declined for layer in cache.layers)
+
+
+def test_a_codec_that_nobody_folds_is_put_together(device, launches):
+    codec = minmax(4, sink_tokens=0, rotate=True)
+    swapped = KVCodec(codec.values, codec.keys, 0)  # keys by token, values by channel
+    model = model_on(device)
+    cache = HybridCache(model.config, Placement(cpu_decode=False), codec=swapped)
+    reference = quantized_reference(model.config, swapped)
+    torch.testing.assert_close(logits_of(model, cache), logits_of(model, reference), rtol=1e-3, atol=1e-4)
+    assert not launches
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which Triton runs")
+def test_where_triton_is_installed_and_runs_no_kernel_one_warning_says_so():
+    pytest.importorskip("triton")
+    with pytest.warns(UserWarning, match=r"Triton is installed, but runs no kernel on cuda: .* dequantized"):
+        assert not runs_on(torch.device("cuda"))
+    assert not runs_on(torch.device("cuda"))
+
+
+def test_autocast_does_not_round_what_queries_and_results_are_mapped_by(device):
+    model = model_on(device)
+    config = model.config
+    codec = channel_scaled(minmax((8, 8)), config.num_key_value_heads, config.head_dim, config.head_dim)
+    heads, states = config.num_attention_heads, torch.randn(1, config.num_key_value_heads, 200, 16, device=device)
+    results = []
+    for is_enabled in (False, True):
+        cache = HybridCache(config, Placement(cpu_decode=False), codec=codec)
+        cache.update(states, states, 0)
+        keys, values = cache.update(states[:, :, :1], states[:, :, :1], 0)
+        query = torch.ones(1, heads, 1, 16, device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_enabled):
+            results.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+    torch.testing.assert_close(*results, rtol=0, atol=0, check_dtype=False)
+
+
+def test_a_reset_cache_hands_out_handles_again(device, launches):
+    model = model_on(device)
+    cache = quantized(model.config)
+    states = torch.randn(1, model.config.num_key_value_heads, 200, 16, device=device)
+    cache.update(states, states, 0)
+    keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert keys.sum().isfinite()
+    assert not isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)
+    cache.reset()
+    cache.update(states, states, 0)
+    assert isinstance(cache.update(states[:, :, :1], states[:, :, :1], 0)[0], KVHandle)

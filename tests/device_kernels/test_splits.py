@@ -1,0 +1,222 @@
+"""Attention to codes and states by the kernel for devices, against attention in float64 on what they stand for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from kernels.reference import Case, attention, hadamard, random_masks, random_quantized
+
+from hf_hybrid_cache.device_kernels import Codes, Splits, attend_in_splits, merged
+from hf_hybrid_cache.kernels import PackedLayout
+
+from slow import slow_but
+from soak import search_at_random
+
+SCALE = 0.125
+# Of the largest value. Products of bfloat16 round what codes stand for, queries and weights to 8 bits.
+# Powers of two are approximated by a GPU.
+BOUNDS = {torch.float32: 1e-5 if torch.cuda.is_available() else 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+DTYPES = [torch.float32, *(pytest.param(each, marks=pytest.mark.cuda) for each in (torch.bfloat16, torch.float16))]
+
+
+@dataclass
+class Made:
+    """
+    One call.
+
+    Attributes:
+        case: what is attended to, in float64.
+        ends: keys and values in full precision.
+        codes: those between them.
+    """
+
+    case: Case
+    ends: tuple[torch.Tensor, torch.Tensor]
+    codes: Codes
+
+    @property
+    def length(self) -> int:
+        return self.case.query.shape[2]
+
+
+def make(
+    device: torch.device,
+    first: int = 64,
+    blocks: int = 3,
+    last: int = 70,
+    batch: int = 1,
+    num_kv_heads: int = 1,
+    group: int = 1,
+    length: int = 1,
+    dims: tuple[int, int] = (64, 64),
+    bits: tuple[int, int] = (4, 4),
+    lanes: int = 64,
+    is_rotated: bool = True,
+    is_streamed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Made:
+    """`first` tokens, quantized blocks, and `last` tokens; records in the order of a streamed layer's slots, or not."""
+    generator = np.random.default_rng(seed)
+
+    def rounded(*shape: int) -> tuple[torch.Tensor, np.ndarray]:
+        numbers = torch.from_numpy(generator.standard_normal(shape)).to(dtype)
+        return numbers.to(device), numbers.double().numpy()
+
+    _, query = rounded(batch, num_kv_heads * group, length, dims[0])
+    ends, states, packed = [], [], []
+    for transposed, dim, width in ((True, dims[0], bits[0]), (False, dims[1], bits[1])):
+        stored, exact = rounded(batch, num_kv_heads, first + last, dim)
+        made, quantized = torch.empty(batch, num_kv_heads, 0, 0, dtype=torch.uint8), exact[:, :, :0]
+        if blocks:
+            splits = random_quantized(
+                generator, (batch, num_kv_heads, blocks, dim), width, lanes, transposed, is_rotated
+            )
+            made = torch.from_numpy(splits.packed).unflatten(1, (batch, num_kv_heads)).permute(1, 2, 0, 3)
+            quantized = splits.states
+        ends.append(stored)
+        states.append(np.concatenate([exact[:, :, :first], quantized, exact[:, :, first:]], axis=2))
+        packed.append(made.to(device) if is_streamed else made.to(device).contiguous())
+    layouts = (
+        PackedLayout.of_keys(bits[0], dims[0], lanes, is_rotated),
+        PackedLayout.of_values(bits[1], dims[1], lanes, is_rotated),
+    )
+    return Made(Case(query, *states), (ends[0], ends[1]), Codes(*packed, first, *layouts))
+
+
+def run(made: Made, mask: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Splits:
+    keys, values = made.ends
+    query = torch.from_numpy(made.case.query).to(keys.device, dtype).reshape(*keys.shape[:2], -1, keys.shape[3])
+    turned = query.float()
+    if made.codes.key_layout.rotation > 1:
+        turned = turned @ torch.from_numpy(hadamard(keys.shape[3])).to(turned)
+    return attend_in_splits(query, turned, keys, values, made.codes, made.length, mask, SCALE)
+
+
+def merged_plainly(made: Made, splits: Splits) -> tuple[np.ndarray, np.ndarray]:
+    """All splits in one, the plain way, in float64."""
+    outs, lse = (each.double().cpu().numpy() for each in splits)
+    if made.codes.value_layout.rotation > 1:
+        outs[..., :-1, :] @= hadamard(outs.shape[-1])
+    highest = np.maximum(lse.max(axis=-1, keepdims=True), -1e300)
+    weights = np.exp(lse - highest)
+    total = weights.sum(axis=-1)
+    out = np.einsum("bhrp,bhrpd->bhrd", weights, outs) / np.where(total == 0, 1, total)[..., None]
+    with np.errstate(divide="ignore"):
+        lse = highest[..., 0] + np.log(total)
+    shape = made.case.query.shape[:3]
+    return out.reshape(*shape, -1), lse.reshape(shape)
+
+
+def require_same(
+    made: Made, splits: Splits, masks: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    assert splits.outs.dtype == splits.lse.dtype == torch.float32
+    bound = BOUNDS[dtype]
+    for ours, exact in zip(merged_plainly(made, splits), attention(made.case, SCALE, **(masks or {})), strict=True):
+        seen = np.isfinite(exact)
+        assert np.array_equal(np.isfinite(ours), seen)
+        largest = max(1.0, np.abs(exact[seen]).max(initial=0))
+        np.testing.assert_allclose(ours[seen], exact[seen], rtol=0, atol=bound * largest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_rotated", [True, False])
+@pytest.mark.parametrize("bits", slow_but([(4, 4), (8, 2)], [(8, 8), (4, 4), (2, 2), (4, 2), (8, 2), (2, 8)]))
+def test_codes_and_states_are_attended_to_as_in_float64(device, bits, is_rotated, dtype):
+    made = make(device, bits=bits, is_rotated=is_rotated, group=4, dtype=dtype)
+    require_same(made, run(made, dtype=dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", slow_but([(80, 96), (128, 64)], [(80, 96), (128, 64), (256, 256)]))
+@pytest.mark.parametrize("lanes", [64, 32])
+def test_heads_of_any_size_are_attended_to(device, dims, lanes, dtype):
+    made = make(device, blocks=1, dims=dims, lanes=lanes, dtype=dtype)
+    require_same(made, run(made, dtype=dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize(("first", "blocks", "last"), [(0, 0, 1), (64, 0, 1), (0, 1, 64), (128, 33, 127), (0, 3, 65)])
+def test_ends_and_coded_blocks_may_be_of_any_length(device, first: int, blocks: int, last: int):
+    made = make(device, first=first, blocks=blocks, last=last, dims=(16, 16))
+    splits = run(made)
+    assert splits.outs.shape[3] == 1 or blocks
+    require_same(made, splits)
+
+
+def test_long_contexts_are_split_into_parts(device):
+    made = make(device, blocks=33, dims=(16, 16))
+    assert run(made).lse.shape[3] > 3
+
+
+@given(st.data())
+@search_at_random(40, 2000)
+def test_any_mask_of_any_queries_is_followed(device, data):
+    made = make(
+        device,
+        first=64 * data.draw(st.integers(0, 2)),
+        blocks=data.draw(st.integers(0, 4)),
+        last=data.draw(st.integers(1, 130)),
+        batch=data.draw(st.integers(1, 2)),
+        num_kv_heads=data.draw(st.integers(1, 2)),
+        group=data.draw(st.sampled_from([1, 3, 8])),
+        length=data.draw(st.sampled_from([1, 2, 7])),
+        dims=(16, 32),
+        bits=data.draw(st.sampled_from([(8, 8), (4, 4), (4, 2), (2, 2)])),
+        is_streamed=data.draw(st.booleans()),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    masks = random_masks(data.draw, made.case, seed=1)
+    # Queries in the middle of a prompt come with a mask, so that there is no flag for them.
+    mask, length, tokens = None, made.length, made.case.tokens
+    if masks.pop("causal"):
+        masks["visible"] = np.tril(np.ones((1, 1, length, tokens), np.uint8), tokens - length)
+        masks.pop("bias", None)
+    if "visible" in masks:
+        mask = torch.from_numpy(masks["visible"]).to(device).bool()
+    elif "bias" in masks:
+        mask = torch.from_numpy(masks["bias"]).to(device)
+    require_same(made, run(made, mask), masks)
+
+
+def test_where_nothing_is_seen_the_result_is_zero(device):
+    made = make(device, group=2)
+    mask = torch.zeros(1, 2, 1, made.case.tokens, dtype=torch.bool, device=device)
+    splits = run(made, mask)
+    assert (splits.outs == 0).all()
+    assert (splits.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_what_is_not_finite_is_not_hidden(device, role: int):
+    made = make(device)
+    made.ends[role][0, 0, 3, 5] = torch.nan
+    splits = run(made)
+    out, _ = merged_plainly(made, splits)
+    assert np.isnan(out).any()
+    assert merged(splits, None, torch.float32).isnan().any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 64, 65, 66, 130])
+@pytest.mark.parametrize("form", slow_but([(0, 64), (2, 80)], [(0, 64), (1, 64), (2, 80), (2, 256)]))
+def test_parts_are_merged_by_what_was_seen_of_them(device, num_splits: int, form: tuple[int, int]):
+    maps, value_dim = form
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 2, 3, num_splits, value_dim, generator=generator)
+    lse = 4 * torch.randn(2, 2, 3, num_splits, generator=generator)
+    lse[torch.rand(lse.shape, generator=generator) < 0.3] = -torch.inf
+    lse[0, 0, 0] = -torch.inf
+    outs[lse == -torch.inf] = 0  # as of a part of which nothing is seen
+    result_map = torch.randn(maps, value_dim, value_dim, generator=generator).to(device) if maps else None
+    ours = merged(Splits(outs.to(device), lse.to(device)), result_map, torch.float32)
+    weights = lse.double().clamp_min(-1e300).softmax(dim=-1)[..., None]
+    exact = (weights * outs.double()).nan_to_num(0)
+    quantized = exact[..., :-1, :].sum(dim=-2)
+    quantized = quantized if result_map is None else quantized @ result_map.cpu().double()
+    expected = quantized + exact[..., -1, :]
+    torch.testing.assert_close(ours.double().cpu(), expected, rtol=1e-5, atol=2e-5)
+    assert not ours[0, 0, 0].any()
