@@ -61,7 +61,7 @@ def answer(
         ids,
         attention_mask=torch.ones_like(ids),
         **cache_argument(cache),
-        max_new_tokens=10,
+        max_new_tokens=24,
         do_sample=False,
         prefill_chunk_size=600,
         return_dict_in_generate=True,

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
 
 from experiments.experts.random_experts import random_model
-from experiments.peers import ik_llama_cpp, llama_cpp, llama_process, whole_step
+from experiments.peers import ik_llama_cpp, library_pythons, llama_cpp, llama_process
 from experiments.peers.gguf_files import write_model
 from experiments.peers.llama_cpp import FORMS, LlamaCppEngine, LlamaCppModel
 from experiments.peers.llama_options import BestOptions
@@ -171,9 +171,11 @@ def test_rows_of_other_groups_are_compared_by_way_of_the_shared_one():
 
 def test_a_library_that_is_not_installed_is_left_out_with_its_pip_line(monkeypatch: pytest.MonkeyPatch):
     pythons = dict.fromkeys(LIBRARIES, "python")
-    monkeypatch.setattr(whole_step, "find_spec", lambda name: name)
+    monkeypatch.setattr(library_pythons, "find_spec", lambda name: name)
     failures = iter([None, "ModuleNotFoundError: No module named 'ik_llama_cpp'"])
     monkeypatch.setattr(llama_cpp, "failure_of", lambda command: next(failures))
-    assert whole_step.reasons_to_leave_out(pythons) == {"ik_llama.cpp": f"not installed: {ik_llama_cpp.INSTALL}"}
-    monkeypatch.setattr(whole_step, "find_spec", lambda name: None)
-    assert whole_step.reasons_to_leave_out(pythons) == dict.fromkeys(LIBRARIES, f"not installed: {llama_cpp.INSTALL}")
+    assert library_pythons.reasons_to_leave_out(pythons) == {"ik_llama.cpp": f"not installed: {ik_llama_cpp.INSTALL}"}
+    monkeypatch.setattr(library_pythons, "find_spec", lambda name: None)
+    assert library_pythons.reasons_to_leave_out(pythons) == dict.fromkeys(
+        LIBRARIES, f"not installed: {llama_cpp.INSTALL}"
+    )

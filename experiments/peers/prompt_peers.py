@@ -17,21 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common import records
 from experiments.common.decoding import prefill
 from experiments.common.options import experiment_parser
 from experiments.common.timing import medians, samples_in_turns
 from experiments.peers.gguf_files import gguf_file
+from experiments.peers.library_pythons import add_python_options, pythons_of, reasons_to_leave_out
 from experiments.peers.llama_options import KV_FORMS, WEIGHT_ORDERS
 from experiments.peers.llama_process import LlamaProcess, LlamaProcessError, Settings
-from experiments.peers.step_engines import DTYPE, OurModels
+from experiments.peers.step_engines import DTYPE, OurModels, empty_cache
 from experiments.peers.step_rows import LIBRARIES, Row
-from experiments.peers.whole_step import reasons_to_leave_out
-from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, get_num_threads, set_num_threads
+from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.models import load
+from hf_hybrid_cache.planning import default_chunk
 
 CONTEXTS = {"smollm2-135m": [512, 2048, 8000], "llama-3.2-1b-random": [512, 2048, 8192]}
 _BITS = ((16, 16), (8, 8), (4, 4))
@@ -43,16 +42,8 @@ ROWS = {
         *(Row(engine, *bits) for engine in ("ours", *LIBRARIES) for bits in _BITS),
     ]
 }
-CHUNK = 2048
+CHUNK = default_chunk(on_gpu=False)
 TRIED_TOKENS = 512
-
-
-def empty_cache(row: Row, model: PreTrainedModel) -> Cache:
-    if row.engine == "stock":
-        return DynamicCache(config=model.config)
-    if row.kv_bits == 16:
-        return DynamicHybridCache(model.config)
-    return QuantizedHybridCache(model.config, bits=row.kv_bits)
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class Bench:
             return self.library_seconds(row, tokens, self.orders[row.name])
         model = self.ours.stock if row.engine == "stock" else self.ours.by_bits[row.weight_bits]
         ids = torch.randint(5, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-        cache = empty_cache(row, model)
+        cache = empty_cache(row, model.config)
         start = time.perf_counter()
         prefill(model, cache, ids, tokens if row.engine == "stock" else CHUNK)
         return time.perf_counter() - start
@@ -129,15 +120,13 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=get_num_threads())
-    for library in LIBRARIES:
-        option = f"--{library.replace('.', '-').replace('_', '-')}-python"
-        parser.add_argument(option, dest=library, default=sys.executable, help=f"that has {library}")
+    add_python_options(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = arguments_of(experiment_parser("prompt_peers", __doc__))
-    pythons = {library: getattr(arguments, library) for library in LIBRARIES}
+    pythons = pythons_of(arguments)
     left_out = reasons_to_leave_out(pythons)
     rows = [row for row in ROWS.values() if row.name in arguments.rows and row.engine not in left_out]
     if not rows:

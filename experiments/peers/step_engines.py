@@ -72,14 +72,15 @@ class OurEngine:
         """Nothing to end."""
 
 
+def empty_cache(row: Row, config: PreTrainedConfig) -> Cache:
+    """A row's cache."""
+    if row.engine == "stock":
+        return DynamicCache(config=config)
+    return DynamicHybridCache(config) if row.kv_bits == 16 else QuantizedHybridCache(config, bits=row.kv_bits)
+
+
 def filled_cache(row: Row, config: PreTrainedConfig, tokens: int) -> Cache:
     """A row's cache, with random keys and values."""
-    cache: Cache
-    if row.engine == "stock":
-        cache = DynamicCache(config=config)
-    elif row.kv_bits == 16:
-        cache = DynamicHybridCache(config)
-    else:
-        cache = QuantizedHybridCache(config, bits=row.kv_bits)
+    cache = empty_cache(row, config)
     fill(cache, config, tokens, DTYPE, chunk=8192)
     return cache

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,8 +33,8 @@ from experiments.common.options import experiment_parser
 from experiments.common.synthetic import kv_bytes
 from experiments.common.timing import medians, samples_in_turns
 from experiments.experts.random_experts import cut_config, random_model
-from experiments.peers import ik_llama_cpp, llama_cpp
 from experiments.peers.gguf_files import gguf_file
+from experiments.peers.library_pythons import add_python_options, pythons_of, reasons_to_leave_out
 from experiments.peers.llama_options import BestOptions
 from experiments.peers.llama_process import LlamaProcess, LlamaProcessError, Settings
 from experiments.peers.step_engines import DTYPE, OurEngine, OurModels, filled_cache
@@ -50,7 +49,6 @@ CONTEXTS = {
     "smollm2-135m": [1024, 8000],
     **{name: [1024, 32_768] for name in EXPERTS},
 }
-MODULES = {"llama.cpp": ("llama_cpp", llama_cpp.INSTALL), "ik_llama.cpp": ("ik_llama_cpp", ik_llama_cpp.INSTALL)}
 # Besides weights, keys and values: what our processes need and a step makes, and what each of llama.cpp takes.
 SPARE_BYTES, LIBRARY_BYTES = 2**31, 2**29
 
@@ -61,17 +59,6 @@ def step_model(name: str) -> PreTrainedModel:
         return random_model(cut_config(*EXPERTS[name]), DTYPE)
     model, _ = load(name, DTYPE, "cpu")
     return model
-
-
-def reasons_to_leave_out(pythons: Mapping[str, str]) -> dict[str, str]:
-    """Why libraries cannot be measured here, by library."""
-    if find_spec("llama_cpp") is None:  # it writes the files of both
-        return dict.fromkeys(LIBRARIES, f"not installed: {llama_cpp.INSTALL}")
-    reasons = {}
-    for library, (module, install) in MODULES.items():
-        if failure := llama_cpp.failure_of([pythons[library], "-c", f"import {module}"]):
-            reasons[library] = f"not installed: {install}" if "ModuleNotFoundError" in failure else failure
-    return reasons
 
 
 @dataclass(frozen=True)
@@ -198,14 +185,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=get_num_threads())
-    for library in LIBRARIES:
-        option = f"--{library.replace('.', '-').replace('_', '-')}-python"
-        parser.add_argument(
-            option, dest=library, default=sys.executable, help=f"that has {library} (default: this one)"
-        )
+    add_python_options(parser)
     arguments = parser.parse_args()
     contexts = arguments.contexts or CONTEXTS[arguments.model]
-    pythons = {library: getattr(arguments, library) for library in LIBRARIES}
+    pythons = pythons_of(arguments)
     set_num_threads(arguments.threads)
     torch.set_num_threads(arguments.threads)
     memory = MemoryReader(arguments.buffer_mib)

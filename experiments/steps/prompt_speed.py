@@ -22,6 +22,7 @@ from experiments.common.decoding import prefill
 from experiments.common.timing import medians, samples_in_turns
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache, quantize_weights
 from hf_hybrid_cache.models import load
+from hf_hybrid_cache.planning import default_chunk
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8000])
-    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=default_chunk(on_gpu=False))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder of the record (default: results/prompt_speed/MODEL/DTYPE)")

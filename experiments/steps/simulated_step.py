@@ -332,7 +332,7 @@ def main() -> None:
                 print(f"  {seconds * 1e3:>8.1f} ms  {policy}")
             print(
                 f"  {cell['device_tokens']:,} tokens of each layer, and {cell['resident_layers']} layers, on the GPU; "
-                f"the CPU attends to {cell['cpu_fraction']:.0%} of the "
+                f"the CPU attends to {cell['cpu_share']:.0%} of the "
                 f"others; predicted {cell['predicted_of_simulated']:.2f} of the simulated time; "
                 f"{cell['times_as_fast_as_the_best_fixed']:.2f} times as fast as the best fixed policy"
             )
