@@ -24,7 +24,7 @@ test-all: test test-quantized-models
 
 # Models that other libraries have quantized, with those that `make test` does not install.
 test-quantized-models: $(VENV)/.test $(VENV)/.quantizers
-	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_quantized_models.py
+	PYTHONPATH=$(VENV)/quantizers $(BIN)/python -m pytest -n 2 --dist loadgroup tests/weights/test_quantized_models.py
 
 # The contract with the newest transformers that setup.cfg allows, in a folder beside the environment, or with another one:
 # `make test-newest TRANSFORMERS=transformers==5.17.0`. What transformers needs besides, it may choose.
@@ -36,8 +36,10 @@ test-newest: $(VENV)/.test
 	grep -v $(CHOSEN:%=-e '^%==') constraints.txt > $(VENV)/newest/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/newest/constraints.txt --target $(VENV)/newest "$(TRANSFORMERS)"
 	PYTHONPATH=$(abspath $(VENV))/newest $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" \
-		tests/test_versions.py tests/test_cache_argument.py tests/test_contract.py tests/test_every_architecture.py tests/test_cache.py \
-		tests/test_decode.py tests/test_custom_generate.py tests/test_faults.py tests/test_messages.py tests/test_works_with.py tests/saving
+		tests/compatibility/test_versions.py tests/compatibility/test_cache_argument.py tests/compatibility/test_works_with.py \
+		tests/generation/test_contract.py tests/generation/test_decode.py tests/generation/test_custom_generate.py \
+		tests/cache/test_cache.py tests/cache/test_messages.py tests/models/test_every_architecture.py \
+		tests/operations/test_faults.py tests/saving
 
 # The tests that search at random, for long: minutes instead of seconds.
 soak: $(VENV)/.test

@@ -1,5 +1,5 @@
 """
-How the site is built: `make docs`.
+Settings of Sphinx for the site, which `make docs` builds.
 
 The source of the site is the repository itself, with this file as its only configuration. So pages, notebooks, records
 and pictures are used where they are, and a link or a picture that works on the site works in the repository too.
@@ -32,7 +32,7 @@ include_patterns = [
     "notebooks/*.ipynb",
     "results/README.md",
 ]
-# What need not be looked through.
+# These folders have no pages.
 exclude_patterns = [".*", "*.egg-info", "build", "dist", "docs/_build", "hf_hybrid_cache", "tests", "shared"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
@@ -40,7 +40,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 # Pages.
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # of notebooks, whose headings begin where the author wants
+suppress_warnings = ["myst.header"]  # notebooks may begin with any level of heading
 
 # Notebooks are shown as they were committed.
 nb_execution_mode = "off"
@@ -77,7 +77,7 @@ START_PAGE = '<meta http-equiv="refresh" content="0; url=docs/index.html"><a hre
 
 
 def write_start_page(app: Sphinx, error: Exception | None) -> None:
-    """The front page lies in a folder; who opens the site is led to it."""
+    """Write the redirect of the site's root to the front page, which is in a folder."""
     if error is None and app.builder.format == "html":
         (Path(app.outdir) / "index.html").write_text(START_PAGE)
 

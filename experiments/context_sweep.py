@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
 
 def measured_in_jobs(options: argparse.Namespace) -> dict[str, int]:
     """
-    The same in jobs, a cell each, on whatever machines they run: their records are in the folders of these.
+    Measure each cell in a job of its own, on this machine or on a cluster; records are in the folders of the jobs.
 
     Raises:
         JobsError: jobs cannot be started, or some of them ended without having measured their cells.

@@ -82,7 +82,7 @@ def run(checkout: Path, cache: str | None, tests: Iterable[str], limit: float, c
 
 
 def outcomes_of(lines: Iterable[dict[str, Any]]) -> Outcomes:
-    """What became of each test, from the lines that the plugin has written."""
+    """Return the outcome of each test, from the lines that the plugin has written."""
     outcomes: Outcomes = {}
     for line in lines:
         if "begun" in line:
@@ -94,7 +94,7 @@ def outcomes_of(lines: Iterable[dict[str, Any]]) -> Outcomes:
 
 def cells_of(stock: Outcomes, ours: Mapping[str, Outcomes]) -> list[dict[str, Any]]:
     """
-    For each file and cache, how many tests there are of each kind, and which failed by us.
+    Count the tests of each kind for each file and cache, and list those that fail only with our cache.
 
     Attributes of a cell: `passed` and `failed_by_us` (a list of test and error) of the tests that pass with stock and
     make a cache, `not_reached` of them, `failed_by_stock` for any reason, and `without_a_cache`, which pass and make
@@ -124,7 +124,7 @@ def cells_of(stock: Outcomes, ours: Mapping[str, Outcomes]) -> list[dict[str, An
 
 
 def is_comparable(outcome: Outcome) -> bool:
-    """Whether a test says something of ours: it passes with stock, and makes a cache."""
+    """Whether a test tells something about our cache: it passes with stock, and makes a cache."""
     return outcome["outcome"] == "passed" and outcome["caches"] > 0
 
 
@@ -133,7 +133,7 @@ def _file_of(test: str) -> str:
 
 
 def table(cells: Iterable[Mapping[str, Any]]) -> str:
-    """How many tests there are of each kind, by cache, in Markdown."""
+    """Return a Markdown table of the number of tests of each kind, by cache."""
     lines = [
         "| cache in the place of `DynamicCache` | pass | fail by us | not reached | fail with stock too |",
         "|---|---:|---:|---:|---:|",

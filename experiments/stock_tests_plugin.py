@@ -36,7 +36,7 @@ _ONLY_IMPORTED = ("transformers.integrations.tensor_parallel", "_get_parameter_t
 
 
 class _WithoutTests(ModuleType):
-    """In the place of a module of mixins: any name in it is a class without tests."""
+    """A replacement for a module of mixins: any name in it is a class without tests."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("_"):
@@ -71,7 +71,7 @@ class Replacement:
         DynamicCache.__new__ = new  # type: ignore[method-assign]
 
     def _class_of(self, kind: type[HybridCache], options: dict[str, Any]) -> type[HybridCache]:
-        """The kind, made by the arguments of `DynamicCache`."""
+        """Return the class of the kind, which takes the arguments of `DynamicCache`."""
 
         def initialize(cache: HybridCache, *args: Any, config: PreTrainedConfig, **kwargs: Any) -> None:
             self._is_making = True  # Ours ask transformers' own cache which layers there are.

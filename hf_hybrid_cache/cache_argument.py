@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-# Of the installed version, for arguments and for outputs.
+# The name that the installed version uses for arguments and outputs.
 CACHE_ARGUMENT = "cache" if "cache" in {each.name for each in fields(BaseModelOutputWithPast)} else "past_key_values"
 # All that a caller may use: the newer versions take the older names, too.
 _NAMES = ("cache", "past_key_values", "cache_params")

@@ -1,4 +1,4 @@
-"""The control groups that this process is in, by which Linux limits the resources of containers and jobs."""
+"""The control groups of this process, by which Linux limits the resources of containers and jobs."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +9,7 @@ CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 class ControlGroup(NamedTuple):
     """
-    One that limits a resource.
+    A control group, which limits a resource.
 
     Attributes:
         folder: of its files.
@@ -22,7 +22,7 @@ class ControlGroup(NamedTuple):
 
 def control_groups(controller: str, root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> list[ControlGroup]:
     """
-    Those of a controller such as "memory", and all above them up to the root; none on other systems.
+    List this process' groups of a controller such as "memory", up to the root; empty on other systems.
 
     Args:
         controller: as Linux calls it.

@@ -1,4 +1,4 @@
-"""How a duration is written."""
+"""Durations as text."""
 
 
 def duration_text(seconds: float) -> str:

@@ -1,5 +1,5 @@
-"""The base class of every exception that this package raises on its own account."""
+"""The base class of the exceptions of this package."""
 
 
 class HybridCacheError(Exception):
-    """The base of all errors of this package, each of which extends a built-in one, or one of torch's, as well."""
+    """The base of all errors of this package; each also extends a built-in exception, or one of torch's."""

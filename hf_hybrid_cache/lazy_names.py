@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are asked for: torch and transformers take seconds to import."""
+"""Importing the names of a package when they are first used: torch and transformers take seconds to import."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazy_names(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` (PEP 562) of `package`, of which `names` tells by module what comes from there."""
+    """Make the `__getattr__` (PEP 562) of `package`; `names` lists its names by module."""
     modules = {name: module for module, of_module in names.items() for name in of_module}
 
     def imported(name: str) -> Any:

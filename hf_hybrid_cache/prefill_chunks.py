@@ -1,4 +1,4 @@
-"""How many tokens of a prompt a forward pass reads, known without importing anything."""
+"""The default number of prompt tokens in a forward pass; this module imports nothing."""
 
 # Long enough for the weights' products, and short enough for the activations of a chunk to be little beside a cache.
 PREFILL_CHUNK_SIZE = 2048

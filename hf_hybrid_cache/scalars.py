@@ -1,4 +1,4 @@
-"""Numbers that users give, NumPy's and torch's among them."""
+"""Converting numbers of users, also NumPy's and torch's."""
 
 import operator
 from numbers import Real
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_integer(given: Any) -> int | None:
-    """The integer that `given` is, as one of Python's; `None` for anything else, truth values and floats too."""
+    """Return a number as a Python integer; `None` for anything else, booleans and floats too."""
     if isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool"):
         return None
     try:
@@ -16,7 +16,7 @@ def as_integer(given: Any) -> int | None:
 
 
 def as_float(given: Any) -> float | None:
-    """The number that `given` is, as one of Python's; `None` for anything else, truth values too."""
+    """Return a number as a Python float; `None` for anything else, booleans too."""
     if isinstance(given, bool) or not isinstance(given, Real):
         return None
     return float(given)

@@ -1,4 +1,4 @@
-"""Token ids as users have them."""
+"""Converting the token ids of users."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ TokenIds = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 def as_token_ids(name: str, given: Any) -> torch.Tensor:
     """
-    Token ids as a tensor, `[batch, tokens]`.
+    Return token ids as a tensor, `[batch, tokens]`.
 
     Args:
         name: of the argument, for the error.

@@ -1,4 +1,4 @@
-"""Where files are kept between runs."""
+"""The folder for files that are kept between runs."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 def cache_home() -> Path:
     """
-    Folder for compiled kernels, converted models, measured speeds and what was typed.
+    Return the folder for compiled kernels, converted models, measured speeds and the input history.
 
     `$HF_HYBRID_CACHE_HOME`, else `$XDG_CACHE_HOME/hf_hybrid_cache`, else `~/.cache/hf_hybrid_cache`.
 
@@ -22,7 +22,7 @@ def cache_home() -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """
-    Write a file in a folder that is made if it is not there: all of it, or what was there stays.
+    Write a whole file, or leave the old one; its folder is made if needed.
 
     Raises:
         OSError: it cannot be written.
@@ -39,7 +39,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def make_private(path: Path) -> None:
     """
-    Let a file be there, in a folder that is made if it is not, that its owner alone may read; what is in it stays.
+    Make a file that only its owner can read, and its folder; an existing file keeps its contents.
 
     Raises:
         OSError: it cannot be written.

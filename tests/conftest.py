@@ -28,11 +28,10 @@ from hf_hybrid_cache.kernels import compile_in_background
 from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
 from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
 
-import interpreted
-import slow
-import soak
+from common import slow, soak
+from device_kernels import interpreted
 
-pytest.register_assert_rewrite("quantized_models")
+pytest.register_assert_rewrite("weights.quantized_models")
 
 # Before anything imports Triton.
 interpreted.load()
@@ -47,7 +46,7 @@ hypothesis.settings.register_profile("soak", deadline=None, print_blob=True)
 
 @pytest.fixture
 def exact_kernels() -> Iterator[None]:
-    """Attention to codes without rounding queries and weights, for tests of what a cache holds; see `tests/kernels`."""
+    """Compute attention to codes without rounding queries and weights, for tests of what a cache holds."""
     set_integer_kernels(False)
     yield
     set_integer_kernels(None)
@@ -55,7 +54,7 @@ def exact_kernels() -> Iterator[None]:
 
 @pytest.fixture
 def torch_attends() -> Iterator[None]:
-    """Many queries attend by torch, as they do by default where it is faster."""
+    """Let torch attend with many queries, as by default where it is faster."""
     set_prefill_kernel(False)
     yield
     set_prefill_kernel(None)
@@ -73,11 +72,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.
     torch.set_num_threads(1)
-    # Which may slow down steps of those that have more; tests/test_slow_steps.py holds the warning.
+    # They may slow down steps of processes that have more; tests/cache/test_slow_steps.py tests the warning.
     config.addinivalue_line("filterwarnings", "ignore:Decode steps take:UserWarning")
     is_soaking = config.getoption("--soak")
     soak.set_effort("soak" if is_soaking else "thorough" if config.getoption("--thorough") else "brief")
     hypothesis.settings.load_profile("soak" if is_soaking else "brief")
+    # By default collections take a twentieth of the run, and more while modules are imported.
+    gc.set_threshold(100_000)
     config.stash[_COUNTS], config.stash[_STARTED] = Counter(), time.monotonic()
 
 
@@ -97,8 +98,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError("This pytest-xdist does not keep groups of tests together with this pytest.")
     # A million objects of modules and tests live until the end: a collection need not go over them each time.
     gc.freeze()
-    # By default collections take a twentieth of the run.
-    gc.set_threshold(100_000)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

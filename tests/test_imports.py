@@ -66,6 +66,7 @@ ALLOWED = {
         "durations",
         "prefill_chunks",
         "prompt_reading",
+        "saving",
         "scalars",
         "token_ids",
         "torch",
@@ -151,7 +152,7 @@ def modules_of(room: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("room", ALLOWED)
-def test_a_room_imports_only_what_stands_below_it(room: str):
+def test_package_when_importing_then_imports_only_lower_ones(room: str):
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     for path in modules_of(room):
         imported = imported_names(path) & (rooms | WATCHED)
@@ -159,7 +160,7 @@ def test_a_room_imports_only_what_stands_below_it(room: str):
 
 
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_a_room_of_kernels_imports_only_what_stands_below_it(room: str):
+def test_kernel_package_when_importing_then_imports_only_lower_ones(room: str):
     for path in (PACKAGE / "kernels" / room).glob("*.py"):
         modules = [module.split(".") for module in imported_modules(path)]
         imported = {parts[2] for parts in modules if parts[:2] == [PACKAGE.name, "kernels"] and len(parts) > 3}
@@ -167,7 +168,7 @@ def test_a_room_of_kernels_imports_only_what_stands_below_it(room: str):
 
 
 @pytest.mark.parametrize("room", ["decode_phase", "planning", "storage", "weights"])
-def test_modules_of_a_room_do_not_import_each_other_in_a_circle(room: str):
+def test_modules_when_importing_then_have_no_cycle(room: str):
     paths = {f"{PACKAGE.name}.{room}.{path.stem}": path for path in (PACKAGE / room).glob("*.py")}
     imports = {
         module: {other for name in imported_modules(path, False) for other in (name, name.rpartition(".")[0])}
@@ -218,7 +219,7 @@ PUBLIC = {
 }
 
 
-def test_experiments_import_only_the_modules_that_are_named():
+def test_experiments_when_importing_then_import_only_listed_modules():
     for path in (REPOSITORY / "experiments").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hybrid_cache"):
@@ -228,7 +229,7 @@ def test_experiments_import_only_the_modules_that_are_named():
 
 
 @pytest.mark.parametrize("room", PUBLIC)
-def test_a_room_offers_only_what_a_program_calls(room: str):
+def test_package_when_exporting_then_has_the_listed_names(room: str):
     module = importlib.import_module(f"hf_hybrid_cache.{room}")
     assert set(module.__all__) == PUBLIC[room]
     assert all(getattr(module, name).__doc__ for name in PUBLIC[room])
@@ -239,7 +240,7 @@ def test_every_public_name_exists_and_is_documented():
         assert name == "__version__" or getattr(hf_hybrid_cache, name).__doc__
 
 
-def test_importing_the_package_alone_takes_no_heavy_library():
+def test_package_when_imported_then_loads_no_heavy_library():
     program = "import sys, hf_hybrid_cache; assert not {'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 

@@ -1,1 +1,1 @@
-"""What measurements share."""
+"""Code that several measurements share."""

@@ -1,4 +1,4 @@
-"""The read bandwidth of the machine, the ceiling of whatever has to read memory once. Not an experiment of its own."""
+"""The read bandwidth of the machine, a limit of everything that reads memory once. Not an experiment of its own."""
 
 import mmap
 import statistics
@@ -38,7 +38,7 @@ def plain_sum(words: np.ndarray) -> None:
 
 
 def mapped_words(num_bytes: int, pages: str) -> np.ndarray:
-    """Memory of its own for `num_bytes`, written once, in pages of one of the sizes in `PAGES`."""
+    """Map and write `num_bytes` of memory, in pages of one of the sizes in `PAGES`."""
     advice = PAGES[pages]
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, advice):
@@ -71,7 +71,7 @@ class MemoryReader:
         self.forget()
 
     def read(self) -> float:
-        """Read both buffers; bytes a second of the faster one."""
+        """Read both buffers; return bytes a second of the faster one."""
         seconds = {pages: seconds_of(partial(plain_sum, words)) for pages, words in self._buffers.items()}
         for pages, value in seconds.items():
             self._seconds[pages].append(value)
@@ -83,7 +83,7 @@ class MemoryReader:
         self._seconds = {pages: [] for pages in PAGES}
 
     def report(self) -> dict[str, Any]:
-        """What was read since `forget`: bytes a second (of the medians, the better one), and raw samples."""
+        """Return the reads since `forget`: bytes a second (of the medians, the better one), and raw samples."""
         return {
             "bytes_per_second": self._num_bytes / min(map(statistics.median, self._seconds.values())),
             "buffer_bytes": self._num_bytes,
@@ -92,7 +92,7 @@ class MemoryReader:
 
 
 def read_bandwidth(reader: MemoryReader, repeats: int = 5) -> float:
-    """Bytes a second, printed: to say what can be reached before anything is measured."""
+    """Measure and print bytes a second, so that the limit is known before anything else is measured."""
     reader.forget()
     for _ in range(repeats):
         reader.read()
@@ -102,7 +102,7 @@ def read_bandwidth(reader: MemoryReader, repeats: int = 5) -> float:
 
 
 def bus_bandwidth(num_bytes: int = 2**28, repeats: int = 10) -> float:
-    """Bytes a second of a copy from page-locked host memory to the device, the best of `repeats`."""
+    """Return bytes a second of a copy from page-locked host memory to the device, the best of `repeats`."""
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     seconds = []

@@ -18,9 +18,7 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int 
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a token reads of the weights: of experts those it chooses, and no table of embeddings that is not the output
-    layer too.
-    """
+    """Return the bytes of weights that a token reads, without other experts and embeddings that are only looked up."""
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings, output = (next(module.parameters()) for module in modules)
     unread = 0 if embeddings is output else embeddings.nbytes
@@ -28,7 +26,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def unchosen_bytes(model: PreTrainedModel, share: float = 1.0) -> int:
-    """What the experts take that a token does not choose, with `share` of their bytes as they are in the model."""
+    """Return the bytes of the experts that a token does not choose, if `share` of the bytes of all is left."""
     config: Any = model.config
     experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
     left = 1 - config.num_experts_per_tok / config.num_experts if experts else 0.0

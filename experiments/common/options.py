@@ -1,4 +1,4 @@
-"""The options that measurements have in common."""
+"""The options that several measurements have."""
 
 import argparse
 import textwrap
@@ -8,7 +8,7 @@ from hf_hybrid_cache.planning.sizes import parse_bytes
 
 
 def experiment_parser(experiment: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every measurement that is held against the read bandwidth."""
+    """Make a parser with the options of measurements that are compared with the read bandwidth."""
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(description or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -22,7 +22,7 @@ def experiment_parser(experiment: str, description: str | None) -> argparse.Argu
 
 
 def byte_size(text: str) -> int:
-    """A size such as 24GiB, as the type of an option."""
+    """Parse a size such as 24GiB, as the type of an option."""
     try:
         return parse_bytes(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Engines that have read a prompt and read on in the same text, held against float32."""
+"""Engines that read on in a text after a prompt, compared with float32."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,7 @@ from hf_hybrid_cache.cache_argument import cache_argument
 @dataclass(frozen=True)
 class Passage:
     """
-    What is read, and what a model in float32 makes of it.
+    A text to read, and the result of a model in float32.
 
     Attributes:
         prompt: token ids.
@@ -38,7 +38,7 @@ def read_passage(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, context: int, steps: int, dtype: torch.dtype
 ) -> Passage:
     """
-    English text; without a tokenizer, random tokens after random keys and values.
+    Make a passage of English text; without a tokenizer, of random tokens after random keys and values.
 
     Args:
         model: in float32.
@@ -62,13 +62,13 @@ def read_passage(
 
 
 class Engine(Protocol):
-    """Something that has read a prompt."""
+    """An engine that has read a prompt."""
 
     def step(self, token: int) -> torch.Tensor | np.ndarray:
         """Logits after one more token, `[vocabulary]`."""
 
     def kv_bytes(self) -> int:
-        """What the keys and values of all tokens take."""
+        """Return the bytes of the keys and values of all tokens."""
 
 
 class CacheEngine:
@@ -86,7 +86,7 @@ class CacheEngine:
 
 
 class Reader:
-    """Lets an engine read on; `cosines` has one for each comparison of its logits with the expected ones."""
+    """Lets an engine read on; `cosines` has the similarity of its logits to the expected ones at each comparison."""
 
     def __init__(self, engine: Engine, passage: Passage):
         self.engine = engine

@@ -74,12 +74,12 @@ def written_whole(path: Path) -> Iterator[TextIO]:
 
 
 def num_cores() -> int:
-    """Of the CPU; of a virtual machine that does not tell, its processors."""
+    """Return the number of physical cores, or of processors where a virtual machine does not tell its cores."""
     return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def git_revision() -> str | None:
-    """Of the checkout; of one without Git's folder what `GIT_REVISION` says, if anything."""
+    """Return the commit of the checkout, or `GIT_REVISION` where there is no Git folder; `None` without either."""
     return _git("rev-parse", "HEAD") or os.environ.get("GIT_REVISION")
 
 
@@ -88,14 +88,14 @@ def _git(*arguments: str) -> str | None:
 
 
 def _gpu(query: str) -> str | None:
-    """What the driver of NVIDIA says of the current device, such as `5, 16`: the generation and width of its bus."""
+    """Ask NVIDIA's driver about the current device: for its bus, `5, 16` is the generation and the width."""
     if not torch.cuda.is_available():
         return None
     return _printed("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={_gpu_number()}")
 
 
 def _gpu_number() -> str:
-    """By which `nvidia-smi` knows the current device, whatever `CUDA_VISIBLE_DEVICES` leaves to be seen."""
+    """Return the UUID of the current device, by which `nvidia-smi` knows it whatever `CUDA_VISIBLE_DEVICES` hides."""
     return f"GPU-{torch.cuda.get_device_properties().uuid}"
 
 

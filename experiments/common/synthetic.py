@@ -23,7 +23,7 @@ def llama_1b_config(num_layers: int = 16) -> LlamaConfig:
 
 
 def kv_heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """How many KV heads a layer has, and their size."""
+    """Return the number of KV heads of a layer, and their size."""
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return text.num_key_value_heads, head_dim
@@ -61,7 +61,7 @@ def decode_states(
     queries: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    What a model attends with and to in a decode step of one layer: random queries, and what our cache hands out.
+    Return random queries for a decode step of one layer, and the handles that our cache returns.
 
     Args:
         config: of the layer.

@@ -33,7 +33,7 @@ def _documented() -> Iterator[str]:
                 yield f"{module_name}.{name}\n\n{text}"
 
 
-# By what a record says of them.
+# Keys are the names in records.
 TEXTS: dict[str, Callable[[], str]] = {"pydoc_data.topics": _language_reference, "docstrings": _docstrings}
 
 

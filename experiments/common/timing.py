@@ -1,4 +1,4 @@
-"""Timing things against each other: in turns, because the speed of a shared machine drifts."""
+"""Timing actions in turns, because the speed of a shared machine drifts."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ def in_turns(
     actions: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[str], object]
 ) -> dict[str, list[float]]:
     """
-    Seconds of each action in each round, in an order that alternates; a first round warms up and is not counted.
+    Return seconds of each action in each round, in alternating order; a first round warms up and is not counted.
 
     Args:
         actions: what to time, by name.
@@ -29,7 +29,7 @@ def in_turns(
 def samples_in_turns(
     measures: Mapping[str, Callable[[], float]], rounds: int, before: Callable[[str], object]
 ) -> dict[str, list[float]]:
-    """The same of what times itself."""
+    """Collect samples as `in_turns` does, of functions that return their own seconds."""
     samples: dict[str, list[float]] = {name: [] for name in measures}
     for turn in range(rounds + 1):
         for name in list(measures)[:: 1 if turn % 2 else -1]:

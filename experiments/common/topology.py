@@ -7,7 +7,7 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def last_level_cache_bytes() -> int:
-    """All last-level caches together; 0 where the system does not say."""
+    """Return the bytes of all last-level caches together; 0 where the system does not say."""
     sizes: dict[tuple[int, str], int] = {}
     for folder in SYSTEM.glob("cpu/cpu[0-9]*/cache/index[0-9]*"):
         try:

@@ -1,1 +1,1 @@
-"""What single parts cost: time and memory of appending, storing, loading."""
+"""Time and memory of single operations: appending, storing, loading."""

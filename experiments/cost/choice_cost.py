@@ -1,5 +1,5 @@
 """
-What it costs that a cache chooses its codecs: a prefill with it, and with the choice given, or plain rotated codes.
+The cost of choosing codecs: a prefill that chooses them, against one with given codecs, or with plain rotated codes.
 
 Then, without the model, what the chosen codes cost beside the rotated ones: storing the states of the prefill, and one
 step of attention on the CPU, in all layers.
@@ -24,7 +24,7 @@ from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, QuantizedHybridCache, minmax
 from hf_hybrid_cache.models import load
 
-# Of attention, in a sample.
+# A sample is so many calls of attention.
 REPEATS = 20
 
 
@@ -92,7 +92,7 @@ def attend(queries: list[torch.Tensor], handles: list[tuple[torch.Tensor, torch.
 
 
 def median_ratio(samples: dict[str, list[float]], name: str, other: str) -> float:
-    """Of samples of the same rounds."""
+    """Return the median of the ratios of samples of the same rounds."""
     return statistics.median(ours / theirs for ours, theirs in zip(samples[name], samples[other], strict=True))
 
 

@@ -1,5 +1,5 @@
 """
-What the keys and values of one long context take in each format, and how long it takes to store them.
+The bytes of keys and values of one long context in each format, and the time to store them.
 
 The shape is that of Llama-3.2-1B. Every layer gets random states in one update, as a prefill in one forward pass brings
 them, and then one more token, as in decoding. Bytes are those that the cache reports, beside the growth of the resident
@@ -31,7 +31,7 @@ FORMATS: dict[str, Any] = {
 
 
 def measure(format_name: str, num_tokens: int, num_layers: int) -> dict[str, Any]:
-    """To be run in a process of its own."""
+    """Store the states in this process, which must do nothing else."""
     torch.manual_seed(0)
     config = llama_1b_config(num_layers)
     states = random_states(config, num_tokens, torch.bfloat16)

@@ -16,7 +16,7 @@ LAYOUTS = ("head_major", "token_major")
 
 
 def views(states: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same states `[1, heads, tokens, dim]`, stored in either layout."""
+    """Return the states `[1, heads, tokens, dim]` in both layouts."""
     return {"head_major": states, "token_major": states.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)}
 
 

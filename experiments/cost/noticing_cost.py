@@ -1,6 +1,5 @@
 """
-What a decode step pays for noticing tensors that share memory with what is stored, edits of it, and prompts that do
-not continue it.
+The share of a decode step that a cache takes to notice shared memory, edits, and prompts that do not continue it.
 
 A difference of under one percent is lost in the noise of whole steps, so steps are profiled. A profiler adds to every
 call, and these are many short ones: what it says is a bound from above.
@@ -28,7 +27,7 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
     "4 bits": lambda config: QuantizedHybridCache(config, bits=4),
     "4 bits, torch's attention": lambda config: QuantizedHybridCache(config, bits=4, cpu_decode=False),
 }
-# By file and function.
+# Keys are file and function.
 NOTICING = {
     "tensors that share memory": ("storage_uses.py", "is_shared"),
     "edits of a layer": ("hybrid_layer.py", "take_edits"),

@@ -1,5 +1,5 @@
 """
-What a cache that was kept in a file saves: a document that is computed once and asked about twice.
+The time that a saved cache saves: a document that is computed once and asked about twice.
 
 SmolLM2-135M reads English text: the time to the first token after document and question, against that of loading the
 document, read or mapped, and computing only the question. With the shape of Llama-3.2-1B and random keys and values:
@@ -58,7 +58,7 @@ def measure(
         "mapped": lambda: HybridCache.load(path, config, mmap=True),
         "mapped, not verified": lambda: HybridCache.load(path, config, mmap=True, verify=False),
     }
-    # What is compiled or set up once is not timed.
+    # The first call compiles and sets up, which is not timed.
     first_token(model, lambda: CACHES[name](config), ids[:, : 256 + question.shape[1]])
     results: dict[str, Any] = {}
     if is_real:

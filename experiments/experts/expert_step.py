@@ -75,6 +75,8 @@ class Form:
 
 class Bench:
     """
+    The forms of one model's experts, which are measured in turns.
+
     Args:
         name: of a shape.
         layers: how many it is cut to.
@@ -153,7 +155,7 @@ class Bench:
         }
 
     def _taken(self, name: str, rounds: int, per_round: int) -> list[float]:
-        """What experts took in the timed passes of the last measurement: the last of each round."""
+        """Return the seconds of the experts in the last measurement, of the last timed pass of each round."""
         taken = self.forms[name].expert_seconds[-rounds * per_round :][per_round - 1 :: per_round]
         self.forms[name].expert_seconds.clear()
         return taken

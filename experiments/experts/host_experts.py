@@ -1,5 +1,5 @@
 """
-Which mixture-of-experts models fit machines that are not at hand, with experts in host memory and all else on the GPU.
+Plans for mixture-of-experts models on other machines, with experts in host memory and all else on the GPU.
 
 Two questions, worked out by the planner. What fits: for each card and each amount of host memory the experts with the
 most bits that there is room for, and the context that then fits the GPU. And how fast at most: of a token, the bytes of
@@ -77,7 +77,7 @@ def speeds(model: ModelCost, card: PublishedMachine, bits: int | None) -> dict[s
     host = machine.speeds.host
     assert host is not None
     rate = host.weight_bytes_per_second
-    # As fast as others: what products with codes reach has been measured on one processor only.
+    # Products with codes have been measured on one processor only, so they count as fast as others.
     quantized = replace(host, quantized_weights={width: WeightSpeed(rate) for width in WEIGHT_BITS})
     machine = replace(machine, speeds=replace(machine.speeds, host=quantized))
     context = min(CONTEXT, model.max_context)

@@ -122,7 +122,7 @@ def memory_of(process: int | str) -> dict[str, int]:
 
 
 def measure(way: str, folder: Path) -> dict[str, Any]:
-    """One way in a process of its own, which is watched from here."""
+    """Load in one way in a process of its own, and watch its memory from here."""
     command = [sys.executable, "-m", "experiments.experts.load_memory", "--only", way, "--folder", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

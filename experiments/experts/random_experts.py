@@ -21,7 +21,7 @@ def cut_config(name: str, layers: int) -> PreTrainedConfig:
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """With weights as transformers makes them at first."""
+    """Make a model with the random weights that transformers initializes."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
@@ -37,5 +37,5 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 
 def expert_names(model: PreTrainedModel) -> list[str]:
-    """Of the modules that hold experts."""
+    """Return the names of the modules that hold experts."""
     return [name for name, _ in model.named_modules() if name.endswith(".experts")]

@@ -1,1 +1,1 @@
-"""What is measured on a machine with a GPU: `python -m experiments.gpu` runs all of it, the best worth first."""
+"""Measurements of a machine with a GPU: `python -m experiments.gpu` runs all of them, the most valuable first."""

@@ -1,5 +1,5 @@
 """
-All that is measured on a machine with a GPU, in order of worth, in so many minutes: `python -m experiments.gpu`.
+Run all measurements of a machine with a GPU in so many minutes: `python -m experiments.gpu`.
 
 Every step is a process of its own, whose record is written as soon as it ends. When time is up the step that runs is
 stopped; the same command goes on where it was. It needs torch, transformers, Triton, Numba and psutil, and leaves out
@@ -57,7 +57,7 @@ def main() -> None:
     if given.list:
         print("\n".join(step.name for step in given.steps))
         return
-    # As Ctrl-C does: the step that runs is ended too.
+    # SIGTERM acts as Ctrl-C, so that the running step is ended too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         ended = run_all(given.steps, Journal(given.out / FOLDER), given.minutes, given.force)

@@ -1,10 +1,10 @@
-"""The aims for a machine with a GPU, and what its records say of each."""
+"""The aims for a machine with a GPU, and the results of its records for each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.gpu.found import PartialAttention, dequantize
+from experiments.gpu.found import MachineRecords, decode_steps
 
 NOT_MEASURED = "not measured"
 
@@ -12,7 +12,7 @@ NOT_MEASURED = "not measured"
 @dataclass(frozen=True)
 class Answer:
     """
-    An aim and what was measured for it.
+    An aim, and the measured figure for it.
 
     Attributes:
         figure: what is measured.
@@ -27,13 +27,13 @@ class Answer:
     is_met: bool
 
 
-def answers(found: PartialAttention) -> list[Answer]:
-    """To all aims, in order."""
+def answers(found: MachineRecords) -> list[Answer]:
+    """Return the answer to each aim, in order."""
     return [answer(found) for answer in _ANSWERS]
 
 
 def table(found: Sequence[Answer]) -> str:
-    """In Markdown."""
+    """Format the answers as a Markdown table."""
     lines = ["| figure | aim | measured |", "|---|---|---|"]
     for answer in found:
         measured = NOT_MEASURED if answer.measured is None else answer.measured + ("" if answer.is_met else " (missed)")
@@ -45,7 +45,7 @@ def _is_long(context: int) -> bool:
     return context > 100_000
 
 
-def _tests(found: PartialAttention) -> Answer:
+def _tests(found: MachineRecords) -> Answer:
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in found.get("suites", {"runs": []})["runs"]:
         runs.setdefault(run["transformers"], []).append(run)
@@ -66,17 +66,17 @@ def _tests(found: PartialAttention) -> Answer:
 
 def _ratio(
     figure: str, pair: str, least: float, aim: str, contexts: Callable[[int], bool]
-) -> Callable[[PartialAttention], Answer]:
-    """The least of the ratios of a pair, at some contexts."""
+) -> Callable[[MachineRecords], Answer]:
+    """Return a function that finds the least ratio of a pair at some contexts."""
 
-    def answer(found: PartialAttention) -> Answer:
+    def answer(found: MachineRecords) -> Answer:
         ratios = _least(found, lambda record: record["ratios"].get(pair), contexts)
         return Answer(figure, aim, _at_each(ratios, "{:.2f}x"), bool(ratios) and min(ratios.values()) >= least)
 
     return answer
 
 
-def _bus(found: PartialAttention) -> Answer:
+def _bus(found: MachineRecords) -> Answer:
     shares = _least(found, lambda record: record["share_of_bus"].get("offloaded"))
     return Answer(
         "streaming, of a plain pinned copy's rate",
@@ -86,7 +86,7 @@ def _bus(found: PartialAttention) -> Answer:
     )
 
 
-def _few_bytes(found: PartialAttention) -> Answer:
+def _few_bytes(found: MachineRecords) -> Answer:
     def share(record: dict[str, Any]) -> float | None:
         kept = record["memory"].get("codes-4")
         return None if kept is None else kept["device_bytes"] / record["bfloat16_kv_bytes"]
@@ -100,14 +100,14 @@ def _few_bytes(found: PartialAttention) -> Answer:
     )
 
 
-def _cpu_attention(found: PartialAttention) -> Answer:
+def _cpu_attention(found: MachineRecords) -> Answer:
     def speed(record: dict[str, Any]) -> float | None:
-        """With the threads that are the fastest."""
+        """Return the tokens a second with the fastest number of threads."""
         turns = record["tokens_per_second"].items()
         return max((value for name, value in turns if name.startswith("cpu-attention-4")), default=None)
 
     speeds = _least(found, speed, _is_long)
-    cores = {record["environment"]["cores"] for record in dequantize(found)}
+    cores = {record["environment"]["cores"] for record in decode_steps(found)}
     shown = _at_each(speeds, "{:.1f}")
     return Answer(
         "attention on the CPU in 4 bits, tokens a second",
@@ -117,7 +117,7 @@ def _cpu_attention(found: PartialAttention) -> Answer:
     )
 
 
-def _decode_on_cpu(found: PartialAttention) -> Answer:
+def _decode_on_cpu(found: MachineRecords) -> Answer:
     held = found.get("peaks", {}).get("decode_on_cpu", {}).get("allocated_bytes")
     return Answer(
         "device memory during DecodeOnCPU",
@@ -127,7 +127,7 @@ def _decode_on_cpu(found: PartialAttention) -> Answer:
     )
 
 
-def _prefill(found: PartialAttention) -> Answer:
+def _prefill(found: MachineRecords) -> Answer:
     prefill = found.get("peaks", {}).get("prefill", {})
     above = prefill.get("above_expected")
     return Answer(
@@ -138,7 +138,7 @@ def _prefill(found: PartialAttention) -> Answer:
     )
 
 
-_ANSWERS: tuple[Callable[[PartialAttention], Answer], ...] = (
+_ANSWERS: tuple[Callable[[MachineRecords], Answer], ...] = (
     _tests,
     _ratio("streaming, against transformers' offloading", "offloaded / stock-offloaded", 3, "3x", lambda _: True),
     _bus,
@@ -168,13 +168,13 @@ _ANSWERS: tuple[Callable[[PartialAttention], Answer], ...] = (
 
 
 def _least(
-    found: PartialAttention,
+    found: MachineRecords,
     figure: Callable[[dict[str, Any]], float | None],
     contexts: Callable[[int], bool] = lambda _: True,
 ) -> dict[int, float]:
-    """Of a figure that several steps may have measured at a context, what is the least there."""
+    """Return, by context, the least value of a figure that several steps may have measured."""
     least: dict[int, float] = {}
-    for record in dequantize(found):
+    for record in decode_steps(found):
         value, context = figure(record), record["context_tokens"]
         if value is not None and contexts(context):
             least[context] = min(value, least.get(context, value))
@@ -182,5 +182,5 @@ def _least(
 
 
 def _at_each(figures: Mapping[int, float], form: str) -> str | None:
-    """By context; `None` where there are none."""
+    """Format figures by context; `None` where there are none."""
     return ", ".join(f"{form.format(value)} at {context:,}" for context, value in sorted(figures.items())) or None

@@ -45,7 +45,7 @@ class Layers:
             self._cache.update(*(random_states(config, num_tokens, torch.bfloat16, device()) for _ in range(2)), layer)
         self._num_layers = num_layers
         self.attend()
-        # Of one layer; what is in full precision is counted too.
+        # The bytes of one layer, tokens in full precision included.
         size = kv_bytes(config, num_tokens, torch.bfloat16) if bits is None else stored_bytes(self._cache)
         self.layer_bytes = size // num_layers
 
@@ -56,7 +56,7 @@ class Layers:
             scaled_dot_product_attention(self._query, keys, values, enable_gqa=True)
 
     def seconds(self) -> float:
-        """Of one layer."""
+        """Return the seconds of one layer."""
 
         def several() -> None:
             for _ in range(_STEPS):

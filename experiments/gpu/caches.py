@@ -1,4 +1,4 @@
-"""What takes turns on a machine with a GPU, by name: a cache, where the model is, and what it needs."""
+"""The caches that are compared on a machine with a GPU, by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Bits = int | tuple[int, int]
 @dataclass(frozen=True)
 class Measured:
     """
-    A way to decode.
+    A cache, the place of the model, and the requirements of both.
 
     Attributes:
         make: an empty cache for a model; `empty` calls it.
@@ -49,12 +49,12 @@ class Measured:
     needs_gpu: bool = False
 
     def empty(self, config: LlamaConfig, context: int) -> Cache:
-        """A cache for a model of `config` and so many tokens."""
+        """Make an empty cache for a model of `config` and so many tokens."""
         on_device = max(LEAST_DEVICE_TOKENS, int(context * self.share_on_device))
         return self.make(config, **({"device_tokens": on_device} if self.share_on_device else {}))
 
     def why_not(self) -> str | None:
-        """Why it cannot be measured here, if so."""
+        """Return the reason why it cannot be measured here; `None` if it can."""
         if self.package is not None and installed_version(self.package) is None:
             return f"{self.package} is not installed"
         return "needs a GPU" if self.needs_gpu and not has_gpu() else None
@@ -97,12 +97,12 @@ def _peer(backend: str, package: str) -> Measured:
 
 
 def _half(make: Callable[..., Cache]) -> Measured:
-    """Half of the tokens on the device, the others attended to on the CPU at the same time."""
+    """Keep half of the tokens on the device, and let the CPU attend to the others at the same time."""
     return Measured(partial(make, cpu_decode=True), attends_on_host=True, share_on_device=0.5)
 
 
 def _in_three(make: Callable[..., Cache]) -> Measured:
-    """The same, but some of the others are streamed: as many as turns out to be best."""
+    """Keep half of the tokens on the device, stream some of the others, and let the CPU attend to the rest."""
     return Measured(partial(make, cpu_decode="auto"), attends_on_host=True, share_on_device=0.5, adapts=True)
 
 

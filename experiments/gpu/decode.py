@@ -39,9 +39,9 @@ from hf_hybrid_cache.cache_argument import cache_argument
 
 FILL_CHUNK = 8192
 COPY = "plain copy"
-# In which a share of the CPU comes to rest: ten moves, each after 192 layers, of a model with 16.
+# The CPU fraction settles after ten moves, each after 192 layers, of a model with 16.
 _STEPS_OF_MOVES = 120
-# Who is compared with whom: a ratio of 3 is a third of the time.
+# Pairs to compare: a ratio of 3 is a third of the time.
 PAIRS = (
     ("offloaded", "stock-offloaded"),
     ("streamed-4", "offloaded"),
@@ -59,14 +59,14 @@ PAIRS = (
 
 
 class Models:
-    """The model on the device, and, made when they are asked for, on the host, with weights of some bits."""
+    """The model on the device and on the host, with weights of each width; each is made when it is first used."""
 
     def __init__(self, is_rehearsal: bool):
         self._is_rehearsal = is_rehearsal
         self._made: dict[tuple[str, int | None], LlamaForCausalLM] = {}
 
     def of(self, name: str) -> LlamaForCausalLM:
-        """For one of `CACHES`."""
+        """Return the model for one of `CACHES`."""
         place, bits = "cpu" if CACHES[name].on_host else device(), CACHES[name].weight_bits
         if (place, bits) not in self._made:
             model = model_of(self._is_rehearsal, place)
@@ -99,7 +99,7 @@ class Decoder:
         self._token = self._model(self._token, **cache_argument(self.cache)).logits[:, -1:].argmax(-1)
 
     def peak_bytes(self) -> int | None:
-        """Of device memory that a step takes beyond all that is held before it."""
+        """Return the device memory that a step takes beyond all that is held before it."""
         if not has_gpu():
             return None
         torch.cuda.reset_peak_memory_stats()
@@ -108,13 +108,13 @@ class Decoder:
         return torch.cuda.max_memory_allocated() - before
 
     def moved_bytes(self) -> int:
-        """To the device so far."""
+        """Return the bytes that were copied to the device so far."""
         return self.cache.stats.bytes_to_device if isinstance(self.cache, HybridCache) else 0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What takes a turn: a decoder, with so many threads of attention on the CPU (`None` for all)."""
+    """A decoder with a number of threads for attention on the CPU; `None` for all."""
 
     decoder: Decoder
     threads: int | None
@@ -124,19 +124,19 @@ class Turn:
         return self.decoder.name if self.threads is None else f"{self.decoder.name}, threads {self.threads}"
 
     def prepare(self) -> None:
-        """An untimed step: what others have put into caches of the processors is not its own."""
+        """Run an untimed step, which fills the processor's caches with the data of this decoder."""
         if self.threads is not None:
             set_num_threads(self.threads)
             torch.set_num_threads(self.threads)
         self.decoder.step()
 
     def seconds(self, steps: int) -> float:
-        """Of one step of some."""
+        """Return the mean seconds of some steps."""
         return sum(seconds_on_device(self.decoder.step) for _ in range(steps)) / steps
 
 
 def decoders(models: Models, names: list[str], context: int, left_out: dict[str, str]) -> Iterator[Decoder]:
-    """Filled ones; why another is none is put into `left_out`."""
+    """Yield a filled decoder for each name; put the reason why one cannot be made into `left_out`."""
     for name in names:
         reason = CACHES[name].why_not()
         if reason is None:
@@ -146,7 +146,7 @@ def decoders(models: Models, names: list[str], context: int, left_out: dict[str,
                 continue
             except Exception as error:  # memory that ends, or code of others: one cache less is no reason to stop
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            gc.collect()  # what was filled in part
+            gc.collect()  # frees a decoder that was filled in part
         left_out[name] = reason
         print(f"{name} is left out: {reason}.", flush=True)
 
@@ -193,7 +193,7 @@ def measure(made: list[Decoder], threads: list[int], rounds: int, steps: int) ->
 
 
 def looked_at(made: list[Decoder]) -> dict[str, Any]:
-    """What one more step of each takes of the device, and launches there."""
+    """Measure the device memory and the kernel launches of one more step of each decoder."""
     return {
         "step_peak_bytes": {decoder.name: decoder.peak_bytes() for decoder in made},
         "kernels_of_a_step": {decoder.name: kernels_launched(decoder.step) for decoder in made},

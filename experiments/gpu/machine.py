@@ -57,7 +57,7 @@ def config_of(is_rehearsal: bool) -> LlamaConfig:
 
 
 def model_of(is_rehearsal: bool, on: str | None = None) -> LlamaForCausalLM:
-    """With random weights in bfloat16, on the device unless something else is said."""
+    """Make a model with random weights in bfloat16, on the device by default."""
     return random_llama(config_of(is_rehearsal), torch.bfloat16, on or device())
 
 
@@ -72,7 +72,7 @@ def synchronize() -> None:
 
 
 def seconds_on_device(action: Callable[[], object]) -> float:
-    """Of an action that the device has finished."""
+    """Return the seconds of an action, until the device has finished it."""
     synchronize()
     start = time.perf_counter()
     action()
@@ -81,7 +81,7 @@ def seconds_on_device(action: Callable[[], object]) -> float:
 
 
 def kernels_launched(action: Callable[[], object]) -> int | None:
-    """On the GPU, without copies and fills; `None` without one, or where its profiler does not run."""
+    """Count the kernels that an action launches on the GPU; `None` without a GPU or its profiler."""
     if not has_gpu():
         return None
     synchronize()
@@ -97,7 +97,7 @@ def kernels_launched(action: Callable[[], object]) -> int | None:
 
 
 class PlainCopy:
-    """One copy from page-locked memory to the device, the ceiling of whatever streams."""
+    """A copy from page-locked memory to the device, whose rate is the limit of streaming."""
 
     def __init__(self, num_bytes: int = _COPIED_BYTES):
         self.num_bytes = num_bytes

@@ -1,4 +1,4 @@
-"""What pages of the project say of GPUs, and the figure that they show: from records only."""
+"""Write the results of GPUs into the pages of the project, and draw their figures, from records only."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,10 +11,10 @@ from matplotlib.ticker import FuncFormatter
 from experiments.common import pictures
 from experiments.common.records import RESULTS
 from experiments.gpu.answers import answers, table
-from experiments.gpu.found import FOLDER, PartialAttention, dequantize, partials
+from experiments.gpu.found import FOLDER, MachineRecords, committed_records, decode_steps
 
 README, RESULTS_PAGE = RESULTS.parent / "README.md", RESULTS.parent / "docs" / "results.md"
-# What is said stands between these in each page.
+# The results stand between these marks in each page.
 START, END = "<!-- measured on a GPU -->", "<!-- end -->"
 # A figure of all would be hard to read.
 _DRAWN = ("stock", "dynamic", "codes-4", "codes-2", "stock-offloaded", "offloaded", "streamed-4", "quanto-4", "hqq-4")
@@ -22,9 +22,9 @@ _DRAWN = ("stock", "dynamic", "codes-4", "codes-2", "stock-offloaded", "offloade
 
 def write_all() -> Iterator[Path]:
     """Draw the figures and write what was measured into the pages; the paths of what was written."""
-    found = partials()
+    found = committed_records()
     for machine, records in found.items():
-        if dequantize(records):
+        if decode_steps(records):
             pictures.write(figure(records), FOLDER / machine)
             yield (FOLDER / machine).with_suffix(".svg")
     for path, said in pages(found):
@@ -32,8 +32,8 @@ def write_all() -> Iterator[Path]:
         yield path
 
 
-def pages(found: Mapping[str, PartialAttention]) -> Iterator[tuple[Path, str]]:
-    """What each page says of GPUs, by its path."""
+def pages(found: Mapping[str, MachineRecords]) -> Iterator[tuple[Path, str]]:
+    """Yield the path of each page that describes GPUs, and its new text."""
     if not found:
         yield (
             README,
@@ -60,7 +60,7 @@ def written(text: str, said: str) -> str:
     return f"{before}{START}\n{said}{END}{after}"
 
 
-def decode_table(found: PartialAttention) -> str:
+def decode_table(found: MachineRecords) -> str:
     """Milliseconds of a token by context, in Markdown."""
     measured = _seconds(found)
     contexts = sorted({context for at in measured.values() for context in at})
@@ -74,7 +74,7 @@ def decode_table(found: PartialAttention) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(found: PartialAttention) -> Figure:
+def figure(found: MachineRecords) -> Figure:
     """Milliseconds of a token by context."""
     drawn, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     measured = _seconds(found)
@@ -93,17 +93,17 @@ def figure(found: PartialAttention) -> Figure:
     return drawn
 
 
-def _seconds(found: PartialAttention) -> dict[str, dict[int, float]]:
-    """Of a token, by what takes turns and context; the most of what several steps have measured."""
+def _seconds(found: MachineRecords) -> dict[str, dict[int, float]]:
+    """Return the seconds of a token by cache and context, the largest that was measured."""
     measured: dict[str, dict[int, float]] = {}
-    for record in dequantize(found):
+    for record in decode_steps(found):
         for name, seconds in record["median_seconds"].items():
             at = measured.setdefault(name, {})
             at[record["context_tokens"]] = max(seconds, at.get(record["context_tokens"], seconds))
     return measured
 
 
-def _section(machine: str, found: PartialAttention) -> str:
+def _section(machine: str, found: MachineRecords) -> str:
     where = _environment(found)
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     parts = [
@@ -111,11 +111,11 @@ def _section(machine: str, found: PartialAttention) -> str:
         f"{where['cpu']}, {where['cores']} cores; {versions}. Records: `results/gpu/*/{machine}.json`.\n",
         table(answers(found)),
     ]
-    if dequantize(found):
+    if decode_steps(found):
         parts += [f"![Time a token by context](../results/gpu/{machine}.png)\n", decode_table(found)]
     return "\n".join(parts)
 
 
-def _environment(found: PartialAttention) -> dict[str, Any]:
+def _environment(found: MachineRecords) -> dict[str, Any]:
     environment: dict[str, Any] = next(iter(found.values()))["environment"]
     return environment

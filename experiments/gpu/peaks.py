@@ -52,7 +52,7 @@ def peak_of_prefill(model: LlamaForCausalLM, make: Callable[[], Cache], ids: tor
 
 @torch.inference_mode()
 def prefills(model: LlamaForCausalLM, num_tokens: int) -> dict[str, Any]:
-    """Of both caches, and how far the peak of the offloaded one is above what it should be."""
+    """Compare the peaks of both caches, and the offloaded one's with the expected peak."""
     ids, config = prompt(model, num_tokens), model.config
     weights, kept = allocated(), kv_bytes(config, num_tokens, torch.bfloat16)
     found = {
@@ -74,7 +74,7 @@ def prefills(model: LlamaForCausalLM, num_tokens: int) -> dict[str, Any]:
 
 
 class DeviceMemory(BaseStreamer):
-    """Bytes of the device that are in use, and reserved, whenever there is a new token."""
+    """Records the device memory in use, and reserved, at each new token."""
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
@@ -89,7 +89,7 @@ class DeviceMemory(BaseStreamer):
 
 
 def decoding_on_cpu(model: LlamaForCausalLM, num_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """What is in use while the CPU decodes, after a prompt that the device has read."""
+    """Record the device memory in use while the CPU decodes after a prefill on the device."""
     gc.collect()
     ids, memory = prompt(model, num_tokens), DeviceMemory()
     model.generate(

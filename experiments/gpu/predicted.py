@@ -1,5 +1,5 @@
 """
-What the planner predicts for a machine with a GPU, held against what was measured there.
+The planner's predictions for a machine with a GPU, against measurements there.
 
 The machine's speeds are measured first, as `hf-hybrid-cache plan --calibrate` does. Then the time of a token, and the
 bytes that a cache takes of device and host, are predicted for every way to decode that has a record, and compared.
@@ -15,7 +15,7 @@ import torch
 
 from experiments.common import records
 from experiments.gpu.caches import CACHES
-from experiments.gpu.found import dequantize, found_in
+from experiments.gpu.found import decode_steps, found_in
 from experiments.gpu.machine import config_of, gpu_parser, parsed
 from hf_hybrid_cache.planning import model_cost, this_machine
 from hf_hybrid_cache.planning.calibration import CalibrationBudget, calibrate
@@ -46,13 +46,13 @@ def _off(predicted: float | None, measured: float | None) -> float | None:
 
 
 def _kv_bytes(record: dict[str, Any], name: str) -> int | None:
-    """What a cache of ours holds; others do not tell."""
+    """Return the bytes that a cache of ours holds; `None` for other caches."""
     kept = record["memory"].get(name)
     return None if kept is None else kept["device_bytes"] + kept["host_bytes"]
 
 
 def _seconds_with_all_threads(record: dict[str, Any], name: str) -> float:
-    """Of a cache, or of the last of its turns, which has the most threads."""
+    """Return the seconds of a cache, with the most threads where there are several numbers of them."""
     found = [seconds for turn, seconds in record["median_seconds"].items() if turn.partition(",")[0] == name]
     return float(found[-1])
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser = gpu_parser("predicted", __doc__)
     parser.add_argument("--records", type=Path, required=True, metavar="FOLDER", help="of the steps that were measured")
     given = parsed(parser)
-    measured = dequantize(found_in(given.records, records.machine_name()))
+    measured = decode_steps(found_in(given.records, records.machine_name()))
     if not measured:
         parser.error(f"{given.records} has no records of {records.machine_name()}: run python -m experiments.gpu.")
     calibration = calibrate(torch.bfloat16, _SMALL if given.rehearse else None)

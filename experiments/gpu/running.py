@@ -20,7 +20,7 @@ _SECONDS_TO_STOP = 15
 
 
 class Ended(StrEnum):
-    """How a step ended."""
+    """The ways in which a step can end."""
 
     DONE = "done"
     OVER_LIMIT = "over its limit"
@@ -29,7 +29,7 @@ class Ended(StrEnum):
 
 
 class Journal:
-    """What has become of the steps on this machine; written after each."""
+    """The results of the steps on this machine, written after each step."""
 
     def __init__(self, folder: Path):
         self.path = folder / "steps" / f"{records.machine_name()}.json"
@@ -87,7 +87,7 @@ def run_all(steps: Iterable[Step], journal: Journal, minutes: float, again: bool
 
 
 def run_step(step: Step, seconds: float) -> Ended:
-    """Run one for so long. It is interrupted then, as by Ctrl-C, with all that it started, and killed if it goes on."""
+    """Run one step; at its limit interrupt all processes that it started, and kill them if they go on."""
     with subprocess.Popen(
         [sys.executable, *step.command], cwd=records.RESULTS.parent, start_new_session=True
     ) as process:
@@ -105,5 +105,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_SECONDS_TO_STOP)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it has left running, too
+        os.killpg(process.pid, signal.SIGKILL)  # also ends processes that it has left running
     process.wait()

@@ -1,4 +1,4 @@
-"""What is measured on a machine with a GPU, in order of worth; each step is a program of its own."""
+"""The measurements of a machine with a GPU, the most valuable first; each step is a program of its own."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _QUANTIZED = (
     *("stock", "dynamic", "codes-8", "codes-4", "codes-4-2", "codes-2"),
     *("offloaded", "streamed-8", "streamed-4", "streamed-2"),
 )
-# By themselves: quanto compiles code when it is first used, which takes minutes and may fail.
+# Peers have a step of their own: quanto compiles code when it is first used, which takes minutes and may fail.
 _PEERS = ("stock", "codes-4", "hqq-4", "quanto-4")
 _HOST = ("cpu-attention", "cpu-attention-4", "host", "host-4", "host-weights-4", "host-4-weights-4")
 _BOTH_PLACES = (
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of context, by what is measured."""
+    """The context lengths of each measurement."""
 
     streaming: tuple[int, ...] = (32_768, 65_536)
     table: tuple[int, ...] = (32_768, 65_536, 131_072)
@@ -63,7 +63,7 @@ _SMALL = Sizes((300, 600), (320,), (300, 700), (300, 700), 300, 300, 700, 300, 4
 
 def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) -> list[Step]:
     """
-    The steps; what is worth most comes first.
+    Return the steps, the most valuable first.
 
     Args:
         root: folder of all results.
@@ -102,7 +102,7 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
 
 
 def _tables(root: Path, sizes: Sizes, is_rehearsal: bool) -> list[Step]:
-    """The context sweep, with the card held to less memory."""
+    """Return the steps of the context sweep with limited GPU memory."""
     found = []
     for card in _CARDS[:1] if is_rehearsal else _CARDS:
         name = f"{records.machine_name()}-as-{card.lower()}"
@@ -116,6 +116,6 @@ def _tables(root: Path, sizes: Sizes, is_rehearsal: bool) -> list[Step]:
 
 
 def _thread_counts() -> list[int]:
-    """One, twice as many, and so on, and all."""
+    """Return 1, 2, 4, and so on, and the number of all threads."""
     cores = records.num_cores()
     return sorted({*(2**power for power in range(cores.bit_length())), cores})

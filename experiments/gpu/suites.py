@@ -21,9 +21,9 @@ from experiments.common import records
 from experiments.gpu.machine import gpu_parser, has_gpu, parsed
 
 # The first fill the device, or count what is on it; the others can run beside each other.
-ALONE = ("tests/test_cuda.py",)
-TOGETHER = ("tests/accelerator", "tests/device_kernels", "tests/test_torch_attention.py")
-_MOST_PROCESSES = 12  # that use one GPU
+ALONE = ("tests/memory/test_cuda.py",)
+TOGETHER = ("tests/accelerator", "tests/device_kernels", "tests/attention/test_torch_attention.py")
+_MOST_PROCESSES = 12  # so many share one GPU
 _TEST_SECONDS = 300
 _VERSION = "import transformers; print(transformers.__version__)"
 
@@ -37,7 +37,7 @@ def suites(is_rehearsal: bool) -> list[list[str]]:
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """What became of the tests, by the report of pytest."""
+    """Run the tests, and return the outcomes in the report of pytest."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -61,21 +61,21 @@ def run(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
 
 
 def version_in(environment: dict[str, str]) -> str:
-    """Of transformers, or why it cannot be imported; the tests then say so too."""
+    """Return the version of transformers, or the reason why it cannot be imported."""
     command = [sys.executable, "-c", _VERSION]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return (found.stdout if found.returncode == 0 else found.stderr).strip().splitlines()[-1]
 
 
 def environments(others: list[Path]) -> list[dict[str, str]]:
-    """Of the installed transformers, and of each other version, which is in a folder of its own."""
+    """Return environment variables for the installed transformers, and for each folder with another version."""
     plain = dict(os.environ)
     before = [path for path in (plain.get("PYTHONPATH"),) if path]
     return [plain] + [plain | {"PYTHONPATH": os.pathsep.join([str(folder), *before])} for folder in others]
 
 
 def add_other_transformers(parser: argparse.ArgumentParser) -> None:
-    """Give it the option that names folders with other versions."""
+    """Add the option that names folders with other versions of transformers."""
     parser.add_argument(
         "--other-transformers",
         type=_folder_with_transformers,

@@ -1,1 +1,1 @@
-"""Beside other engines: llama.cpp, ik_llama.cpp, and caches of transformers."""
+"""Comparisons with other engines: llama.cpp, ik_llama.cpp, and caches of transformers."""

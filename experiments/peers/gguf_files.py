@@ -71,7 +71,7 @@ def write_model(model: PreTrainedModel, path: Path) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     if kind == "qwen3_moe":
-        assert config.norm_topk_prob  # as llama.cpp takes for granted
+        assert config.norm_topk_prob  # llama.cpp takes this for granted
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -113,7 +113,7 @@ def _neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _frequency_divisors(model: PreTrainedModel) -> torch.Tensor:
-    """What the plain rotary frequencies are divided by, as the scaling of the model has it."""
+    """Return the divisors of the plain rotary frequencies in the model's RoPE scaling."""
     exponents = torch.arange(0, model.config.head_dim, 2) / model.config.head_dim
     return model.config.rope_parameters["rope_theta"] ** -exponents / model.get_buffer("model.rotary_emb.inv_freq")
 

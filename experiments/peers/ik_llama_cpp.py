@@ -38,7 +38,7 @@ class IkLlamaCppModel(LlamaCppModel):
     def _options(self, repacked: bool) -> Any:
         options = self.api.llama_model_default_params()
         options.repack_tensors = repacked
-        options.use_mmap = not repacked  # what is mapped cannot be changed
+        options.use_mmap = not repacked  # mapped weights cannot be changed
         return options
 
 

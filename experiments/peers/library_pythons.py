@@ -26,7 +26,7 @@ def pythons_of(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def reasons_to_leave_out(pythons: Mapping[str, str]) -> dict[str, str]:
-    """Why libraries cannot be measured here, by library."""
+    """Return the reasons why libraries cannot be measured here, by library."""
     if find_spec("llama_cpp") is None:  # it writes the files of both
         return dict.fromkeys(LIBRARIES, f"not installed: {llama_cpp.INSTALL}")
     reasons = {}

@@ -28,7 +28,7 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Form:
-    """How keys and values are kept, and whether flash attention attends to them; quantized values need it."""
+    """A type of keys and values, and whether flash attention is used; quantized values need it."""
 
     ggml_type: str
     bits: int
@@ -91,7 +91,7 @@ class LlamaCppEngine:
             repeated, at the positions that follow.
     """
 
-    # Of a saved sequence, in words of four bytes: where the first token's position is, and how many a token takes.
+    # Words of four bytes in a saved sequence: the first token's position, and the words of a token.
     position_words = (4, 3)
 
     def __init__(
@@ -121,7 +121,7 @@ class LlamaCppEngine:
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._state, -1), (self._model.vocabulary,))
 
     def kv_bytes(self) -> int:
-        """What llama.cpp counts for saving the tokens: keys and values in their types, and a few bytes a token more."""
+        """Return the bytes of the saved tokens: keys and values in their types, and a few bytes a token more."""
         return self._saved_bytes(0)
 
     def _run(self, tokens: list[int]) -> None:
@@ -193,7 +193,7 @@ def _pointer(saved: np.ndarray) -> Any:
 
 
 def report() -> dict[str, Any]:
-    """What runs without a file: the weights, and the library."""
+    """Return the versions of the default weights and of the library."""
     file = gguf_file()
     return {"weights": file and file.name, **library_report()}
 
@@ -224,7 +224,7 @@ def gguf_file() -> Path | None:
 
 def reason_to_skip(form: str, threads: int) -> str | None:
     """
-    Why a form cannot be had here; None if it can.
+    Return the reason why a form does not work here; `None` if it works.
 
     It is tried in a process of its own: where native code meets an instruction that the processor lacks, only that
     process ends.
@@ -247,7 +247,7 @@ def failure_of(command: list[str]) -> str | None:
 
 
 def reason_of_end(status: int, complaints: str) -> str:
-    """The signal that ended a process, or the last line of what it complained of."""
+    """Return the signal that ended a process, or the last line of its error messages."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     return (complaints.strip().splitlines() or [f"exit status {status}"])[-1]

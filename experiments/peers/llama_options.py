@@ -7,7 +7,7 @@ from experiments.peers.llama_cpp import FORMS, Form
 from experiments.peers.llama_process import CHOICE_STEPS, Settings, fastest
 from experiments.peers.step_rows import Row
 
-# Of keys and values, by bits; few bits need flash attention.
+# Forms of keys and values, by bits; few bits need flash attention.
 KV_FORMS: dict[int, dict[str, Form]] = {
     16: {"plain": FORMS["llama.cpp-f16"], "flash": FORMS["llama.cpp-f16-flash"]},
     8: {"flash": FORMS["llama.cpp-q8_0"]},
@@ -15,11 +15,13 @@ KV_FORMS: dict[int, dict[str, Form]] = {
 }
 WEIGHT_ORDERS = {"as in the file": False, "repacked": True}
 SHORT_CONTEXT = 256  # where a step is reading weights
-LONGEST_CONTEXT = 32_768  # for both kinds of attention at once; what is faster there stays so
+LONGEST_CONTEXT = 32_768  # both kinds of attention are tried at most here; the faster one is used beyond it too
 
 
 class BestOptions:
     """
+    Finds the fastest options of each library, and remembers them.
+
     Args:
         pythons: that have the libraries, by library.
         files: weights, by bits.
@@ -36,7 +38,7 @@ class BestOptions:
 
     def settings(self, row: Row, context: int, steps: int) -> Settings:
         """
-        For a row of one of the libraries.
+        Return the fastest settings for a row of one of the libraries.
 
         Raises:
             LlamaProcessError: it does not run here.

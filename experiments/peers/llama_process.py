@@ -35,7 +35,7 @@ CHOICE_STEPS = 2 * (CHOICE_ROUNDS + 1) + 1
 @dataclass(frozen=True)
 class Settings:
     """
-    What a process runs.
+    The library, model file and options of a process.
 
     Attributes:
         library: a key of `LIBRARIES`.
@@ -58,12 +58,14 @@ class Settings:
     prompt: int = PROMPT_TOKENS
 
     def told(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """Return the settings that a record contains."""
         return {"file": Path(self.file).name, "repacked": self.repacked, "flash attention": self.form.flash}
 
 
 class LlamaProcess:
     """
+    A running process of llama.cpp or ik_llama.cpp, which is told to compute step by step.
+
     Args:
         python: that has the library.
         settings: what to run.
@@ -112,7 +114,7 @@ class LlamaProcessError(RuntimeError):
 
 def fastest(python: str, candidates: dict[str, Settings]) -> tuple[str, dict[str, float | str]]:
     """
-    The name of the fastest settings, taking turns, and the median seconds of each, or why it does not run.
+    Find the fastest settings, in turns; return their name, and the seconds of each or its error.
 
     Raises:
         LlamaProcessError: none of them runs.
@@ -137,7 +139,7 @@ def fastest(python: str, candidates: dict[str, Settings]) -> tuple[str, dict[str
 
 
 def answers(settings: Settings) -> Iterator[Any]:
-    """What the process has to say: first what it holds, read and runs, then seconds for each line of the input."""
+    """Yield the answers of the process: first its memory and settings, then seconds for each line of input."""
     make_model, make_engine, report = LIBRARIES[settings.library]
     model = make_model(Path(settings.file), settings.repacked)
     prompt = np.random.default_rng(0).integers(model.vocabulary, size=min(settings.prompt, settings.context)).tolist()

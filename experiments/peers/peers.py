@@ -53,7 +53,7 @@ PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 
 
 def reasons_to_leave_out(model_name: str, model: PreTrainedModel, names: list[str], threads: int) -> dict[str, str]:
-    """Why some engines cannot be measured here, by name."""
+    """Return the reasons why some engines cannot be measured here, by name."""
     reasons = {}
     for name in names:
         package = PACKAGES.get(name.split("-")[0])
@@ -68,7 +68,7 @@ def reasons_to_leave_out(model_name: str, model: PreTrainedModel, names: list[st
 
 
 def read_passages(model_name: str, contexts: list[int], steps: int) -> dict[int, Passage]:
-    """By context; the model in float32 is given back afterwards."""
+    """Read a passage of each length with the model in float32, which is freed afterwards."""
     model, tokenizer = load(model_name, torch.float32, "cpu")
     return {
         context: read_passage(model, tokenizer, context, steps, DTYPE)
@@ -79,7 +79,7 @@ def read_passages(model_name: str, contexts: list[int], steps: int) -> dict[int,
 def make_readers(
     model: PreTrainedModel, passages: dict[int, Passage], names: list[str], threads: int
 ) -> dict[int, dict[str, Reader]]:
-    """By context, and there by engine."""
+    """Make the readers by context and engine."""
     make_cache = CACHES | {"ours-16": DynamicHybridCache}
     file_model = LlamaCppModel() if set(names) & set(llama_cpp.FORMS) else None
 
@@ -97,7 +97,7 @@ def make_readers(
 
 
 def measure(readers: dict[int, dict[str, Reader]], rounds: int) -> list[dict[str, Any]]:
-    """All of them in turns; a cell for each context, with raw samples in seconds."""
+    """Measure all engines in turns; return a cell for each context, with raw samples in seconds."""
     all_readers = {f"{name} {context}": reader for context, group in readers.items() for name, reader in group.items()}
 
     def prepare(key: str) -> None:
@@ -119,7 +119,7 @@ def measure(readers: dict[int, dict[str, Reader]], rounds: int) -> list[dict[str
 
 
 def added_per_1000_tokens(cells: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds, between the shortest context and the longest."""
+    """Return the seconds that 1,000 more tokens add, between the shortest context and the longest."""
     first, last = cells[0], cells[-1]
     thousands = (last["context_tokens"] - first["context_tokens"]) / 1000
     return {
@@ -128,7 +128,7 @@ def added_per_1000_tokens(cells: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def times_ours(added: dict[str, float]) -> dict[str, float]:
-    """What each peer takes over ours with as many bits, where that was measured too."""
+    """Return the time of each peer over ours with the same bits, where both were measured."""
     peers = {name: f"ours-{BITS[name]}" for name in added if not name.startswith("ours")}
     return {name: added[name] / added[ours] for name, ours in peers.items() if ours in added}
 

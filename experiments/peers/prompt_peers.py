@@ -48,7 +48,7 @@ TRIED_TOKENS = 512
 
 @dataclass(frozen=True)
 class Bench:
-    """What all prompts have in common; `orders` are those of each library row's weights."""
+    """The data that all prompts share; `orders` has the order of each library row's weights."""
 
     ours: OurModels
     files: dict[int, Path]
@@ -58,7 +58,7 @@ class Bench:
 
     def seconds(self, row: Row, tokens: int) -> float:
         """
-        That a prompt takes.
+        Return the seconds of a prompt.
 
         Raises:
             LlamaProcessError: the library ended.
@@ -88,7 +88,7 @@ class Bench:
         return process.prompt_seconds
 
     def choose_order(self, row: Row) -> dict[str, float | str]:
-        """Take the order of weights that reads fastest; seconds of each, or why it does not run."""
+        """Use the order of weights that reads fastest; return the seconds of each, or its error."""
         tried: dict[str, float | str] = {}
         for order in WEIGHT_ORDERS:
             try:

@@ -47,6 +47,8 @@ class OurModels:
 
 class OurEngine:
     """
+    A model with a cache, which times its own steps.
+
     Args:
         models: of which the row's is taken.
         row: of ours, or transformers' own.
@@ -69,18 +71,18 @@ class OurEngine:
         return {"weight_bytes": self._weight_bytes, "kv_bytes": self._engine.kv_bytes()}
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 def empty_cache(row: Row, config: PreTrainedConfig) -> Cache:
-    """A row's cache."""
+    """Make the empty cache of a row."""
     if row.engine == "stock":
         return DynamicCache(config=config)
     return DynamicHybridCache(config) if row.kv_bits == 16 else QuantizedHybridCache(config, bits=row.kv_bits)
 
 
 def filled_cache(row: Row, config: PreTrainedConfig, tokens: int) -> Cache:
-    """A row's cache, with random keys and values."""
+    """Make the cache of a row, with random keys and values."""
     cache = empty_cache(row, config)
     fill(cache, config, tokens, DTYPE, chunk=8192)
     return cache

@@ -1,4 +1,4 @@
-"""Rows of `experiments.peers.whole_step`: which there are, which fit into memory together, and their ratios."""
+"""Rows of `experiments.peers.whole_step`: their list, groups that fit into memory together, and ratios."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def holder(self) -> str:
-        """What holds the keys and values: ours, with all weights, attend to one and the same cache."""
+        """Name the cache of a row: ours with all weights share one for each width of keys and values."""
         return f"ours KV{self.kv_bits}" if self.engine == "ours" else self.name
 
 
@@ -53,18 +53,18 @@ COMPARED = [
 
 
 def reference_of(rows: list[Row]) -> Row:
-    """The one that is measured in each group, because it takes the least memory."""
+    """Return the row that is measured in each group, because it takes the least memory."""
     return min(rows, key=lambda row: (row.kv_bits, row.weight_bits, row.engine != "ours"))
 
 
 def fitting(rows: list[Row], sizes: Mapping[str, float], room: float) -> list[Row]:
-    """Rows that fit into `room` bytes beside the reference; `sizes` are by holder."""
+    """Return the rows that fit into `room` bytes beside the reference; `sizes` are by holder."""
     holder = reference_of(rows).holder
     return [row for row in rows if sum(sizes[each] for each in {row.holder, holder}) <= room]
 
 
 def groups(rows: list[Row], sizes: Mapping[str, float], room: float) -> list[list[Row]]:
-    """Rows that fit into memory together; each group begins with the reference, so that they can be compared."""
+    """Group the rows that fit into memory together; each group begins with the reference, to compare them by."""
     reference = reference_of(rows)
     found = [[reference]]
     for row in rows:
@@ -77,12 +77,12 @@ def groups(rows: list[Row], sizes: Mapping[str, float], room: float) -> list[lis
 
 
 def over_reference(medians: list[dict[str, float]], reference: str) -> dict[str, float]:
-    """Seconds of each row over those of the reference in the same group."""
+    """Return the seconds of each row over those of the reference in the same group."""
     return {name: seconds / group[reference] for group in medians for name, seconds in group.items()}
 
 
 def ratios(relative: Mapping[str, float]) -> dict[str, float]:
-    """Ours over what it is compared with, where both were measured."""
+    """Return the time of our rows over that of the rows they are compared with, where both were measured."""
     return {
         f"{ours} / {other}": relative[ours] / relative[other]
         for ours, other in COMPARED

@@ -49,12 +49,12 @@ CONTEXTS = {
     "smollm2-135m": [1024, 8000],
     **{name: [1024, 32_768] for name in EXPERTS},
 }
-# Besides weights, keys and values: what our processes need and a step makes, and what each of llama.cpp takes.
+# Memory besides weights, keys and values: of our processes and a step, and of each process of llama.cpp.
 SPARE_BYTES, LIBRARY_BYTES = 2**31, 2**29
 
 
 def step_model(name: str) -> PreTrainedModel:
-    """A key of `CONTEXTS`."""
+    """Load or make the model of a key of `CONTEXTS`."""
     if name in EXPERTS:
         return random_model(cut_config(*EXPERTS[name]), DTYPE)
     model, _ = load(name, DTYPE, "cpu")
@@ -63,7 +63,7 @@ def step_model(name: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all contexts have in common."""
+    """The data that all contexts share."""
 
     config: PreTrainedConfig
     ours: OurModels
@@ -108,7 +108,7 @@ class Bench:
         }
 
     def _settings(self, rows: list[Row], tokens: int, steps: int) -> tuple[dict[str, Settings], dict[str, str]]:
-        """Of the libraries' rows; and why some do not run."""
+        """Return the settings of the libraries' rows, and the reasons why some do not run."""
         settings, failures = {}, {}
         for row in track([row for row in rows if row.engine in LIBRARIES], "best options"):
             try:
@@ -118,7 +118,7 @@ class Bench:
         return settings, failures
 
     def _sizes(self, rows: list[Row], context: int) -> dict[str, float]:
-        """About what rows take besides our models, in bytes, by holder."""
+        """Estimate the bytes of each holder, without our models."""
         full = kv_bytes(self.config, context, DTYPE)
         sizes = {}
         for row in rows:
@@ -128,12 +128,12 @@ class Bench:
         return sizes
 
     def _read(self, engine: OurEngine | LlamaProcess) -> dict[str, Any]:
-        """Bytes of weights, keys and values that a token reads."""
+        """Return the bytes of weights, keys and values that a token reads."""
         share = 1.0 if isinstance(engine, OurEngine) else self.ours.read_share
         return engine.holds | {"weight_bytes": int(share * engine.holds["weight_bytes"])}
 
     def _measure_group(self, rows: list[Row], tokens: int, settings: Mapping[str, Settings]) -> dict[str, Any]:
-        """All of them in turns."""
+        """Measure the rows of a group in turns."""
         caches: dict[str, Cache] = {}
         engines: dict[str, OurEngine | LlamaProcess] = {}
         random = Random(0)

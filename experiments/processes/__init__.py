@@ -1,1 +1,1 @@
-"""Several processes and threads."""
+"""Measurements with several processes and threads."""

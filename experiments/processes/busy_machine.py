@@ -27,7 +27,7 @@ from experiments.common import records
 from experiments.processes.told_decoder import DECODERS, DTYPE, VOCABULARY, ToldDecoder
 
 DEFAULT = "default"
-# Of `DECODERS`: what others are held against, which takes turns with them in the same process.
+# The baseline among `DECODERS`, which takes turns with the others in the same process.
 STOCK = "stock"
 _CORES = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
 _FEWER = str(max(1, _CORES - 1))
@@ -47,13 +47,13 @@ while os.getppid() == experiment:
     for _ in range(1_000_000):
         pass
 """
-# By setting and number of busy processes: seconds of each cache's steps.
+# Seconds of each cache's steps, by setting and number of busy processes.
 Samples = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
 
 
 @contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """So many other processes that count, all of them counting."""
+    """Run so many other processes that keep a processor busy, each ready when the block begins."""
     with ExitStack() as stack:
         for _ in range(number):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE))
@@ -64,7 +64,7 @@ def busy_processes(number: int) -> Iterator[None]:
 
 
 def measure(decoders: Mapping[str, ToldDecoder], busy: Iterable[int], rounds: int, steps: int) -> Samples:
-    """All settings in turns, in an order that alternates, in each round with all numbers of busy processes."""
+    """Measure all settings in turns, in alternating order, each round with all numbers of busy processes."""
     samples: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(rounds):
         for number in busy:

@@ -1,5 +1,5 @@
 """
-What it costs to merge attention of several processes, measured on this machine and worked out for others.
+The cost of merging the attention of several processes, measured on this machine and predicted for others.
 
 Where processes share out a sequence's tokens, each attends to its own, and what they give is merged by log-sum-exp: for
 each query head as many numbers as a head is wide, and the log of their sum, once a layer. Measured with gloo: every
@@ -38,7 +38,7 @@ _WARM_UP = 20
 @dataclass(frozen=True)
 class Merged:
     """
-    What one layer merges for one token.
+    The partial results that one layer merges for one token.
 
     Attributes:
         batch: sequences.
@@ -61,13 +61,13 @@ class Merged:
 
 @dataclass(frozen=True)
 class Network:
-    """Between two processes: bytes a second, and seconds until a message of no bytes is there."""
+    """A link between two processes: bytes a second, and the seconds of an empty message."""
 
     bytes_per_second: float
     latency: float
 
 
-# Of one socket, by one process: three quarters of eight channels of DDR4-3200.
+# The rate of one socket: three quarters of eight channels of DDR4-3200.
 READ_BYTES_PER_SECOND = 150e9
 # TCP over Ethernet; between sockets of one machine a message is a copy in memory.
 NETWORKS = {
@@ -78,7 +78,7 @@ NETWORKS = {
 
 
 def collective_seconds(way: str, merged: Merged, processes: int, network: Network) -> float:
-    """Of one layer, if each process sends and receives one message at a time over its own link."""
+    """Predict the seconds of one layer, if each process sends and receives one message at a time over its own link."""
     others = processes - 1
     if way == "exchange":
         return network.latency + others * merged.num_bytes / network.bytes_per_second
@@ -109,7 +109,7 @@ def predicted(name: str, context: int, processes: int, network: Network, bits: f
 
 
 def predictions(name: str = "meta-llama/Llama-3.1-8B") -> list[dict[str, Any]]:
-    """For sockets of one machine, and for machines, with one and eight million tokens."""
+    """Predict the sockets of one machine, and several machines, with one and eight million tokens."""
     places = [(1, "one machine"), (2, "one machine")]
     places += [(count, network) for count in (8, 64) for network in ("100 Gbit/s", "10 Gbit/s")]
     return [
@@ -138,7 +138,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def limits(name: str = "meta-llama/Llama-3.1-8B") -> list[dict[str, Any]]:
-    """For contexts and networks: from how many processes on twice as many make a token less than a tenth faster."""
+    """Find, by context and network, the number of processes whose doubling saves less than a tenth."""
     rows = []
     for context in (2**17, 2**20, 2**23):
         for network in ("100 Gbit/s", "10 Gbit/s"):

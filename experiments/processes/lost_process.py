@@ -1,5 +1,5 @@
 """
-How soon the others end, and whom they name, when one of the processes that share a cache is killed in a step.
+The time until the other processes end, and name the lost one, when one that shares a cache is killed in a step.
 
 Each trial starts a group that decodes with a small random model, kills one process at a random moment, and waits for
 what the others raise. `killed` ends the process; `stopped` leaves it there without an answer, which the others wait

@@ -35,7 +35,7 @@ from hf_hybrid_cache import DynamicHybridCache, HybridCache, Placement, minmax, 
 from hf_hybrid_cache.models.random_weights import random_llama
 
 DTYPE = torch.bfloat16
-# With all of Llama 3.2-1B's, weights would take more time than keys and values.
+# A small vocabulary: with all of Llama 3.2-1B's, weights would take more time than keys and values.
 VOCABULARY = 4096
 ATTENTION, STEP = "attention", "step"
 
@@ -69,7 +69,7 @@ class Together:
         self.host_bytes: list[int] = [pipe.recv() for pipe in self._pipes]
 
     def seconds(self, what: str, tokens: int) -> list[float]:
-        """Of each token, as the first process has them."""
+        """Return the seconds of each token, as the first process measures them."""
         for pipe in self._pipes:
             pipe.send((what, tokens))
         taken: list[list[float]] = [pipe.recv() for pipe in self._pipes]
@@ -95,7 +95,7 @@ def _process(
     set_num_threads(threads)
     group = None
     if processes > 1:
-        # As a process on a socket of its own is; gloo's thread runs there, too.
+        # Each process has processors of its own, as on a socket; gloo's thread runs there, too.
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {processors[rank % len(processors)]})
         distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
@@ -183,7 +183,7 @@ def measure(
 
 
 def row(cell: dict[str, Any]) -> str:
-    """What is printed of a cell."""
+    """Format a cell as a line of the printed table."""
     times = "".join(
         f"{1e3 * of_sides['one']:>10.1f}{1e3 * of_sides['shared']:>10.1f}{cell['times_one'][what]:>8.2f}"
         for what, of_sides in cell["median_seconds"].items()

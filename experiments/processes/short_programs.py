@@ -1,5 +1,5 @@
 """
-How programs end that do little: soon after the first tokens, while kernels are compiled or loaded beside them.
+The exit of short programs: soon after the first tokens, while kernels are compiled or loaded in the background.
 
 Each run is a process of its own that makes a small random model, gives it a prompt with a cache of this package, and
 ends a moment later, in one of several ways. Half of them have one processor; some find no compiled kernel and compile.
@@ -55,13 +55,13 @@ else:
     time.sleep(float(sys.argv[2]))
 print(time.time(), flush=True)
 """
-# By what each program ends with, and its exit status.
+# The last line and the exit status of a program, by the way in which it ends.
 ENDS = {"its last line": ("", 0), "sys.exit": ("sys.exit(3)", 3), "an exception": ("raise ValueError('on purpose')", 1)}
 
 
 def run(use: str, end: str, is_pinned: bool, seconds: float | None, kernels: Path | None = None) -> dict[str, Any]:
     """
-    One program that lives for some seconds after its first tokens, or until all is compiled; what became of it.
+    Run one program that ends some seconds after its first tokens, or when all is compiled; return how it ended.
 
     kernels: a folder for compiled ones; `None` for where they are kept anyway.
     """
@@ -90,7 +90,7 @@ def run(use: str, end: str, is_pinned: bool, seconds: float | None, kernels: Pat
 
 
 def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of runs with warm and with cold kernels, pinned and not."""
+    """Summarize runs by warm or cold kernels, and one or all processors."""
     groups = defaultdict(list)
     for cell in cells:
         groups[f"{cell['kernels']}, {'one processor' if cell['is_pinned'] else 'all processors'}"].append(cell)

@@ -31,7 +31,7 @@ DTYPE = torch.bfloat16
 
 
 def attention(num_tokens: int) -> partial[torch.Tensor]:
-    """One decode step of attention of one layer, over a filled cache."""
+    """Return a function that runs one decode step of attention of one layer, over a filled cache."""
     config = llama_1b_config(num_layers=1)
     keys, values = (random_states(config, num_tokens, DTYPE) for _ in range(2))
     return partial(scaled_dot_product_attention, *decode_states(config, keys, values), enable_gqa=True)
@@ -47,7 +47,7 @@ def small_decoder(num_tokens: int, num_layers: int = 2, vocabulary: int = 4096) 
 
 
 def measure(threads: list[int], num_tokens: int, rounds: int, reader: MemoryReader) -> list[dict[str, Any]]:
-    """All numbers of threads in turns; a cell for each, with raw samples in seconds."""
+    """Measure all numbers of threads in turns; return a cell for each, with raw samples in seconds."""
     torch.manual_seed(0)
     attend, decoder = attention(num_tokens), small_decoder(num_tokens)
     numbers: dict[str, int] = {}

@@ -24,18 +24,18 @@ from hf_hybrid_cache import QuantizedHybridCache, get_num_threads, quantize_weig
 from hf_hybrid_cache.models.random_weights import random_llama
 
 DTYPE = torch.bfloat16
-# With all of Llama 3.2-1B's, the output layer would take more time than a few layers.
+# A small vocabulary: with all of Llama 3.2-1B's, the output layer would take more time than a few layers.
 VOCABULARY = 4096
 IN_4_BITS = "4 bits"
-# Of a `ToldDecoder`: the caches with weights as they are, and ours with weights, quantized keys and values.
+# The decoders: each cache with the model's own weights, and ours with weights, keys and values quantized.
 DECODERS = (*CACHES, IN_4_BITS)
-# What else may be set where the experiment is started; each process gets its own of these.
+# Variables that each process gets anew, whatever the experiment was started with.
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "HF_HYBRID_CACHE_NUM_THREADS")
 
 
 class ToldDecoder:
     """
-    Such a process, ready when this returns.
+    A process that decodes on request; it is ready when this returns.
 
     Args:
         settings: of the environment, in the place of all of `VARIABLES`.
@@ -59,7 +59,7 @@ class ToldDecoder:
         self.threads: dict[str, int] = self._answer()
 
     def seconds(self, steps: int) -> dict[str, list[float]]:
-        """Of so many decode steps of each of `DECODERS`."""
+        """Return the seconds of so many decode steps of each of `DECODERS`."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
@@ -79,7 +79,7 @@ class ToldDecoder:
 
 def main() -> None:
     layers, context = map(int, sys.argv[1:])
-    warnings.filterwarnings("ignore", "Decode steps take")  # that they do is what is measured
+    warnings.filterwarnings("ignore", "Decode steps take")  # slow steps are what is measured
     config = llama_1b_config(layers)
     config.vocab_size = VOCABULARY
     model = random_llama(config, DTYPE)

@@ -1,1 +1,1 @@
-"""What few bits cost in quality."""
+"""The loss of quality by quantization."""

@@ -1,5 +1,5 @@
 """
-Keys with a bias, as some models have them, and what few bits make of attention to them.
+The error of attention to quantized keys that have a bias, as in some models.
 
 The first and last layers of Qwen2.5-7B have key biases of norm 600 to 900 where its other layers have 20. A bias is
 added before the rotary embedding, so that in channels that turn fast it goes round within a block. Here keys have a
@@ -26,7 +26,7 @@ from experiments.common import records
 from hf_hybrid_cache import HybridCache, minmax
 
 BIASES = (0, 20, 200, 900)
-QUERY_BIAS = 5.0  # of the length of a query's other part, sqrt(head_dim)
+QUERY_BIAS = 5.0  # times sqrt(head_dim), the length of a query's other part
 CONTENT, BIASED_CHANNELS, TOKENS, QUERIES = 15.0, 4, 4096, 64
 POSITIONS, ROPE_THETA = 131_072, 1e6
 # head_dim, KV heads, queries of each.
@@ -81,7 +81,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
 
 @torch.inference_mode()
 def measure(shape: tuple[int, int, int], bias: float, query_has_bias: bool) -> dict[str, dict[str, float]]:
-    """What each cache makes of it, by bits and form."""
+    """Measure the error of each cache, by bits and form."""
     head_dim, heads, group = shape
     queries, keys, values = make_states(shape, bias, query_has_bias)
     expected = attend(queries, keys, values)

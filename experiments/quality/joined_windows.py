@@ -24,7 +24,7 @@ _CHUNK = 1024
 
 class Continuation(NamedTuple):
     """
-    How it goes on.
+    The next tokens after the windows, and their position.
 
     Attributes:
         ids: the tokens that follow, `[steps]`.

@@ -36,7 +36,7 @@ def retrieve(
     step_tokens: int = STEP_TOKENS,
 ) -> dict[str, Any]:
     """
-    Which facts each cache finds.
+    Return the facts that each cache finds.
 
     Args:
         model: of any decoder architecture with full attention.
@@ -74,7 +74,7 @@ def retrieve(
         likely, place, right = torch.cat(steps), 0, []
         for (question, answer), (owner, _) in zip(exam, asked, strict=True):
             place += question.shape[1]
-            # What comes out at a token is the one after it.
+            # The output at a token is the token after it.
             if torch.equal(likely[place - 1 : place - 1 + answer.shape[1]], answer[0]):
                 right.append(owner)
             place += answer.shape[1]

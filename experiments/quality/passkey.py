@@ -20,7 +20,7 @@ from experiments.quality.quality_caches import CACHES, REFERENCE, STEP_TOKENS, C
 from hf_hybrid_cache.cache_argument import cache_argument
 
 NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
-# To be completed: SmolLM2-135M-Instruct finds the key more often so than if its chat template asks for it.
+# The model completes this text: SmolLM2-135M-Instruct finds the key more often than with its chat template.
 QUESTION = "\n\nThe pass key is"
 ANSWER = " {key}"
 PREFILL_CHUNK = 2048
@@ -83,7 +83,7 @@ def retrieve(
     step_tokens: int = STEP_TOKENS,
 ) -> list[dict[str, Any]]:
     """
-    What each cache answers to each prompt, up to its first wrong token.
+    Return the answer of each cache to each prompt, up to its first wrong token.
 
     Prompts that full precision does not answer do not count, and the other caches are not asked.
 
@@ -117,7 +117,7 @@ def retrieve(
 
 
 def cell(context: int, outcomes: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """What a record keeps of what `retrieve` returns: how many keys count, and how many of those each cache finds."""
+    """Make a record of outcomes: the number of keys that count, and of those that each cache finds."""
     counted = [outcome for outcome in outcomes if outcome["counted"]]
     return {
         "measure": "passkey",
@@ -131,7 +131,7 @@ def cell(context: int, outcomes: list[dict[str, Any]], names: list[str]) -> dict
 
 @torch.inference_mode()
 def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt, step_tokens: int = STEP_TOKENS) -> list[int]:
-    """What greedy decoding answers, up to its first wrong token: one pass tells, as it does in speculative decoding."""
+    """Return the greedy answer up to its first wrong token, by one pass over the expected one."""
     tokens = torch.cat([prompt.question, prompt.answer[:, :-1]], dim=1)
     steps = [model(piece, **cache_argument(cache)).logits[0].argmax(-1) for piece in tokens.split(step_tokens, dim=1)]
     expected = prompt.answer[0]
@@ -141,7 +141,7 @@ def likely_answer(model: PreTrainedModel, cache: Cache, prompt: Prompt, step_tok
 
 
 def _prefilled(model: PreTrainedModel, prompts: list[Prompt]) -> Iterator[tuple[Prompt, Cache]]:
-    """Each prompt with its full-precision cache. The deepest key comes first: what is before it is shared by all."""
+    """Yield each prompt with its full-precision cache, the deepest key first, so that all share the text before it."""
     shared = DynamicCache(config=model.config)
     prefill(model, shared, prompts[-1].before, PREFILL_CHUNK)
     for prompt in reversed(prompts):

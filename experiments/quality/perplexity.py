@@ -28,7 +28,7 @@ def divergence(log_probs: torch.Tensor, expected: torch.Tensor) -> dict[str, flo
 
 
 class Score:
-    """What one cache makes of the scored tokens, added up over the steps."""
+    """The scores of one cache, added up over the steps."""
 
     def __init__(self, cache: Cache):
         self.cache = cache

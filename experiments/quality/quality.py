@@ -1,5 +1,5 @@
 """
-What few-bit keys and values cost in quality: caches against full precision, with real text.
+The loss of quality by few-bit keys and values: caches against full precision, with real text.
 
 Perplexity: the first half of a window is prefilled, the second follows in steps of 16 given tokens, so that the stored
 form is what is attended to. Next to the perplexity of the scored tokens stand the mean KL divergence of the next-token
@@ -65,7 +65,7 @@ def continue_greedily(model: PreTrainedModel, prompt: torch.Tensor, name: str, n
 
 
 def compare(tokens: list[int], expected: list[int]) -> dict[str, Any]:
-    """Two continuations of one length; the first other token is counted from 1."""
+    """Compare two continuations of one length; the first different token is counted from 1."""
     same = [token == other for token, other in zip(tokens, expected, strict=True)]
     first_difference = None if all(same) else same.index(False) + 1
     return {"same_tokens": sum(same) / len(same), "first_difference": first_difference, "tokens": tokens}
@@ -74,7 +74,7 @@ def compare(tokens: list[int], expected: list[int]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Subject:
     """
-    What is measured with.
+    The model, tokenizer and text of the measurements.
 
     Attributes:
         model: of any decoder architecture with full attention.
@@ -203,7 +203,7 @@ def measure_passkey(subject: Subject, contexts: list[int], depths: int) -> list[
 
 
 def summary(cells: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, Any]]:
-    """By cache: means over the largest window and the greedy prompts, and all pass keys."""
+    """Summarize each cache: means over the largest window and the greedy prompts, and all pass keys."""
     kinds = {measure: [cell for cell in cells if cell["measure"] == measure] for measure in MEASURES}
     largest = max((cell["window_tokens"] for cell in kinds["perplexity"]), default=0)
     windows = [cell for cell in kinds["perplexity"] if cell["window_tokens"] == largest]
@@ -264,7 +264,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Subject, dict[str, str]]:
-    """The subject, and why caches that were asked for are left out, by name."""
+    """Load the subject, and return the reasons why caches are left out, by name."""
     model, tokenizer = load(arguments.model, getattr(torch, arguments.dtype), "cpu")
     if tokenizer is None:
         sys.exit(f"{arguments.model} has no tokenizer.")

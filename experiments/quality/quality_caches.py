@@ -1,4 +1,4 @@
-"""The caches that `experiments.quality.quality` compares: how each is made, what it holds, why it is left out here."""
+"""The caches that `experiments.quality.quality` compares."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -43,7 +43,7 @@ class Fp8Layer(DynamicLayer):
         return keys, values
 
     def _append(self, stored: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is attended to, and what is stored from now on."""
+        """Return the states to attend to, and the states to store from now on."""
         limit = torch.finfo(self.stored_dtype).max
         quantized = states.clamp(-limit, limit).to(self.stored_dtype)
         return torch.cat([stored.to(states.dtype), states], dim=-2), torch.cat([stored, quantized], dim=-2)
@@ -59,7 +59,7 @@ def our_cache(config: PreTrainedConfig, bits: int | tuple[int, int], rotate: Any
 
 def stock_cache(config: PreTrainedConfig, backend: str, bits: int | None = None) -> Cache:
     """
-    Of transformers, with its defaults: groups of 64, each with a scale and a zero in the type of the model.
+    Make transformers' quantized cache by default: groups of 64, each with a scale and a zero in the model's dtype.
 
     After 128 more tokens all that is stored is decoded and quantized anew. Quanto gets the same codes again; hqq forms
     other groups and so loses more each time.
@@ -94,7 +94,7 @@ CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
 
 
 def peer_versions() -> dict[str, str | None]:
-    """What is installed of the packages compared with."""
+    """Return the installed versions of the packages that are compared with."""
     return {package: installed_version(package) for package in PEERS}
 
 
@@ -107,7 +107,7 @@ def installed_version(package: str) -> str | None:
 
 def reasons_to_skip(model: PreTrainedModel, ids: torch.Tensor, names: Iterable[str]) -> dict[str, str]:
     """
-    Why some caches cannot be had here, by name.
+    Return the reasons why some caches do not work here, by name.
 
     Each stores a few tokens and is attended to, because some packages compile when they are first used.
 
@@ -122,7 +122,7 @@ def reasons_to_skip(model: PreTrainedModel, ids: torch.Tensor, names: Iterable[s
             cache = CACHES[name](model.config)
             for piece in (ids[:, :64], ids[:, 64 : 64 + STEP_TOKENS]):
                 prefill(model, cache, piece)
-        except Exception as error:  # of any kind: this is code of others, and one cache less is no reason to stop
+        except Exception as error:  # any error: this is code of others, and one cache less is no reason to stop
             reasons[name] = f"{type(error).__name__}: {error}"
     return reasons
 
@@ -155,7 +155,7 @@ def stored_bytes(cache: Cache) -> int:
 
 
 def bfloat16_bytes(reference: Cache) -> int:
-    """What the tokens of a full-precision cache take in bfloat16."""
+    """Return the bytes of the tokens of a full-precision cache in bfloat16."""
     return sum(torch.bfloat16.itemsize * (keys.numel() + values.numel()) for keys, values in states_of(reference))
 
 

@@ -1,5 +1,5 @@
 """
-Other weights for the same function: what a cache sees changes, what the model says does not.
+Other weights for the same function: the states in the cache change, the logits do not.
 
 A codec that only fits what it was tuned on loses where channels of the keys have other scales, outliers or another
 order, or values are mixtures of what they were. For decoders whose attention is that of Llama: projections of queries,
@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 from experiments.common.synthetic import kv_heads
 
-# Of models whose keys have outliers: factors of some pairs of channels.
+# Factors of some pairs of channels, as in models whose keys have outliers.
 _OUTLIER, _OUTLYING_PAIRS = 30.0, 2
 
 
 @dataclass(frozen=True)
 class Change:
     """
-    What is done to one layer, as matrices `[num_kv_heads, head_dim, head_dim]` in float64.
+    The change to one layer, as matrices `[num_kv_heads, head_dim, head_dim]` in float64.
 
     Attributes:
         keys: multiply the keys of each head; the queries are multiplied by the inverse, transposed.
@@ -115,7 +115,7 @@ def _apply(attention: Any, change: Change) -> None:
 
 
 def _map_results(projection: nn.Linear, matrices: torch.Tensor) -> None:
-    """Multiply what comes out for each KV head, or for each query head of it, by its matrix."""
+    """Multiply the output for each KV head, or for each of its query heads, by its matrix."""
     rows = [projection.weight] if projection.bias is None else [projection.weight, projection.bias.unsqueeze(1)]
     for part in rows:
         by_head = part.double().unflatten(0, (len(matrices), -1, matrices.shape[1]))
@@ -128,7 +128,7 @@ def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 def require_same_function(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """
-    How far the logits are from those of the model as it was, at most.
+    Return the largest difference of the logits from those of the original model.
 
     Raises:
         ValueError: further than rounding takes them.

@@ -1,5 +1,5 @@
 """
-What quantized weights make of a layer's output, and of a model's next token.
+The error of a layer's output, and the divergence of a model's next token, with quantized weights.
 
 Layers: matrices of Llama-3.2-1B's shapes with heavy tails (Student's t with five degrees of freedom), a spread of sizes
 over inputs and outputs, and one input in a hundred with weights several times as large; tokens in which some channels
@@ -58,7 +58,7 @@ def heavy_tokens(columns: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def ours(bits: int, group: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a weight becomes, as a function."""
+    """Return a function that quantizes and dequantizes a weight."""
 
     def code(weight: torch.Tensor) -> torch.Tensor:
         rows, columns = weight.shape
@@ -108,12 +108,12 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def counts(name: str) -> dict[str, int]:
-    """How many times a form is given its tokens, by the name of a row."""
+    """Return the number of passes over the tokens, by the name of a row."""
     return {name: 1, f"{name}, prompt": 2} if name.startswith("ours") else {name: 1}
 
 
 def layer_errors(divisor: int) -> dict[str, dict[str, float]]:
-    """By form and shape: the error of a layer's output."""
+    """Return the error of a layer's output, by form and shape."""
     errors: dict[str, dict[str, float]] = {row: {} for name in FORMS for row in counts(name)}
     for shape, sizes in SHAPES.items():
         rows, columns = (size // divisor for size in sizes)
@@ -130,7 +130,7 @@ def layer_errors(divisor: int) -> dict[str, dict[str, float]]:
 
 
 def expert_errors(divisor: int) -> dict[str, float]:
-    """By form: the error of the output of an expert, whose gate, up and down projections all are of few bits."""
+    """Return the error of an expert's output, by form; gate, up and down projections all have few bits."""
     hidden, intermediate = (size // divisor for size in EXPERT)
     generator = torch.Generator().manual_seed(0)
     sizes = (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)
@@ -152,7 +152,7 @@ def expert_errors(divisor: int) -> dict[str, float]:
 
 
 def divergence(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Of the next token, from what is expected: `[windows, tokens, vocabulary]`, logarithms of probabilities."""
+    """Return the divergence of the next token from the expected log-probabilities, `[windows, tokens, vocabulary]`."""
     total, same = 0.0, 0
     for window, wanted in zip(ids, expected, strict=True):
         found = log_probabilities(model, window)

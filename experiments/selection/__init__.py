@@ -1,1 +1,1 @@
-"""Attention to selected pages: what it costs, and what it gains."""
+"""The cost and the gain of attention to selected pages."""

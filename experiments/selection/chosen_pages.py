@@ -1,4 +1,4 @@
-"""What attention finds where only the pages are read that a rule has chosen: in torch, for many queries at once."""
+"""The error of attention to the pages that a rule selects: in torch, for many queries at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _NAME = "experiments_chosen_pages"
 
 
 class Strategy(NamedTuple):
-    """By which rule pages are chosen, and how many: as our rule needs to find `top_p`, with its index as large."""
+    """A rule that selects pages; each rule reads as many bytes as ours needs for `top_p`, index included."""
 
     rule: str
     top_p: float
@@ -71,7 +71,7 @@ class Attention:
 
     def _read(self, rows: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, float]:
         """
-        Which tokens each query reads, as if it came alone, `[kv_heads, 1, length, tokens]`, and the share of pages.
+        Select the tokens that each query reads, `[kv_heads, 1, length, tokens]`; return them with the share of pages.
 
         What is read in any case follows the newest query, for all of them.
         """
@@ -101,7 +101,7 @@ class Attention:
 
 @contextmanager
 def attending(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
-    """The model, with this attention."""
+    """Let the model use this attention inside the block."""
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, attention)
     model.set_attn_implementation(_NAME)
@@ -116,7 +116,7 @@ def compare(
     model: PreTrainedModel, cache: Cache, ids: torch.Tensor, queries: int, ways: list[Strategy], chunk: int
 ) -> dict[str, dict[str, float]]:
     """
-    What ways to choose pages lose against reading all, by name.
+    Return the loss of each way to select pages against reading all, by name.
 
     Args:
         model: with layers of full attention only.

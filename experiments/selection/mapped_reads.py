@@ -1,5 +1,5 @@
 """
-What attention really reads of a file: bytes that come from the disk, and seconds.
+The bytes that attention to a mapped file reads from the disk, and its seconds.
 
 One layer of Llama-3.2-1B (8 KV heads with 4 queries each, head_dim 64), with pages that matter as in `selection_speed`.
 It is saved, the system is asked to forget the file, and it is mapped, without checking its checksums. Then two tokens
@@ -28,7 +28,7 @@ ALL, PART = "all", "part"
 
 
 def bytes_fetched() -> int:
-    """By the system, for this process."""
+    """Return the bytes that the system has read from disks for this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 

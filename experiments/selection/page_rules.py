@@ -17,7 +17,7 @@ OURS, EXACT = "2-bit codes", "exact scores"
 
 class Rule(NamedTuple):
     """
-    One rule.
+    A rule for choosing pages.
 
     Attributes:
         worths: of queries `[kv_heads, group, length, head_dim]`, scaled, and keys `[kv_heads, tokens, head_dim]`, whole
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 
 
 def by_tokens(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What pages are worth by the scores of each of their tokens."""
+    """Rate pages by the scores of each of their tokens."""
     scores = torch.einsum("kgqd,ktd->kgqt", queries, keys)
     return scores.unflatten(-1, (-1, PAGE)).logsumexp(-1)
 
@@ -77,7 +77,7 @@ def by_boxes(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _index_bytes(head_dim: int) -> float:
-    """Of our codes, the scale of each key, and the mean of each block."""
+    """Return the bytes a key of our index: its codes and scale, and its part of the block's mean."""
     return head_dim / 4 + 2 + 2 * head_dim / BLOCK
 
 

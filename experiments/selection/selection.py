@@ -1,5 +1,5 @@
 """
-Reading only what matters: what it costs in quality, and how much is read, with real text.
+The loss of quality by top-p page selection, and the share of the tokens that is read, with real text.
 
 A cache with `selection=` against the same cache without, in full precision (16) and in few bits. Divergence: the first
 part of a window is prefilled in full precision, then given tokens follow one at a time, as when decoding; the mean KL
@@ -36,17 +36,17 @@ from hf_hybrid_cache.models import load
 CHUNK = 1024
 FULL_BITS = 16  # stand for full precision
 MEASURES = ("divergence", "rules", "needles", "passkey")
-SMOKE = {"windows": [320], "contexts": [600], "scored_tokens": 4, "depths": 1, "masses": [0.9]}
+SMOKE = {"windows": [320], "contexts": [600], "scored_tokens": 4, "depths": 1, "top_p": [0.9]}
 
 
 def name_of(top_p: float | None) -> str:
-    return "all" if top_p is None else f"mass {top_p}"
+    return "all" if top_p is None else f"mass {top_p}"  # the name in committed records
 
 
-def caches_for(bits: int, masses: list[float], most: float) -> Caches:
-    """By name: full precision, all that is stored, and what carries a share of the attention."""
+def caches_for(bits: int, top_ps: list[float], most: float) -> Caches:
+    """Return the caches by name: full precision, all that is stored, and each `top_p`."""
     makers: dict[str, Callable[..., Cache]] = {REFERENCE: CACHES[REFERENCE]}
-    for top_p in (None, *masses):
+    for top_p in (None, *top_ps):
         selection = None if top_p is None else Selection(top_p, most)
         few_bits = partial(QuantizedHybridCache, bits=bits, selection=selection)
         makers[name_of(top_p)] = few_bits if bits < FULL_BITS else partial(DynamicHybridCache, selection=selection)
@@ -56,7 +56,7 @@ def caches_for(bits: int, masses: list[float], most: float) -> Caches:
 @torch.inference_mode()
 def diverge(model: PreTrainedModel, ids: torch.Tensor, scored_tokens: int, caches: Caches) -> dict[str, Any]:
     """
-    What leaving out a part changes, by cache.
+    Return the divergence of each cache that skips pages from the one that reads all.
 
     Args:
         model: with layers of full attention only.
@@ -110,7 +110,7 @@ def measure(
             if "rules" in arguments.measures:
                 cells.append({"measure": "rules", **where, "caches": by_rules(model, ids, arguments)})
             for bits in arguments.bits if "divergence" in arguments.measures else []:
-                caches = caches_for(bits, arguments.masses, arguments.most)
+                caches = caches_for(bits, arguments.top_p, arguments.most)
                 rows = diverge(model, ids, arguments.scored_tokens, caches)
                 show(
                     f"window of {window:,} tokens, text {place + 1}, {bits} bits",
@@ -119,15 +119,15 @@ def measure(
                 )
                 cells.append({"measure": "divergence", "bits": bits, **where, "caches": rows})
     for bits in arguments.bits:
-        found = retrieved(model, tokenizer, text, arguments, caches_for(bits, arguments.masses, arguments.most))
+        found = retrieved(model, tokenizer, text, arguments, caches_for(bits, arguments.top_p, arguments.most))
         cells += [{"bits": bits, **cell} for cell in found]
     return cells
 
 
 def by_rules(model: PreTrainedModel, ids: torch.Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Our rule with each mass, and the others with the largest one."""
-    ways = [Strategy(OURS, top_p) for top_p in arguments.masses]
-    ways += [Strategy(rule, max(arguments.masses)) for rule in RULES if rule != OURS]
+    """Compare our rule with each `top_p`, and the other rules with the largest one."""
+    ways = [Strategy(OURS, top_p) for top_p in arguments.top_p]
+    ways += [Strategy(rule, max(arguments.top_p)) for rule in RULES if rule != OURS]
     cache = DynamicCache(config=model.config)
     rows = compare(model, cache, ids, arguments.scored_tokens, ways, CHUNK)
     columns = {"kl_nats": ".5f", "same_top_token": ".1%", "worst_layer": ".2%", "all_layers": ".2%", "pages": ".1%"}
@@ -142,7 +142,7 @@ def retrieved(
     arguments: argparse.Namespace,
     caches: Caches,
 ) -> list[dict[str, Any]]:
-    """Needles and pass keys."""
+    """Measure needles and pass keys."""
     cells: list[dict[str, Any]] = []
     start, names = torch.tensor([tokenizer("").input_ids], dtype=torch.long), list(caches)
     for context in arguments.contexts:
@@ -167,7 +167,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--bits", type=int, nargs="+", choices=[FULL_BITS, 8, 4, 2], default=[FULL_BITS, 4])
-    parser.add_argument("--masses", type=float, nargs="+", default=[0.95, 0.98, 0.99, 0.995])
+    parser.add_argument("--top-p", type=float, nargs="+", default=[0.95, 0.98, 0.99, 0.995])
     parser.add_argument("--most", type=float, default=1.0, help="share of the tokens from which on all are read")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--text", choices=TEXTS, default=next(iter(TEXTS)))
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def table(cells: list[dict[str, Any]], bits: int) -> list[str]:
-    """Lines of Markdown: what each mass costs in the longest window and in all contexts, and what is read."""
+    """Return a Markdown table of the loss at each `top_p`, and of the share that is read."""
     mine = [cell for cell in cells if cell.get("bits", bits) == bits]
     kinds = {measure: [cell for cell in mine if cell["measure"] == measure] for measure in MEASURES}
     windows = [f"{cell['window_tokens']:,}" for cell in kinds["divergence"]]
@@ -229,7 +229,7 @@ def table(cells: list[dict[str, Any]], bits: int) -> list[str]:
 
 
 def rules_table(cells: list[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: what rules lose that read as many bytes, in the longest window."""
+    """Return a Markdown table of the loss of rules that read as many bytes, in the longest window."""
     rows = [cell for cell in cells if cell["measure"] == "rules"][-1]["caches"]
     most = max(row["mass"] for row in rows.values())
     lines = [
@@ -245,7 +245,7 @@ def rules_table(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the longest window and the longest context give, by bits and cache."""
+    """Summarize the longest window and the longest context, by bits and cache."""
     found: dict[str, Any] = {}
     for cell in cells:  # the longest come last
         if cell["measure"] == "divergence":

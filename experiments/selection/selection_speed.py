@@ -1,5 +1,5 @@
 """
-One decode step of attention on the CPU that reads only what matters, against reading all: milliseconds.
+One decode step of attention on the CPU with top-p page selection, against reading all: milliseconds.
 
 One layer of Llama-3.2-1B (8 KV heads with 4 queries each, head_dim 64). Keys are random, but for pages of 16 tokens,
 spread at random, that lie in the direction of the queries so far that they carry the attention: few pages or many, by
@@ -71,7 +71,7 @@ def in_part(name: str) -> str:
 def measure(
     num_tokens: int, bits: int, shares: list[float], selection: Selection, repeats: int, reader: MemoryReader
 ) -> dict[str, Any]:
-    """Raw samples in seconds, by way; and which share of the tokens was read."""
+    """Return raw samples in seconds, by way, and the share of the tokens that was read."""
     rows: dict[str, Any] = {}
     for share in shares:
         layer, other = (Layer(tokens, bits, share, selection) for tokens in (num_tokens, WARM_UP_TOKENS))
@@ -96,7 +96,7 @@ def measure(
 
 
 def table(cell: dict[str, Any], bits: int) -> list[str]:
-    """Lines of Markdown: how many times as fast as reading all, at one length."""
+    """Return a Markdown table of the speedup over reading all, at one length."""
     quantized = f"{bits} bits"
     lines = [
         f"| pages that matter | read | bfloat16 in part, against all of it | {quantized} in part, against all of it "

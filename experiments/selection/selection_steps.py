@@ -1,5 +1,5 @@
 """
-A decode step of a whole model at a long context that reads only what matters: seconds, and what it changes.
+A decode step of a whole model at a long context with top-p page selection: seconds, and the loss of quality.
 
 Transformers' DynamicCache, ours in full precision and ours in few bits, each of ours with and without a selection,
 take turns. A timed token follows an untimed one of the same cache, as in decoding. A model with a tokenizer gets the
@@ -82,7 +82,7 @@ def fill_all(
     steps: int,
     share: float,
 ) -> Continuation:
-    """Give all caches the same states, and say what comes next."""
+    """Give all caches the same states, and return the next tokens."""
     if tokenizer is not None:
         tell = partial(print, flush=True)
         return fill_with_windows(model, tokenizer, list(caches.values()), num_tokens, steps, tell)
@@ -127,7 +127,7 @@ def measure(
 
 
 def table(cell: dict[str, Any]) -> list[str]:
-    """Lines of Markdown: what each cache takes, and how many times as fast it is as transformers' own."""
+    """Return a Markdown table of each cache's time, and of its speedup over transformers' own."""
     rows = cell["caches"]
     has_text = any("kl_nats" in row for row in rows.values())
     titles = ["cache", "read", "ms a token", "of DynamicCache's speed", "of the same that reads all"]
@@ -177,7 +177,7 @@ def main() -> None:
     reader = MemoryReader(arguments.buffer_mib)
     bandwidth = read_bandwidth(reader)
     cells = []
-    # Of each counted round and the one before them an untimed step and a timed one.
+    # Each counted round, and the one before them, has an untimed step and a timed one.
     steps = 2 * (arguments.rounds + 1)
     for context in arguments.contexts:
         require_memory(model, context, arguments.bits)

@@ -1,4 +1,4 @@
-"""Keys of which some pages carry the attention by construction: of one layer, or of a model with random weights."""
+"""Keys of which some pages carry the attention by construction, for one layer or a model with random weights."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from experiments.selection.chosen_pages import attending
 from experiments.selection.page_rules import PAGE
 from hf_hybrid_cache.cache_argument import cache_argument
 
-# By which scores of the pages that matter are higher than those of all others.
+# The scores of the pages that matter are higher by this than all others.
 HIGHER = 14.0
-# Of what values were: what attention finds then hardly changes the queries of the layers above from step to step.
+# Values shrink to this, so that attention hardly changes the queries of the layers above from step to step.
 _SMALL = 1 / 64
 
 
 def pages_that_matter(heads: int, tokens: int, share: float) -> torch.Tensor:
-    """Which tokens are in `share` of the pages, spread at random, `[heads, tokens]`."""
+    """Mark the tokens of `share` of the pages, chosen at random, `[heads, tokens]`."""
     pages = torch.rand(heads, tokens // PAGE + 1) < share
     return pages.repeat_interleave(PAGE, dim=1)[:, :tokens]
 
@@ -71,7 +71,7 @@ class Turning:
         scaling: float | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """As transformers calls it: `[1, heads, 1, head_dim]`, and `[1, kv_heads, tokens, head_dim]` of the cache."""
+        """Attend to `[1, kv_heads, tokens, head_dim]` with `[1, heads, 1, head_dim]`, as transformers calls it."""
         _, heads, tokens, head_dim = key.shape
         slow = torch.arange(head_dim) % (head_dim // 2) >= head_dim // 4
         rows = query[0, :, 0].unflatten(0, (heads, -1)).float() * (scaling or head_dim**-0.5)

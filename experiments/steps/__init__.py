@@ -1,1 +1,1 @@
-"""Decode steps and prompts: ours, beside transformers."""
+"""Decode steps and prompts, beside transformers."""

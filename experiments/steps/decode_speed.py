@@ -32,7 +32,7 @@ REAL_STEPS = 64
 
 
 def default_steps(context: int) -> int:
-    """Fewer where each takes long."""
+    """Return the number of steps, fewer where each takes long."""
     return min(40, max(5, 2**19 // context))
 
 
@@ -52,7 +52,7 @@ def require_memory(model: PreTrainedModel, context: int) -> None:
 def filled_decoders(
     model: PreTrainedModel, context: int, steps: int, prompt: torch.Tensor | None, bits: int | None
 ) -> dict[str, GreedyDecoder]:
-    """After `prompt`; without one, filled so that the last step is the one that brings the context to `context`."""
+    """Make decoders after `prompt`; without one, fill them so that the last step brings the context to `context`."""
     assert isinstance(model.config, LlamaConfig)
     decoders = {}
     makers = CACHES | ({"ours": partial(QuantizedHybridCache, bits=bits)} if bits else {})

@@ -113,7 +113,7 @@ def measure(formats: list[str], num_tokens: int, queries: int, repeats: int, rea
 
 
 def describe(name: str, layer: Layer, seconds: dict[str, float], errors: dict[str, float]) -> dict[str, Any]:
-    """What was measured of one format: `ratio` says how many times as long the others take as ours."""
+    """Summarize one format: `ratio` has the time of each other way over ours."""
     own = {way: seconds[f"{name} {way}"] for way in layer.ways}
     ratio = {way: value / own["ours"] for way, value in own.items() if way not in ("ours", "plain_sum")}
     if name != "bf16" and "bf16 ours" in seconds:

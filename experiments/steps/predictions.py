@@ -1,5 +1,5 @@
 """
-What the planner predicts, held against what the context sweep measured on this machine.
+The planner's predictions against the context sweep of this machine.
 
 The machine's speeds are measured first, as `hf-hybrid-cache plan --calibrate` does; then bytes of keys and values, and
 the median time of a token, are predicted for every cell of the sweep and compared. Aims: bytes within 3%, and time
@@ -26,7 +26,7 @@ from hf_hybrid_cache.planning.calibration import calibrate
 from hf_hybrid_cache.planning.machine import Speeds
 from hf_hybrid_cache.planning.plans import predict
 
-# By the names that configurations go by; the sweep's has the shape of this one.
+# Shapes by the names of configurations; the sweep's model has this shape.
 SHAPES = {"llama-3.2-1b-random": "meta-llama/Llama-3.2-1B"}
 
 
@@ -56,7 +56,7 @@ def _compared(plan: Plan, point: Point) -> dict[str, Any]:
 
 
 def largest(cells: list[dict[str, Any]], key: str, least_context: int = 0) -> float:
-    """How far a prediction is off at most, from a context on."""
+    """Return the largest relative error of a prediction, from a context on."""
     return max(abs(cell["off"][key]) for cell in cells if cell["context_tokens"] >= least_context)
 
 

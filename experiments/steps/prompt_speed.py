@@ -1,5 +1,5 @@
 """
-What a user waits for before the first token: whole prompts, with transformers' cache and with ours, in turns.
+The time to the first token: whole prompts, with transformers' cache and with ours, in turns.
 
 `stock` is transformers' `DynamicCache`, in one piece (as `generate` does by default) or in chunks. "In update" is the
 part of it that storing keys and values takes. "8_bits_of_both" has weights of 8 bits, too. Token ids are random.
@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[Any], Cache]] = {
     "8_bits_of_both": lambda config: TimedQuantized(config, 8),
     "4_bits_of_both": lambda config: TimedQuantized(config, 4),
 }
-# Of weights, if these are of few bits.
+# Bits of the weights, where they are quantized.
 WEIGHT_BITS = {"8_bits_of_both": 8, "4_bits_of_both": 4}
 
 

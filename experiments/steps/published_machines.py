@@ -1,4 +1,4 @@
-"""Machines that are not at hand, by what is published of them: peaks of bandwidths, of which a share is reached."""
+"""Other machines by their published peak bandwidths, of which a share is reached."""
 
 import json
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from experiments.common.records import RESULTS
 from hf_hybrid_cache.planning import Machine
 from hf_hybrid_cache.planning.machine import CacheSpeed, DeviceSpeed, Speeds
 
-# Of a peak: what reading reaches on the processors that were measured (docs/log.md), assumed of the others too.
+# The share of a peak that the measured processors reach (docs/log.md), assumed for the others too.
 REACHED = 0.8
-# Of a layer's operations in transformers without compiling, and of a query to the host and a result back: assumed.
+# Assumed: a layer's operations in transformers without compiling, and a query to the host and a result back.
 LAUNCH_SECONDS, ROUND_TRIP_SECONDS = 100e-6, 40e-6
 GB, GIB = 10**9, 2**30
 
@@ -41,12 +41,12 @@ class PublishedMachine:
     cpu_speed: float = 1.0
 
     def times(self, bus: float, cpu: float) -> "PublishedMachine":
-        """The same with a bus and a CPU that are so many times as fast."""
+        """Return the machine with a bus and a CPU that are so many times as fast."""
         return replace(self, bus_gbs=bus * self.bus_gbs, cpu_speed=cpu * self.cpu_speed)
 
     @property
     def machine(self) -> Machine:
-        """As the planner takes it."""
+        """Return the machine in the planner's form."""
         host, device, bus = (REACHED * each * GB for each in (self.host_gbs, self.gpu_gbs, self.bus_gbs))
         rates = {"dynamic": host * self.cpu_speed, "quantized-4": host * self.cpu_speed * share_of_codes()}
         caches = {cache: CacheSpeed(((0, 0), (GB, GB / rate)), 0) for cache, rate in rates.items()}
@@ -57,7 +57,7 @@ class PublishedMachine:
 
 @cache
 def share_of_codes() -> float:
-    """What attention to codes of 4 bits reads, of a plain sum: the least on the processors that were measured."""
+    """Return the read rate of attention to 4-bit codes over a plain sum's: the least of the measured processors."""
     found = [json.loads(path.read_text()) for path in sorted((RESULTS / "kernel_bandwidth").glob("*.json"))]
     longest = (max(record["cells"], key=lambda cell: cell["tokens"]) for record in found)
     return min(cell["formats"]["int4"]["share_of_read_bandwidth"] for cell in longest)
@@ -79,7 +79,7 @@ MACHINES = (
         "nvidia.com/en-us/data-center/h100: 3.35 TB/s, PCIe 5.0; JESD79-5",
     ),
 )
-# For models whose experts are in host memory; how much of that there is, is varied.
+# Hosts of models with experts in host memory; the amount of memory is varied.
 _SERVER_GBS = 8 * 4.8 * 8
 CARDS = (
     PublishedMachine(

@@ -1,5 +1,5 @@
 """
-Where tokens should be on machines that are not at hand: decode steps simulated on GPU, bus and CPU.
+The best place for tokens on other machines: decode steps simulated on GPU, bus and CPU.
 
 Layers come one after the other. Each has its weights read by the GPU and attends to its tokens on the GPU, to some of
 those in host memory on the CPU at the same time, and to the others on the GPU once those have crossed the bus; they are
@@ -33,7 +33,7 @@ from hf_hybrid_cache.planning.prediction import Division, Strategy, slowdown_of_
 from hf_hybrid_cache.storage import LEAST_CPU_FRACTION, CpuFraction
 
 STEPS = 12
-# In which a share has come to rest.
+# The CPU fraction has settled after so many steps.
 STEPS_OF_MOVES = 150
 PREFETCH = 1
 FULL, QUANTIZED = "offloaded", "quantized-4"
@@ -63,7 +63,7 @@ SURPRISES = {"as believed": (1.0, 1.0), "the bus half as fast": (0.5, 1.0), "the
 @dataclass(frozen=True)
 class Layer:
     """
-    Seconds of what one layer does in a step.
+    The seconds of the operations of one layer in a step.
 
     Attributes:
         launch: until its operations are issued.
@@ -84,7 +84,7 @@ class Layer:
     slowdown: float = 1.0
 
 
-# What a layer does in the step that is being prepared.
+# The operations of each layer in the step that is being prepared.
 Layers = Callable[[int], Layer]
 
 
@@ -102,7 +102,7 @@ class HostMemory:
         self._transfers.append((layer, after, seconds))
 
     def arrival(self, layer: int) -> float:
-        """When it is there."""
+        """Return the time at which a layer has arrived."""
         while layer not in self._arrived:
             _, after, left = self._transfers[0]
             self._pass(max(self._now, after), 0.0)
@@ -110,7 +110,7 @@ class HostMemory:
         return self._arrived.pop(layer)
 
     def read_by_cpu(self, start: float, seconds: float, slowdown: float) -> float:
-        """When the CPU ends, that begins to read at `start` and takes so many seconds by itself."""
+        """Return the time at which the CPU ends a read that begins at `start` and takes so many seconds alone."""
         while self._transfers and self._now < start:
             _, after, left = self._transfers[0]
             begin = max(self._now, after)
@@ -132,7 +132,7 @@ class HostMemory:
         return self._now
 
     def _pass(self, now: float, transferred: float) -> None:
-        """Let it be `now`, with so many seconds of the first transfer done."""
+        """Advance the time to `now`, with so many seconds of the first transfer done."""
         self._now = now
         if transferred:
             layer, after, left = self._transfers.popleft()
@@ -146,7 +146,7 @@ def simulated_steps(
     layers: Layers, num_layers: int, prefetch: int = PREFETCH, note: Callable[[bool], None] | None = None
 ) -> Iterator[float]:
     """
-    Seconds of a step, of the next one, and so on.
+    Yield the seconds of one step after the other.
 
     Args:
         layers: what each does; asked when it is prepared.
@@ -157,7 +157,7 @@ def simulated_steps(
     memory = HostMemory()
     issued = device = before = 0.0
     prepared: dict[int, Layer] = {}
-    # So few stay in the slots.
+    # So few layers stay in the slots.
     stays = sum(layers(index).transfer > 0 for index in range(num_layers)) <= prefetch + 1
 
     def prepare(index: int) -> None:
@@ -192,13 +192,13 @@ def simulated_steps(
 
 
 def simulated_seconds(layers: Sequence[Layer], prefetch: int = PREFETCH) -> float:
-    """Of a step, after enough of them that each is as the one before."""
+    """Return the seconds of a step once each is as the one before."""
     steps = simulated_steps(layers.__getitem__, len(layers), prefetch)
     return [next(steps) for _ in range(STEPS)][-1]
 
 
 def layer_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> Layer:
-    """What a layer of a model does with a cache that is divided so, each token and weight read once."""
+    """Return the operations of a layer with a divided cache, each token and weight read once."""
     assert speeds.device is not None
     assert speeds.host is not None
     assert speeds.bus_bytes_per_second is not None
@@ -217,7 +217,7 @@ def layer_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -
 
 
 def layers_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> list[Layer]:
-    """What the layers of a model do with such a cache."""
+    """Return the operations of all layers with a divided cache."""
     resident = Placement(resident_layers=division.resident_layers).resident_ordinals(len(model.shapes))
     assert speeds.device is not None
     on_device = division.resident_bytes / speeds.device.weight_bytes_per_second
@@ -227,12 +227,12 @@ def layers_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) 
 
 
 def seconds_of(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> float:
-    """Of a step."""
+    """Return the seconds of a step."""
     return simulated_seconds(layers_of(model, division, cache, speeds))
 
 
 def fixed_policies(model: ModelCost, name: str, context: int, machine: PublishedMachine) -> dict[str, list[Layer]]:
-    """Layers with caches that do not ask which machine it is, but for how much fits the GPU."""
+    """Return the layers with caches that have the same division on all machines, except for what fits the GPU."""
     streamed, attended = Candidate(name, Strategy.BOTH), Candidate(name, Strategy.BOTH, cpu_fraction=1.0)
     policies = {
         "all streamed": streamed,
@@ -251,13 +251,13 @@ def fixed_policies(model: ModelCost, name: str, context: int, machine: Published
 
 
 def best_share(model: ModelCost, division: Division, cache: str, speeds: Speeds) -> float:
-    """Seconds of a step with the best share, of 65."""
+    """Return the seconds of a step with the best of 65 fractions of the CPU."""
     shares = [replace(division, cpu_fraction=number / 64) for number in range(65)]
     return min(seconds_of(model, each, cache, speeds) for each in shares)
 
 
 def moved(model: ModelCost, division: Division, cache: str, context: int, speeds: Speeds) -> tuple[float, CacheStats]:
-    """Seconds of a step once the share of the CPU has been moved from where it is, and what was decided."""
+    """Return the seconds of a step after the CPU fraction has adapted, and the statistics of its moves."""
     stats = CacheStats()
     share = CpuFraction(division.cpu_fraction, True, stats)
 
@@ -274,7 +274,7 @@ def moved(model: ModelCost, division: Division, cache: str, context: int, speeds
 
 
 def measure(machine: PublishedMachine, name: str, context: int, batch: int, cache: str) -> dict[str, Any]:
-    """Seconds of a step by policy, what the planner predicts of its own, and where the share is moved to."""
+    """Return the seconds of a step by policy, the planner's prediction, and the fraction that is reached."""
     model = model_cost(load_config(name), batch=batch)
     (ours,) = [each for each in divided_candidates(model, context, machine.machine) if each.cache == cache]
     speeds = machine.machine.speeds

@@ -29,7 +29,7 @@ from hf_hybrid_cache.models.random_weights import random_llama
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 4096]
 GROUP = 32
-# What torch and Numba read to find out what the processor has.
+# Variables by which torch and Numba use fewer instructions than the processor has.
 INSTRUCTION_SETS = {
     "native": {},
     "avx2": {
@@ -117,7 +117,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def ratios(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """What torch takes over ours, by bits and number of tokens; and over bfloat16."""
+    """Return the time of torch over ours, by bits and number of tokens, and over bfloat16."""
     pairs = {
         "torch 8 bits over ours": ("torch 8 bits", "ours 8 bits"),
         "torch 4 bits over ours": ("torch 4 bits", "ours 4 bits"),
@@ -131,7 +131,7 @@ def ratios(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def in_process(instruction_set: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a process says that sees only these instructions."""
+    """Measure in a process that sees only these instructions."""
     given = ["--layers", "--vocabulary", "--rounds"]
     values = [arguments.layers, arguments.vocabulary, arguments.rounds]
     options = [text for pair in zip(given, values, strict=True) for text in map(str, pair)]

@@ -1,4 +1,4 @@
-"""The caches of the sweep: how each is made, and where it can decode."""
+"""The caches of the sweep, and the devices on which each can decode."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class SweptCache:
         return self.package is None or find_spec(self.package) is not None
 
     def decode_devices(self) -> tuple[str, ...]:
-        """On this machine."""
+        """The devices of this machine on which it can decode."""
         if torch.cuda.is_available():
             return self.with_gpu
         return (CPU,) if self.without_gpu else ()

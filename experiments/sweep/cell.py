@@ -1,4 +1,4 @@
-"""What one measurement of the sweep is: its key."""
+"""The key of one measurement of the sweep."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For a file."""
+        """The name of its file."""
         return "--".join(str(value).replace("/", "-") for value in asdict(self).values())
 
     @property

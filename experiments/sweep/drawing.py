@@ -16,22 +16,22 @@ from experiments.sweep.points import points
 
 PAGE = "README.md"
 PREDICTIONS = RESULTS / "predictions"
-PartialAttention = list[dict[str, Any]]
+MachineRecords = list[dict[str, Any]]
 
 
-def all_records() -> dict[str, PartialAttention]:
-    """By machine; damaged files are left out, and named by the sweep."""
+def all_records() -> dict[str, MachineRecords]:
+    """Return all whole records, by machine."""
     folders = sorted(path for path in store.FOLDER.glob("*") if path.is_dir())
     return {folder.name: list(store.read(folder).records.values()) for folder in folders}
 
 
 def all_predictions() -> dict[str, dict[str, Any]]:
-    """By machine."""
+    """Return all predictions, by machine."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(PREDICTIONS.glob("*.json"))}
 
 
-def figures_of(found: PartialAttention, prediction: dict[str, Any] | None = None) -> dict[str, Callable[[], Figure]]:
-    """How to draw each figure, by file name; what compares with a GPU, or a prediction, only where there was one."""
+def figures_of(found: MachineRecords, prediction: dict[str, Any] | None = None) -> dict[str, Callable[[], Figure]]:
+    """Return the function that draws each figure, by file name, as far as there are records for it."""
     curves = points(found)
     environment = found[-1]["environment"]
     models = ", ".join(sorted({record["cell"]["model"] for record in found}))
@@ -53,7 +53,7 @@ def figures_of(found: PartialAttention, prediction: dict[str, Any] | None = None
     return drawn
 
 
-def page_of(machines: Mapping[str, PartialAttention], predictions: Mapping[str, dict[str, Any]]) -> str:
+def page_of(machines: Mapping[str, MachineRecords], predictions: Mapping[str, dict[str, Any]]) -> str:
     """The page, with the figures as they lie beside the records."""
     folder = store.FOLDER.relative_to(RESULTS)
     shown = {

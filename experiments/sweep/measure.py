@@ -37,7 +37,7 @@ READER_MIB = 512
 
 
 class TokenClock(BaseStreamer):
-    """When each new token was there; reading a token waits for the device."""
+    """Records the time of each new token; reading a token waits for the device."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -75,7 +75,7 @@ def generate(model: PreTrainedModel, cache: Cache, cell: Cell, ids: torch.Tensor
 
 
 def prefill_chunk(model: PreTrainedModel, cell: Cell) -> int | None:
-    """Tokens of the prompt in a forward pass: on a GPU few activations, on a CPU what is fastest; `None` for all."""
+    """Return the tokens of a forward pass of the prompt: few on a GPU, the fastest number on a CPU; `None` for all."""
     on_gpu = model.device.type != "cpu"
     return None if cell.cache == "stock" and not on_gpu else default_chunk(on_gpu)
 
@@ -117,7 +117,7 @@ def decode(model: PreTrainedModel, cell: Cell) -> dict[str, Any]:
 
 
 def read_weight_bytes(model: PreTrainedModel, bits: int | None) -> int:
-    """What a token reads of the weights, as they are or in few bits."""
+    """Return the bytes of weights that a token reads, as they are or quantized."""
     if bits is None:
         return weight_bytes(model)
     quantized = model_cost(model.config, model.dtype).quantized_weights[bits]

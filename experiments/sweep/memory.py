@@ -1,4 +1,4 @@
-"""Peaks of memory, and what an error of memory says."""
+"""Peaks of memory, and the details of out-of-memory errors."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-# Of torch's allocators, of NumPy and of hf_hybrid_cache.
+# Messages of torch's allocators, of NumPy and of hf_hybrid_cache.
 _ASKED = re.compile(
     r"(?:tried to allocate|Tried to allocate|Unable to allocate|tokens need) (?P<size>[\d.]+) (?P<unit>bytes|[KMGTP]iB)"
 )
@@ -17,7 +17,7 @@ _HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
 class PeakMemory:
-    """Peaks since it was made, of this process."""
+    """Measures the memory peaks of this process since the object was made."""
 
     def __init__(self) -> None:
         self._before = psutil.Process().memory_info().rss
@@ -29,7 +29,7 @@ class PeakMemory:
 
     def report(self) -> dict[str, int | None]:
         """
-        Bytes.
+        Return the peaks in bytes.
 
         `host_over_model`: the highest RSS, less that of before; None where the system does not tell it. 0 where all of
             it fitted into what had been given back.
@@ -51,7 +51,7 @@ def _highest_rss() -> int:
 
 
 def out_of_memory(error: BaseException) -> dict[str, Any] | None:
-    """Where memory did not suffice and the bytes that were asked for, if that is what `error` is about."""
+    """Return the kind of memory that was short and the bytes asked for; `None` for other errors."""
     message = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         where = "device"

@@ -1,4 +1,4 @@
-"""`results/README.md`: what the records of the context sweep say, in words and tables. Written from records only."""
+"""`results/README.md`: the records of the context sweep in words and tables."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +109,7 @@ def label(curve: Curve) -> str:
 
 
 def _first_token(stock: Mapping[int, Point], ours: Mapping[int, Point], name: str) -> Iterable[str]:
-    """How long the longest prompt takes that both have read, if it is long."""
+    """Yield a sentence on the time of the longest prompt that both caches have read, if it is long."""
     real = [
         context
         for context in stock.keys() & ours.keys()
@@ -124,7 +124,7 @@ def _first_token(stock: Mapping[int, Point], ours: Mapping[int, Point], name: st
 
 
 def findings(curves: Curves) -> Iterable[str]:
-    """What the sweep says about our caches beside transformers', at the longest context of both."""
+    """Yield sentences on our caches beside transformers', at the longest context of both."""
     rate = read_rate(curves)
     for device in DEVICES:
         stock = _at_contexts(curves.get(("stock", device), []))
@@ -149,7 +149,7 @@ def findings(curves: Curves) -> Iterable[str]:
 
 
 def hypothesis(curves: Curves) -> str:
-    """The source's, answered in numbers as far as the records go."""
+    """Yield sentences that test the source's hypothesis against the records."""
     ratios = {
         context: share for name in ("dynamic", "quantized-4") for context, share in cpu_to_gpu(curves, name).items()
     }

@@ -1,4 +1,4 @@
-"""What the figures and the page are made of: the records of one machine, all samples of a context together."""
+"""The data of figures and page: the records of one machine, all samples of a context together."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -51,7 +51,7 @@ class Point:
 
 
 def points(found: Iterable[dict[str, Any]]) -> dict[Curve, list[Point]]:
-    """Of records that were measured, by cache and decode device, contexts ascending."""
+    """Group measured records by cache and decode device, contexts ascending."""
     groups: dict[tuple[Curve, int], list[dict[str, Any]]] = defaultdict(list)
     for record in found:
         cell = Cell.from_record(record)

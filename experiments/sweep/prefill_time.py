@@ -1,4 +1,4 @@
-"""How long a real prefill would take, by a short one: `python -m experiments.sweep.prefill_time MODEL OUT`."""
+"""An estimate of the time of a long prefill, from a short one: `python -m experiments.sweep.prefill_time MODEL OUT`."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ class ProbeError(RuntimeError):
 
 def probed(model: str, folder: Path, again: bool, limit_seconds: float) -> PrefillTime:
     """
-    Measured in a process of its own, once in a folder of records: the same cells are real in every run.
+    Measure in a process of its own, once for a folder of records: every run then has the same cells.
 
     Raises:
         ProbeError: the model cannot be had, or takes longer than `limit_seconds`.

@@ -1,4 +1,4 @@
-"""Runs the measurement of a cell in a process of its own, and makes a result of whatever way that ends."""
+"""Run the measurement of a cell in a process of its own, and record how that process ends."""
 
 import json
 import signal
@@ -57,7 +57,7 @@ def run_limited(command: list[str], limit_seconds: float) -> dict[str, Any] | No
 
 
 def _kills_for_memory() -> int:
-    """How many processes the kernel has killed because memory ran out; 0 where it does not tell."""
+    """Return the number of processes that the kernel has killed for lack of memory; 0 where it does not tell."""
     try:
         lines = _KERNEL_COUNTERS.read_text().splitlines()
     except OSError:

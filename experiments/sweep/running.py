@@ -37,7 +37,7 @@ def measured(options: argparse.Namespace) -> dict[str, int]:
 
 
 def cells(options: argparse.Namespace, prefill_time: PrefillTime | None) -> Iterable[Cell]:
-    """What is to be measured here, contexts ascending, all caches of one context next to each other."""
+    """Yield the cells to measure here, contexts ascending, all caches of one context next to each other."""
     orders = itertools.product(range(options.repeats), sorted(options.contexts), options.new_tokens, options.caches)
     for repeat, context, new_tokens, name in orders:
         if not CACHES[name].is_installed:
@@ -53,7 +53,7 @@ def cells(options: argparse.Namespace, prefill_time: PrefillTime | None) -> Iter
 
 
 def is_settled(record: dict[str, Any] | None, time_limit: float) -> bool:
-    """Whether there is no use in measuring again: failures are, and those that a higher time limit may let finish."""
+    """Whether the record stays: a failure is measured again, and a timeout if the limit is higher now."""
     if record is None or record["result"]["status"] == "failed":
         return False
     return record["result"]["status"] != "time limit" or record["limit_seconds"] >= time_limit
@@ -94,5 +94,5 @@ def sweep(options: argparse.Namespace, folder: Path, console: Console) -> dict[C
 
 
 def weight(cell: Cell) -> int:
-    """Of a cell in the progress of all."""
+    """Return the weight of a cell in the progress of all."""
     return 100 + 100 * cell.context_tokens // _LONG_CONTEXT

@@ -23,7 +23,7 @@ class Share(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Share":
         """
-        What is written as `2/4`.
+        Parse a share such as `2/4`.
 
         Raises:
             argparse.ArgumentTypeError: it is not.
@@ -38,6 +38,6 @@ class Share(NamedTuple):
 
 
 def shares(options: argparse.Namespace, count: int) -> list[Callable[[], dict[str, int]]]:
-    """So many jobs, each for a share; what has a record is not measured again, so a job that was ended goes on."""
+    """Return so many jobs, each for a share; a job that runs again measures only cells without a record."""
     each = (Share(number, count) for number in range(1, count + 1))
     return [partial(measured, argparse.Namespace(**{**vars(options), "shard": share})) for share in each]

@@ -1,6 +1,7 @@
 """
-What the source measured: J. B. Ioffe, "Optimizing Large Language Model Inference Through CPU-GPU Hybrid Execution"
-(Cornell Tech), Table 1. RTX 6000 and a Xeon, Llama 3.2-1B.
+The published measurements: an RTX 6000 and a Xeon, Llama 3.2-1B.
+
+Table 1 of J. B. Ioffe, "Optimizing Large Language Model Inference Through CPU-GPU Hybrid Execution" (Cornell Tech).
 """
 
 from dataclasses import dataclass

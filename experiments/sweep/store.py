@@ -28,7 +28,7 @@ class DamagedRecordError(ValueError):
 @dataclass
 class Stored:
     """
-    What is in a folder.
+    The records of a folder, and its damaged files.
 
     Attributes:
         records: by cell.
@@ -40,7 +40,7 @@ class Stored:
 
 
 def read(folder: Path) -> Stored:
-    """All records in a folder; what is damaged is named instead."""
+    """Read all records in a folder; damaged files are named instead."""
     stored = Stored()
     for path in sorted(folder.glob("*.json")):
         try:

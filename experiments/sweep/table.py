@@ -20,7 +20,7 @@ HEADINGS = "\n".join(map(_line, _NAMES))
 
 
 def row(record: dict[str, Any]) -> str:
-    """Of the table; what was not measured says why."""
+    """Format a record as a row of the table; a cell that was not measured has the reason."""
     cell, result = Cell.from_record(record), record["result"]
     key = (cell.cache, cell.decode_device, f"{cell.context_tokens:,}", f"{cell.new_tokens:,}")
     if result["status"] != "measured":

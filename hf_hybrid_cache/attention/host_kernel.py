@@ -10,7 +10,7 @@ import torch
 
 from ..codecs import MinMaxCodec
 from ..kernels import QuantizedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
-from ..storage import GRANULE, CacheStats, HostStore, KVShape, LocalStore, QuantizedStore, kernel_element
+from ..storage import GRANULE, CacheStats, HostStore, KVShape, QuantizedStore, kernel_element
 from .kernel_thread import KernelThread
 from .layer_selection import LayerSelection
 from .masks import Arrays, LastMask, SeenTokens, mask_arrays, seen_tokens
@@ -47,6 +47,7 @@ class HostKernel:
 
     Args:
         stats: counted into.
+        thread: to share with another kernel.
 
     Attributes:
         thread: for what goes on beside the thread that asks for it.
@@ -54,9 +55,9 @@ class HostKernel:
         seen: as the kernel for many queries takes them.
     """
 
-    def __init__(self, stats: CacheStats):
+    def __init__(self, stats: CacheStats, thread: KernelThread | None = None):
         self._stats = stats
-        self.thread = KernelThread()
+        self.thread = thread or KernelThread()
         self.masks = LastMask[Arrays](mask_arrays)
         self.seen = LastMask[SeenTokens](seen_tokens)
         # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
@@ -68,7 +69,7 @@ class HostKernel:
     def attend(
         self,
         queries: Queries,
-        store: LocalStore,
+        store: HostStore | QuantizedStore,
         mask: Arrays,
         selection: LayerSelection | None = None,
         elsewhere: tuple[int, int] | None = None,
@@ -91,13 +92,8 @@ class HostKernel:
         visible, bias = mask
         store.wait_until_stored()
         workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
-        assert isinstance(store, HostStore | QuantizedStore)
         num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]
-        full: LocalStore = store
-        quantized = None
-        if isinstance(store, QuantizedStore):
-            full, quantized = store.full, _quantized_blocks(store, store.packed.num_tokens - num_elsewhere // GRANULE)
-        assert isinstance(full, HostStore)
+        full, quantized = _parts_of(store, num_elsewhere // GRANULE)
         num_tokens = store.num_tokens - num_elsewhere
         top_p, most = (1.0, 1.0) if selection is None else (selection.top_p_for(group * query_length), selection.most)
         indexed = selection.index.of(store) if selection is not None and top_p < 1 else None
@@ -123,7 +119,7 @@ class HostKernel:
         return workspace
 
     def attend_many(
-        self, queries: Queries, store: LocalStore, seen: SeenTokens, dtype: torch.dtype
+        self, queries: Queries, store: HostStore | QuantizedStore, seen: SeenTokens, dtype: torch.dtype
     ) -> PartialAttention:
         """
         Attend to the tokens of `store`, which are in host memory, with queries that are as many as you like.
@@ -137,12 +133,7 @@ class HostKernel:
         query, _, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
         store.wait_until_stored()
-        assert isinstance(store, HostStore | QuantizedStore)
-        full: LocalStore = store
-        quantized = None
-        if isinstance(store, QuantizedStore):
-            full, quantized = store.full, _quantized_blocks(store, store.packed.num_tokens)
-        assert isinstance(full, HostStore)
+        full, quantized = _parts_of(store)
         query = query if query.dtype == torch.bfloat16 else query.float()
         query = query if query.stride(3) == 1 else query.contiguous()
         partial = dtype if dtype == torch.bfloat16 else torch.float32
@@ -208,15 +199,19 @@ def _strided(states: torch.Tensor) -> Strided:
     return Strided(states.data_ptr(), (sequence, head, token))
 
 
-def _quantized_blocks(store: QuantizedStore, number: int) -> QuantizedBlocks | None:
-    """The first ones, so many."""
-    packed, keys, values = store.packed, store.codec.keys, store.codec.values
+def _parts_of(store: HostStore | QuantizedStore, num_left_out: int = 0) -> tuple[HostStore, QuantizedBlocks | None]:
+    """The tokens in full precision, and the quantized blocks but for the last ones, if there are any."""
+    if isinstance(store, HostStore):
+        return store, None
+    full, packed, keys, values = store.full, store.packed, store.codec.keys, store.codec.values
+    assert isinstance(full, HostStore)
     assert isinstance(packed, HostStore)
     assert isinstance(keys, MinMaxCodec)
     assert isinstance(values, MinMaxCodec)
+    number = packed.num_tokens - num_left_out
     if not number:
-        return None
-    return QuantizedBlocks(
+        return full, None
+    return full, QuantizedBlocks(
         packed.keys.array(),
         packed.values.array(),
         store.sink_tokens // GRANULE,

@@ -5,7 +5,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from ..storage import HostStore, Issued, LocalStore, QuantizedStore, can_page_lock
+from ..storage import HostStore, Issued, QuantizedStore, can_page_lock
 from .chunk_attention import attend_in_pieces, attend_to_chunk
 from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace, has_kernel_for_many
 from .layer_selection import LayerSelection
@@ -37,7 +37,7 @@ class HostSegment(AttentionSegment):
         self,
         queries: Queries,
         mask: torch.Tensor | None,
-        store: LocalStore,
+        store: HostStore | QuantizedStore,
         kernel: HostKernel,
         selection: LayerSelection | None = None,
         first_of_chunk: int = 0,
@@ -99,7 +99,6 @@ class HostSegment(AttentionSegment):
             if self._has_kernel:
                 return self._partial_by_kernel(query.dtype).out
             self._store.wait_for_copies()
-            assert isinstance(self._store, HostStore | QuantizedStore)
             return attend_to_chunk(query, self._store, self._queries.group, self._mask, self._queries.scale)
         out = self._prepared()().out
         if query.is_cpu:
@@ -140,7 +139,6 @@ class HostSegment(AttentionSegment):
         if self._has_kernel:
             return self._partial_by_kernel(torch.float32)
         self._store.wait_for_copies()
-        assert isinstance(self._store, HostStore | QuantizedStore)
         return attend_in_pieces(query, self._store, group, self._mask, scale, self._first_of_chunk)
 
     def _partial_by_kernel(self, dtype: torch.dtype) -> PartialAttention:

@@ -9,7 +9,6 @@ import torch
 from ..kernels import IndexedBlocks, index_bytes, quantize_index
 from ..storage import (
     GRANULE,
-    RECENT_TOKENS,
     HostBudget,
     HostStore,
     InitialCapacity,
@@ -20,8 +19,6 @@ from ..storage import (
     kernel_array,
 )
 
-# In full precision the first block and the last ones are always attended to, as where the others are quantized.
-_FIRST_BLOCKS = 1
 _INDEXED_AT_ONCE = 64
 
 
@@ -53,9 +50,10 @@ class KeyIndex:
         Raises:
             HostMemoryError: the host has no room for it.
         """
-        first, count = _first_block(store), _num_blocks(store)
-        if not count:
+        blocks = _blocks(store)
+        if not blocks:
             return None
+        first, count = blocks.start, len(blocks)
         if self._blocks < count:
             self._extend(store, first, count)
         assert self._packed is not None
@@ -63,7 +61,7 @@ class KeyIndex:
 
     def form(self, store: HostStore | QuantizedStore) -> torch.Size:
         """The shape that rows have in a file: uint8 `[blocks, batch, num_kv_heads, bytes]`."""
-        return self._made(store).stored_shape(_num_blocks(store))
+        return self._made(store).stored_shape(len(_blocks(store)))
 
     def rows(self, store: HostStore | QuantizedStore) -> torch.Tensor:
         """A view of all packed blocks, as a file stores them."""
@@ -78,10 +76,11 @@ class KeyIndex:
             False where the system cannot do that; use `make_rows` then.
         """
         self.clear()
-        packed, count = self._made(store), _num_blocks(store)
+        packed, blocks = self._made(store), _blocks(store)
+        count = len(blocks)
         if not packed.map_file(file, offset, count):
             return False
-        self._first, self._blocks, self._approved_blocks = _first_block(store), count, count
+        self._first, self._blocks, self._approved_blocks = blocks.start, count, count
         self._budget.note(self, count, packed.bytes_per_token)
         return True
 
@@ -93,10 +92,10 @@ class KeyIndex:
             HostMemoryError: the host has no room for them.
         """
         self.clear()
-        packed, count = self._made(store), _num_blocks(store)
-        self._reserve(packed, count)
-        self._first, self._blocks = _first_block(store), count
-        return packed.stored_rows(count)
+        packed, blocks = self._made(store), _blocks(store)
+        self._reserve(packed, len(blocks))
+        self._first, self._blocks = blocks.start, len(blocks)
+        return packed.stored_rows(len(blocks))
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the blocks of which not all tokens are among the first `num_tokens`."""
@@ -132,7 +131,7 @@ class KeyIndex:
         while self._blocks < count:
             end = min(self._blocks + _INDEXED_AT_ONCE, count)
             self._reserve(packed, end)
-            keys = kernel_array(_keys(store, first + self._blocks, first + end))
+            keys = kernel_array(store.block_keys(first + self._blocks, first + end))
             quantize_index(keys, packed.array()[self._blocks : end])
             self._blocks = end
 
@@ -153,19 +152,6 @@ class KeyIndex:
         packed.ensure(num_blocks, self._blocks)
 
 
-def _first_block(store: HostStore | QuantizedStore) -> int:
-    return store.sink_tokens // GRANULE if isinstance(store, QuantizedStore) else _FIRST_BLOCKS
-
-
-def _num_blocks(store: HostStore | QuantizedStore) -> int:
-    """Blocks that are indexed."""
-    if isinstance(store, QuantizedStore):
-        return store.packed.num_tokens
-    return max(0, (store.num_tokens - RECENT_TOKENS) // GRANULE - _FIRST_BLOCKS)
-
-
-def _keys(store: HostStore | QuantizedStore, first: int, end: int) -> torch.Tensor:
-    """Keys of some blocks, `[batch, num_kv_heads, tokens, key_dim]`."""
-    if isinstance(store, QuantizedStore):
-        return store.dequantized_keys(first - _first_block(store), end - _first_block(store))
-    return store.keys.read_range(first * GRANULE, end * GRANULE)
+def _blocks(store: HostStore | QuantizedStore) -> range:
+    """Numbers of the blocks that are indexed."""
+    return store.layout.indexed_blocks(store.num_tokens)

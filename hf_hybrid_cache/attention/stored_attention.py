@@ -15,11 +15,11 @@ from ..storage import (
     KVCodec,
     KVShape,
     KVStore,
-    LocalStore,
+    QuantizedStore,
     Shard,
     ShardedStore,
+    SharedPrefixStore,
     SplitStore,
-    StreamedStore,
 )
 from .device_segment import DeviceSegment
 from .host_kernel import HostKernel, has_kernel_for_many
@@ -27,6 +27,7 @@ from .host_segment import HostSegment
 from .layer_selection import LayerSelection
 from .masks import LastMask
 from .merging import MergedAttention
+from .prefix_segment import PrefixSegment, folded_mask, folded_queries
 from .segment import AttentionSegment, Queries
 from .sharded_segment import ShardedSegment
 
@@ -50,6 +51,9 @@ class StoredAttention:
         self._is_asked_for = is_asked_for
         self.is_declined = False
         self._kernel = HostKernel(stats)
+        # With workspaces of its own: its result is merged with that of the other one.
+        self._prefix_kernel = HostKernel(stats, self._kernel.thread)
+        self._prefix_masks: tuple[tuple[int, int], LastMask[torch.Tensor | None]] | None = None
         self._own_masks = LastMask(self._own_columns_of)
         self._has_warned = False
 
@@ -70,7 +74,7 @@ class StoredAttention:
         """Whether a sequence's first queries attend to themselves in `store`, faster than torch to their states."""
         if isinstance(store, ShardedStore) and store.shard.is_all:
             store = store.local
-        is_on_host = isinstance(store, HostStore) and not isinstance(store, StreamedStore)
+        is_on_host = isinstance(store, HostStore) and store.streamed is None
         return is_on_host and store.shape.device.type == "cpu" and has_kernel_for_many(store.shape)
 
     def prepare(self, element: np.dtype, is_quantized: bool, is_selected: bool) -> None:
@@ -105,23 +109,66 @@ class StoredAttention:
         """
         if store.wants_queries:
             store.observe(query)
-        segments = self._segments_of(store, Queries(query, group, scale, are_causal), mask, selection)
+        queries = Queries(query, group, scale, are_causal)
+        if isinstance(store, SharedPrefixStore):
+            segments = self._segments_of_continuations(store, queries, mask, selection)
+        else:
+            segments = self._segments_of(store, queries, mask, selection, self._kernel)
         return segments[0].attend() if len(segments) == 1 else _merged(segments, mask is not None).to(query.dtype)
 
+    def _segments_of_continuations(
+        self, store: SharedPrefixStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
+    ) -> list[AttentionSegment]:
+        """Put segments on the device first here, too."""
+        shared, own = store.prefix.num_tokens, store.tails.num_tokens
+        of_prefix = None if mask is None else mask[..., :shared]
+        of_tails = None if mask is None else mask[..., shared:]
+        continuations, length = store.continuations, queries.states.shape[2]
+        folded = queries._replace(states=folded_queries(queries.states, continuations))
+        seen = self._prefix_mask(of_prefix, continuations, length)
+        if store.is_staged:
+            on_device = DeviceSegment(folded, seen, store.prefix.read)
+            return [PrefixSegment(on_device, continuations), DeviceSegment(queries, of_tails, store.tails.read)]
+        segments: list[AttentionSegment] = [
+            PrefixSegment(each, continuations)
+            for each in self._segments_of(store.prefix, folded, seen, selection, self._prefix_kernel)
+        ]
+        if not own:
+            return segments
+        tails = self._segments_of(store.tails, queries, of_tails, None, self._kernel)
+        return [*segments[:-1], *tails[:-1], segments[-1], tails[-1]]
+
+    def _prefix_mask(self, mask: torch.Tensor | None, continuations: int, length: int) -> torch.Tensor | None:
+        """The mask of folded queries, made once for the layers of a step."""
+        key = continuations, length
+        if self._prefix_masks is None or self._prefix_masks[0] != key:
+            self._prefix_masks = key, LastMask(lambda mask: folded_mask(mask, continuations, length))
+        return self._prefix_masks[1].of(mask)
+
     def _segments_of(
-        self, store: KVStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
+        self,
+        store: KVStore,
+        queries: Queries,
+        mask: torch.Tensor | None,
+        selection: LayerSelection | None,
+        kernel: HostKernel,
     ) -> list[AttentionSegment]:
         if isinstance(store, SplitStore):
-            return self._segments_of_split(store, queries, mask, selection)
+            return self._segments_of_split(store, queries, mask, selection, kernel)
         if isinstance(store, ShardedStore):
             if not store.shard.is_all:
-                return [ShardedSegment(queries, mask, store, self._kernel, self._own_masks)]
+                return [ShardedSegment(queries, mask, store, kernel, self._own_masks)]
             store = store.local
-        assert isinstance(store, LocalStore)
-        return [HostSegment(queries, mask, store, self._kernel, selection)]
+        assert isinstance(store, HostStore | QuantizedStore)
+        return [HostSegment(queries, mask, store, kernel, selection)]
 
     def _segments_of_split(
-        self, store: SplitStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
+        self,
+        store: SplitStore,
+        queries: Queries,
+        mask: torch.Tensor | None,
+        selection: LayerSelection | None,
+        kernel: HostKernel,
     ) -> list[AttentionSegment]:
         """Put segments on the device first: merging writes to the first partial result."""
         on_host = store.host.num_tokens
@@ -138,7 +185,7 @@ class StoredAttention:
         on_end = store.note_ended if store.cpu_fraction is not None and store.cpu_fraction.adapts else None
         if not store.is_staged:
             first_of_chunk = max(0, min(last, store.num_tokens - queries.states.shape[2]) - first)
-            middle = HostSegment(queries, of_middle, store.host, self._kernel, selection, first_of_chunk, on_end=on_end)
+            middle = HostSegment(queries, of_middle, store.host, kernel, selection, first_of_chunk, on_end=on_end)
             return [*segments, middle]
         start, end = store.staged_range()
         if start < end:
@@ -148,7 +195,7 @@ class StoredAttention:
             of_others = None
             if of_middle is not None:
                 of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
-            others = HostSegment(queries, of_others, store.host, self._kernel, elsewhere=(start, end), on_end=on_end)
+            others = HostSegment(queries, of_others, store.host, kernel, elsewhere=(start, end), on_end=on_end)
             segments.append(others)
         return segments
 

@@ -7,7 +7,7 @@ from .merging import MergedAttention, PartialAttention, widest
 
 _LOWEST = torch.finfo(torch.float32).min
 # That the plain way takes at once: it puts scores, and keys and values in float32, into memory.
-_PLAIN_TOKENS = 16_384
+_PLAIN_TOKENS, _PLAIN_SCORES = 16_384, 2**26
 _LONGEST_FLASH_HEAD = 256
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -47,8 +47,9 @@ def attend_plainly(
     dtype = widest(query, keys, values)
     rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
     merged = MergedAttention()
-    for start in range(0, keys.shape[2], _PLAIN_TOKENS):
-        tokens = slice(start, start + _PLAIN_TOKENS)
+    at_once = max(64, min(_PLAIN_TOKENS, _PLAIN_SCORES // max(1, query.shape[:3].numel())))
+    for start in range(0, keys.shape[2], at_once):
+        tokens = slice(start, start + at_once)
         scores = rows @ keys[:, :, tokens].to(dtype).mT
         if mask is not None:
             scores += _as_bias(mask[..., tokens], dtype)

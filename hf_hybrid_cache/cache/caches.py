@@ -142,7 +142,7 @@ class QuantizedHybridCache(HybridCache):
 
 
 def _fraction_of(cpu_decode: CpuDecode) -> tuple[bool | float | None, bool]:
-    """`cpu_decode` of a placement, and whether it adapts."""
+    """Return `cpu_decode` as a placement takes it, and whether the fraction adapts."""
     _require_all_layers(cpu_decode)
     return (_FIRST_CPU_FRACTION, True) if cpu_decode == "auto" else (cpu_decode, False)
 

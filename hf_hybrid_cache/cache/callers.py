@@ -1,5 +1,7 @@
 """
-What `generate` knows of a prompt and does not tell its cache: read from the frames of transformers' functions.
+Reading the length of a prompt from the frames of transformers' functions, which do not pass it to a cache.
+
+Where a function is not as expected, nothing is read.
 
 A cache is asked how long it is, and never what for. Where a function is not as it is here, nothing is read.
 """
@@ -8,13 +10,13 @@ import sys
 from types import FrameType
 from typing import Any
 
-# Between a cache and who asks: decorators, and a cache that holds this one.
+# Modules whose frames stand between a cache and its caller: decorators, and a cache that holds this one.
 _BETWEEN = (f"{__package__}.", "torch.", "functools", "transformers.cache_utils")
 
 
 def length_of_whole_prompt(step: str) -> int | None:
     """
-    Tokens of the prompt that `generate` is about to compute, those that are stored included.
+    Return the number of tokens of the whole prompt that `generate` is about to compute, stored tokens included.
 
     Args:
         step: the function of `generate` that does so.
@@ -40,7 +42,7 @@ def length_of_whole_prompt(step: str) -> int | None:
 
 def border_that_drops_the_cache(num_tokens: int) -> int | None:
     """
-    The number of tokens up to which a model uses this cache, where it is about to go on without it.
+    Return the number of tokens at which a model stops using this cache, if it is about to do so.
 
     Models with two forms of rotary embedding, such as Phi-3 with a long context, do so: what they have computed with
     the form for short contexts does not fit the one for long ones.
@@ -60,7 +62,7 @@ def border_that_drops_the_cache(num_tokens: int) -> int | None:
 
 
 def _caller() -> FrameType | None:
-    """The frame of the function that has asked a cache."""
+    """Return the frame of the function that called the cache."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Where one forward pass ends and the next begins: nobody tells the cache, and one may have ended half-way."""
+"""Finding the borders between forward passes from the order in which layers are called."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ HEARS_OF_LINEAR_STATES = hasattr(Cache, "get_conv_state")
 
 class ForwardPasses:
     """
-    Which layers the last forward pass has reached.
+    Tracks the layers that the last forward pass has reached.
 
     Layers of attention count their tokens, those of linear attention do not: of a model that has some it is noted that
     all of these, and the first and the last one of attention, were reached.
@@ -25,7 +25,7 @@ class ForwardPasses:
             for index, layer in enumerate(layers)
             if HEARS_OF_LINEAR_STATES and isinstance(layer, LinearAttentionCacheLayerMixin)
         ]
-        # Those between may read what others hold.
+        # Layers between the first and the last may read the states of others.
         attention = [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._linear = set(linear)
         self._expected = {*linear, *attention[:1], *attention[-1:]} if linear else set()
@@ -37,7 +37,7 @@ class ForwardPasses:
 
     def begins_with(self, layer: int, access: str | None = None) -> bool:
         """
-        Whether a pass that comes to a layer now is another one than the last, or the first.
+        Whether a call for this layer begins a new forward pass.
 
         Args:
             layer: its index.
@@ -75,5 +75,5 @@ class ForwardPasses:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the last pass has reached some layers that count no tokens, and not all."""
+        """Whether the last pass has reached some of the layers that do not count tokens, and not all of them."""
         return self._keeps_linear_states and bool(self._reached) and self._reached != self._expected

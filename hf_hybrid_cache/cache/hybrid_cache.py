@@ -1,4 +1,4 @@
-"""The cache that all others are: what it does beyond its layers."""
+"""The base class of all caches."""
 
 import copy
 import os
@@ -23,10 +23,12 @@ from ..layers import (
     LayerStores,
     Placement,
     Selection,
+    batch_of,
     checked_count,
     follow,
     forget_states_of,
     move_tensors_of,
+    repeat_sequences_of,
     tensors_of,
 )
 from ..planning.advice import advice
@@ -66,7 +68,7 @@ def _refuse_class() -> NoReturn:
 
 
 def _of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """For the first method that models call: names what is wrong where a class of caches is passed for a cache."""
+    """Decorate the first method that models call, so that it refuses a class of caches passed for a cache."""
 
     @wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -78,7 +80,7 @@ def _of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class _ClassOfCaches(type):
-    """The same for the first property that `generate` looks into, since transformers 5.24."""
+    """A metaclass that refuses a class passed for a cache, at the first property that transformers 5.24 reads."""
 
     @property
     def is_linear(cls) -> NoReturn:
@@ -88,7 +90,7 @@ class _ClassOfCaches(type):
 @dataclass(frozen=True)
 class MemoryReport:
     """
-    What a cache holds, measured from its buffers.
+    The size of a cache, measured from its buffers.
 
     Attributes:
         device_bytes: in the memory of accelerators.
@@ -168,7 +170,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
 
         text_config = config.get_text_config(decoder=True)
         layers: list[Any] = DynamicCache(config=config).layers
-        # Of encoders and decoders with different numbers of layers transformers has the encoder's.
+        # For encoder-decoder models with different numbers of layers, transformers makes the encoder's number.
         del layers[getattr(text_config, "num_decoder_layers", None) or len(layers) :]
         ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
@@ -190,8 +192,8 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         self._was_asked_half_way = False
         self._was_asked = False
         self._tokens_before = 0
-        self._token_ids: torch.Tensor | None = None  # as far as they are known
-        # Of two forms of rotary embedding, one for short and one for long contexts.
+        self._token_ids: torch.Tensor | None = None  # `None` once they are not known
+        # Such models have two forms of rotary embedding, one for short and one for long contexts.
         self._may_leave_border = hasattr(text_config, "original_max_position_embeddings")
         self._has_left_border = False
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())
@@ -254,6 +256,8 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         """
         Store the states of new tokens of one layer and return those of all tokens, see `HybridLayer.update`.
 
+        Where one sequence is stored, and states of several come, all of them continue it.
+
         Raises:
             HostMemoryError: host memory would not suffice; the message says what would fit.
             IncompleteCacheError: the forward pass before this one, or `crop`, reached the first layers only.
@@ -269,8 +273,11 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             self._require_reached_before(layer_idx)
         if layer_idx in (self._first, self._last) and key_states.shape[2] == 1 and key_states.is_cpu:
             self._note_step(layer_idx, key_states.shape[0])
-        if not isinstance(self.layers[layer_idx], HybridLayer):
-            follow(self.layers[layer_idx], key_states.device)
+        layer, batch = self.layers[layer_idx], key_states.shape[0]
+        if not isinstance(layer, HybridLayer):
+            follow(layer, key_states.device)
+        if batch > 1 and (layer.batch if isinstance(layer, HybridLayer) else batch_of(layer)) == 1:
+            self.batch_repeat_interleave(batch)
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
@@ -300,7 +307,9 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         follow(self.layers[layer_idx], recurrent_states.device)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    def save(self, path: str | os.PathLike[str], token_ids: TokenIds | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], token_ids: TokenIds | None = None, document_tokens: int | None = None
+    ) -> None:
         """
         Keep what is stored in a file, a safetensors file with a checksum for each layer.
 
@@ -312,10 +321,12 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             path: of the file, in a folder that exists.
             token_ids: of the tokens that are stored, `[batch, tokens]` or a list, to be kept with them: `load` compares
                 them with those of a prompt, and `saved_token_ids` returns them.
+            document_tokens: how many of them, from the start, are those of a document that a conversation follows.
+                `hf-hybrid-cache chat` takes questions back as far as that.
 
         Raises:
             CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
-            ValueError: `token_ids` are not as many as there are tokens.
+            ValueError: `token_ids` are not as many as there are tokens, or `document_tokens` are more.
             IncompleteCacheError: something ended a change of the cache half-way.
             LostProcessError: another process ended, or did not call it.
 
@@ -334,7 +345,13 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
                 f"token_ids must be integers [batch, {num_tokens}], one for each token that is stored, got "
                 f"{list(kept.shape)}. The last token that was generated is not stored."
             )
-        save_layers(path, self.layers, self._stores, self._model_traits, kept)
+        document = None if document_tokens is None else as_integer(document_tokens)
+        if document_tokens is not None and (kept is None or document is None or not 0 < document <= num_tokens):
+            raise ValueError(
+                f"document_tokens must be an integer from 1 to the {num_tokens:,} stored tokens, and goes with "
+                f"token_ids, got {document_tokens!r}."
+            )
+        save_layers(path, self.layers, self._stores, self._model_traits, kept, document)
 
     @staticmethod
     def load(
@@ -426,7 +443,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         return "\n".join([repr(self), *lines])
 
     def _forms(self) -> Iterator[str]:
-        """How many layers there are of each kind, and where."""
+        """Yield the number of layers of each kind, and their place."""
         numbers = Counter(
             (codec.keys.bits, codec.values.bits) if codec else None
             for layer in self.layers
@@ -452,7 +469,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
     @property
     def codecs(self) -> dict[int, KVCodec]:
         """
-        How layers are quantized, by index in the model; layers that are not named stay in full precision.
+        The codecs of quantized layers, by index in the model; other layers stay in full precision.
 
         What a cache chooses by itself (`rotate="auto"`) it chooses once, when it first codes something: `is_fitted`
         tells. It stays through `reset`, and in copies and files. `HybridCache(config, codec=cache.codecs)` is a new
@@ -462,21 +479,21 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """Of processes that keep a share each; `None` where there is one process."""
+        """The group of processes that keep a share each; `None` where there is one process."""
         return None if self._stores.peers is None else self._stores.peers.group
 
     @property
     def selection(self) -> Selection | None:
-        """What attention on the CPU may skip; `stats.share_read` tells how much it reads."""
+        """The page selection of attention on the CPU; `stats.share_read` tells how much it reads."""
         return self._stores.selection
 
     @property
     def stats(self) -> CacheStats:
-        """What was copied between host and device since the cache was built or reset."""
+        """Counters of copies between host and device since the cache was built or reset."""
         return self._stores.stats
 
     def memory(self) -> MemoryReport:
-        """What the cache holds now, layers of transformers' own included."""
+        """Measure the bytes that the cache holds now, layers of transformers' own included."""
         sizes = {"host": 0, "device": 0}
         for device, num_bytes in self._holdings():
             sizes["host" if device.type == "cpu" else "device"] += num_bytes
@@ -650,8 +667,10 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             return
         known, given = self._token_ids[:, : self._num_tokens], token_ids.to("cpu", torch.long)
         known = known[:, : given.shape[1]]
+        if known.shape[0] == 1:
+            known = known.expand(given.shape[0], -1)
         if given.shape[0] != known.shape[0]:
-            return  # of another batch, which the layers refuse
+            return  # another batch, which the layers refuse
         different = first_difference(known, given[:, : known.shape[1]])
         if different is not None:
             sequence, position = different
@@ -696,19 +715,26 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """
-        Repeat every sequence `repeats` times, copies side by side.
+        Repeat every sequence `repeats` times, side by side.
+
+        Where layers are attended to on the CPU, the copies share all whole blocks of 64 tokens: these are stored once,
+        and a decode step reads them once. Otherwise they are copied.
 
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
+        known = self._token_ids
         if repeats > 1:
-            self._require_room_for_copies(repeats, f"{repeats} copies of {self._num_tokens:,} tokens need")
+            copied = f"{repeats} copies of {self._num_tokens:,} tokens need"
+            self._require_room_for_copies(repeats, copied, are_shared=True)
         with self._changing_all("batch_repeat_interleave"):
-            super().batch_repeat_interleave(repeats)
+            for layer in self.layers:
+                repeat_sequences_of(layer, repeats)
+        self._token_ids = None if known is None else known.repeat_interleave(repeats, dim=0)
 
     @contextmanager
     def _changing_all(self, operation: str) -> Iterator[None]:
-        """For what changes layer after layer and cannot be taken back."""
+        """Mark the cache as not whole if an operation on all layers is interrupted after it has changed some."""
         self._token_ids = None
         before = self._versions()
         try:
@@ -719,7 +745,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             raise
 
     def _versions(self) -> list[object]:
-        """Differ if something has changed; layers of transformers' own always do."""
+        """Return values that differ if something has changed; layers of transformers' own always do."""
         return [
             (layer.store and layer.store.version) if isinstance(layer, HybridLayer) else object()
             for layer in self.layers
@@ -775,7 +801,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             if self._was_asked_half_way:
                 self._require_finished()
             self._stores.recently_lent.take_edits()
-            # Who fills a cache layer by layer does not ask; a forward pass does.
+            # A forward pass asks for the length before its first layer; code that fills a cache by layers does not.
             self._tokens_before = self._num_tokens if self._was_asked else 0
             self._was_asked = False
         self._was_asked_half_way = False
@@ -809,7 +835,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         )
 
     def _require_reached_before(self, layer_idx: int) -> None:
-        """A layer without tokens is one that passes before this one did not come to, so they were not whole."""
+        """Raise an error, because a layer without tokens was not reached by earlier passes, unless it stores images."""
         if layer_idx in self._of_images:
             return
         self._passes.note_difference()
@@ -854,9 +880,14 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             if isinstance(layer, HybridLayer):
                 layer.require_whole()
 
-    def _require_room_for_copies(self, number: int, purpose: str) -> None:
-        """Check that what is held fits `number` times, and one buffer once more while it is exchanged."""
-        sizes = [num_bytes for device, num_bytes in self._holdings() if device.type == "cpu"]
+    def _require_room_for_copies(self, number: int, purpose: str, are_shared: bool = False) -> None:
+        """
+        Check that what is held fits `number` times, and one buffer once more while it is exchanged.
+
+        With `are_shared` layers need none for what copies share.
+        """
+        alone = [layer for layer in self.layers if not (are_shared and _shares_copies(layer))]
+        sizes = [num_bytes for device, num_bytes in self._holdings(alone) if device.type == "cpu"]
         try:
             require_host_bytes((number - 1) * sum(sizes) + max(sizes, default=0), purpose)
         except HostMemoryError as error:
@@ -864,7 +895,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             raise self._advised(error, self._num_tokens, batch=batch) from None
 
     def _shapes(self) -> Iterator[KVShape]:
-        """Of the states of our layers that hold some."""
+        """Yield the shapes of the states in our layers that hold some."""
         for layer in self.layers:
             if isinstance(layer, HybridLayer) and layer.store is not None:
                 yield layer.store.shape
@@ -873,7 +904,7 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         self, error: HostMemoryError, num_tokens: int, shape: KVShape | None = None, **changes: Any
     ) -> HostMemoryError:
         """
-        An error that also says what would fit.
+        Return the error with advice on caches that would fit.
 
         Args:
             error: what it says so far.
@@ -900,21 +931,26 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
             f"{error} {advice(placement, stores.codecs, shapes, num_tokens, held, host_bytes)}".rstrip()
         )
 
-    def _holdings(self) -> Iterable[tuple[torch.device, int]]:
+    def _holdings(self, layers: Iterable[Any] | None = None) -> Iterable[tuple[torch.device, int]]:
+        """Bytes of the buffers of all layers, or of some, and of what layers share, each on its device."""
         for staging in self._stores.stagings.values():
             for slot in staging.slots:
                 yield from ((buffer.device, buffer.num_bytes) for buffer in (slot.keys, slot.values))
         for device, scratch in self._stores.scratches.items():
             yield device, scratch.num_bytes
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             if not isinstance(layer, HybridLayer):
                 yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))
             else:
                 yield from ((buffer.device, buffer.num_bytes) for buffer in layer.buffers())
 
 
+def _shares_copies(layer: Any) -> bool:
+    return isinstance(layer, HybridLayer) and layer.shares_copies
+
+
 def _as_index(given: Any) -> Any:
-    """The index of a layer that a user gave, as one of Python's integers; what is none is refused by its name."""
+    """Return the index of a layer as a Python integer, or the value as it is if it is no integer."""
     index = as_integer(given)
     return given if index is None else index
 
@@ -932,7 +968,7 @@ def require_config(config: object) -> None:
 
 
 def _shared_placement(placement: Placement) -> Placement:
-    """The placement of a share: in host memory, where it is attended to."""
+    """Return the placement of a share, in host memory with attention on the CPU."""
     if placement.offload or placement.device_tokens or placement.cpu_decode not in (None, True):
         raise ValueError(
             "With group= all layers are kept in host memory and attended to there: leave out offload, device_tokens, "
@@ -942,7 +978,7 @@ def _shared_placement(placement: Placement) -> Placement:
 
 
 def _placement_for_selection(placement: Placement, peers: Peers | None) -> Placement:
-    """The placement of layers of which attention reads a part: attended to on the CPU."""
+    """Return the placement for page selection, with attention on the CPU."""
     if peers is not None:
         raise ValueError("selection= and group= cannot be used together: each process reads all of its share.")
     if placement.cpu_decode is False:
@@ -973,7 +1009,7 @@ def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -
 
 
 def _stack_level() -> int:
-    """Of the caller of a cache's class, whichever of the classes here it is."""
+    """Return the `stacklevel` of the code that called a cache's class."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
         level, frame = level + 1, frame.f_back
@@ -981,7 +1017,7 @@ def _stack_level() -> int:
 
 
 def _whereabouts(layer: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """Device and type of what a layer holds; `None` for an empty one."""
+    """Return device and dtype of a layer's states; `None` for an empty layer."""
     if isinstance(layer, HybridLayer):
         return (layer.store.shape.device, layer.store.shape.key_dtype) if layer.store is not None else (None, None)
     floating = [tensor for tensor in tensors_of(layer) if tensor.is_floating_point()]

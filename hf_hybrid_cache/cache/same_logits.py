@@ -1,4 +1,4 @@
-"""The same logits in all processes of a group, whose processors round differently."""
+"""Sharing the first process' logits with all processes of a group, whose processors round differently."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class SameLogits(LogitsProcessor):
     """
-    Takes the logits of the first process, in all of a group.
+    A logits processor that gives all processes of a group the logits of the first one.
 
     Machines of different kinds, or different numbers of threads, differ in the last bits, and some day these decide
     which token is the likeliest. To sample, call `transformers.set_seed` in all of them besides.

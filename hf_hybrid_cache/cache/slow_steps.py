@@ -68,7 +68,7 @@ class SlowSteps:
             self._started = None
 
     def _restart(self, num_tokens: int, batch: int) -> None:
-        """Forget what is not comparable any more."""
+        """Forget the times that are no longer comparable."""
         self._conditions = batch, torch.get_num_threads()
         # A step of half as many tokens more takes half as long more at most.
         self._shortest, self._longest = num_tokens, num_tokens + max(1024, num_tokens // 2)
@@ -96,7 +96,7 @@ class SlowSteps:
 def _warn(usual: float, now: float, processors: float, threads: int) -> None:
     global _has_warned
     _has_warned = True
-    cure = f"use fewer threads than {threads} (torch.set_num_threads, which attention follows)"
+    cure = f"use fewer threads than {threads} (OMP_NUM_THREADS or torch.set_num_threads; attention follows)"
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         cure = f"set GOMP_SPINCOUNT=0 in the environment before Python starts, or {cure}"
     warnings.warn(

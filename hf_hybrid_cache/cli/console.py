@@ -1,8 +1,9 @@
 """Remarks on stderr, errors as exit codes, and checks of options that several commands have."""
 
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -102,7 +103,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
     from .runs.prompts import PromptError
 
     try:
-        with as_exceptions():
+        with as_exceptions(), _warnings_as_remarks(notes):
             yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -126,6 +127,21 @@ def exit_codes(notes: Console) -> Iterator[None]:
         return
     # Each of several processes prints its own error.
     who = f"rank {rank()}: " if num_processes() > 1 else ""
-    console = Console(stderr=True, soft_wrap=True) if notes.quiet else notes
-    console.print(f"{who}error: {message}", markup=False, highlight=False, emoji=False)
+    _never_quiet(notes).print(f"{who}error: {message}", markup=False, highlight=False, emoji=False)
     raise typer.Exit(2)
+
+
+@contextmanager
+def _warnings_as_remarks(notes: Console) -> Iterator[None]:
+    """Print warnings without a file and a line of code, on a line of their own: they may come in an answer."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        note(_never_quiet(notes), f"\nwarning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _never_quiet(notes: Console) -> Console:
+    return Console(stderr=True, soft_wrap=True) if notes.quiet else notes

@@ -10,7 +10,7 @@ import torch
 @dataclass(frozen=True, eq=False)
 class ChannelScaling:
     """
-    A linear map of each head's keys or values that codes are made of, and its inverse.
+    A linear map that is applied to each head's keys or values before quantization, and its inverse.
 
     Attributes:
         weights: float32, on the CPU: `[num_kv_heads, head_dim]`, a factor for each channel, or
@@ -69,16 +69,16 @@ class ChannelScaling:
         return array
 
     def applied(self, states: torch.Tensor) -> torch.Tensor:
-        """`states`, `[batch, num_kv_heads, tokens, head_dim]`, times the weights, in float32."""
+        """Multiply `states`, `[batch, num_kv_heads, tokens, head_dim]`, by the weights, in float32."""
         return self._times(states, self.weights)
 
     def undone(self, states: torch.Tensor) -> torch.Tensor:
-        """The inverse of `applied`."""
+        """Apply the inverse of `applied`."""
         return self._times(states, self.inverse)
 
     def require_fit(self, num_kv_heads: int, head_dim: int) -> None:
         """
-        Check that it is for so many heads of this size.
+        Check that the weights are for so many heads of this size.
 
         Raises:
             ValueError: it is not.
@@ -96,7 +96,7 @@ class ChannelScaling:
 
 def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> torch.Tensor:
     """
-    What to multiply the channels of keys by, so that codes of the rotated products cost attention least.
+    Compute the factors of key channels that minimize the error of attention after rotation and quantization.
 
     A rotation spreads the error of the codes evenly over channels, in proportion to all of them; in a score a query
     weighs it. For factors f the expected square of a score's error is proportional to sum(f² k²) sum(q² / f²), of mean
@@ -134,14 +134,14 @@ def factors_for_keys(keys: torch.Tensor, query_squares: torch.Tensor | None) -> 
 
 
 def _shares(squares: torch.Tensor) -> torch.Tensor:
-    """Fractions of the largest of a head, `[num_kv_heads, head_dim]`, never zero."""
+    """Return fractions of the largest number of a head, `[num_kv_heads, head_dim]`, never zero."""
     largest = squares.amax(dim=1, keepdim=True)
     return torch.where(largest > 0, squares / largest, 1.0).clamp_min(_LEAST_SHARE)
 
 
 def rotation_matrix_for_values(values: torch.Tensor) -> torch.Tensor | None:
     """
-    What to multiply values by, so that codes of the rotated products cost the output of attention least.
+    Compute the matrix for values that minimizes the error of attention's output after rotation and quantization.
 
     How much an error in a direction matters is up to the output projection, which a cache does not see. If it matters
     the same in all directions, the best matrix is C^(-1/4), of the values' second moments C, for the reason that
@@ -176,7 +176,7 @@ def rotation_matrix_for_values(values: torch.Tensor) -> torch.Tensor | None:
 
 
 _BLOCK = 64
-# Of bfloat16 lows beside ranges of four to five standard deviations.
+# The share of rounding to bfloat16, with ranges of four to five standard deviations.
 _ROUNDED_SHARE = 1e-6
 _LEAST_SHARE = 1e-8
 _LEAST_PRODUCT = 0.05
@@ -186,5 +186,5 @@ _LEAST_FACTOR = 2.0**-20
 _USUAL_DIFFERENCES, _USUAL_SLOPE, _USUAL_SPREAD = 0.8, 0.5, 1.8
 # How far the number of tokens spreads these eigenvalues, times tokens a channel; how many are needed.
 _CHANCE, _TOKENS_A_CHANNEL = 3, 2
-# Of the mean square of the error of values, for which mixing is worth its work.
+# The least gain in the mean square error of values for which mixing is worth its work.
 _WORTH_ROTATING = 1.3

@@ -1,4 +1,4 @@
-"""A codec in plain words and numbers, and back: what is kept of it in a file."""
+"""Describing a codec for a file, and making it from the description."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ _MAKERS: dict[str, Callable[..., KVCodec]] = {"minmax": minmax, "quanto": quanto
 
 def describe(codec: KVCodec) -> dict[str, Any]:
     """
-    The function of this room that makes `codec`, by name, and its arguments; what `weights_of` returns comes to it.
+    Describe a codec by the name and the arguments of the function that makes it, without the tensors of `weights_of`.
 
     Raises:
         ValueError: none of them does.
@@ -40,7 +40,7 @@ def describe(codec: KVCodec) -> dict[str, Any]:
 
 
 def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
-    """Factors of keys and values, float32, by name; empty where channels are not scaled."""
+    """Return the channel scaling of keys and values, float32, by name; empty where channels are not scaled."""
     found = {}
     for role, each in (("keys", codec.keys), ("values", codec.values)):
         if isinstance(each, MinMaxCodec) and each.channel_scaling is not None:
@@ -50,7 +50,7 @@ def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
 
 def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> KVCodec:
     """
-    The codec that `describe` described.
+    Make the codec that `describe` described.
 
     Args:
         tree: its description.

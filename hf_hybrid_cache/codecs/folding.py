@@ -24,8 +24,7 @@ def is_foldable(codec: KVCodec) -> bool:
 
 def map_to_states(codec: MinMaxCodec, head_dim: int) -> torch.Tensor | None:
     """
-    The matrices that the numbers which codes stand for are multiplied by to be states: rotation and channel scaling
-        undone.
+    Return the matrices that turn dequantized numbers into states: rotation and channel scaling undone.
 
     Returns:
         float32 `[num_kv_heads, head_dim, head_dim]`, or `[1, head_dim, head_dim]` if it is one for all heads; row

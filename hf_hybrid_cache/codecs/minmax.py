@@ -14,7 +14,7 @@ from .torch_quantization import dequantize_by_torch, quantize_by_torch
 
 Rotate = bool | Literal["auto"]
 
-# What decoding on an accelerator takes besides its result, at most.
+# Decoding on an accelerator takes at most so many bytes besides its result.
 _PIECE_BYTES = 64 * 2**20
 # Of rotated or plain numbers, per channel or per token: what loses least on SmolLM2-135M (docs/log.md). With four codes
 # for a range, rare numbers beyond it cost less than coarse steps; with sixteen they cost more.

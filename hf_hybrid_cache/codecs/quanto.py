@@ -28,7 +28,7 @@ class QuantoCodec(Codec):
         return f"{self.bits} bits (quanto)"
 
     def packed_bytes(self, head_dim: int) -> int:
-        # As many groups as head_dim: 64 tokens in groups of 64.
+        # There are as many groups as head_dim: 64 tokens in groups of 64.
         return head_dim * (GROUP * self.bits // 8 + 4)
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:

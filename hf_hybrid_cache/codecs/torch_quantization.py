@@ -10,7 +10,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 def quantize_by_torch(states: torch.Tensor, layout: PackedLayout, share: float = 1.0) -> torch.Tensor:
     """
-    Code whole blocks.
+    Quantize whole blocks.
 
     Args:
         states: `[batch, num_kv_heads, blocks * 64, dim]`.
@@ -41,7 +41,7 @@ def quantize_by_torch(states: torch.Tensor, layout: PackedLayout, share: float =
             numbers[..., 0, group, :inner] = scale.squeeze(-1).bfloat16()
             numbers[..., 1, group, :inner] = minimum.squeeze(-1).bfloat16()
     in_byte = 8 // layout.bits
-    # Of index 16 c + 8 h + p: c and p count pairs, h is the half of the word; a byte of a half holds `in_byte` codes.
+    # Index 16 c + 8 h + p: c and p count pairs, h is the half of the word; a byte of a half holds `in_byte` codes.
     halves = codes.unflatten(3, (-1, 2, CHUNK // 2)).transpose(4, 5).flatten(3, 4)
     bytes_of = halves.unflatten(3, (-1, 2, in_byte))
     words = bytes_of[..., 0, :, :]
@@ -67,7 +67,7 @@ def dequantize_by_torch(packed: torch.Tensor, layout: PackedLayout) -> torch.Ten
 
 
 def rotated(states: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Each run of a key or value times a Hadamard matrix, which is its own inverse."""
+    """Multiply each run of a key or value by a Hadamard matrix, which is its own inverse."""
     if layout.rotation == 1:
         return states
     matrix = states.new_ones(1, 1)
@@ -77,7 +77,7 @@ def rotated(states: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
 
 
 def _scale_and_minimum(part: torch.Tensor, bits: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum of groups along the last axis: bfloat16 numbers, as float32."""
+    """Return scale and minimum of groups along the last axis: bfloat16 numbers, as float32."""
     levels = 2**bits - 1
     least, most = part.amin(dim=-1, keepdim=True), part.amax(dim=-1, keepdim=True)
     if share < 1:
@@ -98,7 +98,7 @@ def _quantized(part: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, b
 
 
 def _rounded_down(numbers: torch.Tensor) -> torch.Tensor:
-    """The largest bfloat16 that is finite and not above a number, or the lowest; as float32."""
+    """Return the largest finite bfloat16 that is not above a number, or else the lowest, as float32."""
     bits = numbers.view(torch.int32)
     result = bits & _UPPER_HALF
     result = torch.where((result != bits) & (numbers < 0), result + _ONE_BFLOAT16, result)

@@ -1,4 +1,4 @@
-"""Where Triton's kernels run."""
+"""Finding out where Triton can run kernels."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-# Of a device of NVIDIA: from here on it multiplies bfloat16.
+# From this capability on, devices of NVIDIA multiply bfloat16.
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -37,7 +37,7 @@ def _compiles_for(device: torch.device) -> bool:
         if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
             return False
         run_probe(device)
-    except Exception as error:  # of torch, of Triton, of the compiler that it starts, or of the driver
+    except Exception as error:  # any error of torch, Triton, the C compiler or the driver
         lines = str(error).splitlines() or [type(error).__name__]
         warnings.warn(
             f"Triton is installed, but runs no kernel on {device}: {lines[0]} Quantized keys and values are dequantized"

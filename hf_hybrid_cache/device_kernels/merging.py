@@ -29,7 +29,7 @@ def merge_kernel(
     merged += row * VALUE_DIM
     columns = tl.arange(0, VALUE_TILE)
     is_column = columns < VALUE_DIM
-    top = tl.load(lse + num_splits - 1)  # of the tokens in full precision
+    top = tl.load(lse + num_splits - 1)  # the last split has the tokens in full precision
     own = tl.full([], 1.0, tl.float32)
     total = tl.full([], 1.0, tl.float32)
     quantized = tl.zeros([VALUE_TILE], tl.float32)

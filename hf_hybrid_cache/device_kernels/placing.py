@@ -1,4 +1,4 @@
-"""Which device a kernel is launched on."""
+"""Launching kernels on the device of their tensors."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,5 +6,5 @@ import torch
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Let kernels be launched on `device`, and on the stream that is current there: Triton asks for none."""
+    """Launch kernels on `device`, and on its current stream, inside the block: Triton asks for neither."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

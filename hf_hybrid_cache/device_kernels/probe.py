@@ -1,4 +1,4 @@
-"""The least kernel, to see whether Triton runs any."""
+"""The smallest kernel, which shows whether Triton runs any."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
 """
-Decode attention over quantized blocks where they are, on the device: the kernel in Triton.
+The Triton kernel of decode attention, which reads quantized blocks on the device without dequantizing them first.
 
 The tokens are split among programs, each of which gives the softmax of its scores times its values and the log of the
 sum of their exponentials (Flash-Decoding: Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
@@ -28,7 +28,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _order(positions, BITS: tl.constexpr, IS_TOLD: tl.constexpr):
     """
-    The index, along the axis that a product sums over, of the code at each position after `_codes`.
+    Return the index, along the axis that a product sums over, of the code at each position after `_codes`.
 
     `IS_TOLD`: Triton is told that runs of indices follow each other, which it does not see, and loads them together.
     Said of what a function returns, it is lost when the function is inlined.
@@ -44,7 +44,7 @@ def _order(positions, BITS: tl.constexpr, IS_TOLD: tl.constexpr):
 
 @triton.jit
 def _codes(words, BITS: tl.constexpr):
-    """The codes of words `[rows, lanes]`, `[rows * 32 // BITS, lanes]`, in the order of `_order`."""
+    """Return the codes of words `[rows, lanes]` as `[rows * 32 // BITS, lanes]`, in the order of `_order`."""
     shifts = BITS * tl.arange(0, 32 // BITS)
     codes = (words[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
     return tl.reshape(codes, [words.shape[0] * (32 // BITS), words.shape[1]])
@@ -62,7 +62,7 @@ def _decoded(
     GROUP: tl.constexpr,
 ):
     """
-    What a packed block stands for, float32 `[INNER_TILE, lanes]`.
+    Dequantize a packed block, float32 `[INNER_TILE, lanes]`.
 
     Args:
         packed_block: its address.
@@ -89,7 +89,7 @@ def _decoded(
 @triton.jit
 def _masked(scores, mask, positions, is_here, MASK: tl.constexpr):
     """
-    Scores, in powers of two, of the tokens that are seen.
+    Mask the scores, which are in powers of two.
 
     Args:
         mask: the address of each row's first token.
@@ -107,14 +107,14 @@ def _masked(scores, mask, positions, is_here, MASK: tl.constexpr):
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The initial state of `_with_more`."""
+    """Return the initial state of the online softmax."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
 @triton.jit
 def _with_more(top, total, out, scores, values):
-    """The highest score, the sum of powers and the weighted values of all tokens so far, with more of them."""
+    """Update the online softmax: highest score, sum of powers, and weighted values."""
     higher = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights, shrunk = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
@@ -205,7 +205,7 @@ def _attend_to_states(
     return top, total, out
 
 
-# What changes from step to step, or from call to call: a kernel for each would be compiled while tokens wait.
+# These change between steps or calls; a kernel for each value would be compiled while tokens wait.
 _CHANGING = ["num_blocks", "first", "num_full", "blocks_each", "num_rows", "heads", "length"]
 _CHANGING += ["mask_batch", "mask_head", "mask_query"]
 
@@ -332,7 +332,7 @@ def attend_kernel(
 
 def types_of_products(dtype: torch.dtype) -> tuple[Any, Any]:
     """
-    The types in which products with codes, and with states of `dtype`, are computed.
+    Return the dtypes in which products with codes, and with states of `dtype`, are computed.
 
     bfloat16 holds a code's number as well as states of bfloat16 are held, and is never too large.
     """

@@ -37,7 +37,7 @@ class Codes(NamedTuple):
 
 class Splits(NamedTuple):
     """
-    What attention to parts of the tokens gives.
+    The partial attention of each part of the tokens.
 
     Attributes:
         outs: float32 `[batch, num_kv_heads, rows, splits, value_dim]`, softmax of a part's scores times its values; of
@@ -128,7 +128,7 @@ def attend_in_splits(
 
 def merged(splits: Splits, result_map: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """
-    All parts in one.
+    Merge all parts.
 
     Args:
         splits: of one call.
@@ -165,7 +165,7 @@ def merged(splits: Splits, result_map: torch.Tensor | None, dtype: torch.dtype) 
 def shape_arguments(
     dtype: torch.dtype, num_rows: int, dims: tuple[int, int], key_layout: PackedLayout, value_layout: PackedLayout
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Compile-time constants of the kernel for these states, and options of Triton."""
+    """Return the kernel's compile-time constants for these states, and the options for Triton."""
     constants = {
         "KEY_DIM": dims[0],
         "KEY_BITS": key_layout.bits,
@@ -185,17 +185,17 @@ def shape_arguments(
 
 
 def _filled(dim: int) -> int:
-    """To a power of two that products take."""
+    """Round up to a power of two that products accept."""
     return max(_LEAST_TILE, 1 << (dim - 1).bit_length())
 
 
 def _in_rows(states: torch.Tensor) -> torch.Tensor:
-    """With the numbers of a state next to each other, as they are but for views of a model that lays them out else."""
+    """Return states with the numbers of each next to each other; only views of unusual layouts are copied."""
     return states if states.stride(3) == 1 else states.contiguous()
 
 
 def _mask_arguments(mask: torch.Tensor | None, query: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, int, int]]:
-    """The kind of a mask, what the kernel reads of it, and its strides, 0 where one value is for all."""
+    """Return the kind of a mask, the tensor that the kernel reads, and its strides, 0 where one value is for all."""
     if mask is None:
         return "none", query, (0, 0, 0)
     mask = mask if mask.stride(3) == 1 else mask.contiguous()

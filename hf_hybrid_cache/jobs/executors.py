@@ -25,7 +25,7 @@ INSTALL = 'pip install "hf_hybrid_cache[jobs]"'
 _POLL_SECONDS = {"local": 0.2, "slurm": 10.0, "debug": 0.0}
 _STDERR = 2
 _THREADS = "OMP_NUM_THREADS"
-# For processes here to end in, once they were told to.
+# Time for processes here to end after they were told to.
 _ENDING_SECONDS = 10.0
 # submitit's own default ends jobs after five minutes.
 _DEFAULT_MINUTES = 24 * 60
@@ -42,7 +42,7 @@ class JobFailedError(HybridCacheError, RuntimeError):
 @dataclass(frozen=True)
 class Jobs:
     """
-    Where and how calls are run.
+    Settings for calls in processes of their own.
 
     Args:
         executor: one of `EXECUTORS`.
@@ -104,7 +104,7 @@ class Jobs:
 
     @contextlib.contextmanager
     def _local_process(self) -> Iterator[None]:
-        """For what starts a process here: its share of the processors, and a file for what submitit itself prints."""
+        """Set the environment of a process that starts here: its threads, and a file for submitit's messages."""
         if self.executor != "local":
             yield
             return
@@ -113,7 +113,7 @@ class Jobs:
         missing = {_THREADS: share} if self.at_once > 1 and _THREADS not in os.environ else {}
         self.folder.mkdir(parents=True, exist_ok=True)
         stderr = os.dup(_STDERR)
-        # In the background of a shell the signal by which jobs are ended is ignored, and processes inherit that.
+        # A shell lets its background processes ignore the signal that ends jobs, and their children inherit that.
         is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         can_be_set = threading.current_thread() is threading.main_thread()
         try:
@@ -147,7 +147,7 @@ class Jobs:
 
 def job_parameters(given: Iterable[str]) -> dict[str, int | str]:
     """
-    Parameters of jobs, written as `NAME=VALUE`.
+    Parse parameters of jobs, written as `NAME=VALUE`.
 
     Raises:
         JobsError: one of them is not.
@@ -171,7 +171,7 @@ class _Resumable:
         return self._call()
 
     def checkpoint(self) -> Any:
-        """The checkpoint that submitit asks for before the process ends."""
+        """Return the submission that submitit queues again before it ends the process."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

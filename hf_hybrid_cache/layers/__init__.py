@@ -5,7 +5,14 @@ from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .placement import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .selection import Selection
-from .stock_layers import follow, forget_states_of, move_tensors_of, tensors_of
+from .stock_layers import (
+    batch_of,
+    follow,
+    forget_states_of,
+    move_tensors_of,
+    repeat_sequences_of,
+    tensors_of,
+)
 
 __all__ = [
     "LEAST_DEVICE_TOKENS",
@@ -16,9 +23,11 @@ __all__ = [
     "LayerStores",
     "Placement",
     "Selection",
+    "batch_of",
     "checked_count",
     "follow",
     "forget_states_of",
     "move_tensors_of",
+    "repeat_sequences_of",
     "tensors_of",
 ]

@@ -1,7 +1,6 @@
 """One full-attention layer of a hybrid cache."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,14 +8,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import KeyIndex, QuantizedAttention, handles_of, observed
 from ..storage import (
+    GRANULE,
     ChunkStore,
     KVShape,
     KVStore,
+    LocalStore,
     Pair,
     QuantizedStore,
     ShardedStore,
+    SharedPrefixStore,
     SplitStore,
-    StreamedStore,
     TokenBuffer,
 )
 from .errors import DeviceMemoryError, IncompleteCacheError
@@ -82,6 +83,11 @@ class HybridLayer(CacheLayerMixin):
         if self._store is None:
             raise AttributeError(f"Layer {self.layer_idx} has no device and no dtype before its first states.")
         return self._store.shape
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences that are stored; `None` where none are."""
+        return self._store.shape.batch if self._store is not None and self._store.num_tokens else None
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -189,9 +195,10 @@ class HybridLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self._store is not None
         needs_states = self._stores.needs_states
-        if self.is_attended_on_cpu and needs_states:
+        if needs_states and (self.is_attended_on_cpu or isinstance(self._store, SharedPrefixStore)):
             self._stores.attention.decline()
-        if self.is_attended_on_cpu and self._stores.attention.is_declined:
+        is_attended_in_place = self.is_attended_on_cpu or isinstance(self._store, SharedPrefixStore)
+        if is_attended_in_place and self._stores.attention.is_declined:
             self._move(self._store.shape)
         store = self._store
         watched = store if store.wants_queries else None
@@ -199,16 +206,17 @@ class HybridLayer(CacheLayerMixin):
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
         as_handles = not needs_states and (store.num_tokens > 0 or self._takes_prompts(store))
-        if as_handles and self.is_attended_on_cpu and (are_few or not _is_streamed(store)):
+        if as_handles and self.is_attended_on_cpu and (are_few or store.streamed is None):
             self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
         try:
+            if as_handles and isinstance(store, SharedPrefixStore):
+                store.stage(key_states, value_states)
+                return handles_of(store, self._stores.attention)
             if as_handles and are_few and self._is_attended_in_segments(store, key_states.shape[2]):
-                assert isinstance(store, SplitStore)
                 store.stage(key_states, value_states)
                 return handles_of(store, self._stores.attention)
             if as_handles and are_few and self.is_attended_quantized and not self._quantized_attention.is_declined:
-                assert isinstance(store, QuantizedStore)
                 store.stage(key_states, value_states)
                 return handles_of(store, self._quantized_attention)
             is_first = store.num_tokens == 0
@@ -228,15 +236,16 @@ class HybridLayer(CacheLayerMixin):
         return (
             self.is_attended_on_cpu
             and isinstance(store, QuantizedStore)
-            and not _is_streamed(store)
+            and store.streamed is None
             and store.shape.device.type == "cpu"
             and self._stores.attention.has_kernel_for_many(store.shape)
         )
 
     def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU, to all or to a part of what is in host memory."""
-        if isinstance(store, SplitStore) and store.is_split and not store.fits_on_device(keys.shape[2]):
-            held = store.num_tokens
+        held = store.num_tokens
+        has_middle = store.layout.after(held + keys.shape[2]).host_tokens > 0
+        if has_middle and isinstance(store, SplitStore) and store.is_split:
             try:
                 store.stage(keys, values)
                 return
@@ -308,9 +317,51 @@ class HybridLayer(CacheLayerMixin):
         self._select_batch(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times, copies side by side."""
-        if self._store is not None:
-            self._select_batch(torch.arange(self._store.shape.batch).repeat_interleave(repeats))
+        """Repeat every sequence `repeats` times, side by side; in host memory they share whole blocks."""
+        store = self._usable_store()
+        if store is None:
+            return
+        if repeats == 1 or isinstance(store, SharedPrefixStore) or not self.shares_copies:
+            self._select_batch(torch.arange(store.shape.batch).repeat_interleave(repeats))
+        else:
+            self._lent = None
+            assert isinstance(store, LocalStore)
+            tails = self.make_tails(repeats * store.shape.batch)
+            self._adopt(SharedPrefixStore.continuing(store, tails), self.is_attended_on_cpu)
+
+    def make_tails(self, batch: int) -> LocalStore:
+        """An empty store for the tokens of `batch` sequences that continue those that are stored."""
+        assert self._store is not None
+        shape = self._store.shape._replace(batch=batch)
+        return self._stores.make_tails(self.layer_idx, self._ordinal, shape)
+
+    def continue_with(self, tails: LocalStore) -> None:
+        """
+        Let what `tails` holds follow what is stored, in several sequences each.
+
+        Raises:
+            ValueError: what is stored is no whole blocks.
+            HostMemoryError: it has to be copied for each sequence, and host memory would not suffice.
+        """
+        store = self._store
+        assert isinstance(store, LocalStore)
+        if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
+            raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
+        shared = SharedPrefixStore(store, tails)
+        if self.shares_copies:
+            self._adopt(shared, self.is_attended_on_cpu)
+        else:
+            self._replace_store(shared.shape, lambda new: new.take_from(shared))
+
+    @property
+    def shares_copies(self) -> bool:
+        """Whether copies of a sequence share its blocks."""
+        store = self._store
+        if store is None or isinstance(store, SharedPrefixStore):
+            return store is not None
+        if not isinstance(store, LocalStore):
+            return False
+        return self._stores.can_be_continued(store, store.num_shareable, self.is_attended_on_cpu)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
@@ -427,9 +478,14 @@ class HybridLayer(CacheLayerMixin):
             )
 
     def _truncate(self, store: KVStore, num_tokens: int) -> None:
+        if isinstance(store, SharedPrefixStore) and num_tokens < store.least_tokens:
+            states = store.read_prefix(num_tokens)
+            self._replace_store(store.shape, lambda new: new.extend(*states))
+            return
         if self._selection is not None:
-            indexed = store.tokens_on_host(num_tokens) if isinstance(store, SplitStore) else num_tokens
-            self._selection.index.truncate(indexed)
+            indexed = store.prefix if isinstance(store, SharedPrefixStore) else store
+            tokens, layout = min(num_tokens, indexed.num_tokens), indexed.layout
+            self._selection.index.truncate(layout.cropped(tokens).host_tokens if layout.device_tokens else tokens)
         store.truncate(num_tokens)
 
     def _move(self, shape: KVShape) -> None:
@@ -483,9 +539,8 @@ class HybridLayer(CacheLayerMixin):
 
     def _is_attended_in_segments(self, store: KVStore, new_tokens: int) -> bool:
         """Whether the device attends to its tokens, and to those of host memory where they are streamed to."""
-        if not isinstance(store, SplitStore) or self.is_attended_on_cpu or self._stores.attention.is_declined:
-            return False
-        return not store.fits_on_device(new_tokens)
+        attends_elsewhere = self.is_attended_on_cpu or self._stores.attention.is_declined
+        return not attends_elsewhere and store.layout.after(store.num_tokens + new_tokens).host_tokens > 0
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self._store is not None
@@ -503,7 +558,11 @@ class HybridLayer(CacheLayerMixin):
         store = self._usable_store()
         self._lent = None
         if store is not None and store.num_tokens > 0:
-            with nullcontext() if self._selection is None else self._selection.index.following(indices):
+            indexed = store.selected_prefixes(indices) if isinstance(store, SharedPrefixStore) else indices
+            if self._selection is None or indexed is None:
+                store.select_batch(indices)
+                return
+            with self._selection.index.following(indexed):
                 store.select_batch(indices)
 
     @staticmethod
@@ -555,10 +614,3 @@ def _first_difference(held: Pair, states: Pair) -> int:
     for old, new in zip(held, states, strict=True):
         differ |= (old[:, :, :tokens] != new[:, :, :tokens]).any(dim=3).any(dim=1).any(dim=0)
     return int(differ.to(torch.uint8).argmax()) if differ.any() else tokens
-
-
-def _is_streamed(store: KVStore) -> bool:
-    """Whether the part in host memory is streamed, so that an accelerator can attend to it."""
-    if isinstance(store, SplitStore):
-        store = store.host
-    return isinstance(store.packed if isinstance(store, QuantizedStore) else store, StreamedStore)

@@ -23,6 +23,8 @@ from ..storage import (
     KVCodec,
     KVShape,
     KVStore,
+    Layout,
+    LocalStore,
     QuantizedShard,
     QuantizedStore,
     ResidentStore,
@@ -33,8 +35,6 @@ from ..storage import (
     Staging,
     StreamedStore,
     can_page_lock,
-    first_tokens_on_device,
-    full_tokens,
     streams_for,
 )
 from .lent_states import RecentlyLent
@@ -43,6 +43,8 @@ from .selection import Selection
 
 # That layers may hold, beside the one in use, until they see queries, or for callers.
 MOST_HELD_BYTES = 2**29
+# Fewer are copied: another segment costs each step more than they do.
+_LEAST_SHARED_TOKENS = 2 * GRANULE
 # By whether a layer is quantized. The attention mass that loses nothing (`experiments.selection.selection`), and the
 # fraction of indexed tokens beyond which reading all is as fast (`experiments.selection.selection_speed`).
 _TOP_P, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
@@ -185,9 +187,15 @@ class LayerStores:
                 "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
             )
 
-    def make(self, layer_idx: int, ordinal: int, shape: KVShape) -> KVStore:
+    def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> KVStore:
         """
         The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
+
+        Args:
+            layer_idx: index in the model.
+            ordinal: index among the full-attention layers.
+            shape: of the states.
+            after_prefix: for tokens that follow a prefix, which has the sinks.
 
         Raises:
             ValueError: its codec was chosen for other heads.
@@ -197,23 +205,43 @@ class LayerStores:
         if choice is not None:
             choice.codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
             choice.codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
-        if not self._is_split(ordinal, on_cpu):
-            return self._in_one_place(ordinal, shape, choice, on_cpu)
-        device_tokens = self.placement.device_tokens
         sink_tokens = GRANULE if choice is None else choice.codec.sink_tokens
-        first_tokens = first_tokens_on_device(device_tokens, sink_tokens)
+        device_tokens = self.placement.device_tokens if self._is_in_host_memory(ordinal, on_cpu) else 0
+        layout = Layout(sink_tokens, choice is not None, device_tokens, self._shard)
+        if after_prefix:
+            layout = layout.after_prefix
+            if not on_cpu and not device_tokens and choice is None:
+                # Few tokens beside those of the prefix stay where they are used.
+                return ResidentStore(shape, self.capacity, self.budget)
+        if not device_tokens:
+            return self._in_one_place(ordinal, shape, choice, on_cpu, layout)
         capacity = InitialCapacity(min(self.capacity.device_tokens, device_tokens), device_tokens)
         device = ResidentStore(shape, capacity, self.device_budget)
-        host = self._in_one_place(ordinal, shape, choice, on_cpu, first_tokens)
+        host = self._in_one_place(ordinal, shape, choice, on_cpu, layout.middle)
         assert isinstance(host, HostStore | QuantizedStore)
         cpu_fraction = self._cpu_fraction_for(shape) if on_cpu else None
         shared = self._scratch_of(shape), self.stats
-        return SplitStore(shape, device, host, first_tokens, device_tokens, *shared, cpu_fraction)
+        return SplitStore(shape, device, host, layout, *shared, cpu_fraction)
 
-    def _is_split(self, ordinal: int, on_cpu: bool) -> bool:
-        """Whether both ends of a layer are on the device, and the middle in host memory."""
-        in_host_memory = on_cpu or (self.placement.offload and ordinal not in self._resident)
-        return self.placement.device_tokens > 0 and in_host_memory
+    def can_be_continued(self, store: KVStore, num_shareable: int, on_cpu: bool) -> bool:
+        """
+        Whether several sequences can share the first tokens of `store`, and these are worth it.
+
+        On a device they share what is in full precision and in one place: streamed, or there.
+        """
+        has_one_place = isinstance(store, BufferedStore) or (on_cpu and isinstance(store, LocalStore))
+        if not has_one_place or self.cpu_fraction is not None or self.needs_states or self.attention.is_declined:
+            return False
+        return num_shareable >= max(_LEAST_SHARED_TOKENS, store.layout.sink_tokens)
+
+    def make_tails(self, layer_idx: int, ordinal: int, shape: KVShape) -> LocalStore:
+        """A store for tokens of `shape` that follow a shared prefix, in which the sinks are."""
+        made = self.make(layer_idx, ordinal, shape, after_prefix=True)
+        assert isinstance(made, LocalStore)
+        return made
+
+    def _is_in_host_memory(self, ordinal: int, on_cpu: bool) -> bool:
+        return on_cpu or (self.placement.offload and ordinal not in self._resident)
 
     def _cpu_fraction_for(self, shape: KVShape) -> CpuFraction | None:
         """The fraction that the CPU attends to; `None` for all, which is best where the model is on the CPU, too."""
@@ -224,25 +252,21 @@ class LayerStores:
         return self.scratches.setdefault(shape.device, Scratch(shape.device))
 
     def _in_one_place(
-        self, ordinal: int, shape: KVShape, choice: CodecChoice | None, on_cpu: bool, first_elsewhere: int = 0
+        self, ordinal: int, shape: KVShape, choice: CodecChoice | None, on_cpu: bool, layout: Layout
     ) -> KVStore:
-        """A store for all tokens, or for those after the first ones."""
+        """A store for the tokens of `layout`: a whole layer, or its middle."""
         if choice is None:
             store = self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
+            store.layout = layout
             return store if self.peers is None else self._sharded(store, ordinal)
-        codec = choice.codec
-        capacity, budget = InitialCapacity(full_tokens(codec), full_tokens(codec)), self.ends_budget
+        of_full = InitialCapacity(layout.most_full_tokens, layout.most_full_tokens), self.ends_budget
         # What is in full precision is small: without attention on the CPU it stays on the device.
-        full = (
-            self._buffered(ordinal, shape, on_cpu, capacity, budget)
-            if on_cpu
-            else ResidentStore(shape, capacity, budget)
-        )
+        full = self._buffered(ordinal, shape, on_cpu, *of_full) if on_cpu else ResidentStore(shape, *of_full)
         packed = PackedStores(self, ordinal, on_cpu)
         scratch = self._scratch_of(shape)
         if self.peers is None:
-            return QuantizedStore(shape, choice, full, packed, scratch, first_elsewhere)
-        return self._sharded(QuantizedShard(shape, choice, full, packed, scratch, self._shard), ordinal)
+            return QuantizedStore(shape, choice, full, packed, scratch, layout)
+        return self._sharded(QuantizedShard(shape, choice, full, packed, scratch, layout), ordinal)
 
     def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
         """A store for packed blocks of this shape."""
@@ -262,7 +286,7 @@ class LayerStores:
     def _sharded(self, local: KVStore, ordinal: int) -> ShardedStore:
         assert self.peers is not None
         assert isinstance(local, HostStore | QuantizedShard)
-        return ShardedStore(local.shape, local, self._shard, self.peers, is_compared=ordinal == 0)
+        return ShardedStore(local.shape, local, self.peers, is_compared=ordinal == 0)
 
     def _buffered(
         self,

@@ -15,6 +15,22 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
                 yield item
 
 
+def batch_of(layer: Any) -> int | None:
+    """Sequences whose keys a layer of transformers' own keeps; `None` if it keeps none."""
+    keys = getattr(layer, "keys", None)
+    return len(keys) if isinstance(keys, torch.Tensor) and keys.numel() else None
+
+
+def repeat_sequences_of(layer: Any, repeats: int) -> None:
+    """Repeat every sequence of a layer side by side; transformers does not for states of linear attention."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        held = next(tensors_of(layer), None)
+        if held is not None:
+            layer.reorder_cache(torch.arange(len(held)).repeat_interleave(repeats))  # type: ignore[arg-type]
+    else:
+        layer.batch_repeat_interleave(repeats)
+
+
 def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
     """Move those tensors to `device`, floating ones as `dtype`, and let the layer say so."""
 

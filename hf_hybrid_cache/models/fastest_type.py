@@ -1,4 +1,4 @@
-"""In which type of numbers this processor reads a prompt fastest: measured once, and kept."""
+"""The dtype in which this processor reads a prompt fastest, measured once and kept."""
 
 import contextlib
 import json
@@ -10,15 +10,15 @@ import torch
 
 from ..user_folder import cache_home, write_whole
 
-_SIZES = 256, 2048, 1024  # of a product that takes some milliseconds
+_SIZES = 256, 2048, 1024  # the product takes some milliseconds
 _ROUNDS = 7
-# Less than this bfloat16 does not win back what its fewer digits cost.
+# With a smaller speedup, bfloat16 is not worth its fewer digits.
 _WORTH_FEWER_DIGITS = 1.3
 
 
 def fastest_dtype() -> torch.dtype:
     """
-    bfloat16 where the CPU multiplies matrices of it clearly faster than of float32, else float32.
+    Return bfloat16 if the CPU multiplies its matrices clearly faster than float32, else float32.
 
     It takes some hundredths of a second, the first time on a machine; then the answer is read from the user's folder,
     so that it does not change from run to run.
@@ -57,7 +57,7 @@ def _measured() -> str:
 
 
 def _processor() -> object:
-    """Its name and instructions, as far as this version of torch knows them."""
+    """Return the instructions of the processor, as far as this version of torch knows them."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     return torch.backends.cpu.get_cpu_capability() if capabilities is None else dict(capabilities())
 
@@ -70,7 +70,7 @@ def _path() -> Path | None:
 
 
 def _keep(kept: dict[str, object], path: Path | None) -> None:
-    """As far as there is a place for it."""
+    """Write the file, if there is a place for it."""
     if path is None:
         return
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from .source import Device, Loaded, Quantization, load_by_name
 
 _Loader = Callable[[str, torch.dtype | None, Device, Quantization], Loaded]
 NAMED_MODELS: dict[str, _Loader] = {"smollm2-135m": load_smollm2, "llama-3.2-1b-random": load_llama_3_2_1b_random}
-# Those that come from no file.
+# Models that come from no file.
 CREATED_MODELS = frozenset({"llama-3.2-1b-random"})
 
 

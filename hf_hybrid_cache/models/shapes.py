@@ -37,7 +37,7 @@ def _shape(
 
 
 def _config(kind: str, **sizes: object) -> "PreTrainedConfig":
-    # By name: the names of shapes are known without transformers, which takes seconds to import.
+    # Imported by name: listing the shapes then needs no transformers, which takes seconds to import.
     config: PreTrainedConfig = getattr(import_module("transformers"), kind)(**sizes)
     return config
 
@@ -68,7 +68,7 @@ _GPT_OSS_20B = _shape(
     "GptOssConfig", 201_088, 2880, 2880, 24, 64, 8, 64, 131_072, False,
     sliding_window=128, num_local_experts=32, num_experts_per_tok=4, quantization_config={"quant_method": "mxfp4"},
 )  # fmt: skip
-# What is left out are the defaults of the config, which are those of this model.
+# Other sizes are the config's defaults, which are those of this model.
 _DEEPSEEK_V3 = partial(
     _config, "DeepseekV3Config", max_position_embeddings=163_840, quantization_config={"quant_method": "fp8"}
 )
@@ -116,7 +116,7 @@ SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
 }
 
-# What `load` calls them.
+# The names that `load` knows.
 ALIASES = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "llama-3.2-1b-random": "meta-llama/Llama-3.2-1B",

@@ -101,7 +101,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
         with FileLock(folder.with_name(folder.name + ".lock")):
             if folder.is_dir():
                 return
-            shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was interrupted
+            shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted conversion
             logger.info("Converting %s into %s", source, folder)
             # The bar over the tensors of a GGUF file is not one that transformers' own switch hides.
             with no_progress_bars(), redirect_stderr(StringIO()):

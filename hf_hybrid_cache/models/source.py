@@ -1,4 +1,4 @@
-"""Loading what `from_pretrained` can load, and saying in one sentence why it cannot."""
+"""Loading what `from_pretrained` can load, with errors of one sentence."""
 
 import difflib
 import logging
@@ -126,7 +126,7 @@ def hub_answers() -> bool:
         except Exception as error:
             logger.info("The Hugging Face Hub does not answer: %s", error)
 
-    # In a thread because the time that looking up a host name takes cannot be limited.
+    # A thread, because the time of looking up a host name cannot be limited.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT_SECONDS)
@@ -161,7 +161,7 @@ def _check_hub_name(name: str, folder: Path, built_in: Sequence[str]) -> None:
 
 
 def _explain(name: str, error: Exception, local_files_only: bool, built_in: Sequence[str]) -> str:
-    """One sentence for the error that `from_pretrained` ended with."""
+    """Explain in one sentence the error that `from_pretrained` raised."""
     chain = list(_causes(error))
     if any(isinstance(cause, GatedRepoError) for cause in chain):
         page = f"{constants.ENDPOINT}/{name}"
@@ -183,7 +183,7 @@ def _explain(name: str, error: Exception, local_files_only: bool, built_in: Sequ
 
 
 def _known(name: str, built_in: Sequence[str]) -> str:
-    """Ways that need no Hub, first the name that may have been meant."""
+    """List ways that need no Hub, first the name that may have been meant."""
     short_names = {each.rpartition("/")[2].lower(): each for each in built_in}
     like = difflib.get_close_matches(name.rpartition("/")[2].lower(), short_names, n=1, cutoff=0.75)
     meant = f"Did you mean {short_names[like[0]]}? " if like else ""

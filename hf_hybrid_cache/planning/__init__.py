@@ -1,5 +1,5 @@
 """
-Which cache for which machine, worked out before a model is loaded.
+Choosing a cache for a machine before a model is loaded.
 
 `model_cost` says what a model takes, `this_machine` what there is, and `make_plans` which caches fit and how fast they
 are; `recommended` chooses one of them.

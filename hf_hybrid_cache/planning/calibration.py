@@ -177,7 +177,7 @@ class _Weights:
         return cls(matrices, sum(matrix.nbytes for matrix in matrices))
 
     def quantized(self, bits: int) -> "_Weights":
-        """The same number of matrices, quantized."""
+        """Return as many matrices, quantized."""
         matrix, count = self._matrices[0], len(self._matrices)
         parameter = torch.nn.Parameter(matrix, requires_grad=False)
         covered = Covered("matrices", parameter, [], is_transposed=False, is_head=False)

@@ -8,6 +8,7 @@ from ..cache_argument import CACHE_ARGUMENT
 from ..codecs import minmax
 from ..layers import Placement
 from ..storage import KVCodec
+from .continuations import continued_cost, continued_stock_cost
 from .cost import CacheCost, Held, cache_cost, layer_bytes, stock_cost
 from .model_cost import ModelCost
 from .prediction import Division, Strategy
@@ -66,12 +67,16 @@ class Candidate:
     def cost(self, model: ModelCost, context: int) -> CacheCost:
         """The cost of the cache at `context` tokens; with `CPU_DECODE` it is in host memory while decoding."""
         on_cpu = self.strategy == Strategy.CPU
+        is_continued = model.continuations > 1
         if self.cache == "stock":
-            return stock_cost(model, context, on_cpu)
-        cost = cache_cost(model, self.placement, self.codec, context, on_cpu)
+            return (continued_stock_cost if is_continued else stock_cost)(model, context, on_cpu)
+        cost = (continued_cost if is_continued else cache_cost)(model, self.placement, self.codec, context, on_cpu)
         if self.strategy == Strategy.CPU_DECODE:
+            # The GPU reads the prompt's last token for all sequences, so the CPU gets copies.
+            model = model.repeated()
             later = cache_cost(model, self.placement, self.codec, context, on_cpu=True)
-            return replace(cost, decode=later.decode, moved_bytes=later.moved_bytes)
+            while_read = Held(max(cost.prefill.device, cost.decode.device), cost.prefill.host)
+            return replace(cost, prefill=while_read, decode=later.decode, moved_bytes=later.moved_bytes)
         return cost
 
     def division(self, model: ModelCost, context: int) -> Division:
@@ -159,6 +164,8 @@ class Candidate:
         loaded = model.name, str(model.dtype).removeprefix("torch."), loaded_on
         model_name, dtype, device = map(json.dumps, loaded)
         generate = ["**inputs", f"{CACHE_ARGUMENT}=cache", "max_new_tokens=200", f"prefill_chunk_size={model.chunk}"]
+        if model.continuations > 1:
+            generate += ["do_sample=True", f"num_return_sequences={model.continuations}"]
         if self.strategy == Strategy.CPU_DECODE:
             options_of_weights = "" if self.weights is None else f"weights={self.weights}"
             generate.append(f"custom_generate=DecodeOnCPU({options_of_weights})")
@@ -172,6 +179,11 @@ class Candidate:
         if self.experts_on_host:
             few_bits = f", bits={self.weights}" if is_quantized_later else ""
             prepared = [f"move_experts_to_host(model{few_bits})", 'model.to("cuda")']
+        read = [
+            f'prefill(model, inputs["input_ids"][:, :-1], cache, chunk_size={model.chunk})',
+            f"cache.batch_repeat_interleave({model.continuations})",
+        ]
+        ours += ["prefill"] * (model.continuations > 1)
         lines = [
             f"from transformers import {', '.join(classes)}",
             *([f"from hf_hybrid_cache import {', '.join(sorted(ours))}"] if ours else []),
@@ -179,6 +191,7 @@ class Candidate:
             f"model = AutoModelForCausalLM.from_pretrained({', '.join(arguments)})",
             *prepared,
             f"cache = {name}({', '.join(options)})",
+            *(read if model.continuations > 1 else []),
             f"model.generate({', '.join(generate)})",
         ]
         return "\n".join(lines)

@@ -1,23 +1,14 @@
 """The cost of a cache: the bytes that it holds and those that a step reads, computed by the cache's own stores."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ..layers import LayerStores, Placement
-from ..storage import (
-    InitialCapacity,
-    KVCodec,
-    KVShape,
-    KVStore,
-    QuantizedStore,
-    Scratch,
-    SplitStore,
-    StreamedStore,
-    num_quantized_blocks,
-)
+from ..storage import InitialCapacity, KVCodec, KVShape, Scratch
 from .model_cost import ModelCost
 
 HOST = torch.device("cpu")
@@ -61,7 +52,14 @@ def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
     return CacheCost(held, held, 0, read, 3 * read, others)
 
 
-def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool) -> CacheCost:
+def cache_cost(
+    model: ModelCost,
+    placement: Placement,
+    codec: KVCodec | None,
+    context: int,
+    on_cpu: bool,
+    lengths: Sequence[int] | None = None,
+) -> CacheCost:
     """
     The cost of a `HybridCache` that has grown to `context` tokens, chunk by chunk.
 
@@ -71,7 +69,9 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
         codec: of all full-attention layers; `None` for full precision.
         context: number of tokens of each sequence.
         on_cpu: whether the model computes on the CPU; otherwise it does on a CUDA device.
+        lengths: numbers of tokens that it has in turn; `None` for those after each chunk.
     """
+    lengths = model.lengths(context) if lengths is None else list(lengths)
     if not model.has_kernel:
         placement = replace(placement, cpu_decode=False)  # a cache does the same once attention asks for the states
     codecs = dict.fromkeys(model.shapes, codec) if codec is not None else {}
@@ -90,7 +90,6 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     for meta_shape, num_layers in Counter(model.shapes.values()).items():
         index = next(index for index, shape in model.shapes.items() if shape == meta_shape)
         shape = meta_shape._replace(device=HOST) if on_cpu else meta_shape
-        lengths = model.lengths(context)
         num_resident = resident[meta_shape] if are_resident else 0
         layer = LayerCost.of(stores, index, shape, num_layers - num_resident, lengths)
         kept.update({device: (num_layers - num_resident) * num_bytes for device, num_bytes in layer.kept.items()})
@@ -155,18 +154,17 @@ class LayerCost(NamedTuple):
         takes_some = stores.attention.has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
         in_pieces = not is_streamed and shape.device == HOST and takes_some
         slots = scratch = of_middle = copied = moved = 0
-        entries: KVStore = store
-        sizes = lengths
-        if isinstance(store, SplitStore):
+        sizes, layouts = lengths, store.layout.growing(lengths)
+        is_split, is_quantized = store.layout.device_tokens > 0, store.layout.is_quantized
+        if is_split:
             # A chunk of a prompt needs all states in one tensor, unless it attends to them in pieces.
             if not in_pieces:
                 scratch = sum(Scratch.planned_bytes([n * size for n in lengths[1:]]) for size in _token_bytes(shape))
-            entries, sizes = store.host, store.planned_host_tokens(lengths)
-            if isinstance(entries, QuantizedStore) and not in_pieces:
+            sizes = [each.host_tokens for each in layouts]
+            if is_quantized and not in_pieces:
                 of_middle = sum(Scratch.planned_bytes([n * size for n in sizes]) for size in _token_bytes(shape))
-        if isinstance(entries, QuantizedStore):
-            sizes = [num_quantized_blocks(entries.codec, length) for length in sizes]
-            entries = entries.packed
+        if is_quantized:
+            sizes = [each.quantized_blocks for each in layouts]
             moved = 0 if attends_in_place else 2 * all_states
             # The first chunk attends to its own states, which are not quantized yet.
             later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
@@ -174,9 +172,9 @@ class LayerCost(NamedTuple):
                 scratch = sum(Scratch.planned_bytes([n * size for n in later]) for size in _token_bytes(shape))
         elif attends_on_cpu and shape.device == HOST and not in_pieces and len(lengths) > 1:
             copied = all_states
-        if isinstance(entries, StreamedStore):
-            slots = entries.staging.planned_bytes(entries.shape, num_layers, sizes)
-        is_put_together = not attends_in_place and not isinstance(store, SplitStore)
+        if store.streamed is not None:
+            slots = store.streamed.staging.planned_bytes(store.streamed.shape, num_layers, sizes)
+        is_put_together = not attends_in_place and not is_split
         while_decoding = slots + of_middle + (scratch if is_put_together else 0) if is_streamed else 0
         return cls(kept, slots + scratch, while_decoding, copied, moved, slots)
 

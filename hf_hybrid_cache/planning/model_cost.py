@@ -5,7 +5,8 @@ Only a config is needed. The model is built on torch's meta device, where tensor
 chunks of a prompt run there. So the numbers come from the model's own code, whatever its family.
 """
 
-import copy
+import functools
+import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from .experts import ExpertModules, ExpertsCost, LayerExperts
 from .quantized_weights import QuantizedWeights, quantized_weights
 
 META = torch.device("meta")
-_MAX_CONTEXT = 2**20  # for configs without a limit
+_MAX_CONTEXT = 2**20  # where a config has no limit
 
 
 class CostError(HybridCacheError, ValueError):
@@ -94,6 +95,7 @@ class ModelCost:
         pair_flops: operations of attention for each pair of a prompt's token and a cached token, in all sequences.
         least_working_bytes: working memory of a chunk, besides weights and cache, with nothing before it.
         working_bytes_line: constant and slope of a chunk's working memory in the context length, for long contexts.
+        continuations: sequences that continue each prompt.
     """
 
     name: str
@@ -114,6 +116,20 @@ class ModelCost:
     pair_flops: float
     least_working_bytes: int
     working_bytes_line: tuple[float, float]
+    continuations: int = 1
+
+    def repeated(self) -> "ModelCost":
+        """Keys and values of all continuations, as if each were a sequence of its own."""
+        number = self.continuations
+        return replace(
+            self,
+            continuations=1,
+            shapes={index: shape._replace(batch=number * shape.batch) for index, shape in self.shapes.items()},
+            others=tuple(
+                replace(layer, token_bytes=number * layer.token_bytes, fixed_bytes=number * layer.fixed_bytes)
+                for layer in self.others
+            ),
+        )
 
     def without_experts(self) -> "ModelCost":
         """The cost of the model without its experts; `quantized_weights` still includes them."""
@@ -150,6 +166,8 @@ def model_cost(
     """
     Compute the cost of a model. It takes about a second, and a few for hundreds of billions of weights.
 
+    The last costs are kept, so the next call for an equal config takes next to no time.
+
     Args:
         config: of a causal language model.
         dtype: of its weights, keys and values; `None` for the config's, or bfloat16 if it has none.
@@ -159,14 +177,21 @@ def model_cost(
     Raises:
         CostError: transformers cannot run such a model without data.
     """
-    name = config.name_or_path or type(config).__name__
     dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
+    return _cost_of_pickled(pickle.dumps(config), dtype, batch, chunk)
+
+
+@functools.lru_cache(maxsize=32)
+def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chunk: int) -> ModelCost:
+    """The cost of the model of a config, which is pickled because configs have no hash and compare in part only."""
+    config: PreTrainedConfig = pickle.loads(pickled_config)
+    name = config.name_or_path or type(config).__name__
     try:
         max_context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _MAX_CONTEXT
         if not isinstance(max_context, int) or max_context < 1:
             raise ValueError(f"max_position_embeddings is {max_context!r}")
         with torch.device(META):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         cache: Any = DynamicCache(config=config)
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)

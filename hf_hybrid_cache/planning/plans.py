@@ -12,6 +12,7 @@ from ..errors import HybridCacheError
 from ..storage import available_host_bytes
 from ..weights import WEIGHT_BITS
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, expert_candidates, gpu_candidates
+from .continuations import prompt_tokens
 from .divided import divided_candidates
 from .expert_prediction import seconds_per_token_with_experts, seconds_to_first_token_with_experts
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
@@ -41,8 +42,10 @@ class Plan:
         kv_host_bytes: host memory of the cache while it decodes.
         short_device_bytes: GPU memory that is missing.
         short_host_bytes: host memory that is missing.
-        seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known.
-        seconds_to_first_token: of a prompt as long as the context; `None` where speeds are not known.
+        seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known, and where
+            several sequences continue a prompt.
+        seconds_to_first_token: of the prompt, which is as long as the context unless several sequences continue it;
+            `None` where speeds are not known.
         longest_context: the longest context that fits, at most the model's; 0 if none does.
         code: Python program that uses the cache.
         weights: bits of the weights that the CPU multiplies; `None` for the weights as they are.
@@ -98,18 +101,20 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         raise PlanError(f"{model.name} has a context of {model.max_context:,} tokens, and {context:,} were asked for.")
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
+    is_continued = model.continuations > 1
+    read = prompt_tokens(context) if is_continued else context
     speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
     arguments = model, cost, speed_name, candidate.strategy, machine.speeds
     if candidate.experts_on_host:
         seconds = seconds_per_token_with_experts(*arguments, candidate.weights)
-        first = seconds_to_first_token_with_experts(*arguments, context, candidate.weights)
+        first = seconds_to_first_token_with_experts(*arguments, read, candidate.weights)
     else:
         if candidate.strategy == Strategy.BOTH:
             division = candidate.division(model, context)
             seconds = seconds_of_division(model, cost, speed_name, division, machine.speeds)
         else:
             seconds = seconds_per_token(*arguments, candidate.weights)
-        first = seconds_to_first_token(*arguments, context, candidate.weights)
+        first = seconds_to_first_token(*arguments, read, candidate.weights)
     return Plan(
         cache=candidate.cache,
         strategy=candidate.strategy,
@@ -120,7 +125,8 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         kv_host_bytes=cost.decode.host,
         short_device_bytes=max(0, most.device - machine.device_bytes),
         short_host_bytes=max(0, most.host - machine.host_bytes),
-        seconds_per_token=seconds,
+        # Rows that share a prompt are bound by arithmetic, which was not measured.
+        seconds_per_token=None if is_continued else seconds,
         seconds_to_first_token=first,
         longest_context=_longest_context(model, candidate, machine),
         code=candidate.code(model),
@@ -147,7 +153,8 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     """
     plans = []
     if has_room(model, machine):
-        candidates = [*gpu_candidates(model), *divided_candidates(model, context, machine)]
+        divided = divided_candidates(model, context, machine) if model.continuations == 1 else []
+        candidates = [*gpu_candidates(model), *divided]
         plans = [make_plan(model, candidate, context, machine) for candidate in candidates]
     if has_room(model.without_experts(), machine):
         plans += [make_plan(model, candidate, context, machine) for candidate in expert_candidates(model)]

@@ -11,7 +11,7 @@ from .model_cost import ModelCost
 
 
 class Strategy(StrEnum):
-    """Where the model decodes, where keys and values are, and which processor computes attention."""
+    """The place where the model decodes, the place of keys and values, and the processor that computes attention."""
 
     GPU = "on the GPU"
     STREAMED = "streamed"

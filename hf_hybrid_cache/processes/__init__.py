@@ -1,4 +1,4 @@
-"""Other processes that run the same model at the same time: what they tell each other, and which one is lost."""
+"""Communication with other processes that run the same model, and detection of lost ones."""
 
 from .errors import LostProcessError, OutOfStepError
 from .peers import Peers

@@ -1,4 +1,4 @@
-"""Who is missing after a collective has failed: those that are left sign, and who has not signed is named."""
+"""Finding the processes that are missing after a collective has failed: those that are left sign in a store."""
 
 import atexit
 import contextlib
@@ -11,18 +11,18 @@ from weakref import WeakSet
 
 from torch import distributed
 
-# For one that is still computing and has not noticed yet; if all but one have signed there is no need to wait.
+# A process may be computing and not have noticed yet; once all but one have signed there is no need to wait.
 _SECONDS_TO_SIGN = 30.0
-# For the others to read, before the process that holds the store may end.
+# The others read the result before the process that holds the store may end.
 _SECONDS_TO_READ = 2.0
-# For the store itself.
+# The store itself must answer in this time.
 _SECONDS_TO_ANSWER = 5.0
 _PAUSE = 0.02
-# Among what else is in the store.
+# The store has other keys too.
 _PREFIX = "hf_hybrid_cache"
 _CALLED = f"{_PREFIX} called"
 _SECONDS_BETWEEN_QUESTIONS = 0.5
-# For an answer, when the process ends.
+# The wait for an answer when the process ends.
 _SECONDS_AT_THE_END = 1.0
 
 _asking: WeakSet[threading.Thread] = WeakSet()
@@ -30,7 +30,7 @@ _asking: WeakSet[threading.Thread] = WeakSet()
 
 def absent_ranks(store: "distributed.Store", rank: int, size: int) -> list[int]:
     """
-    Ranks that have not signed in the group's store, within half a minute or until there is only one.
+    Return the ranks that have not signed in the group's store after half a minute, or once only one is missing.
 
     Args:
         store: that all processes of the group have.
@@ -41,7 +41,7 @@ def absent_ranks(store: "distributed.Store", rank: int, size: int) -> list[int]:
         Their ranks; the first one, which keeps the store unless `torchrun` does, if the store does not answer either.
     """
     call = _RollCall(store, rank, size)
-    # Of a store whose process was stopped no answer comes, not even an error.
+    # If the store's process was stopped, no answer comes, not even an error.
     asking = _beside(call.ask)
     if call.has_answered.wait(_SECONDS_TO_ANSWER):
         asking.join(_SECONDS_TO_SIGN + 2 * _SECONDS_TO_READ)
@@ -81,7 +81,7 @@ class Alarm:
 
 class _RollCall:
     """
-    One call, as one process makes it.
+    A roll call, from the view of one process.
 
     Attributes:
         absent: who has not signed; the first one, unless it is this one, until the store has answered.
@@ -95,7 +95,7 @@ class _RollCall:
         self.has_answered = threading.Event()
 
     def ask(self) -> None:
-        """Sign, and wait for the others to."""
+        """Sign, and wait for the signatures of the others."""
         try:
             self._store.set(_CALLED, "yes")
             self._write("signed")
@@ -116,7 +116,7 @@ class _RollCall:
 
 
 def _until(missing: Callable[[], list[int]], number: int, seconds: float) -> list[int]:
-    """The result of `missing` once it is at most so long, or when time is up."""
+    """Call `missing` until its result has at most `number` entries, or time is up; return it."""
     end = time.monotonic() + seconds
     while len(found := missing()) > number and time.monotonic() < end:
         time.sleep(_PAUSE)
@@ -124,7 +124,7 @@ def _until(missing: Callable[[], list[int]], number: int, seconds: float) -> lis
 
 
 def _beside(ask: Callable[[], None]) -> threading.Thread:
-    """A thread that asks a store, started."""
+    """Start a thread that asks a store."""
     _let_the_end_wait()
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -134,11 +134,11 @@ def _beside(ask: Callable[[], None]) -> threading.Thread:
 
 @cache
 def _let_the_end_wait() -> None:
-    """A thread that comes back from torch when the interpreter has gone aborts the process."""
+    """Wait for threads at exit: one that returns from torch after the interpreter has gone aborts the process."""
     atexit.register(_end)
 
 
 def _end() -> None:
-    """Wait for threads a moment, not for ever: one that asks a store which does not answer never returns."""
+    """Wait a moment for each thread: one that asks a store which does not answer never returns."""
     for thread in list(_asking):
         thread.join(_SECONDS_AT_THE_END)

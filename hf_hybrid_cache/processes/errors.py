@@ -1,4 +1,4 @@
-"""Errors where several processes run one model."""
+"""Errors of groups of processes that run one model."""
 
 from ..errors import HybridCacheError
 
@@ -8,4 +8,4 @@ class LostProcessError(HybridCacheError, RuntimeError):
 
 
 class OutOfStepError(HybridCacheError, RuntimeError):
-    """The processes of the group do not compute the same; the message says where they differ."""
+    """The processes of the group compute different things; the message says where they differ."""

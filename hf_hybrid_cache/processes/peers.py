@@ -1,4 +1,4 @@
-"""The processes of a group, which tell each other tensors."""
+"""The processes of a group, which send tensors to each other."""
 
 import os
 import time
@@ -18,7 +18,7 @@ _let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 class Peers:
     """
-    The processes of a group, each with the same model, in step with each other.
+    The processes of a group, each with the same model, which make the same calls in the same order.
 
     Args:
         group: of `torch.distributed`, of which this process is a member.
@@ -50,7 +50,7 @@ class Peers:
         self._device = torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
 
     def __deepcopy__(self, memo: dict) -> "Peers":
-        """Itself: the processes are the same ones."""
+        """Return this object: a copy has the same processes."""
         return self
 
     def __reduce__(self) -> Any:
@@ -58,7 +58,7 @@ class Peers:
 
     def exchange(self, message: torch.Tensor) -> torch.Tensor:
         """
-        Tell the others `message` and hear theirs. All must call it, with messages of the same shape.
+        Send `message` to the others and return theirs. All must call it, with messages of the same shape.
 
         Every process sends to every other one, and none passes messages on: that takes one latency, and whoever waits
         for a process that has ended notices at once.
@@ -74,7 +74,7 @@ class Peers:
 
     def trade(self, messages: torch.Tensor) -> torch.Tensor:
         """
-        The same with a message for each of the others, `[size, ...]`, in the order of ranks.
+        Send each other process a message of its own, `[size, ...]`, in the order of ranks, and return theirs.
 
         Returns:
             What each has for this one, as for `exchange`.
@@ -89,7 +89,7 @@ class Peers:
 
     def of_the_first(self, message: torch.Tensor) -> torch.Tensor:
         """
-        What the first process calls this with, in all of them, which call it with a tensor of the same shape.
+        Return the first process' message in all processes. All must call it, with tensors of the same shape.
 
         Raises:
             LostProcessError: as for `exchange`.
@@ -102,7 +102,7 @@ class Peers:
             raise self._explained(error) from error
 
     def _wait(self, work: "distributed.Work") -> None:
-        """Wait awake for a while, as threads of OpenMP do: to be woken takes longer than most messages."""
+        """Poll for a while before sleeping, as threads of OpenMP do: waking up takes longer than most messages."""
         end = time.perf_counter() + _SECONDS_AWAKE
         while not work.is_completed() and time.perf_counter() < end:
             _let_others_run()  # gloo's own thread may need this processor
@@ -130,5 +130,5 @@ class Peers:
         )
 
     def rank_of_all(self, rank: int) -> int:
-        """The rank among all processes, as `torchrun` counts them, of one of this group."""
+        """Return the rank among all processes, as `torchrun` counts them, of a process of this group."""
         return distributed.get_global_rank(self.group, rank)

@@ -9,14 +9,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import HybridCache
+from ..saving import CacheFileError
 
-# Between two times, in times of what writing took; and at least.
+# The pause between two writes: so many times the time of the last one, and at least so many seconds.
 _REST, _LEAST_SECONDS = 30, 60.0
 
 
 class Checkpoint:
     """
-    The file, and when it is due.
+    The file, and the times at which it is written.
 
     Args:
         path: of the file, there or not.
@@ -34,7 +35,7 @@ class Checkpoint:
 
     def taken_up(self, model: PreTrainedModel, token_ids: torch.Tensor) -> Cache:
         """
-        The cache that is in the file, or the given one if there is no file.
+        Return the cache that is in the file, or the given one if there is no file.
 
         Raises:
             CacheFileError: it is of other tokens than `token_ids`, or of another model.
@@ -47,14 +48,20 @@ class Checkpoint:
                 f"{self._path} is there and the cache holds {held:,} tokens: pass a new cache to go on from the file, "
                 "or another file."
             )
-        return HybridCache.load(self._path, model.config, device=model.device, token_ids=token_ids, dtype=model.dtype)
+        try:
+            return HybridCache.load(
+                self._path, model.config, device=model.device, token_ids=token_ids, dtype=model.dtype
+            )
+        except CacheFileError as error:
+            way_out = "To read the prompt anew, remove the file or name another."
+            raise CacheFileError(self._path, f"{error.reason} {way_out}") from error
 
     @property
     def is_due(self) -> bool:
         return time.monotonic() >= self._next
 
     def write(self, cache: Cache, token_ids: torch.Tensor) -> None:
-        """Keep what there is; the file of before stays until it is whole."""
+        """Write the cache; the old file stays until the new one is complete."""
         assert isinstance(cache, HybridCache)
         start = time.monotonic()
         cache.save(self._path, token_ids)

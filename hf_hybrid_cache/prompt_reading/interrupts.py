@@ -1,4 +1,4 @@
-"""Ctrl-C while a prompt is read."""
+"""Handling Ctrl-C while a prompt is read."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ from types import FrameType
 @contextlib.contextmanager
 def finishing() -> Iterator[Callable[[], bool]]:
     """
-    Let Ctrl-C end what is done here at the next good moment, and `KeyboardInterrupt` come afterwards.
+    Let Ctrl-C end the block at the next safe moment, and raise `KeyboardInterrupt` afterwards.
 
     Gives what tells whether it was pressed. Pressed again it does what it did before. On threads that get no signals,
     and where something else takes them, nothing changes.

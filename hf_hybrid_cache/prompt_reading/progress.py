@@ -1,4 +1,4 @@
-"""How far the reading of a prompt is, and how long it still takes."""
+"""The progress of reading a prompt, and the time that is left."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ..durations import duration_text
 
 class TimeLeft:
     """
-    Seconds that the rest of a prompt takes, from those that its chunks have taken.
+    Estimates the seconds for the rest of a prompt from those of its chunks so far.
 
     A token takes longer the more there are before it: tokens from s to e take `a * (e - s) + b * (e² - s²) / 2`. The
     least squares of the chunks so far tell a and b; the first one warms up and does not count if there are others.
@@ -25,12 +25,12 @@ class TimeLeft:
         self._chunks: list[tuple[float, float, float]] = []
 
     def note(self, reached: int, seconds: float) -> None:
-        """A chunk has ended."""
+        """Note that a chunk has ended."""
         self._chunks.append((*_work(self._reached, reached), seconds))
         self._reached = reached
 
     def until(self, end: int) -> float | None:
-        """Seconds that the remaining tokens take; `None` before the first chunk."""
+        """Return the seconds for the remaining tokens; `None` before the first chunk."""
         if not self._chunks:
             return None
         chunks = self._chunks[1:] if len(self._chunks) > 1 else self._chunks
@@ -50,13 +50,13 @@ class TimeLeft:
 
 
 def _work(start: int, end: int) -> tuple[float, float]:
-    """Tokens, and pairs of a token and one before it."""
+    """Return the number of tokens, and of pairs of a token and one before it."""
     return float(end - start), (float(end) ** 2 - float(start) ** 2) / 2
 
 
 class PrefillProgress:
     """
-    A bar on a terminal or in a notebook.
+    A progress bar on a terminal or in a notebook.
 
     Args:
         start: tokens that are there already.
@@ -82,7 +82,7 @@ class PrefillProgress:
         return self
 
     def reach(self, tokens: int) -> None:
-        """So many are read."""
+        """Show that so many tokens are read."""
         now = self._clock()
         self._left.note(tokens, now - self._last)
         self._bar.update(tokens - self._reached)

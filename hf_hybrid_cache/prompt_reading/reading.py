@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ def prefill(
         raise ValueError(
             f"The cache holds {start:,} tokens, and the prompt has {end:,}: pass a prompt that goes on, or a new cache."
         )
+    _warn_beyond_context(model, end)
     inputs = _Inputs(model, token_ids, attention_mask)
     with PrefillProgress(start, end, progress is True) as bar, finishing() as is_interrupted:
         while start < end and not is_interrupted():
@@ -93,7 +95,7 @@ def prefill(
 def _checked(
     model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, chunk_size: int
 ) -> int:
-    """The size of a chunk, where all arguments are what they should be."""
+    """Check all arguments, and return the size of a chunk."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError("prefill is for decoders: an encoder-decoder model reads its prompt in the encoder, at once.")
     if not input_ids.numel():
@@ -108,8 +110,19 @@ def _checked(
     return chunk
 
 
+def _warn_beyond_context(model: PreTrainedModel, num_tokens: int) -> None:
+    """Warn of a prompt that is longer than the model's context, before the time for it is spent."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and num_tokens > context:
+        warnings.warn(
+            f"The prompt has {num_tokens:,} tokens, and the model's context is {context:,}: answers may be nonsense. "
+            "Cut the prompt.",
+            stacklevel=4,  # of who calls prefill, beneath no_grad
+        )
+
+
 class _Inputs:
-    """Arguments of the model for a chunk."""
+    """The arguments of the model for each chunk."""
 
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None):
         self._input_ids = input_ids.to(model.device)
@@ -119,11 +132,11 @@ class _Inputs:
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._positions: torch.Tensor | None = None
         if self._mask is not None and "position_ids" in parameters:
-            # As `generate` counts them.
+            # `generate` counts positions in the same way.
             self._positions = (self._mask.long().cumsum(-1) - 1).clamp_min(0)
 
     def of(self, start: int, end: int) -> dict[str, Any]:
-        """For tokens from `start` on to before `end`."""
+        """Return the arguments for tokens from `start` to before `end`."""
         inputs = {"input_ids": self._input_ids[:, start:end], **self._options}
         if self._mask is not None:
             inputs["attention_mask"] = self._mask[:, :end]

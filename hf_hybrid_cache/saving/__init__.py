@@ -1,4 +1,4 @@
-"""A filled cache in a file, and back."""
+"""Saving a filled cache to a file, and loading it."""
 
 from .errors import CacheFileError
 from .model_traits import traits_of

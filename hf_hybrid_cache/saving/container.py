@@ -22,7 +22,7 @@ ALIGNMENT = 4096
 LENGTH_BYTES = 8
 HEADER_CHECKSUM = "checksum"
 CHECKSUM_BYTES = 4
-_LONGEST_HEADER = 100_000_000  # as for safetensors
+_LONGEST_HEADER = 100_000_000  # the limit of safetensors
 _MOST_DIMENSIONS = 16
 _METADATA = "__metadata__"
 
@@ -83,7 +83,7 @@ class PlacedTensor:
 @dataclass(frozen=True)
 class Header:
     """
-    What is before the tensors.
+    The header of a file, which is before the tensors.
 
     Attributes:
         metadata: text by name.
@@ -95,7 +95,7 @@ class Header:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], forms: Mapping[str, TensorForm]) -> Self:
-        """For tensors in the order of `forms`, with padding between them and the header's checksum after them."""
+        """Make the header for tensors in the order of `forms`, with padding between them and a checksum at the end."""
         tensors: list[PlacedTensor] = []
         end = 0
 
@@ -119,7 +119,7 @@ class Header:
         return tuple(tensor for tensor in self.tensors if tensor.section == name)
 
     def to_bytes(self) -> bytes:
-        """With the length before it, filled up so that tensors begin at a page border."""
+        """Return the header with its length, padded so that tensors begin at a page border."""
         tree: dict[str, Any] = {_METADATA: dict(self.metadata)}
         for tensor in self.tensors:
             tree[tensor.name] = {
@@ -134,7 +134,7 @@ class Header:
     @classmethod
     def from_bytes(cls, text: bytes) -> Self:
         """
-        Read what `to_bytes` wrote, or any other writer of safetensors, after its length.
+        Parse the bytes after the length, from `to_bytes` or any other writer of safetensors.
 
         Raises:
             ValueError: it is no header of safetensors; the message continues "The file".
@@ -164,7 +164,7 @@ class Header:
 
 def header_length(start: bytes, num_bytes: int) -> int:
     """
-    Bytes of the header of a file of `num_bytes` that begins with `start`.
+    Return the length of the header of a file of `num_bytes` that begins with `start`.
 
     Raises:
         ValueError: it cannot be one of safetensors; the message continues "The file".

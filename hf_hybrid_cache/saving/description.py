@@ -1,4 +1,4 @@
-"""What a file says about the cache in it: typed here, JSON there."""
+"""The description of a cache in its file: typed objects here, JSON in the file."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,8 +10,10 @@ from ..layers import Placement
 from ..storage import KVCodec, KVShape
 from .plain_layers import dtype_name, named_dtype
 
+# What the names of parts begin with that hold the tokens after a shared prefix.
+TAILS = "tails."
 FORMAT = "hf_hybrid_cache"
-VERSION = "4"
+VERSION = "5"
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,14 @@ class States:
     Keys and values of a full-attention layer.
 
     Attributes:
+        batch: sequences, of which `batch // prefixes` continue each prefix.
+        prefixes: sequences that the parts hold which are no tails; as many as `batch` where nothing is shared.
         device: where the model computed them; text, because there may be no such device here.
         entries: how many there are in each part of the store.
     """
 
     batch: int
+    prefixes: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
@@ -34,21 +39,26 @@ class States:
     entries: dict[str, int]
 
     @classmethod
-    def of(cls, shape: KVShape, entries: dict[str, int]) -> "States":
-        """Of a store with states of `shape`."""
-        dtypes = dtype_name(shape.key_dtype), dtype_name(shape.value_dtype)
-        return cls(shape.batch, shape.num_kv_heads, shape.key_dim, shape.value_dim, *dtypes, str(shape.device), entries)
+    def of(cls, shape: KVShape, entries: dict[str, int], prefixes: int | None = None) -> "States":
+        """Describe a store with states of `shape`."""
+        sizes = shape.batch, prefixes or shape.batch, shape.num_kv_heads, shape.key_dim, shape.value_dim
+        return cls(*sizes, dtype_name(shape.key_dtype), dtype_name(shape.value_dtype), str(shape.device), entries)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether sequences share a prefix, after which their tails come."""
+        return any(name.startswith(TAILS) for name in self.entries)
 
     def shape_on(self, device_of: Callable[[str], Any]) -> KVShape:
-        """The shape of the states where they are to be."""
+        """The shape of the states, of prefixes where these are shared, where they are to be."""
         dtypes = named_dtype(self.key_dtype), named_dtype(self.value_dtype)
-        return KVShape(self.batch, self.num_kv_heads, self.key_dim, self.value_dim, *dtypes, device_of(self.device))
+        return KVShape(self.prefixes, self.num_kv_heads, self.key_dim, self.value_dim, *dtypes, device_of(self.device))
 
 
 @dataclass(frozen=True)
 class LayerDescription:
     """
-    One layer.
+    The description of one layer.
 
     Attributes:
         type: name of its class.
@@ -64,7 +74,7 @@ class LayerDescription:
 @dataclass(frozen=True)
 class CacheDescription:
     """
-    A cache.
+    The description of a cache.
 
     Attributes:
         package_version: that wrote it.
@@ -74,6 +84,8 @@ class CacheDescription:
         max_length: that the cache was made for, or 0.
         codecs: by layer, without the factors that they scale channels by, which are tensors of the file.
         layers: all of them.
+        document_tokens: of the saved tokens, how many are those of a document at the start; `None` where that was not
+            told.
     """
 
     package_version: str
@@ -83,10 +95,11 @@ class CacheDescription:
     max_length: int
     codecs: dict[int, KVCodec]
     layers: tuple[LayerDescription, ...]
+    document_tokens: int | None
 
     def to_json(self) -> str:
         """
-        What `from_json` reads.
+        Return the description as text, which `from_json` reads.
 
         Raises:
             ValueError: a codec, or a value, that cannot be described.
@@ -101,6 +114,7 @@ class CacheDescription:
             "max_length": self.max_length,
             "codecs": [[layer, describe(codec)] for layer, codec in self.codecs.items()],
             "layers": [asdict(layer) for layer in self.layers],
+            "document_tokens": self.document_tokens,
         }
         return json.dumps(tree, allow_nan=False)
 
@@ -123,6 +137,7 @@ def _described(tree: Any) -> CacheDescription:
     for name in ("offload", "pin_memory"):
         if placement[name] not in (True, False, None):
             raise ValueError(f"{name} is {placement[name]!r}")
+    document_tokens = tree.get("document_tokens")  # older files have none
     return CacheDescription(
         _text(tree["package_version"]),
         _text(tree["transformers_version"]),
@@ -131,6 +146,7 @@ def _described(tree: Any) -> CacheDescription:
         _count(tree["max_length"]),
         {_count(layer): described_codec(_mapping(codec)) for layer, codec in tree["codecs"]},
         tuple(_layer(_mapping(each)) for each in tree["layers"]),
+        None if document_tokens is None else _count(document_tokens),
     )
 
 
@@ -139,6 +155,7 @@ def _layer(tree: Mapping[str, Any]) -> LayerDescription:
     if states is not None:
         states = States(
             _count(states["batch"], 2**16),
+            _count(states["prefixes"], 2**16),
             _count(states["num_kv_heads"], 2**16),
             _count(states["key_dim"], 2**16),
             _count(states["value_dim"], 2**16),
@@ -147,6 +164,10 @@ def _layer(tree: Mapping[str, Any]) -> LayerDescription:
             _text(states["device"]),
             {part: _count(number) for part, number in _mapping(states["entries"]).items()},
         )
+        if states.prefixes != states.batch and (not states.is_shared or not states.prefixes):
+            raise ValueError(f"{states.batch} sequences do not continue {states.prefixes} prefixes")
+        if states.batch % max(1, states.prefixes):
+            raise ValueError(f"{states.batch} sequences do not continue {states.prefixes} prefixes alike")
     return LayerDescription(_text(tree["type"]), states, None if attributes is None else _mapping(attributes))
 
 

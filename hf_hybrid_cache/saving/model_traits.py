@@ -1,4 +1,4 @@
-"""What keys and values depend on in a model's config, to tell whether they are of this model."""
+"""The settings of a model's config that keys and values depend on, which tell whether a file is for this model."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _TRAITS = (
 
 
 def traits_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Those that the model has, as JSON has them."""
+    """Return the settings that the model has, as JSON stores them."""
     text = config.get_text_config(decoder=True)
     # Not its attributes: some configs refuse to say what differs between layers.
     values, other_names = text.to_dict(), text.attribute_map
@@ -48,7 +48,7 @@ def traits_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What is not the same, such as "hidden_size is 64 in the file and 128 in the model"."""
+    """List the differences, such as "hidden_size is 64 in the file and 128 in the model"."""
     saved, wanted = _told_once(saved), _told_once(wanted)
     names = [name for name in (*_TRAITS, *saved) if saved.get(name) != wanted.get(name)]
     return [
@@ -57,7 +57,7 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 
 
 def _told_once(traits: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a factor that some versions of transformers repeat beside the parameters of the rotation."""
+    """Drop a factor that some versions of transformers repeat beside the parameters of the rotation."""
     rotation = traits.get("rope_parameters")
     is_told = isinstance(rotation, Mapping) and "partial_rotary_factor" in rotation
     return {name: value for name, value in traits.items() if name != "partial_rotary_factor" or not is_told}

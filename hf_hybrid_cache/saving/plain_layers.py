@@ -1,5 +1,5 @@
 """
-Layers of transformers' own as plain values and tensors, and back.
+Layers of transformers' own as plain values and tensors.
 
 Their types come and go with versions, so none is named here: whatever attributes a layer has are kept, and a layer with
 an attribute that is more than numbers, text, tensors and dicts of these is refused.
@@ -17,7 +17,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 def dtype_name(dtype: torch.dtype) -> str:
     """
-    Such as "float32".
+    Return the name of a dtype, such as "float32".
 
     Raises:
         ValueError: there is no such type in a file.
@@ -30,7 +30,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def named_dtype(name: Any) -> torch.dtype:
     """
-    The type of that name.
+    Return the dtype of that name.
 
     Raises:
         ValueError: there is none in a file.
@@ -42,7 +42,7 @@ def named_dtype(name: Any) -> torch.dtype:
 
 def attributes_of(layer: Any) -> dict[str, Any]:
     """
-    What a layer keeps, as JSON has it; a tensor is its name among `tensors_by_name` and its device.
+    Return the attributes of a layer for JSON; a tensor becomes its name among `tensors_by_name` and its device.
 
     Raises:
         ValueError: there is something that JSON does not have.
@@ -57,7 +57,7 @@ def attributes_of(layer: Any) -> dict[str, Any]:
 
 
 def tensors_by_name(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors in a layer's attributes."""
+    """Return the tensors in a layer's attributes, by name."""
     return {name: tensor for attribute, value in vars(layer).items() for name, tensor in _tensors(attribute, value)}
 
 
@@ -68,7 +68,7 @@ def restore(
     device_of: Callable[[str], torch.device],
 ) -> None:
     """
-    Give a new layer the attributes of the one that was saved.
+    Give a new layer the attributes of the saved one.
 
     Args:
         layer: of the same type.

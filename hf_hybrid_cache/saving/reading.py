@@ -1,4 +1,4 @@
-"""Reads the file; nothing of it is believed before it was held against its checksums, the model and the layers."""
+"""Reading the file of a saved cache, with all of it checked against checksums, the model and the layers."""
 
 import os
 import stat
@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import BufferedStore, HostStore, KVCodec, KVStore, LocalStore, QuantizedStore, ShardedStore, SplitStore
+from ..storage import BufferedStore, HostStore, KVCodec, KVStore, LocalStore, QuantizedStore, ShardedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
-from .description import FORMAT, VERSION, CacheDescription, LayerDescription, named_dtype
+from .description import FORMAT, TAILS, VERSION, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
@@ -22,7 +22,7 @@ from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, index_name, layer_
 from .token_prefix import first_difference
 from .writing import bytes_of, checksum_of_header, pieces
 
-# For hundreds of KV heads of 512.
+# Room for the weights of hundreds of KV heads of 512.
 _LARGEST_WEIGHTS = 2**30
 
 
@@ -81,7 +81,7 @@ class CacheFile:
         Raises:
             CacheFileError: they were altered.
         """
-        placed = next((tensor for tensor in self._header.tensors if tensor.name == TOKEN_IDS), None)
+        placed = self._placed_token_ids()
         if placed is None:
             return None
         if placed.form.dtype != torch.int32 or len(placed.form.shape) != 2:
@@ -116,7 +116,7 @@ class CacheFile:
 
     def codecs(self) -> dict[int, KVCodec]:
         """
-        How layers were quantized, by index.
+        Return the codecs of the saved layers, by index.
 
         Raises:
             CacheFileError: what was chosen of them was altered.
@@ -144,7 +144,7 @@ class CacheFile:
 
     def conversion(self, asked_for: torch.dtype | None, expected: torch.dtype | None, mmap: bool) -> torch.dtype | None:
         """
-        The type to convert what was saved to, or `None` to leave it.
+        Return the dtype to convert the saved states to; `None` to leave them as they are.
 
         Args:
             asked_for: that type, if it was.
@@ -173,7 +173,7 @@ class CacheFile:
 
     def fill(self, layers: Sequence[Any], device: torch.device | str | None, mmap: bool, verify: bool) -> None:
         """
-        Put what was saved into the new layers of a cache for the same model.
+        Put the saved states into the new layers of a cache for the same model.
 
         Args:
             layers: all of them, empty.
@@ -228,13 +228,19 @@ class CacheFile:
                 f"mmap=True is for layers that are attended to on the CPU, and layer {index} is not. Pass "
                 "placement=Placement(cpu_decode=True), or mmap=False"
             )
-        if mmap and isinstance(store, SplitStore):
+        if mmap and store.layout.device_tokens:
             raise ValueError(
                 f"mmap=True leaves a layer where it is in the file, and of layer {index} some tokens are to be on the "
                 "device. Pass a placement without device_tokens, or mmap=False"
             )
         assert isinstance(store, LocalStore)
-        name, parts, entries = layer_name(index), store.whole_parts(), saved.states.entries
+        stores = {"": store}
+        if saved.states.is_shared:
+            stores[TAILS] = layer.make_tails(saved.states.batch)
+        name, entries = layer_name(index), saved.states.entries
+        parts = {
+            f"{prefix}{name}": part for prefix, each in stores.items() for name, part in each.whole_parts().items()
+        }
         if parts.keys() != entries.keys():
             raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
         in_part = layer.always_chooses and len(self._header.section(index_name(index))) > 0
@@ -255,18 +261,20 @@ class CacheFile:
                 host.make_rows(entries[part])
             rows |= dict(zip(names, host.rows(), strict=True))
         self._read_section(name, rows, mapped, verify)
-        store.take_parts(filled)
+        for prefix, each in stores.items():
+            each.take_parts({name: filled[f"{prefix}{name}"] for name in each.whole_parts()})
         self._fill_index(index, layer, store, mmap, verify)
+        if saved.states.is_shared:
+            layer.continue_with(stores[TAILS])
 
     def _fill_index(self, index: int, layer: HybridLayer, store: KVStore, mmap: bool, verify: bool) -> None:
-        """The index of a layer's keys, if there is one and it is wanted; where none is, it will be made of the keys."""
+        """Fill a layer's key index, if the file has one and it is needed; the keys give it otherwise."""
         name, of_keys = index_name(index), layer.index
         placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
-        if of_keys is None or not placed or isinstance(store, SplitStore):
+        if of_keys is None or not placed or not isinstance(store, HostStore | QuantizedStore):
             if verify:  # every byte of a file is looked at
                 self._read_section(name, {tensor.name: _empty(tensor.form) for tensor in placed})
             return
-        assert isinstance(store, HostStore | QuantizedStore)
         placed = self._placed([name], [TensorForm(torch.uint8, tuple(of_keys.form(store)))])
         is_mapped = mmap and of_keys.map_rows(store, self._file.fileno(), placed[0].start + self._data_start)
         rows = of_keys.rows(store) if is_mapped else of_keys.make_rows(store)
@@ -277,6 +285,10 @@ class CacheFile:
     ) -> None:
         if mmap:
             raise ValueError("mmap=True lets the cache be a whole file, and group= keeps a share. Pass mmap=False")
+        if any(part.startswith(TAILS) for part in entries):
+            raise ValueError(
+                "several sequences continue one prompt there, which processes cannot share out. Load it without group="
+            )
         store.expect(entries)
         name = layer_name(index)
         rows: dict[str, OwnRows] = {}
@@ -314,6 +326,7 @@ class CacheFile:
         except ValueError as error:
             raise ValueError(f"does not describe a cache ({error}).") from error
         self._require_sections()
+        self._require_document()
 
     def _require_sections(self) -> None:
         known = {layer_name(index) for index in range(len(self.description.layers))} | {TOKEN_IDS, HEADER_CHECKSUM}
@@ -321,6 +334,18 @@ class CacheFile:
         known |= {index_name(index) for index in range(len(self.description.layers))}
         if unknown := {tensor.section for tensor in self._header.tensors} - known:
             raise ValueError(f"does not describe a cache (it has tensors of {', '.join(map(repr, sorted(unknown)))}).")
+
+    def _placed_token_ids(self) -> PlacedTensor | None:
+        return next((tensor for tensor in self._header.tensors if tensor.name == TOKEN_IDS), None)
+
+    def _require_document(self) -> None:
+        document_tokens, placed = self.description.document_tokens, self._placed_token_ids()
+        shape = () if placed is None else placed.form.shape
+        num_tokens = shape[-1] if shape else 0
+        if document_tokens is not None and not 0 < document_tokens <= num_tokens:
+            raise ValueError(
+                f"does not describe a cache (its document has {document_tokens:,} tokens, the file {num_tokens:,})."
+            )
 
     def _require_layers(self, types: list[str]) -> None:
         saved = [layer.type for layer in self.description.layers]
@@ -331,7 +356,7 @@ class CacheFile:
                 raise ValueError(f"layer {index} is a {pair[0]} there and a {pair[1]} here")
 
     def _placed(self, names: Sequence[str], forms: Sequence[TensorForm]) -> list[PlacedTensor]:
-        """The tensors of these names, which have to have these forms."""
+        """Return the tensors of these names, which must have these dtypes and shapes."""
         by_name = {tensor.name: tensor for tensor in self._header.tensors}
         for name, form in zip(names, forms, strict=True):
             if name not in by_name or by_name[name].form != form:
@@ -401,7 +426,7 @@ def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
 
 
 class Row(NamedTuple):
-    """Bytes of a tensor of a file, and whether they are kept."""
+    """A row of a tensor in a file, and whether it is kept."""
 
     data: memoryview
     is_own: bool
@@ -410,7 +435,7 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class OwnRows:
     """
-    Rows that are kept of a tensor of a file.
+    The rows of a tensor in a file that are kept.
 
     Attributes:
         kept: in memory, in the order of the file.
@@ -421,7 +446,7 @@ class OwnRows:
     is_own: Sequence[bool]
 
     def in_order(self) -> Iterator[Row]:
-        """All rows of the file, to be read into; those that are not kept share memory."""
+        """Yield memory for each row of the file; rows that are not kept share theirs."""
         kept = iter(self.kept)
         others = memoryview(bytearray(self.kept.shape[1:].numel() * self.kept.itemsize))
         for is_own in self.is_own:
@@ -430,7 +455,7 @@ class OwnRows:
 
 class _Devices:
     """
-    Where to put what was on a device.
+    The devices for states that were saved from a device.
 
     Args:
         wanted: everything; `None` for the devices where it was.
@@ -444,7 +469,7 @@ class _Devices:
         name = str(self._wanted or saved)
         if name not in self._known:
             try:
-                # With its index, as the states of a model have it.
+                # The device gets its index, as the states of a model have it.
                 self._known[name] = torch.empty(0, device=name).device
             except (RuntimeError, AssertionError, ImportError) as error:
                 raise ValueError(

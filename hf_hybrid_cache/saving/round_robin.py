@@ -1,4 +1,4 @@
-"""Processes that make the parts of a file together: they go on together, and end together."""
+"""Writing the parts of a file by several processes, which continue and fail together."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from .sections import CODEC_SECTIONS, Section
 
 class RoundRobin:
     """
-    Before each piece all processes tell each other that they go on, so that they end together.
+    Lets all processes agree before each piece that they continue, so that they fail together.
 
     Attributes:
         is_taking_one: whether the others are waited for; what is raised meanwhile they cannot be told.
@@ -39,7 +39,7 @@ class RoundRobin:
             raise CacheFileError(self._path, f"was not written: rank {writer} could not, and says why.")
 
     def before_each(self, pieces_of: Callable[[], Iterable[Iterable[torch.Tensor]]]) -> Callable[[], Any]:
-        """The same pieces, a turn before each of them."""
+        """Return the same pieces, with a turn before each of them."""
 
         def in_turns(tensor: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             made = iter(tensor)

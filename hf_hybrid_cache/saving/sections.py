@@ -1,4 +1,4 @@
-"""A cache's layers as sections of a file: which tensors there are, and the tensors themselves when they are written."""
+"""The layers of a cache as sections of a file, whose tensors are made when they are written."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,9 +8,18 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer
-from ..storage import HostStore, KVCodec, LocalStore, QuantizedStore, ShardedStore, SplitStore, WholePart
+from ..storage import (
+    HostStore,
+    KVCodec,
+    KVStore,
+    LocalStore,
+    QuantizedStore,
+    ShardedStore,
+    SharedPrefixStore,
+    WholePart,
+)
 from .container import TensorForm
-from .description import LayerDescription, States
+from .description import TAILS, LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
 
 TOKEN_IDS = "token_ids"
@@ -24,7 +33,7 @@ Tensors = Mapping[str, torch.Tensor]
 @dataclass(frozen=True)
 class Section:
     """
-    Tensors that have a checksum in common.
+    Tensors that share a checksum.
 
     Attributes:
         name: of the section.
@@ -43,30 +52,31 @@ def layer_name(index: int) -> str:
 
 
 def codec_name(index: int) -> str:
-    """Of the section of what the codec of a layer was chosen to be."""
+    """Return the name of the section with a layer's channel scaling."""
     return f"{CODEC_SECTIONS}{index}"
 
 
 def codec_section(index: int, codec: KVCodec) -> Section:
-    """What a layer's codec scales channels by, if anything."""
+    """Return the section with the channel scaling of a layer's codec, if there is any."""
     tensors = {f"{codec_name(index)}/{role}": weights for role, weights in weights_of(codec).items()}
     forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
     return Section(codec_name(index), forms, lambda: ([tensor] for tensor in tensors.values()))
 
 
 def index_name(index: int) -> str:
-    """Of the section, and of the tensor, of the index of a layer's keys."""
+    """Return the name of the section and the tensor with a layer's key index."""
     return f"{INDEX_SECTIONS}{index}"
 
 
 def index_section(index: int, layer: Any) -> Section | None:
-    """The index of a layer's keys, if attention chooses by one."""
-    if not isinstance(layer, HybridLayer) or layer.index is None or layer.store is None:
-        return None
-    if isinstance(layer.store, SplitStore):  # the index of the middle is not that of the whole
+    """Return the section with a layer's key index, if it has one."""
+    if not isinstance(layer, HybridLayer) or layer.index is None:
         return None
     store, of_keys = layer.store, layer.index
-    assert isinstance(store, HostStore | QuantizedStore)
+    if isinstance(store, SharedPrefixStore):
+        store = store.prefix
+    if not isinstance(store, HostStore | QuantizedStore):  # the index of the middle is not that of the whole
+        return None
     store.wait_for_copies()
     form = TensorForm(torch.uint8, tuple(of_keys.form(store)))
     if not form.num_bytes:
@@ -75,12 +85,12 @@ def index_section(index: int, layer: Any) -> Section | None:
 
 
 def part_names(section: str, part: str) -> tuple[str, str]:
-    """Names of the keys and the values of one part of a store."""
+    """Return the names of the keys and the values of one part of a store."""
     return f"{section}/{part}.keys", f"{section}/{part}.values"
 
 
 def forms_of(store: HostStore, num_entries: int) -> tuple[TensorForm, TensorForm]:
-    """Keys and values as they are in a file: as a store in host memory keeps them."""
+    """Return the dtypes and shapes of keys and values in a file, as a store in host memory has them."""
     keys, values = (
         TensorForm(buffer.dtype, tuple(buffer.stored_shape(num_entries))) for buffer in (store.keys, store.values)
     )
@@ -89,7 +99,7 @@ def forms_of(store: HostStore, num_entries: int) -> tuple[TensorForm, TensorForm
 
 def described_layer(layer: Any) -> LayerDescription:
     """
-    Everything about a layer but its tensors.
+    Describe a layer without its tensors.
 
     Raises:
         ValueError: it is of transformers' own and holds something that cannot be saved.
@@ -99,16 +109,18 @@ def described_layer(layer: Any) -> LayerDescription:
         return LayerDescription(name, attributes=attributes_of(layer))
     if layer.store is None:
         return LayerDescription(name)
-    if isinstance(layer.store, ShardedStore):
-        entries = {name: part.entries for name, part in layer.store.parts().items()}
+    store, prefixes = layer.store, None
+    if isinstance(store, ShardedStore):
+        entries = {name: part.entries for name, part in store.parts().items()}
     else:
-        assert isinstance(layer.store, LocalStore)
-        entries = {name: part.num_entries for name, part in layer.store.whole_parts().items()}
-    return LayerDescription(name, States.of(layer.store.shape, entries))
+        entries = {name: part.num_entries for name, part in _parts_of(store).items()}
+    if isinstance(store, SharedPrefixStore):
+        prefixes = store.prefix.shape.batch
+    return LayerDescription(name, States.of(store.shape, entries, prefixes))
 
 
 def section_of(index: int, layer: Any) -> Section:
-    """The section of one layer."""
+    """Return the section of one layer."""
     section = layer_name(index)
     if not isinstance(layer, HybridLayer):
         tensors = {f"{section}/{name}": tensor for name, tensor in tensors_by_name(layer).items()}
@@ -116,8 +128,7 @@ def section_of(index: int, layer: Any) -> Section:
         return Section(section, forms, lambda: ([tensor.cpu()] for tensor in tensors.values()))
     if isinstance(layer.store, ShardedStore):
         return _section_of_shares(section, layer.store)
-    assert layer.store is None or isinstance(layer.store, LocalStore)
-    parts = {} if layer.store is None else layer.store.whole_parts()
+    parts = {} if layer.store is None else _parts_of(layer.store)
     forms = {}
     for name, part in parts.items():
         form = part.form if isinstance(part.form, HostStore) else HostStore.like(part.form)
@@ -125,14 +136,23 @@ def section_of(index: int, layer: Any) -> Section:
     return Section(section, forms, lambda: _rows_of(parts))
 
 
+def _parts_of(store: KVStore) -> dict[str, WholePart]:
+    """The parts of a store that one process has, by their names in a file."""
+    assert isinstance(store, LocalStore)
+    if not isinstance(store, SharedPrefixStore):
+        return store.whole_parts()
+    tails = store.tails.whole_parts()
+    return store.prefix.whole_parts() | {f"{TAILS}{name}": part for name, part in tails.items()}
+
+
 def token_section(token_ids: torch.Tensor) -> Section:
-    """The section of the token ids that a cache holds the states of, `[batch, tokens]`."""
+    """Return the section of the token ids of the stored states, `[batch, tokens]`."""
     tensors = {TOKEN_IDS: token_ids.to("cpu", torch.int32)}
     return Section(TOKEN_IDS, {TOKEN_IDS: TensorForm.of(tensors[TOKEN_IDS])}, lambda: [tensors.values()])
 
 
 def _section_of_shares(section: str, store: ShardedStore) -> Section:
-    """The section of a layer whose blocks are with several processes, which make the pieces together."""
+    """Return the section of a layer whose blocks several processes keep, which make the pieces together."""
     parts = store.parts()
     forms: dict[str, TensorForm] = {}
     for name, part in parts.items():

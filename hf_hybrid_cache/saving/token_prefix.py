@@ -1,10 +1,10 @@
-"""Whether two texts begin alike."""
+"""Comparing the token ids of two texts."""
 
 import torch
 
 
 def first_difference(known: torch.Tensor, given: torch.Tensor) -> tuple[int, int] | None:
-    """The sequence and the position of the first token ids `[batch, tokens]` that differ, of two of the same shape."""
+    """Return the sequence and position of the first difference of two tensors of token ids, `[batch, tokens]`."""
     different = (given != known).nonzero()
     if not len(different):
         return None

@@ -1,4 +1,4 @@
-"""Writes the file: whole or not at all, and each layer from where it is."""
+"""Writing the file of a saved cache, completely or not at all, each layer from its place."""
 
 import contextlib
 import os
@@ -33,6 +33,7 @@ def save_layers(
     stores: LayerStores,
     model: dict[str, Any],
     token_ids: torch.Tensor | None,
+    document_tokens: int | None,
 ) -> None:
     """
     Write a cache's layers to `path`.
@@ -43,6 +44,7 @@ def save_layers(
         stores: that the cache's layers are made with.
         model: traits of the model.
         token_ids: whose states these are, `[batch, tokens]`, if they are to be kept.
+        document_tokens: how many of them are those of a document at the start, if that is to be kept.
 
     Raises:
         CacheFileError: it cannot be written, or a layer holds what cannot be saved; what was there is there still.
@@ -59,6 +61,7 @@ def save_layers(
             stores.capacity.device_tokens,
             stores.codecs,
             described,
+            document_tokens,
         )
         indices = [index_section(index, layer) for index, layer in enumerate(layers)]
         found = [section for section in indices if section is not None]
@@ -78,7 +81,7 @@ def save_layers(
 
 def write_together(peers: Peers, path: Path, metadata: dict[str, str], sections: Sequence[Section]) -> None:
     """
-    Write what all processes of a group hold: the first one writes, and the others make the pieces with it.
+    Write the layers of all processes of a group: the first one writes, and the others make the pieces with it.
 
     Raises:
         CacheFileError: it cannot be written, in all processes; what was there is there still.
@@ -103,7 +106,7 @@ def write_together(peers: Peers, path: Path, metadata: dict[str, str], sections:
 
 
 def write(path: Path, metadata: dict[str, str], sections: Sequence[Section]) -> None:
-    """Write a file of these sections, a checksum of each among the metadata, and one of the header at its end."""
+    """Write a file of these sections, with their checksums in the metadata, and the header's at the end."""
     checksums = dict.fromkeys((section.name for section in sections), _NO_CHECKSUM)
     forms = {name: form for section in sections for name, form in section.forms.items()}
     header = Header.of(with_checksums(metadata, checksums), forms)
@@ -112,7 +115,7 @@ def write(path: Path, metadata: dict[str, str], sections: Sequence[Section]) -> 
         file.write(start)
         for section in sections:
             checksums[section.name] = _write_section(file, section)
-        # As long as the one that is there, because all checksums are.
+        # The new header is as long as the old one, because all checksums are.
         start = Header(with_checksums(metadata, checksums), header.tensors).to_bytes()
         file.write(checksum_of_header(start))
         file.seek(0)
@@ -124,24 +127,24 @@ def with_checksums(metadata: dict[str, str], checksums: dict[str, str]) -> dict[
 
 
 def checksum_of_header(start: bytes) -> bytes:
-    """Of everything before the tensors."""
+    """Compute the checksum of everything before the tensors."""
     return zlib.crc32(start).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor in host memory, or of a copy if it is not one piece."""
+    """Return the memory of a tensor in host memory, or of a copy if it is not contiguous."""
     data: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
 
 def pieces(data: memoryview) -> Iterator[memoryview]:
-    """A few MiB at a time, which stay in the processor's cache while they are summed up and copied."""
+    """Yield pieces of a few MiB, which stay in the processor's cache while they are summed up and copied."""
     return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
 
 
 def _write_section(file: BinaryIO, section: Section) -> str:
     """
-    Write the tensors and what fills them up; returns their checksum.
+    Write the tensors and their padding; return their checksum.
 
     CRC-32 finds every change of up to 32 bits in a row, and of others all but one in four billions. It is no help
     against forgery, and two to three times as fast as SHA-256 and BLAKE2.
@@ -163,7 +166,7 @@ def _write_section(file: BinaryIO, section: Section) -> str:
 
 def require_place(path: Path) -> None:
     """
-    Check what can be checked before there is anything to write.
+    Check the path before any data is made.
 
     Raises:
         CacheFileError: there is no such folder, or nothing can be written there, or no file can have that name.
@@ -187,7 +190,7 @@ def require_place(path: Path) -> None:
 
 @contextmanager
 def _replaced_when_whole(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` when it is complete and on the disk."""
+    """Open a file for writing, which replaces `path` when it is complete and on the disk."""
     require_place(path)
     folder = path.parent
     unfinished = folder / f".{secrets.token_hex(8)}.tmp"
@@ -212,7 +215,7 @@ def _replaced_when_whole(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the new name last, too. Not every system opens folders."""
+    """Flush the folder, so that the new name is on the disk too. Not every system opens folders."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -11,16 +11,18 @@ from .growth import GRANULE, InitialCapacity, grown_capacity
 from .host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore, Pair
+from .layout import Layout
 from .memory_limits import address_space_is_limited
 from .packed_buffer import PackedBuffer
 from .page_lock import can_page_lock
 from .quantized_shard import QuantizedShard
-from .quantized_store import RECENT_TOKENS, QuantizedStore, full_tokens, num_quantized_blocks, packed_shape
+from .quantized_store import QuantizedStore
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .shard import Shard
 from .sharded_store import MARK_SIZE, ShardedStore
-from .split_store import SplitStore, first_tokens_on_device
+from .shared_prefix_store import SharedPrefixStore
+from .split_store import SplitStore
 from .staging import Staging
 from .stats import CacheStats, Decision
 from .streamed_store import StreamedStore
@@ -31,7 +33,6 @@ __all__ = [
     "GRANULE",
     "LEAST_CPU_FRACTION",
     "MARK_SIZE",
-    "RECENT_TOKENS",
     "Allowance",
     "BufferedStore",
     "CacheStats",
@@ -49,6 +50,7 @@ __all__ = [
     "KVCodec",
     "KVShape",
     "KVStore",
+    "Layout",
     "LocalStore",
     "PackedBuffer",
     "Pair",
@@ -58,6 +60,7 @@ __all__ = [
     "Scratch",
     "Shard",
     "ShardedStore",
+    "SharedPrefixStore",
     "SplitStore",
     "Staging",
     "StreamedStore",
@@ -67,16 +70,12 @@ __all__ = [
     "address_space_is_limited",
     "available_host_bytes",
     "can_page_lock",
-    "first_tokens_on_device",
-    "full_tokens",
     "give_back_file_pages",
     "grown_capacity",
     "huge_page_memory",
     "is_accelerator",
     "kernel_array",
     "kernel_element",
-    "num_quantized_blocks",
-    "packed_shape",
     "require_host_bytes",
     "streams_for",
 ]

@@ -10,7 +10,7 @@ import torch
 from .growth import grown_capacity
 from .host_buffer import HostBuffer
 from .host_memory import HostBudget, require_host_bytes
-from .kv_store import KVShape, KVStore
+from .kv_store import KVShape, KVStore, Pair
 from .token_buffer import TokenBuffer
 
 _MOVED_TOKENS = 4096
@@ -40,6 +40,17 @@ class WholePart(NamedTuple):
 
 class LocalStore(KVStore):
     """Keys and values of all tokens of one layer, which another store of the same form, or a file, can take over."""
+
+    @property
+    def num_shareable(self) -> int:
+        """First tokens that stay as they are while others follow: whole blocks."""
+        self.take_pending()
+        return self.layout.settled_tokens(self.num_tokens)
+
+    def read_from(self, start: int) -> Pair:
+        """A copy of the states from token `start` on, at least `num_shareable`, on the compute device or the host."""
+        keys, values = self.read()
+        return keys[:, :, start:].clone(), values[:, :, start:].clone()
 
     @abstractmethod
     def whole_parts(self) -> dict[str, WholePart]:
@@ -117,7 +128,8 @@ class BufferedStore(LocalStore):
         return self.keys, self.values
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        return ((buffer.device, buffer.planned_bytes(lengths)) for buffer in self.buffers())
+        own = [self.layout.shard.tokens(length) for length in lengths]
+        return ((buffer.device, buffer.planned_bytes(own)) for buffer in self.buffers())
 
     def truncate(self, num_tokens: int) -> None:
         self._set_length(num_tokens)

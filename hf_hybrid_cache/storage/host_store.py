@@ -66,10 +66,31 @@ class HostStore(BufferedStore):
         self.extend(keys, values)
         return (keys, values) if only_these else self.read()
 
+    def read_from(self, start: int) -> Pair:
+        self.wait_for_copies()
+        return self.read_range(start, self.num_tokens)
+
+    def extend_to(self, sequence_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the own ones of new states, after which the sequence has `sequence_tokens`."""
+        start = sequence_tokens - keys.shape[2]
+        self.extend(*(self.layout.shard.part(states, start) for states in (keys, values)))
+
+    def truncate_to(self, sequence_tokens: int) -> None:
+        """Keep the own ones of the first tokens of the sequence."""
+        self.truncate(self.layout.shard.tokens(sequence_tokens))
+
+    def expect(self, sequence_tokens: int, quantized_blocks: int) -> None:
+        """Make rows for the own ones of so many tokens; none are quantized."""
+        self.make_rows(self.layout.shard.tokens(sequence_tokens))
+
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
         """All states, copied out of the blocks about `size` tokens at a time, with the first token of each piece."""
         for start, end in ranges(0, self.num_tokens, size, cut):
             yield start, self.read_range(start, end)
+
+    def block_keys(self, first: int, last: int) -> torch.Tensor:
+        """Keys of some blocks of 64, by number, `[batch, num_kv_heads, tokens, key_dim]`; `wait_for_copies` first."""
+        return self.keys.read_range(first * GRANULE, last * GRANULE)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as they are stored, in whole rows: views, also to be written to; `wait_for_copies` first."""

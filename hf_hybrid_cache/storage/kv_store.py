@@ -3,14 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from .block_buffer import kernel_element
 from .growth import GRANULE
+from .layout import Layout
 from .token_buffer import TokenBuffer
+
+if TYPE_CHECKING:
+    from .streamed_store import StreamedStore
 
 # Of keys and values.
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -84,7 +88,10 @@ class KVStore(ABC):
     Attributes:
         num_tokens: tokens stored.
         version: counts changes of what is stored.
+        layout: borders between these tokens.
     """
+
+    layout = Layout()
 
     def __init__(self, shape: KVShape):
         self.shape = shape
@@ -106,6 +113,11 @@ class KVStore(ABC):
     def held_bytes(self) -> int:
         """Of states that are held as they came, until queries were seen."""
         return 0
+
+    @property
+    def streamed(self) -> "StreamedStore | None":
+        """What is streamed to the device, as tokens or packed blocks."""
+        return None
 
     def observe(self, query: torch.Tensor) -> None:  # noqa: B027
         """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
@@ -136,6 +148,18 @@ class KVStore(ABC):
     @abstractmethod
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states like `append`, without bringing the others to the device; any device and type will do."""
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states, and start the copies of `staged_range` to the device, without waiting for them."""
+        self.extend(keys, values)
+
+    def staged_range(self) -> tuple[int, int]:
+        """The first token, or packed block, that is used on the device now, and the one after the last."""
+        return 0, self.num_tokens
+
+    def read_staged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries of `staged_range`, on the device; once for each `stage`."""
+        return self.read()
 
     @abstractmethod
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:

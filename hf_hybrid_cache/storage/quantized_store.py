@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -11,12 +12,12 @@ from .codec import Codec, CodecChoice, KVCodec
 from .growth import GRANULE
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair, ranges
+from .layout import Layout
 from .scratch import Scratch
+from .shard import Shard
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
 
-# Tokens that are not quantized yet, at least: what assisted decoding takes back is among them.
-RECENT_TOKENS = GRANULE
 _QUANTIZED_AT_ONCE = 64 * GRANULE
 # By which a codec is chosen, spread over the first states that are quantized.
 _SAMPLED_BLOCKS = 16
@@ -37,22 +38,9 @@ def packed_shape(shape: KVShape, codec: KVCodec) -> KVShape:
     )
 
 
-def full_tokens(codec: KVCodec) -> int:
-    """The most tokens that a layer has in full precision."""
-    return codec.sink_tokens + RECENT_TOKENS + GRANULE
-
-
-def num_quantized_blocks(codec: KVCodec, num_tokens: int) -> int:
-    """Blocks of a sequence of `num_tokens` that are quantized: those followed by at least 64 tokens."""
-    return max(0, (num_tokens - codec.sink_tokens - RECENT_TOKENS) // GRANULE)
-
-
 class QuantizedStore(LocalStore):
     """
     Keys and values of one layer, in full precision at both ends and as packed blocks between them.
-
-    Example, sink_tokens=64, 300 tokens:
-        full [0..63]   quantized [64..127] [128..191]   full [192..299]
 
     A block is quantized once, when 64 tokens have come after it. Where tokens are removed up to the middle of a
     quantized block, the rest of the block is in full precision again, as the codes have it.
@@ -66,8 +54,7 @@ class QuantizedStore(LocalStore):
         full: for the tokens in full precision, the last ones after the first ones.
         make_packed: makes the store for packed blocks of some shape, an entry for each block.
         scratch: where all states are put together for attention on the device.
-        first_elsewhere: of the first tokens of the sequence, that would stay in full precision, those that are not
-            stored here.
+        layout: of no tokens.
     """
 
     def __init__(
@@ -77,7 +64,7 @@ class QuantizedStore(LocalStore):
         full: BufferedStore,
         make_packed: Callable[[KVShape], BufferedStore],
         scratch: Scratch,
-        first_elsewhere: int = 0,
+        layout: Layout,
     ):
         super().__init__(shape)
         self.full = full
@@ -85,7 +72,8 @@ class QuantizedStore(LocalStore):
         self.packed = make_packed(packed_shape(shape, choice.codec))
         self._choice = choice
         self._scratch = scratch
-        self._first_elsewhere = first_elsewhere
+        self._own = layout.shard
+        self.layout = layout if choice.is_made else replace(layout, shard=Shard.ALL)
         self._pending: tuple[Pair, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> "QuantizedStore":
@@ -106,13 +94,14 @@ class QuantizedStore(LocalStore):
     @property
     def is_intact(self) -> bool:
         parts = self.full.is_intact and self.packed.is_intact
+        quantized = self.packed.num_tokens == self.layout.own_quantized_blocks
         whole = self.full.num_tokens + self.packed.num_tokens * GRANULE + self._pending_tokens == self.num_tokens
-        return super().is_intact and parts and whole
+        return super().is_intact and parts and quantized and whole
 
     @property
     def sink_tokens(self) -> int:
         """First tokens of this store that stay in full precision, whole blocks of 64."""
-        return self.codec.sink_tokens - self._first_elsewhere
+        return self.layout.own_sink_tokens
 
     @property
     def held_bytes(self) -> int:
@@ -121,6 +110,10 @@ class QuantizedStore(LocalStore):
     @property
     def wants_queries(self) -> bool:
         return not self._choice.is_made
+
+    @property
+    def streamed(self) -> StreamedStore | None:
+        return self.packed.streamed
 
     def observe(self, query: torch.Tensor) -> None:
         batch, heads, _, key_dim = query.shape if query.dim() == 4 else (0, 0, 0, 0)
@@ -144,7 +137,7 @@ class QuantizedStore(LocalStore):
         """Store new states and return all, dequantized; the new ones as they came if there are no others."""
         self.take_pending()
         only_these = self.num_tokens == 0
-        if only_these and self._is_to_be_chosen_for(keys):
+        if only_these and not self._choice.is_made and self._blocks_to_quantize(keys.shape[2]):
             self._hold(keys, values)
             return keys, values
         change = self._plan_change(keys, values)
@@ -157,30 +150,15 @@ class QuantizedStore(LocalStore):
         self._extend(keys, values, self.packed.extend)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """
-        Store new tokens and start the copies to the device, without waiting for them.
-
-        Attention then reads `parts` or `read_staged`. `append` returns all states instead; `extend` starts no copy.
-        """
-        self._extend(keys, values, self._stage_packed)
-
-    def _stage_packed(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if isinstance(self.packed, StreamedStore):
-            self.packed.stage(keys, values)
-        else:
-            self.packed.append(keys, values)
+        self._extend(keys, values, self.packed.stage)
 
     def staged_range(self) -> tuple[int, int]:
-        """The first token of the packed blocks that are streamed, and the one after the last."""
         self.take_pending()
-        assert isinstance(self.packed, StreamedStore)
         start, end = self.packed.staged_range()
         return self.sink_tokens + start * GRANULE, self.sink_tokens + end * GRANULE
 
     def read_staged(self) -> Pair:
-        """The tokens of `staged_range`, dequantized, on the compute device."""
         start, end = self.staged_range()
-        assert isinstance(self.packed, StreamedStore)
         states = self._scratch.lend_states(self.shape, end - start)
         for codec, quantized, target in zip(self._codecs, self.packed.read_staged(), states, strict=True):
             codec.decode(quantized, target)
@@ -193,10 +171,11 @@ class QuantizedStore(LocalStore):
 
     def _extend(self, keys: torch.Tensor, values: torch.Tensor, add_packed: _AddPacked) -> None:
         self._scratch.release()
-        if self._is_to_be_chosen_for(keys):
+        is_due = self._layout_with(keys.shape[2]) is not self.layout
+        if is_due and not self._choice.is_made:
             self._hold(keys, values)
             return
-        if self._blocks_to_quantize(keys.shape[2]) or isinstance(self.packed, StreamedStore):
+        if is_due or self.packed.streamed is not None:
             self._store(self._plan_change(keys, values), add_packed)
             return
         num_full = self.full.num_tokens  # a decode step: few operations
@@ -220,6 +199,11 @@ class QuantizedStore(LocalStore):
         self.take_pending()
         return self._put_together(self.packed.read(), states)
 
+    def read_from(self, start: int) -> Pair:
+        self.wait_for_copies()
+        keys, values = self.full.read_range(start - self.packed.num_tokens * GRANULE, self.full.num_tokens)
+        return keys.clone(), values.clone()
+
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
         """All states, dequantized, about `size` tokens at a time, with the first token of each piece."""
         first = min(self.num_tokens, self.sink_tokens)
@@ -239,6 +223,7 @@ class QuantizedStore(LocalStore):
         self._fit_packed()
         self.full.take_parts({"states": parts["full"]})
         self.packed.take_parts({"states": parts["packed"]})
+        self.layout = replace(self.layout, quantized_blocks=self.packed.num_tokens)
         self._set_length(self.full.num_tokens + self.packed.num_tokens * GRANULE)
 
     def buffers(self) -> Iterable[TokenBuffer]:
@@ -246,16 +231,16 @@ class QuantizedStore(LocalStore):
         return *self.full.buffers(), *self.packed.buffers()
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        yield from self.full.planned_bytes([full_tokens(self.codec)])
-        elsewhere = self._first_elsewhere
-        blocks = [num_quantized_blocks(self.codec, num_tokens + elsewhere) for num_tokens in lengths]
-        yield from self.packed.planned_bytes(blocks)
+        yield from self.full.planned_bytes([self.layout.most_full_tokens])
+        yield from self.packed.planned_bytes([each.own_quantized_blocks for each in self.layout.growing(lengths)])
 
     def truncate(self, num_tokens: int) -> None:
         self.take_pending()
-        first, blocks = min(num_tokens, self.sink_tokens), self.packed.num_tokens
-        kept = min(blocks, (num_tokens - first) // GRANULE)
-        if kept == blocks:
+        self._truncate(num_tokens, self.layout.cropped(num_tokens))
+
+    def _truncate(self, num_tokens: int, layout: Layout) -> None:
+        first, kept = min(num_tokens, self.sink_tokens), layout.own_quantized_blocks
+        if kept == self.packed.num_tokens:
             self.full.truncate(num_tokens - kept * GRANULE)
         else:
             self.wait_for_copies()
@@ -264,6 +249,7 @@ class QuantizedStore(LocalStore):
                 self.full.truncate(first)
                 self.full.extend(*rest)
                 self.packed.truncate(kept)
+        self.layout = layout
         self._set_length(num_tokens)
 
     def select_batch(self, indices: torch.Tensor) -> None:
@@ -291,13 +277,12 @@ class QuantizedStore(LocalStore):
         self.packed.close()
         self._scratch.release()
 
-    def _blocks_to_quantize(self, new_tokens: int) -> int:
-        """Blocks that are not quantized yet and will have 64 tokens after them."""
-        due = num_quantized_blocks(self.codec, self._first_elsewhere + self.num_tokens + new_tokens)
-        return max(0, due - self.packed.num_tokens)
+    def _layout_with(self, new_tokens: int) -> Layout:
+        """The layout with so many new tokens; those that are pending count."""
+        return self.layout.after(self.num_tokens + new_tokens)
 
-    def _is_to_be_chosen_for(self, keys: torch.Tensor) -> bool:
-        return not self._choice.is_made and self._blocks_to_quantize(keys.shape[2]) > 0
+    def _blocks_to_quantize(self, new_tokens: int) -> int:
+        return self._layout_with(new_tokens).own_quantized_blocks - self.packed.num_tokens
 
     @property
     def _pending_tokens(self) -> int:
@@ -313,7 +298,7 @@ class QuantizedStore(LocalStore):
         """Keep new states in full precision until the codec is chosen; all checks come first."""
         tokens = keys.shape[2]
         count = self._blocks_to_quantize(tokens)
-        self.full.reserve(full_tokens(self.codec))
+        self.full.reserve(self.layout.most_full_tokens)
         self.packed.reserve(self.packed.num_tokens + count)
         self._require_finite(keys, values, count)
         with self._changing():
@@ -372,14 +357,15 @@ class QuantizedStore(LocalStore):
         Nothing is stored yet; room is reserved.
         """
         first, num_full = self.sink_tokens, self.full.num_tokens
-        count = self._blocks_to_quantize(keys.shape[2]) * GRANULE
+        layout = self._layout_with(keys.shape[2])
+        count = (layout.own_quantized_blocks - self.packed.num_tokens) * GRANULE
         self.full.wait_for_copies()
-        self.full.reserve(full_tokens(self.codec))
+        self.full.reserve(layout.most_full_tokens)
         if not count:
             # Not quantized from no states: this is every step but one of 64, and coding would wait for the device.
             shapes = self.packed.shape.keys, self.packed.shape.values
             nothing = [keys.new_empty((*heads, 0, size), dtype=torch.uint8) for *heads, size in shapes]
-            return _Change((nothing[0], nothing[1]), num_full, (keys, values), keys.shape[2])
+            return _Change((nothing[0], nothing[1]), num_full, (keys, values), keys.shape[2], layout)
         if not self._choice.is_made:
             self._choose(keys, values)
         # After the first tokens come those that are kept in full precision so far, and then the new ones.
@@ -395,7 +381,7 @@ class QuantizedStore(LocalStore):
             packed.append(torch.cat(pieces, dim=2))
             # A copy, because it is stored where it comes from.
             full.append(torch.cat([new[:, :, :missing], sequence[count:]], dim=2))
-        return _Change((packed[0], packed[1]), kept, (full[0], full[1]), keys.shape[2])
+        return _Change((packed[0], packed[1]), kept, (full[0], full[1]), keys.shape[2], layout)
 
     def _store(self, change: "_Change", add_packed: Callable[[torch.Tensor, torch.Tensor], Added]) -> Added:
         """Add the packed blocks by `add_packed`, then replace the states in full precision."""
@@ -408,6 +394,7 @@ class QuantizedStore(LocalStore):
         with self._changing():
             self.full.truncate(change.kept)
             self.full.extend(*change.full)
+            self.layout = change.layout
             self._set_length(self.num_tokens + change.new_tokens)
         return added
 
@@ -421,9 +408,10 @@ class QuantizedStore(LocalStore):
             target[:, :, last:] = full[:, :, first:]
         return states
 
-    def dequantized_keys(self, first: int, last: int) -> torch.Tensor:
-        """Keys of quantized blocks, dequantized, `[batch, num_kv_heads, tokens, key_dim]`; `wait_for_copies` first."""
-        return self._decode(self.codec.keys, self._forms[0], self.packed.keys.read_range(first, last))
+    def block_keys(self, first: int, last: int) -> torch.Tensor:
+        """Keys of some quantized blocks, by number, dequantized; `wait_for_copies` first."""
+        sinks = self.sink_tokens // GRANULE
+        return self._decode(self.codec.keys, self._forms[0], self.packed.keys.read_range(first - sinks, last - sinks))
 
     def _dequantized(self, first: int, last: int) -> Pair:
         """Dequantize the tokens of some blocks, on the device of the packed blocks."""
@@ -457,9 +445,11 @@ class _Change(NamedTuple):
         kept: tokens in full precision that stay.
         full: keys and values in full precision, to be added to these.
         new_tokens: how many there are more in all.
+        layout: with these.
     """
 
     packed: Pair
     kept: int
     full: Pair
     new_tokens: int
+    layout: Layout

@@ -10,6 +10,7 @@ from ..processes import OutOfStepError, Peers
 from .growth import GRANULE
 from .host_store import HostStore
 from .kv_store import KVShape, KVStore, Pair
+from .layout import Layout
 from .quantized_shard import QuantizedShard
 from .shard import Shard
 from .token_buffer import TokenBuffer
@@ -48,18 +49,14 @@ class ShardedStore(KVStore):
     Args:
         shape: of the states.
         local: for the own share, empty.
-        shard: of this process.
         peers: the processes of the group.
         is_compared: whether to compare with others what new keys are like; enough for one layer of a model.
     """
 
-    def __init__(
-        self, shape: KVShape, local: HostStore | QuantizedShard, shard: Shard, peers: Peers, is_compared: bool = False
-    ):
+    def __init__(self, shape: KVShape, local: HostStore | QuantizedShard, peers: Peers, is_compared: bool = False):
         super().__init__(shape)
         self.local = local
         self.peers = peers
-        self._own = shard
         self._is_compared = is_compared
         self._likeness = (0.0, 0.0)
 
@@ -70,9 +67,13 @@ class ShardedStore(KVStore):
         return twin
 
     @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        return self.local.layout
+
+    @property
     def shard(self) -> Shard:
         """What this process keeps: everything while a codec is still to be chosen."""
-        return self.local.shard if isinstance(self.local, QuantizedShard) else self._own
+        return self.layout.shard
 
     @property
     def is_intact(self) -> bool:
@@ -101,10 +102,7 @@ class ShardedStore(KVStore):
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         end = self.num_tokens + keys.shape[2]
-        if isinstance(self.local, QuantizedShard):
-            self.local.extend_to(end, keys, values)
-        else:
-            self.local.extend(*(self.shard.part(states, self.num_tokens) for states in (keys, values)))
+        self.local.extend_to(end, keys, values)
         if self._is_compared:
             total, magnitude = self._likeness
             numbers = keys[:, :, -1:].float()
@@ -128,13 +126,10 @@ class ShardedStore(KVStore):
         return self.local.buffers()
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        return self.local.planned_bytes([self._own.tokens(length) for length in lengths])
+        return self.local.planned_bytes(lengths)
 
     def truncate(self, num_tokens: int) -> None:
-        if isinstance(self.local, QuantizedShard):
-            self.local.truncate_to(num_tokens)
-        else:
-            self.local.truncate(self.shard.tokens(num_tokens))
+        self.local.truncate_to(num_tokens)
         self._set_length(num_tokens)
 
     def select_batch(self, indices: torch.Tensor) -> None:
@@ -183,18 +178,13 @@ class ShardedStore(KVStore):
 
     def parts(self) -> dict[str, Part]:
         """Own rows, by the names that they have in a file."""
-        self.take_pending()
-        blocks = -(-self.num_tokens // GRANULE)
-        if not isinstance(self.local, QuantizedShard):
-            return {"states": Part(self.local, self.num_tokens, (range(blocks),))}
-        full, packed, quantized = self.local.full, self.local.packed, self.local.sequence_blocks
-        assert isinstance(full, HostStore)
-        assert isinstance(packed, HostStore)
-        first = min(self.local.codec.sink_tokens // GRANULE, blocks)
-        return {
-            "full": Part(full, self.num_tokens - quantized * GRANULE, (range(first), range(first + quantized, blocks))),
-            "packed": Part(packed, quantized, (range(first, first + quantized),)),
-        }
+        own = self.local.whole_parts()
+        parts = {}
+        for name, (entries, runs) in self.layout.parts(self.num_tokens).items():
+            store = own[name].form
+            assert isinstance(store, HostStore)
+            parts[name] = Part(store, entries, runs)
+        return parts
 
     def own_rows(self, part: Part) -> list[bool]:
         """Of the rows that one process would have, whether this one keeps it."""
@@ -208,18 +198,13 @@ class ShardedStore(KVStore):
             ValueError: the parts are others, or no sequence has so many.
             HostMemoryError: the host has no capacity for them; nothing has changed then.
         """
-        local = self.local
         if entries.keys() != self.parts().keys():
             raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.parts())}")
-        if isinstance(local, QuantizedShard):
-            quantized, full = entries["packed"], entries["full"]
-            num_tokens = full + quantized * GRANULE
-            if quantized and full < local.codec.sink_tokens:
-                raise ValueError(f"there are {quantized:,} quantized blocks after {full:,} tokens")
-            local.expect(num_tokens, quantized)
-        else:
-            num_tokens = entries["states"]
-            local.make_rows(self.shard.tokens(num_tokens))
+        full, quantized = entries.get("full", entries.get("states", 0)), entries.get("packed", 0)
+        if quantized and full < self.layout.sink_tokens:
+            raise ValueError(f"there are {quantized:,} quantized blocks after {full:,} tokens")
+        num_tokens = full + quantized * GRANULE
+        self.local.expect(num_tokens, quantized)
         self._set_length(num_tokens)
 
     def rows_together(self, part: Part, role: int) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,30 +13,20 @@ from .growth import GRANULE
 from .host_store import HostStore
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair
-from .quantized_store import RECENT_TOKENS, QuantizedStore
+from .layout import Layout
+from .quantized_store import QuantizedStore
 from .resident_store import ResidentStore
 from .scratch import Scratch
 from .stats import CacheStats
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
 
-# Of the tokens on the device, as many leave it at once, so that the others are seldom moved.
-_LEAVING_AT_ONCE = 1 / 8
-
 _AddToHost = Callable[[torch.Tensor, torch.Tensor], Pair | None]
-
-
-def first_tokens_on_device(device_tokens: int, sink_tokens: int) -> int:
-    """Of `device_tokens` for both ends, those for the first ones: whole sinks, or none where they leave no block."""
-    return sink_tokens if device_tokens >= sink_tokens + GRANULE else 0
 
 
 class SplitStore(LocalStore):
     """
     Keys and values of one layer: the first and the most recent tokens on the device, those between in host memory.
-
-    Example, first_tokens=64, device_tokens=192, 500 tokens:
-        device [0..63]   host [64..383]   device [384..499]
 
     Tokens leave the device once, in whole blocks of 64, when there would be more than `device_tokens` on it. Where
     tokens are removed that were in host memory, those that follow are on the device again.
@@ -44,8 +35,7 @@ class SplitStore(LocalStore):
         shape: of the states.
         device: for both ends, empty; the last tokens follow the first ones.
         host: for the middle, empty.
-        first_tokens: that never leave the device.
-        device_tokens: on the device at most; at least a block more than `first_tokens`.
+        layout: of no tokens.
         scratch: where all states are put together.
         stats: told where fewer tokens are on the device than there should be.
         cpu_fraction: of what is in host memory, if the CPU attends to a part of it, and the others are streamed.
@@ -60,16 +50,14 @@ class SplitStore(LocalStore):
         shape: KVShape,
         device: ResidentStore,
         host: HostStore | QuantizedStore,
-        first_tokens: int,
-        device_tokens: int,
+        layout: Layout,
         scratch: Scratch,
         stats: CacheStats,
         cpu_fraction: CpuFraction | None = None,
     ):
         super().__init__(shape)
-        assert device_tokens >= first_tokens + GRANULE
         self.device, self.host = device, host
-        self._first_tokens, self._device_tokens = first_tokens, device_tokens
+        self.layout = layout
         self._scratch = scratch
         self._stats = stats
         self.cpu_fraction = cpu_fraction
@@ -86,13 +74,13 @@ class SplitStore(LocalStore):
 
     @property
     def is_intact(self) -> bool:
-        parts = self.device.is_intact and self.host.is_intact
+        parts = self.device.is_intact and self.host.is_intact and self.host.num_tokens == self.layout.host_tokens
         return super().is_intact and parts and self.device.num_tokens + self.host.num_tokens == self.num_tokens
 
     @property
     def first_tokens(self) -> int:
         """Tokens on the device that come before those in host memory."""
-        return min(self._first_tokens, self.device.num_tokens)
+        return min(self.layout.first_tokens, self.device.num_tokens)
 
     @property
     def wants_queries(self) -> bool:
@@ -102,27 +90,27 @@ class SplitStore(LocalStore):
     def held_bytes(self) -> int:
         return self.host.held_bytes
 
+    @property
+    def streamed(self) -> StreamedStore | None:
+        return self.host.streamed
+
     def observe(self, query: torch.Tensor) -> None:
         self.host.observe(query)
 
     def take_pending(self) -> None:
         self.host.take_pending()
 
-    def fits_on_device(self, new_tokens: int) -> bool:
-        """Whether all tokens are on the device, also with so many new ones."""
-        return not self.host.num_tokens and self.num_tokens + new_tokens <= self._device_tokens
-
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states; returns all, put together, or the new ones as they are if they are all."""
         only_these, new_tokens = self.num_tokens == 0, keys.shape[2]
-        if self.fits_on_device(new_tokens):
+        if not self.layout.after(self.num_tokens + new_tokens).host_tokens:
             self._add(keys, values, self.host.extend)
             return (keys, values) if only_these else self.device.read()
         # Memory that may be refused is taken before anything changes.
         states = None if only_these else self._scratch.lend_states(self.shape, self.num_tokens + new_tokens)
         was_empty, self.is_staged = self.host.num_tokens == 0, True
         add_to_host: _AddToHost = self.host.append
-        if isinstance(self.host, QuantizedStore) and not was_empty:
+        if self.layout.is_quantized and not was_empty:
             self.host.take_pending()
             add_to_host = self.host.stage
         middle = self._add(keys, values, add_to_host)
@@ -139,9 +127,7 @@ class SplitStore(LocalStore):
         self._add(keys, values, self.host.extend, in_any_case=was_staged)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states; what is in host memory, but for the share of the CPU, is on its way to the device then."""
         self._scratch.release()
-        assert isinstance(self.host, StreamedStore | QuantizedStore)
         # Memory that may be refused is taken before anything changes, and is there when it is asked for again.
         room = self._room_for_staged(keys.shape[2])
         self.is_staged = True
@@ -149,29 +135,23 @@ class SplitStore(LocalStore):
         del room
 
     def staged_range(self) -> tuple[int, int]:
-        """Of the tokens in host memory, the first that is used on the device now, and the one after the last."""
-        if self.cpu_fraction is None:
-            return 0, self.host.num_tokens
-        assert isinstance(self.host, StreamedStore | QuantizedStore)
-        return self.host.staged_range()
+        """The tokens in host memory that are used on the device now, counted from the first of them."""
+        return (0, self.host.num_tokens) if self.cpu_fraction is None else self.host.staged_range()
 
     def read_staged(self) -> Pair:
-        """These tokens, on the device; once for each `stage`, because the next time is prepared from then on."""
-        if self.cpu_fraction is None:
+        if self.cpu_fraction is None or self.streamed is None:
             return self.host.read()
-        assert isinstance(self.host, StreamedStore | QuantizedStore)
         states = self.host.read_staged()
-        entries = self.host.packed if isinstance(self.host, QuantizedStore) else self.host
-        assert isinstance(entries, StreamedStore)
-        entries.stream_from(self.cpu_fraction.blocks(entries.num_blocks))
+        # Each use prepares the next one.
+        self.streamed.stream_from(self.cpu_fraction.blocks(self.streamed.num_blocks))
         return states
 
     def _room_for_staged(self, new_tokens: int) -> Pair | None:
         """Where codes that are streamed will be put together."""
-        if not isinstance(self.host, QuantizedStore) or self.host.held_bytes:
+        if not self.layout.is_quantized or self.held_bytes:
             return None
         start, end = self.staged_range()
-        more = self._leaving(self.device.num_tokens + new_tokens)
+        more = self.layout.after(self.num_tokens + new_tokens).host_tokens - self.host.num_tokens
         return self._scratch.lend_states(self.shape, end - start + more)
 
     @property
@@ -189,20 +169,25 @@ class SplitStore(LocalStore):
             return self.device.read()
         return self._put_together(self._scratch.lend_states(self.shape, self.num_tokens))
 
+    def read_from(self, start: int) -> Pair:
+        first = self.first_tokens
+        recent = self.device.read_range(first, self.device.num_tokens)
+        on_host = self.host.read_from(start - first)
+        keys, values = (torch.cat([old.to(new.device), new], dim=2) for old, new in zip(on_host, recent, strict=True))
+        return keys, values
+
     def whole_parts(self) -> dict[str, WholePart]:
         parts = self.host.whole_parts()
-        name = self._name_of_states
+        name = "full" if "packed" in parts else "states"  # of the part with the tokens on the device
         on_host = parts[name].form
         num_tokens = self.device.num_tokens + on_host.num_tokens
         return parts | {name: WholePart(num_tokens, on_host, False, lambda: self._whole(on_host, num_tokens))}
 
     def take_parts(self, parts: Mapping[str, BufferedStore]) -> None:
-        states = parts[self._name_of_states]
-        first = min(self._first_tokens, states.num_tokens)
-        middle = self._leaving(states.num_tokens)
-        if isinstance(self.host, QuantizedStore) and parts["packed"].num_tokens:
-            # After quantized blocks come tokens that are not, as when they were quantized.
-            middle = max(middle, min(self.host.sink_tokens + RECENT_TOKENS, states.num_tokens - first))
+        states, quantized = (parts["full"], parts["packed"].num_tokens) if "packed" in parts else (parts["states"], 0)
+        self.layout = self.layout.holding(states.num_tokens, quantized)
+        first = min(self.layout.first_tokens, states.num_tokens)
+        middle = self.layout.host_tokens - quantized * GRANULE
         self.device.extend_from(states, 0, first)
         if isinstance(self.host, QuantizedStore):
             full = HostStore.like(states, middle)
@@ -217,31 +202,18 @@ class SplitStore(LocalStore):
         return *self.device.buffers(), *self.host.buffers()
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        on_host = self.planned_host_tokens(lengths)
+        on_host = [each.host_tokens for each in self.layout.growing(lengths)]
         yield from self.device.planned_bytes([each - middle for each, middle in zip(lengths, on_host, strict=True)])
         yield from self.host.planned_bytes(on_host)
 
-    def planned_host_tokens(self, lengths: Sequence[int]) -> list[int]:
-        """How many tokens would be in host memory once this empty store had grown to each of `lengths`."""
-        on_host = [0]
-        for length in lengths:
-            on_host.append(on_host[-1] + self._leaving(length - on_host[-1]))
-        return on_host[1:]
-
     def truncate(self, num_tokens: int) -> None:
-        middle = self.host.num_tokens
-        if num_tokens >= self.first_tokens + middle:
-            self.device.truncate(num_tokens - middle)
-        else:
-            first = min(num_tokens, self.first_tokens)
-            with self._changing():
-                self.host.truncate(num_tokens - first)
-                self.device.truncate(first)
+        layout = self.layout.cropped(num_tokens)
+        with self._changing():
+            if layout.host_tokens < self.host.num_tokens:
+                self.host.truncate(layout.host_tokens)
+            self.device.truncate(num_tokens - layout.host_tokens)
+            self.layout = layout
         self._set_length(num_tokens)
-
-    def tokens_on_host(self, num_tokens: int) -> int:
-        """Of the first `num_tokens`, those in host memory."""
-        return min(self.host.num_tokens, num_tokens - min(num_tokens, self.first_tokens))
 
     def select_batch(self, indices: torch.Tensor) -> None:
         with self._changing():
@@ -259,19 +231,6 @@ class SplitStore(LocalStore):
         self.host.close()
         self._scratch.release()
 
-    @property
-    def _name_of_states(self) -> str:
-        """Of the part that the tokens on the device belong to."""
-        return "full" if isinstance(self.host, QuantizedStore) else "states"
-
-    def _leaving(self, on_device: int) -> int:
-        """How many of so many tokens on the device have to leave it."""
-        too_many = on_device - self._device_tokens
-        if too_many <= 0:
-            return 0
-        at_once = max(1, int((self._device_tokens - self._first_tokens) * _LEAVING_AT_ONCE) // GRANULE) * GRANULE
-        return -(-too_many // at_once) * at_once
-
     def _add(
         self, keys: torch.Tensor, values: torch.Tensor, add_to_host: _AddToHost, in_any_case: bool = False
     ) -> Pair | None:
@@ -280,24 +239,25 @@ class SplitStore(LocalStore):
 
         The host is told `in_any_case`, also where nothing goes there.
         """
-        new_tokens, held = keys.shape[2], self.device.num_tokens
-        count = self._make_room(new_tokens)
-        if not count and not in_any_case:
+        new_tokens = keys.shape[2]
+        layout = self._make_room(new_tokens)
+        if layout is self.layout and not in_any_case:
             self.device.extend(keys, values)
             self._set_length(self.num_tokens + new_tokens)
             return None
-        first, missing = self.first_tokens, min(self._first_tokens - self.first_tokens, new_tokens)
+        before, held = self.host.num_tokens, self.device.num_tokens
+        count = layout.host_tokens - before
+        first, missing = self.first_tokens, min(layout.first_tokens - self.first_tokens, new_tokens)
         leaving = [
             JoinedStates(old[:, :, first:], new[:, :, missing:])[:count]
             for old, new in zip(self.device.read(), (keys, values), strict=True)
         ]
         if count <= held - first:  # they may be on their way for a while, and others will take their places
             leaving = [states.clone() for states in leaving]
-        before = self.host.num_tokens
         try:
             middle = add_to_host(leaving[0], leaving[1])
         except BaseException:
-            has_quantized = isinstance(self.host, QuantizedStore) and self.host.num_tokens != before
+            has_quantized = self.layout.is_quantized and self.host.num_tokens != before
             if has_quantized or not self.host.is_intact:
                 self._is_changing = True  # what was quantized on the way is not taken back
             else:
@@ -310,32 +270,34 @@ class SplitStore(LocalStore):
                 self.device.remove(first, first + from_device)
             for start, end in ((0, missing), (missing + skipped, new_tokens)) if skipped else ((0, new_tokens),):
                 self.device.extend(keys[:, :, start:end], values[:, :, start:end])
+            self.layout = layout
             self._set_length(self.num_tokens + new_tokens)
         return middle
 
-    def _make_room(self, new_tokens: int) -> int:
+    def _make_room(self, new_tokens: int) -> Layout:
         """
         Let the device have capacity for what stays there; where it has none fewer tokens stay, from now on.
 
         Returns:
-            How many tokens have to leave it.
+            The layout with the new tokens.
         """
-        on_device = self.device.num_tokens + new_tokens
+        num_tokens = self.num_tokens + new_tokens
         while True:
-            count = self._leaving(on_device)
+            layout = self.layout.after(num_tokens)
             try:
-                self.device.reserve(on_device - count)
-                return count
+                self.device.reserve(num_tokens - layout.host_tokens)
+                return layout
             except torch.OutOfMemoryError:
-                fewer = max(self.device.capacity, self._device_tokens // 2) // GRANULE * GRANULE
-                if not self._first_tokens + GRANULE <= fewer < self._device_tokens:
+                device_tokens = self.layout.device_tokens
+                fewer = max(self.device.capacity, device_tokens // 2) // GRANULE * GRANULE
+                if not self.layout.first_tokens + GRANULE <= fewer < device_tokens:
                     raise
                 warnings.warn(
                     f"The device ran out of memory: of some layers it keeps {fewer:,} tokens from now on, not "
-                    f"{self._device_tokens:,}. Use fewer device_tokens, or a smaller prefill_chunk_size in generate.",
+                    f"{device_tokens:,}. Use fewer device_tokens, or a smaller prefill_chunk_size in generate.",
                     stacklevel=2,
                 )
-                self._device_tokens = fewer
+                self.layout = replace(self.layout, device_tokens=fewer)
                 reason = "the device has no memory for more"
                 self._stats.note_decision(self.num_tokens, "device_tokens", fewer, reason)
 

@@ -173,7 +173,7 @@ class Staging:
         """Note whether the past of `store` is here, or on its way, now that it is needed."""
         slot = self._slot_of(store)
         if slot is None or not slot.holds_past_of(store):
-            self.stats.waits += store.num_tokens > 0
+            self.stats.prefetch_misses += store.num_tokens > 0
         elif store.num_tokens > 0 and not store.resident:
             self.stats.prefetch_hits += 1
 

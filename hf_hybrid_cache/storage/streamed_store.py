@@ -72,13 +72,16 @@ class StreamedStore(HostStore):
         self.copies = HostCopies(self.staging.streams)
         weakref.finalize(self, _end_copies, self.copies).atexit = False
 
+    @property
+    def streamed(self) -> "StreamedStore":
+        return self
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         self.streamed_from = 0
         self.stage(keys, values)
         return self.read_staged()
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states, and let those from `streamed_from` on be on their way to the device, for `read_staged`."""
         self._retried_with_less_on_device(lambda: self._stage(keys, values))
 
     def _stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -125,11 +128,9 @@ class StreamedStore(HostStore):
         self.streamed_from = block * self.keys.row_entries
 
     def staged_range(self) -> tuple[int, int]:
-        """The first token that is streamed, and the one after the last."""
         return self.streamed_from, self.num_tokens
 
     def read_staged(self) -> Pair:
-        """These tokens, brought to the compute device if they are not there."""
         if self._arriving:
             self.wait_for_copies()
         start, end = self.staged_range()

@@ -98,7 +98,7 @@ class Covered:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it stacks the matrices of several experts."""
+        """Whether the parameter stacks the matrices of several experts."""
         return self.parameter.dim() == 3
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:

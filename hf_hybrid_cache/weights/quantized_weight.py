@@ -70,7 +70,7 @@ class QuantizedWeight(torch.Tensor):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is a stack of matrices."""
+        """Whether the weight is a stack of matrices."""
         return self.which is None
 
     def transposed(self) -> "QuantizedWeight":

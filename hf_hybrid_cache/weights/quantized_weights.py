@@ -141,14 +141,16 @@ def _hold_originals(pairs: list[tuple[Covered, QuantizedWeight]]) -> None:
 
 def quantization_bar(num_weights: int, bits: int | None) -> Any:
     """
-    A progress bar, visible only where quantizing takes long and transformers' progress bars are on.
+    A progress bar on a terminal or in a notebook, where quantizing takes long and transformers' progress bars are on.
 
     Args:
         num_weights: number of weights that will be quantized.
         bits: of a code; `None` for no bar.
     """
     text = f"Weights in {bits} bits"
-    return logging.tqdm(total=num_weights, desc=text, delay=_WORTH_A_BAR, leave=False, disable=bits is None)
+    return logging.tqdm(
+        total=num_weights, desc=text, delay=_WORTH_A_BAR, leave=False, disable=True if bits is None else None
+    )
 
 
 def require_own_weights(model: PreTrainedModel, then: str) -> None:

@@ -13,7 +13,7 @@ from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
 from hf_hybrid_cache.planning import default_chunk
 
-NEW_TOKENS = 20  # what transformers generates where nothing says how many
+NEW_TOKENS = 20  # transformers' default
 INSTEAD = "or call generate without custom_generate."
 
 
@@ -47,7 +47,7 @@ def generate(
     """
 
     def option(name: str) -> Any:
-        """As `generate` takes it: from its arguments, its generation config, or the model's."""
+        """Return an option as `generate` does: from its arguments, its generation config, or the model's."""
         given = (kwargs.get(name), getattr(generation_config, name, None), getattr(model.generation_config, name, None))
         return next((value for value in given if value is not None), None)
 
@@ -92,7 +92,7 @@ def generate(
 
 
 def _device_of(model: Any, gpu_memory: int | str | None) -> tuple[torch.device, int | str | None]:
-    """Where the model is, and its memory as `for_budget` takes it."""
+    """Return the device of the model, and its memory as `for_budget` takes it."""
     devices = {weight.device for weight in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
     if not devices:
         return torch.device("cpu"), 0

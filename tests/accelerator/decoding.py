@@ -1,4 +1,4 @@
-"""Generation on a device, and what is noted meanwhile."""
+"""Generation on a device with observations at each token."""
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -13,7 +13,7 @@ def decode(model, ids: torch.Tensor, cache, **options):
 
 
 class Watcher(BaseStreamer):
-    """Notes what `observe` says; first for the prompt, then for every token. At the end `finish` is called."""
+    """Calls `observe` after the prompt and after every token, and `finish` at the end."""
 
     def __init__(self, observe, finish=lambda: None):
         self.observe, self.finish = observe, finish

@@ -1,4 +1,4 @@
-"""The orders in which work of the accelerator runs that programs leave open."""
+"""The orders in which an accelerator may run work that programs leave unordered."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,21 +20,21 @@ CONFIG = LlamaConfig(
 
 
 def in_order(name: str, seed: int = 0) -> AbstractContextManager[None]:
-    """Let streams run so; at the end all have, and nothing has used memory that was no longer its own."""
+    """Run streams in this order; at the end wait for them, and check that none has used freed memory."""
     return simulated.schedule(name, seed) if IS_SIMULATED else nullcontext()
 
 
 def states(num_tokens: int, seed: int, batch: int = 1) -> torch.Tensor:
-    """In page-locked memory."""
+    """Return random states in page-locked memory."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, NUM_KV_HEADS, num_tokens, HEAD_DIM, generator=generator).pin_memory()
 
 
 def sent(tensor: torch.Tensor) -> torch.Tensor:
-    """On the device, once the computation comes to it."""
+    """Copy a tensor to the device in the order of the current stream."""
     return tensor.to(DEVICE, non_blocking=True)
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, as it is when the computation comes to it; to be looked at after `torch.accelerator.synchronize`."""
+    """Copy a tensor to the host in the order of the current stream; read it after `torch.accelerator.synchronize`."""
     return tensor.to("cpu", non_blocking=True)

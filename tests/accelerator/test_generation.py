@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from groups import Group
-from quantized_reference import quantized_reference
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HybridCache, Placement, QuantizedHybridCache, minmax
@@ -16,8 +14,10 @@ from hf_hybrid_cache.cache_argument import cache_argument
 import simulated
 from accelerator.decoding import Watcher, decode
 from accelerator.orders import DEVICE, ORDERS, in_order
-from caches import CACHES, stock
-from tiny_models import FAMILIES, VOCAB_SIZE, llama, random_prompt, tiny_model
+from common.caches import CACHES, stock
+from common.quantized_reference import quantized_reference
+from models.tiny_models import FAMILIES, VOCAB_SIZE, llama, random_prompt, tiny_model
+from processes.groups import Group
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_frequencies_that_a_model_replaces_on_the_device_go_to_the_cpu():
 
 
 def generate_together(bits: int | None, device: str, simulator: Path) -> list[list[int]]:
-    """In a process of a group: a model on the device, whose keys and values are shared out."""
+    """Generate in one process of a group, with the model on a device and its keys and values divided."""
     if device == "sim":
         simulated.load(simulator)
     model = copy.deepcopy(tiny_model("llama")).to(device)
@@ -195,5 +195,5 @@ def test_processes_share_the_cache_of_a_model_on_the_device(bits: int | None, py
     alone = model.generate(
         random_prompt(1, 300).to(DEVICE), **cache_argument(stock(model.config)), max_new_tokens=20, do_sample=False
     )
-    # Of a random model, the codes of 8 bits change some tokens.
+    # With a random model, codes of 8 bits change some tokens.
     assert bits is not None or together[0] == alone.tolist()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
 
 from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, move_experts_to_host
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -16,8 +15,9 @@ from hf_hybrid_cache.weights.quantized_weight import QuantizedWeight
 import simulated
 from accelerator.decoding import decode
 from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order
-from caches import stock
-from tiny_models import random_prompt
+from common.caches import stock
+from models.expert_models import EXPERT_FAMILIES, NUM_EXPERTS, expert_model
+from models.tiny_models import random_prompt
 
 CACHES = {"dynamic": DynamicHybridCache, "offloaded": OffloadedHybridCache, "quantized": QuantizedHybridCache}
 
@@ -157,7 +157,7 @@ def test_with_popular_experts_on_the_device_a_model_computes_the_same(family, bi
         assert len(hot.held(torch.device(DEVICE, 0))) == 2
 
 
-def test_the_experts_that_most_tokens_chose_stay_on_the_device_and_others_follow_them():
+def test_hot_experts_when_choices_change_then_are_replaced_on_the_device():
     model = expert_model("mixtral")
     move_experts_to_host(model, device_experts=2)
     model.to(DEVICE)
@@ -182,7 +182,7 @@ def test_the_experts_that_most_tokens_chose_stay_on_the_device_and_others_follow
 
 
 @pytest.mark.skipif(not IS_SIMULATED, reason="memory is limited on the simulated accelerator")
-def test_where_the_device_has_no_room_for_popular_experts_they_are_computed_on_the_cpu_and_a_warning_says_so():
+def test_hot_experts_when_device_is_full_then_run_on_cpu_with_warning():
     model = expert_model("mixtral")
     move_experts_to_host(model, device_experts=6)
     ids = random_prompt(1, 100)

@@ -1,4 +1,4 @@
-"""Every way to generate, with every cache, for a model on an accelerator: what transformers' own cache gives there."""
+"""Every way to generate, with every cache, gives what transformers' own cache gives, for a model on an accelerator."""
 
 import copy
 import functools
@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from accelerator.orders import DEVICE, IS_SIMULATED, ORDERS, in_order
-from caches import CACHES, QUANTIZED, QUANTIZED_OWN_ATTENTION, SPLIT, stock
-from modes import FOR_QUANTIZED_BLOCKS, MODES, Result
-from slow import slow_but
-from tiny_models import tiny_model
+from common.caches import CACHES, QUANTIZED, QUANTIZED_OWN_ATTENTION, SPLIT, stock
+from common.modes import FOR_QUANTIZED_BLOCKS, MODES, Result
+from common.slow import slow_but
+from models.tiny_models import tiny_model
 
 # torch does not copy memory of the simulated accelerator from Python, as these do.
 COPIED = {"assistant", "copied_prefix"} if IS_SIMULATED else set()

@@ -12,7 +12,7 @@ from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCach
 from hf_hybrid_cache.storage import InitialCapacity
 
 from accelerator.orders import CONFIG, HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, ORDERS, in_order, kept, sent
-from test_stateful import CacheMachine, run
+from operations.test_stateful import CacheMachine, run
 
 
 def growing(*args, **options) -> HybridCache:
@@ -34,7 +34,7 @@ VARIANTS = {
 
 
 class AcceleratorMachine(CacheMachine):
-    """What attention is given is looked at in the end, so that looking orders nothing."""
+    """A machine that compares states only at the end, so that comparing does not order the work."""
 
     order: str
 
@@ -64,7 +64,7 @@ class AcceleratorMachine(CacheMachine):
             self.given.append((kept(self.ours.layers[layer].keys), self.stock.layers[layer].keys))
 
     def holds_the_same_after_each_step(self) -> None:
-        """Not on a device."""
+        """Skip the comparison, which would order the work of the device."""
 
     def teardown(self) -> None:
         if not hasattr(self, "running"):
@@ -86,5 +86,5 @@ class AcceleratorMachine(CacheMachine):
 @pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_any_sequence_of_operations_gives_attention_what_dynamic_cache_gives(variant: str, order: str):
+def test_cache_on_accelerator_when_any_operations_then_as_dynamic_cache(variant: str, order: str):
     run(AcceleratorMachine, variant, order=order)

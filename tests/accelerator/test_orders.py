@@ -51,7 +51,7 @@ def make_cache(name: str, host_tokens: int = 131_072) -> HybridCache:
 
 
 def fill(cache: HybridCache | DynamicCache, steps: tuple[int, ...], on_device: bool = True) -> list[torch.Tensor]:
-    """What attention is given, of all layers and steps; on the device to be looked at later."""
+    """Return the tensors that attention gets in all layers and steps; those on the device are compared later."""
     given = []
     for step, num_tokens in enumerate(steps):
         for layer in range(NUM_LAYERS):
@@ -78,7 +78,7 @@ def test_attention_is_given_what_dynamic_cache_would_give(placement: str, host_t
 @pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_cache_dropped_with_copies_under_way_harms_nobody(placement: str, is_copy: bool, order: str):
-    """Its memory on the host is unmapped, that on the device is somebody else's."""
+    """The cache's host memory is unmapped, and its device memory belongs to other tensors."""
     with in_order(order):
         for _ in range(3):
             cache = make_cache(placement)
@@ -95,7 +95,7 @@ def test_a_cache_dropped_with_copies_under_way_harms_nobody(placement: str, is_c
 
 
 def test_a_copy_of_a_cache_has_streams_of_its_own():
-    """What `with stream` restores may be kept on the stream: of two threads in it one would stay on it."""
+    """PyTorch may store on the stream the state that `with stream` restores, which two threads would mix up."""
     cache = make_cache("prefetch")
     fill(cache, (70,))
     all_streams = [each.layers[0].store.staging.streams for each in (cache, copy.deepcopy(cache))]
@@ -147,7 +147,7 @@ def test_a_cache_and_its_copy_are_filled_by_two_threads(order: str):
 
 
 @all_orders
-def test_what_another_layer_took_the_slot_of_is_fetched_after_it_was_saved(order: str):
+def test_layer_when_its_slot_was_taken_then_is_fetched_after_its_save(order: str):
     """Asking for an empty layer takes a slot without a copy that would wait for the one that is under way."""
     with in_order(order):
         stores = make_stores(3, prefetch_layers=1)
@@ -164,7 +164,7 @@ def test_what_another_layer_took_the_slot_of_is_fetched_after_it_was_saved(order
 @all_orders
 @pytest.mark.parametrize("direction", ["to the device", "to the host"])
 def test_a_slot_dropped_with_a_copy_under_way_harms_nobody(direction: str, order: str):
-    """Its memory belongs to the computation again at once."""
+    """The slot's memory is free for computation at once."""
     with in_order(order):
         shape = KVShape.of(sent(states(1, 0)), sent(states(1, 0)))
         streams = AcceleratorStreams(shape.device)
@@ -222,7 +222,7 @@ def test_without_streams_the_host_waits_for_copies(order: str, monkeypatch: pyte
 @all_orders
 @needs_simulation
 def test_a_device_without_room_for_resident_layers_streams_them(order: str):
-    layer_bytes = 2 * states(768, 0, batch=2).nbytes  # what 500 tokens grow to
+    layer_bytes = 2 * states(768, 0, batch=2).nbytes  # the capacity for 500 tokens
     cache = OffloadedHybridCache(CONFIG, resident_layers=NUM_LAYERS, cpu_decode=False)
     steps = (100,) * 5
     with in_order(order), simulated.memory_limit(simulated.memory_allocated() + 7 * layer_bytes // 2):

@@ -14,7 +14,7 @@ from hf_hybrid_cache import DynamicHybridCache, OffloadedHybridCache, QuantizedH
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from accelerator.orders import DEVICE, ORDERS, in_order
-from tiny_models import random_prompt, tiny_model
+from models.tiny_models import random_prompt, tiny_model
 
 CACHES: dict[str, Callable[..., Cache]] = {
     "dynamic": DynamicHybridCache,
@@ -51,7 +51,7 @@ def test_layers_on_two_devices_keep_their_states_there(make: Callable, skip_keys
     plain = tiny_model("llama")
     expected = generated(plain, DynamicCache(config=plain.config))
     model = copy.deepcopy(plain)
-    # What `dispatch_model` does for two accelerators; "cpu" beside one would be weights that wait there.
+    # `dispatch_model` does this for two accelerators; it would let the weights of "cpu" wait there for one accelerator.
     attach_align_device_hook_on_blocks(
         model, PLACES | {"": DEVICE}, offload=dict.fromkeys(PLACES, False), skip_keys=skip_keys
     )

@@ -17,12 +17,12 @@ from hf_hybrid_cache.storage import SplitStore, cpu_fraction
 
 from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order
-from tiny_models import random_prompt, tiny_model
+from models.tiny_models import random_prompt, tiny_model
 
 
 @pytest.fixture
 def cache_and_step():
-    """A cache with tokens in both places, and a decode step with it."""
+    """Yield a cache with tokens in both places, and a function that runs a decode step."""
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = OffloadedHybridCache(model.config, device_tokens=128, cpu_decode=True)
     with torch.no_grad(), in_order(ORDERS[-1]):
@@ -89,7 +89,9 @@ def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("last", "direction"), [("cpu", -1), ("device", 1)])
-def test_whichever_ends_last_gets_fewer_tokens(last: str, direction: int, request, monkeypatch: pytest.MonkeyPatch):
+def test_cpu_fraction_when_a_side_ends_last_then_it_gets_fewer_tokens(
+    last: str, direction: int, request, monkeypatch: pytest.MonkeyPatch
+):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = OffloadedHybridCache(model.config, cpu_decode="auto")
     for name, number in (("_NOT_COUNTED", 4), ("_COUNTED", 12)):

@@ -1,14 +1,15 @@
-"""How channels are channel-scaled: what it does to the error of attention, and that it is sound for any states."""
+"""Channel scaling: its effect on the error of attention, and its soundness for any states."""
 
 import math
 
 import pytest
 import torch
-from channel_scaled import random_factors, random_rotation_matrix
 
 from hf_hybrid_cache import minmax
 from hf_hybrid_cache.codecs import ChannelScaling, MinMaxCodec
 from hf_hybrid_cache.codecs.channel_scaling import factors_for_keys, rotation_matrix_for_values
+
+from common.channel_scaled import random_factors, random_rotation_matrix
 
 TOKENS = 1024
 
@@ -25,7 +26,7 @@ def keys_and_queries(dim: int, spread: float, seed: int, bias: float = 0.0) -> t
 
 
 def score_error(codec: MinMaxCodec, keys: torch.Tensor, queries: torch.Tensor) -> float:
-    """Mean square of the error of q·k."""
+    """Return the mean square of the error of q·k."""
     decoded = torch.empty_like(keys)
     codec.decode(codec.encode(keys), decoded)
     return float(((decoded - keys).double() @ queries.double().mT).square().mean())
@@ -44,7 +45,7 @@ def fitted(bits: int, states: torch.Tensor, queries: torch.Tensor | None, role: 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.5])
 @pytest.mark.parametrize("bias", [0.0, 10.0])
-def test_scores_of_balanced_keys_are_as_good_as_those_of_keys_that_are_rotated_or_are_not(
+def test_scores_when_keys_are_scaled_then_are_as_good_as_rotated_or_plain(
     bits: int, dim: int, spread: float, bias: float
 ):
     keys, queries = keys_and_queries(dim, spread, seed=dim, bias=bias)
@@ -63,7 +64,7 @@ def test_where_channels_of_keys_and_queries_differ_they_are_much_better():
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("sigma", [0.5, 2.0])
-def test_scales_of_the_keys_channels_change_nothing_if_the_queries_have_their_inverses(bits: int, sigma: float):
+def test_key_channel_scales_when_queries_have_inverses_then_change_nothing(bits: int, sigma: float):
     keys, queries = keys_and_queries(64, 0.5, seed=1)
     scales = torch.exp(sigma * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(2)))
     errors = [
@@ -90,7 +91,7 @@ def test_a_single_query_is_no_worse_a_guide_than_none_at_all():
 
 def output_error(bits: int, values: torch.Tensor, mixture: torch.Tensor | None) -> float:
     """
-    Of codes of values, or of mixtures of them.
+    Return the mean square of the error of values, quantized themselves or as mixtures.
 
     Mean square of the error of the values themselves: a projection takes a mixture apart again.
     """
@@ -113,7 +114,7 @@ def test_mixtures_of_values_lose_little_more_than_the_values(bits: int, dim: int
     assert output_error(bits, values, (axes[0] * scales) @ axes[1]) < 2.2 * output_error(bits, values, None)
 
 
-def test_values_are_mixed_only_where_it_pays_and_where_there_are_enough_tokens_to_tell():
+def test_values_when_gain_or_tokens_are_few_then_are_not_mixed():
     values = torch.randn(2, 3, 640, 64, generator=torch.Generator().manual_seed(0))
     assert rotation_matrix_for_values(values) is None
     uneven = values * torch.logspace(-1, 1, 64)
@@ -148,7 +149,7 @@ def test_any_finite_states_give_finite_weights_whose_inverse_is_finite(scale: fl
 @pytest.mark.parametrize("role", ["keys", "values"])
 @pytest.mark.parametrize("dim", [64, 80, 24])
 def test_balanced_records_are_the_same_on_a_processor_and_an_accelerator(role: str, dim: int, dtype: torch.dtype):
-    """Up to rounding, by operations of torch in the place of the kernels."""
+    """The accelerator uses operations of torch instead of kernels, with other rounding errors."""
     given = torch.randn(2, 3, 192, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     channel_scaling = random_factors(3, dim, 1) if role == "keys" else random_rotation_matrix(3, dim, 1)
     codec = MinMaxCodec(8, 64, role == "keys", channel_scaling=channel_scaling)

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from channel_scaled import channel_scaled
 from contracts.codecs import CodecContract, random_states
 
 from hf_hybrid_cache import KVCodec, minmax, quanto
 from hf_hybrid_cache.codecs.minmax import MinMaxCodec
 from hf_hybrid_cache.codecs.torch_quantization import dequantize_by_torch, quantize_by_torch
+
+from common.channel_scaled import channel_scaled
 
 BITS = [8, 4, 2]
 
@@ -54,7 +55,7 @@ class TestRotatedOf2Bits(TestOf2Bits):
 
 class TestBalanced(CodecContract):
     error = 0.02
-    dims = (16,)  # of which it was channel-scaled
+    dims = (16,)  # the head_dim that it was scaled for
 
     def make(self) -> KVCodec:
         return channel_scaled(minmax(8), num_kv_heads=3, key_dim=16, value_dim=16)

@@ -1,4 +1,4 @@
-"""What every buffer, store and codec must do: a test of a new one inherits a class, and says how to make one."""
+"""The contracts of buffers, stores and codecs: a test of a new one inherits a class, and says how to make one."""
 
 import pytest
 

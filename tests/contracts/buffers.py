@@ -1,4 +1,4 @@
-"""What every buffer of tokens must do."""
+"""The contract of every buffer of tokens."""
 
 from abc import ABC, abstractmethod
 
@@ -33,7 +33,7 @@ class BufferContract(ABC):
 
     @abstractmethod
     def make(self) -> TokenBuffer:
-        """Of float32 states of `SHAPE`."""
+        """Make an empty buffer for float32 states of `SHAPE`."""
 
     def filled(self, states: torch.Tensor) -> TokenBuffer:
         buffer = self.make()
@@ -42,7 +42,7 @@ class BufferContract(ABC):
         return buffer
 
     @pytest.mark.parametrize("num_tokens", LENGTHS)
-    def test_what_is_written_in_pieces_is_read_as_one(self, num_tokens: int):
+    def test_buffer_when_written_in_pieces_then_reads_as_one(self, num_tokens: int):
         states, buffer = random_states(num_tokens), self.make()
         start = 0
         for end in [*(length for length in LENGTHS if length < num_tokens), num_tokens]:
@@ -86,7 +86,7 @@ class BufferContract(ABC):
         selected.ensure(400, keep=300)
         assert torch.equal(selected.read(300), states[indices])
 
-    def test_a_duplicate_is_independent(self):
+    def test_duplicated_buffer_when_written_then_original_stays(self):
         states = random_states(300)
         buffer = self.filled(states)
         twin = buffer.duplicate(200)

@@ -1,4 +1,4 @@
-"""What every codec of keys and values must do."""
+"""The contract of every codec of keys and values."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ def random_states(dim: int = 64, tokens: int = 3 * BLOCK, dtype: torch.dtype = t
 
 
 def read(codec: Codec, states: torch.Tensor) -> torch.Tensor:
-    """What is left of `states`."""
+    """Encode and decode `states`."""
     decoded = torch.full_like(states, torch.nan)
     codec.decode(codec.encode(states), decoded)
     return decoded
@@ -38,7 +38,7 @@ class CodecContract(ABC):
 
     @abstractmethod
     def make(self) -> KVCodec:
-        """That has been fitted, if it needs to be."""
+        """Make a codec that is fitted, if it needs to be."""
 
     @pytest.fixture(params=["keys", "values"])
     def codec(self, request: pytest.FixtureRequest) -> Codec:
@@ -68,7 +68,7 @@ class CodecContract(ABC):
         codec.decode(packed[1:, :, 1:2], one)
         assert torch.equal(one, decoded[1:, :, BLOCK : 2 * BLOCK])
 
-    def test_other_heads_change_nothing_for_a_head(self, codec: Codec):
+    def test_codec_when_other_heads_change_then_a_heads_codes_stay(self, codec: Codec):
         states = random_states(self.dims[0])
         others = states.clone()
         others[:, :2] *= -3
@@ -83,7 +83,7 @@ class CodecContract(ABC):
         assert torch.equal(target, read(codec, states))
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-    def test_what_is_not_finite_is_refused(self, codec: Codec, bad: float):
+    def test_codec_when_states_are_not_finite_then_refuses(self, codec: Codec, bad: float):
         states = random_states(self.dims[0])
         states[1, 2, 77, 5] = bad
         with pytest.raises(ValueError, match="infinite, not a number"):

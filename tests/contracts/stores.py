@@ -1,4 +1,4 @@
-"""What every store of a layer's keys and values must do, beside transformers' own layer."""
+"""The contract of every store of a layer's keys and values, beside transformers' own layer."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -7,19 +7,19 @@ from typing import ClassVar
 
 import pytest
 import torch
-from quantized_reference import QuantizedDynamicLayer
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement
 from hf_hybrid_cache.storage import KVShape, KVStore
 
-from interruptions import Interruption
+from common.interruptions import Interruption
+from common.quantized_reference import QuantizedDynamicLayer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 BATCH, NUM_KV_HEADS, KEY_DIM, VALUE_DIM = 2, 3, 16, 24
 PIECES = [[1], [63], [64], [65], [130, 1, 1], [5, 300, 1], [1] * 70, [257, 64, 63, 1]]
-# Of which some end in the middle of a block.
+# Lengths that are left; some end in the middle of a block.
 LEFT = [0, 1, 63, 64, 65, 128, 200, 299, 300]
 CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=8)
 
@@ -46,22 +46,22 @@ class StoreContract(ABC):
 
     @abstractmethod
     def in_memory(self, store: KVStore) -> Pair:
-        """All keys and all values, `[batch, num_kv_heads, tokens, head_dim]`, out of the buffers of the store."""
+        """Return all keys and values, `[batch, num_kv_heads, tokens, head_dim]`, from the buffers of the store."""
 
     def cache(self) -> HybridCache:
-        """Whose only layer is kept so."""
+        """Make a cache whose only layer has such a store."""
         return HybridCache(CONFIG, self.placement, codec=self.codec)
 
     def make(self) -> KVStore:
-        """Empty."""
+        """Make an empty store."""
         return self.cache()._stores.make(0, 0, KVShape.of(*random_states(1)))
 
     def reference(self) -> DynamicLayer:
-        """Empty, and plain."""
+        """Make an empty layer of transformers' own as a reference."""
         return DynamicLayer() if self.codec is None else QuantizedDynamicLayer(self.codec, self.placement.device_tokens)
 
     def both(self, pieces: Sequence[int] = (300,)) -> tuple[KVStore, DynamicLayer]:
-        """With so many tokens, which came in pieces."""
+        """Make a store and its reference with so many tokens, added in pieces."""
         store, reference = self.make(), self.reference()
         for seed, count in enumerate(pieces):
             states = random_states(count, seed)
@@ -117,7 +117,7 @@ class StoreContract(ABC):
         reference.update(*more)
         self.assert_same(store, reference)
 
-    def test_a_copy_goes_its_own_way(self):
+    def test_copied_store_when_changed_then_original_stays(self):
         store, reference = self.both()
         twin, twin_reference = copy.deepcopy(store), copy.deepcopy(reference)
         store.truncate(100)
@@ -130,7 +130,7 @@ class StoreContract(ABC):
         self.assert_same(twin, twin_reference)
 
     @pytest.mark.parametrize("num_tokens", [1, 65, 300])
-    def test_another_store_takes_over_what_is_stored(self, num_tokens: int):
+    def test_store_when_made_from_another_then_has_its_states(self, num_tokens: int):
         store, reference = self.both([num_tokens])
         other = self.make()
         other.take_from(store)
@@ -154,7 +154,7 @@ class StoreContract(ABC):
         # Room for the tokens of a quantized layer that stay in full precision is planned whole.
         assert planned == held if self.codec is None or lengths[-1] >= 300 else planned >= held
 
-    def test_every_change_counts_and_reading_is_none(self):
+    def test_store_version_when_changed_then_counts_but_not_reads(self):
         store, _ = self.both()
         versions = [store.version]
         for change in (
@@ -182,7 +182,7 @@ class StoreContract(ABC):
         self.assert_same(store, reference)
 
     @pytest.mark.parametrize("operation", ["append", "truncate", "select_batch"])
-    def test_ended_at_any_line_it_is_as_before_or_after_or_not_intact(self, operation: str):
+    def test_store_when_interrupted_anywhere_then_is_whole_or_says_not(self, operation: str):
         arguments = {
             "append": random_states(140, 1),
             "truncate": (100,),

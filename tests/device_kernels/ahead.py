@@ -15,7 +15,7 @@ from hf_hybrid_cache.device_kernels.quantized_attention import attend_kernel, ty
 from hf_hybrid_cache.device_kernels.splits import OPTIONS, shape_arguments
 from hf_hybrid_cache.kernels import PackedLayout
 
-# By bits, head_dim of keys and values, rows, the kind of mask and the type of the states.
+# Each case: bits, head_dim of keys and values, rows, the kind of mask and the type of the states.
 CASES = [
     ((4, 4), (64, 64), 4, "none", torch.bfloat16),
     ((8, 2), (128, 128), 32, "bias", torch.float16),
@@ -23,7 +23,7 @@ CASES = [
     ((8, 8), (256, 256), 32, "none", torch.float32),
     ((8, 8), (256, 256), 32, "bias", torch.bfloat16),
 ]
-# By head_dim of values, whether results are mapped, and their type.
+# Each case: head_dim of values, whether results are mapped, and their type.
 MERGED = [
     (64, True, torch.bfloat16),
     (80, True, torch.float16),
@@ -35,7 +35,7 @@ _STRIDES = ("batch", "head", "token", "block", "row", "query")
 
 
 def attention(capability: int, case: Any) -> dict[str, int]:
-    """Bytes of memory that a program shares between its threads."""
+    """Compile the attention kernel; return the bytes of shared memory that a program takes."""
     bits, dims, rows, mask, dtype = case
     layouts = PackedLayout.of_keys(bits[0], dims[0], 64, True), PackedLayout.of_values(bits[1], dims[1], 64, True)
     of_codes, of_states = types_of_products(dtype)
@@ -52,7 +52,7 @@ def attention(capability: int, case: Any) -> dict[str, int]:
 
 
 def merging(capability: int, case: Any) -> dict[str, int]:
-    """Likewise."""
+    """Compile the merging kernel; return the bytes of shared memory that a program takes."""
     value_dim, is_mapped, dtype = case
     pointers = {"outs": "*fp32", "lse": "*fp32", "result_map": "*fp32", "merged": f"*{_NAMES[dtype]}"}
     constants = {"VALUE_DIM": value_dim, "VALUE_TILE": triton.next_power_of_2(value_dim), "IS_MAPPED": is_mapped}
@@ -67,7 +67,7 @@ def compiled(
     options: dict[str, Any],
     strides: list[str],
 ) -> dict[str, int]:
-    """What a kernel takes; `types` are of arguments that are no whole numbers, and addresses are multiples of 16."""
+    """Compile a kernel; `types` are those of arguments that are not integers, and addresses are multiples of 16."""
     names = kernel.arg_names
     aligned = [name for name in names if types.get(name, "").startswith("*") or name in strides]
     source = ASTSource(

@@ -3,12 +3,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import interpreted
+from device_kernels import interpreted
 
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """Where Triton runs kernels: on a GPU, and without one on the CPU, where it interprets them."""
+    """The device on which Triton runs kernels: a GPU, or else the CPU, where it interprets them."""
     if (reason := interpreted.why_not()) is not None:
         pytest.skip(reason)
     with interpreted.told():

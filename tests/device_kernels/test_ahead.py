@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import interpreted
-from slow import combination
+from common.slow import combination
+from device_kernels import interpreted
 
 TESTS = Path(__file__).parent.parent
 # Bytes that the threads of a program may share (CUDA C++ Programming Guide, technical specifications by capability).
@@ -20,7 +20,7 @@ SHARED = {89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [each if each == 89 else combination(each) for each in SHARED])
 def test_the_kernel_compiles_and_fits_into_shared_memory(capability: int, tmp_path: Path):
-    # In a process of its own, where Triton does not interpret.
+    # A process of its own, where Triton does not interpret.
     environment = {name: value for name, value in os.environ.items() if name != interpreted.VARIABLE}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))}
     command = [sys.executable, "-m", "device_kernels.ahead", str(capability)]

@@ -1,12 +1,10 @@
-"""Caches whose codes are attended to on the device: what the model gets, what is held, and when states are needed."""
+"""Caches with attention to codes on the device: results, memory, and requests for the states."""
 
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from channel_scaled import channel_scaled
-from quantized_reference import quantized_reference
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_hybrid_cache.attention.quantized_attention as module
@@ -16,9 +14,11 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.device_kernels import runs_on
 from hf_hybrid_cache.layers import HybridLayer
 
-from lazy_streams import copy_late
-from slow import slow_but
-from tiny_models import llama, random_prompt, tiny_model
+from common.channel_scaled import channel_scaled
+from common.lazy_streams import copy_late
+from common.quantized_reference import quantized_reference
+from common.slow import slow_but
+from models.tiny_models import llama, random_prompt, tiny_model
 
 PLACES = {"resident": {}, "streamed": {"offload": True}}
 # One below a block's end after the first tokens and those that stay in full precision.
@@ -27,7 +27,7 @@ PROMPT = 254
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Blocks that were attended to, launch by launch."""
+    """The numbers of blocks that were attended to, launch by launch."""
     seen = []
 
     def noted(*arguments):
@@ -40,7 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def model_on(device: torch.device, family: str = "llama") -> PreTrainedModel:
-    """Of two layers, where it may be: the interpreter is slow."""
+    """Make a model of two layers, because the interpreter is slow."""
     if family != "llama":
         return copy.deepcopy(tiny_model(family)).to(device)
     config = llama()
@@ -50,7 +50,7 @@ def model_on(device: torch.device, family: str = "llama") -> PreTrainedModel:
 
 
 def together(config: PreTrainedConfig, **options) -> HybridCache:
-    """The same cache, whose states are put together for every use."""
+    """Make the same cache, but let it assemble its states for every use."""
     cache = quantized(config, **options)
     for layer in cache.layers:
         if isinstance(layer, HybridLayer):
@@ -66,7 +66,7 @@ def quantized(config: PreTrainedConfig, codec: KVCodec | None = None, offload: b
 
 
 def logits_of(model, cache) -> torch.Tensor:
-    """Of a prompt, and of steps after it that go beyond the end of a block."""
+    """Return the logits of a prompt, and of steps after it beyond the end of a block."""
     ids = random_prompt(1, PROMPT).to(model.device)
     with torch.no_grad():
         model(ids, **cache_argument(cache))
@@ -138,7 +138,7 @@ def test_tokens_of_every_mode_are_those_of_states_that_are_put_together(launches
     assert not launches
 
 
-def test_nothing_is_put_together_between_steps(device):
+def test_codes_when_decoding_then_states_are_not_assembled(device):
     model = model_on(device)
     cache = quantized(model.config)
     logits_of(model, cache)
@@ -158,7 +158,7 @@ def test_handles_are_refused_once_the_cache_has_changed(device, change: Callable
         torch.nn.functional.scaled_dot_product_attention(states[:, :, :1], keys, values)
 
 
-def test_an_attention_that_asks_for_the_states_gets_them_and_no_handles_after_it(device, launches):
+def test_attention_when_it_needs_states_then_gets_no_more_handles(device, launches):
     model = model_on(device)
     model.set_attn_implementation("eager")
     cache = quantized(model.config, minmax(8, sink_tokens=0, rotate=True))
@@ -168,7 +168,7 @@ def test_an_attention_that_asks_for_the_states_gets_them_and_no_handles_after_it
     assert all(layer._quantized_attention.is_declined for layer in cache.layers)
 
 
-def test_a_codec_that_nobody_folds_is_put_together(device, launches):
+def test_codec_when_not_foldable_then_states_are_assembled(device, launches):
     codec = minmax(4, sink_tokens=0, rotate=True)
     swapped = KVCodec(codec.values, codec.keys, 0)  # keys by token, values by channel
     model = model_on(device)

@@ -13,11 +13,11 @@ from kernels.reference import Case, attention, hadamard, random_masks, random_qu
 from hf_hybrid_cache.device_kernels import Codes, Splits, attend_in_splits, merged
 from hf_hybrid_cache.kernels import PackedLayout
 
-from slow import slow_but
-from soak import search_at_random
+from common.slow import slow_but
+from common.soak import search_at_random
 
 SCALE = 0.125
-# Of the largest value. Products of bfloat16 round what codes stand for, queries and weights to 8 bits.
+# Bounds relative to the largest value. Products of bfloat16 round dequantized states, queries and weights to 8 bits.
 # Powers of two are approximated by a GPU.
 BOUNDS = {torch.float32: 1e-5 if torch.cuda.is_available() else 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 DTYPES = [torch.float32, *(pytest.param(each, marks=pytest.mark.cuda) for each in (torch.bfloat16, torch.float16))]
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, *(pytest.param(each, marks=pytest.mark.cuda) for each i
 @dataclass
 class Made:
     """
-    One call.
+    The arguments of one call.
 
     Attributes:
         case: what is attended to, in float64.
@@ -98,7 +98,7 @@ def run(made: Made, mask: torch.Tensor | None = None, dtype: torch.dtype = torch
 
 
 def merged_plainly(made: Made, splits: Splits) -> tuple[np.ndarray, np.ndarray]:
-    """All splits in one, the plain way, in float64."""
+    """Merge all splits plainly, in float64."""
     outs, lse = (each.double().cpu().numpy() for each in splits)
     if made.codes.value_layout.rotation > 1:
         outs[..., :-1, :] @= hadamard(outs.shape[-1])
@@ -135,7 +135,7 @@ def test_codes_and_states_are_attended_to_as_in_float64(device, bits, is_rotated
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", slow_but([(80, 96), (128, 64)], [(80, 96), (128, 64), (256, 256)]))
 @pytest.mark.parametrize("lanes", [64, 32])
-def test_heads_of_any_size_are_attended_to(device, dims, lanes, dtype):
+def test_attention_when_head_dims_vary_then_matches_float64(device, dims, lanes, dtype):
     made = make(device, blocks=1, dims=dims, lanes=lanes, dtype=dtype)
     require_same(made, run(made, dtype=dtype), dtype=dtype)
 
@@ -192,7 +192,7 @@ def test_where_nothing_is_seen_the_result_is_zero(device):
 
 
 @pytest.mark.parametrize("role", [0, 1])
-def test_what_is_not_finite_is_not_hidden(device, role: int):
+def test_attention_when_not_finite_then_result_is_not_finite(device, role: int):
     made = make(device)
     made.ends[role][0, 0, 3, 5] = torch.nan
     splits = run(made)
@@ -210,7 +210,7 @@ def test_parts_are_merged_by_what_was_seen_of_them(device, num_splits: int, form
     lse = 4 * torch.randn(2, 2, 3, num_splits, generator=generator)
     lse[torch.rand(lse.shape, generator=generator) < 0.3] = -torch.inf
     lse[0, 0, 0] = -torch.inf
-    outs[lse == -torch.inf] = 0  # as of a part of which nothing is seen
+    outs[lse == -torch.inf] = 0  # no token of this part is seen
     result_map = torch.randn(maps, value_dim, value_dim, generator=generator).to(device) if maps else None
     ours = merged(Splits(outs.to(device), lse.to(device)), result_map, torch.float32)
     weights = lse.double().clamp_min(-1e300).softmax(dim=-1)[..., None]

@@ -1,4 +1,4 @@
-"""JSON that is not what it should be."""
+"""JSON with some parts replaced or left out."""
 
 import copy
 from typing import Any
@@ -37,7 +37,7 @@ def altered(draw: st.DrawFn, valid: Any) -> Any:
 
 
 def _places(content: Any) -> Any:
-    """Each part of some JSON, as what holds it and its key."""
+    """Yield each part of some JSON, as its container and its key."""
     if isinstance(content, (dict, list)):
         keys = list(content) if isinstance(content, dict) else range(len(content))
         for key in keys:

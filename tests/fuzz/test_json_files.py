@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from planning.test_machine import SPEEDS
-from test_context_sweep import CELL, record_of
 
 from experiments.sweep import store, table
 from experiments.sweep.points import points, shortages
@@ -19,8 +18,9 @@ from hf_hybrid_cache.planning import CostError, Machine, PlanError, make_plans, 
 from hf_hybrid_cache.planning.machine import DeviceSpeed, Speeds, SpeedsFileError, load_speeds, save_speeds, speeds_path
 from hf_hybrid_cache.planning.model_cost import ModelCost
 
-from soak import count, search_at_random
-from tiny_models import FAMILIES, tiny_model
+from common.soak import count, search_at_random
+from measurements.test_context_sweep import CELL, record_of
+from models.tiny_models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.soak
 MACHINE = Machine(2**30, 2**34)
@@ -31,7 +31,7 @@ def as_bytes(content: Any) -> bytes:
 
 
 def check_message(error: Exception) -> None:
-    """It is one line."""
+    """Check that the message is one line."""
     assert str(error)
     assert "\n" not in str(error)
 
@@ -47,7 +47,7 @@ def cost() -> ModelCost:
 
 
 def valid_speeds() -> dict[str, Any]:
-    speeds_path().unlink(missing_ok=True)  # what is there of other types stays
+    speeds_path().unlink(missing_ok=True)  # speeds of other dtypes would stay in the file
     save_speeds(torch.bfloat16, SPEEDS)
     return json.loads(speeds_path().read_text())
 

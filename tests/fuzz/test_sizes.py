@@ -8,7 +8,7 @@ from hypothesis import example, given
 
 from hf_hybrid_cache.planning.sizes import parse_bandwidth, parse_bytes, parse_tokens
 
-from soak import search_at_random
+from common.soak import search_at_random
 
 pytestmark = pytest.mark.soak
 SearchAtRandom = search_at_random(60, 4000)
@@ -61,6 +61,6 @@ def test_whole_numbers_come_back_exactly(count: int, unit: str):
 
 @SearchAtRandom
 @given(quarters=st.integers(0, 10**15))
-def test_fractions_of_a_unit_are_exact(quarters: int):
+def test_sizes_when_fractions_of_a_unit_then_are_exact(quarters: int):
     whole, rest = divmod(quarters, 4)
     assert parse_bytes(f"{whole}.{25 * rest:02}GiB") == quarters * 2**28

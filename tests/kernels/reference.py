@@ -12,7 +12,7 @@ ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 @dataclass
 class Case:
     """
-    One call, in float64, with keys and values as they are stored.
+    The arguments of one call, in float64, with keys and values as they are stored.
 
     Attributes:
         query: [batch, query_heads, query_length, key_dim]
@@ -34,7 +34,7 @@ class Case:
 
 
 def stored(states: np.ndarray, storage: str) -> tuple[np.ndarray, np.ndarray]:
-    """What is left of float32 `states` in `storage`: its bits as the kernels see them, and its value in float64."""
+    """Convert float32 `states` to `storage`; return the bits for kernels, and the values in float64."""
     states = np.asarray(states, np.float32)
     if storage == "float32":
         return states, states.astype(np.float64)
@@ -68,7 +68,7 @@ def attention(
 def attention_weights(
     case: Case, scale: float, causal: bool = False, visible: np.ndarray | None = None, bias: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token, `[batch, query_heads, query_length, tokens]`, and the log-sum-exp."""
+    """Return the attention weights of tokens, `[batch, query_heads, query_length, tokens]`, and the log-sum-exp."""
     keys = np.repeat(case.keys, case.group, axis=1)
     scores = np.einsum("bhqd,bhtd->bhqt", case.query, keys) * scale
     if bias is not None:
@@ -86,7 +86,7 @@ def attention_weights(
 
 
 def causal_as_visible(case: Case, causal: bool = False, visible: np.ndarray | None = None, **masks) -> dict[str, Any]:
-    """The same masks, for a kernel that has no argument `causal`."""
+    """Return masks for a kernel that has no argument `causal`."""
     if causal:
         seen = _seen_causally(case)[None, None]
         visible = np.ascontiguousarray(seen if visible is None else seen & (visible != 0)).astype(np.uint8)
@@ -123,7 +123,7 @@ def to_record(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, bits: i
 
 def dequantized_index(packed: np.ndarray, dim: int) -> np.ndarray:
     """
-    What an index stands for as `kernels.key_index` describes it, code by code: `[heads, blocks * 64, dim]`.
+    Dequantize a key index as `kernels.key_index` describes it, code by code: `[heads, blocks * 64, dim]`.
 
     records: `[blocks, heads, bytes]`.
     """
@@ -157,7 +157,7 @@ class QuantizedStates:
 
 
 def hadamard(dim: int) -> np.ndarray:
-    """Of the largest power of two that divides `dim`, once for each run of that length."""
+    """Return the Hadamard matrix of the largest power of two that divides `dim`, once for each run of that length."""
     matrix = np.ones((1, 1))
     while dim % (2 * len(matrix)) == 0:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
@@ -216,7 +216,7 @@ def from_record(
 
 
 def random_masks(draw: st.DrawFn, case: Case, seed: int) -> dict[str, Any]:
-    """Any way to hide tokens, as keyword arguments of `attention`; each size but the last may be 1."""
+    """Draw masks of any kind, as keyword arguments of `attention`; each size but the last may be 1."""
     generator = np.random.default_rng(seed)
     shape = (*(size if draw(st.booleans()) else 1 for size in case.query.shape[:3]), case.tokens)
     masks: dict[str, Any] = {"causal": draw(st.booleans())}

@@ -10,14 +10,14 @@ from hypothesis import given
 
 from hf_hybrid_cache.kernels import BLOCK, Shape, Workspace, value_width
 from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products
-from kernels.programs import run_program
 from kernels.reference import ELEMENTS, Case, attention, causal_as_visible, random_masks, stored, to_blocks
 
-from slow import combination
-from soak import count, search_at_random
+from common.programs import run_program
+from common.slow import combination
+from common.soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
-# Of the largest value, for scores of at most this size: float32 holds a score to 6e-8 of itself, and adds up a few
+# Relative to the largest value, for scores up to this: float32 holds a score to 6e-8 of itself, and adds up a few
 # such roundings. torch's own attention in float32 reaches 2.8e-6 there.
 BOUND, SCORES = 4e-6, 20.0
 
@@ -61,7 +61,7 @@ def make(
 
 
 def scale_for_scores(case: Case, highest: float) -> float:
-    """What makes the highest score that."""
+    """Return the scale with which the highest score is `highest`."""
     products = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1))
     return float(np.float32(highest / np.abs(products).max()))
 
@@ -83,7 +83,7 @@ def test_lengths_straddle_blocks_and_segments(storage: str, group: int, tokens: 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_any_group_of_query_heads(storage: str, group: int):
+def test_attention_when_query_heads_are_grouped_then_is_exact(storage: str, group: int):
     check(*make(storage, 300, num_kv_heads=2, group=group), scale=0.125)
 
 
@@ -91,7 +91,7 @@ def test_any_group_of_query_heads(storage: str, group: int):
     "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (24, 12), (1, 1), (40, 72)]
 )
 @pytest.mark.parametrize("storage", STORAGES)
-def test_any_width_of_keys_and_values(storage: str, dims: tuple[int, int]):
+def test_attention_when_head_dims_vary_then_is_exact(storage: str, dims: tuple[int, int]):
     check(*make(storage, 200, num_kv_heads=2, group=3, key_dim=dims[0], value_dim=dims[1]), scale=dims[0] ** -0.5)
 
 
@@ -100,7 +100,7 @@ def test_any_width_of_keys_and_values(storage: str, dims: tuple[int, int]):
 @pytest.mark.parametrize("key_dim", [1, 2, 24, 64, 80, 113, 256])
 @pytest.mark.parametrize("group", [1, 4, 5, 16])
 def test_a_query_in_the_type_of_the_keys_is_as_exact(group: int, key_dim: int, tokens: int):
-    """Then dot products of bfloat16 are taken, where the processor has them."""
+    """Dot products of bfloat16 are used, where the processor has them."""
     case, bits = make("bfloat16", tokens, 2, 2, group, key_dim=key_dim, value_dim=40, rounded_query=True)
     check(case, bits, scale=key_dim**-0.5)
 
@@ -121,11 +121,11 @@ def test_dot_products_of_bfloat16_are_those_of_float32(size: float, monkeypatch:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("tokens", [16, 17, 64, 65, 70, 500])
-def test_later_queries_see_more_tokens(tokens: int, length: int):
+def test_causal_attention_when_queries_follow_then_see_more_tokens(tokens: int, length: int):
     check(*make("bfloat16", tokens, batch=2, num_kv_heads=2, group=2, length=length), scale=0.125, causal=True)
 
 
-def test_high_scores_of_many_heads_round_no_worse_than_plain_attention_in_float32():
+def test_high_scores_when_many_heads_then_error_is_that_of_float32():
     case, bits = make("float32", 85, batch=3, num_kv_heads=3, group=5, length=5, key_dim=114, value_dim=5, seed=85)
     check(case, bits, scale_for_scores(case, SCORES))
 
@@ -133,7 +133,7 @@ def test_high_scores_of_many_heads_round_no_worse_than_plain_attention_in_float3
 @pytest.mark.soak
 @search_at_random(150, 2000)
 @given(data=st.data())
-def test_random_shapes_masks_and_scores(data: st.DataObject):
+def test_attention_when_shapes_masks_scores_are_random_then_is_exact(data: st.DataObject):
     draw = data.draw
     storage = draw(st.sampled_from(STORAGES))
     tokens = draw(st.one_of(st.integers(1, 200), st.integers(1, 5000)))
@@ -154,7 +154,7 @@ def test_random_shapes_masks_and_scores(data: st.DataObject):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("hidden", [slice(0, 64), slice(0, 100), slice(64, 128), slice(30, 290), slice(0, 299)])
-def test_masks_that_hide_whole_blocks(storage: str, hidden: slice):
+def test_attention_when_masks_hide_whole_blocks_then_is_exact(storage: str, hidden: slice):
     case, bits = make(storage, 300, batch=2, num_kv_heads=2, group=2)
     visible = np.ones((2, 1, 1, 300), np.uint8)
     visible[1, :, :, hidden] = 0
@@ -219,7 +219,7 @@ def test_denormal_keys_and_values_count(storage: str):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_a_number_is_not_hidden(storage: str, bad: float):
+def test_nan_when_visible_then_reaches_the_result(storage: str, bad: float):
     case, bits = make(storage, 130)
     values = case.values.copy()
     values[0, 0, 100, 3] = bad
@@ -229,7 +229,7 @@ def test_what_is_not_a_number_is_not_hidden(storage: str, bad: float):
     assert np.isfinite(np.delete(out[0, 0, 0], 3)).all()
 
 
-def test_offsets_beyond_the_reach_of_32_bits():
+def test_offsets_when_beyond_32_bits_then_attention_is_exact():
     """Keys of more than 2^31 elements; address space is mapped, and only the blocks that are visible get memory."""
     tokens, heads, dim = 131_072 + 10, 136, 128
     blocks = -(-tokens // BLOCK)
@@ -261,7 +261,7 @@ PORTABLE = {
     "processor", [each if each == "without any extension" else combination(each) for each in PORTABLE]
 )
 def test_the_kernel_is_right_on_lesser_processors(processor: str, tmp_path: Path):
-    """Compiled anew for them, in a process of its own."""
+    """The kernels are compiled anew for them, in a process of its own."""
     name, features = PORTABLE[processor]
     program = """
 from kernels import test_attention as tests
@@ -269,7 +269,7 @@ from hf_hybrid_cache.kernels.vector import tiles
 for storage in tests.STORAGES:
     tests.check(*tests.make(storage, 300, num_kv_heads=2, group=5, key_dim=80, value_dim=96), scale=0.1)
     tests.check(*tests.make(storage, 129, batch=2, length=3, key_dim=24, value_dim=12), scale=0.2, causal=True)
-    tests.test_what_is_not_a_number_is_not_hidden(storage, float("inf"))
+    tests.test_nan_when_visible_then_reaches_the_result(storage, float("inf"))
 tests.test_denormal_keys_and_values_count("float16")
 """
     run_program(program, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features, NUMBA_CACHE_DIR=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Products of tokens with those of several weights that they have chosen, in float64."""
+"""Products of tokens with the weights that they have chosen, against float64."""
 
 from collections.abc import Callable
 
@@ -24,13 +24,13 @@ Multiply = Callable[..., int]
 
 
 def random_numbers(*shape: int, storage: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """As kernels read them, and in float64."""
+    """Return random numbers as kernels read them, and in float64."""
     numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return stored(numbers, storage)
 
 
 def choices(num_tokens: int, of_token: int, seed: int = 1) -> np.ndarray:
-    """Of each token different weights; of the last one none."""
+    """Choose different matrices for each token; the last choice of the last token is none."""
     generator = np.random.default_rng(seed)
     chosen = np.array([generator.permutation(COUNT)[:of_token] for _ in range(num_tokens)])
     chosen[-1, -1] = COUNT
@@ -71,7 +71,7 @@ def of_rows(weights: np.ndarray) -> Multiply:
 
 
 def of_columns(weights: np.ndarray) -> Multiply:
-    """The same with columns before rows in memory."""
+    """Return a product with weights that have columns before rows in memory."""
     stored = np.ascontiguousarray(weights.transpose(0, 2, 1))
     return lambda *given: multiply_plain(PlainWeights(stored.ctypes.data, *weights.shape, is_transposed=True), *given)
 

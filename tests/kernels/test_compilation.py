@@ -43,9 +43,10 @@ from kernels import (
 from kernels import (
     test_quantized_attention as quantized,
 )
-from kernels.programs import TESTS
 from kernels.reference import stored
 from kernels.test_quantization import layout_of
+
+from common.programs import TESTS
 
 NAMES = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
 SMALL = "small_kernels.small"
@@ -154,7 +155,7 @@ def test_compiling_ahead_and_a_call_leave_one_overload_and_one_file(family: str,
     call(storage)
     assert before == [(True, len(kernel.overloads), files_of(kernel)) for kernel, _ in needed]
     for kernel, _ in needed:
-        # What files go by is what a call gives, so that one in another process finds them.
+        # Files are found by the signatures of calls, so that another process finds them.
         assert {*kernel.stats.cache_hits, *kernel.stats.cache_misses} == set(kernel.overloads)
 
 
@@ -164,12 +165,12 @@ def files_of(kernel: object) -> list[Path]:
 
 
 def paths_from(checkout: Path) -> str:
-    """Where Python finds the package of a checkout, and these tests."""
+    """Return the `PYTHONPATH` for the package of a checkout, and these tests."""
     return os.pathsep.join(map(str, (checkout, TESTS)))
 
 
 def run_small(home: Path | str, program: str = CALL_SMALL, **environment: str) -> tuple[str, str]:
-    """What a process prints that calls the smallest kernel, and what it says of it."""
+    """Call the smallest kernel in a new process; return its standard output and error."""
     given = {
         "PYTHONPATH": paths_from(TESTS.parent),
         "HF_HYBRID_CACHE_HOME": str(home),
@@ -236,7 +237,7 @@ def test_two_processes_that_need_a_kernel_at_once_compile_it_once(tmp_path: Path
     assert sorted(process.communicate(timeout=300)[0].strip() for process in processes) == [LOADED, COMPILED]
 
 
-def test_a_change_of_any_source_is_noticed_and_checkouts_share_what_is_the_same(tmp_path: Path):
+def test_kernel_files_when_any_source_changes_then_are_compiled_again(tmp_path: Path):
     package = Path(hf_hybrid_cache.__file__).parent
     copy = tmp_path / "copy" / package.name
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))

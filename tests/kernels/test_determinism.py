@@ -1,4 +1,4 @@
-"""The same bits, whatever the number of threads."""
+"""Kernels give the same bits for any number of threads."""
 
 from collections.abc import Callable
 
@@ -18,8 +18,8 @@ from kernels import test_quantized_attention as quantized
 from kernels.reference import ELEMENTS, random_masks, stored
 from kernels.test_quantized_attention import EVERY_WAY
 
-from soak import count, search_at_random
-from tiny_models import random_prompt, tiny_model
+from common.soak import count, search_at_random
+from models.tiny_models import random_prompt, tiny_model
 
 THREADS = [1, 2, 3, 4, 7]
 pytestmark = pytest.mark.soak
@@ -69,9 +69,7 @@ def test_the_choice_of_pages_does_not_depend_on_the_threads(
 
 @SearchAtRandom
 @given(data=st.data())
-def test_attention_of_random_shapes_and_masks_does_not_depend_on_the_threads(
-    data: st.DataObject, same_bits: ForThreads
-):
+def test_attention_when_shapes_are_random_then_ignores_thread_count(data: st.DataObject, same_bits: ForThreads):
     draw, seed = data.draw, data.draw(st.integers(0, 2**32 - 1))
     case, bits = test_attention.make(
         draw(st.sampled_from(list(ELEMENTS))),
@@ -148,7 +146,7 @@ def test_generate_gives_the_same_logits_for_any_number_of_threads(
     same_bits(seeded)
 
 
-def test_the_shape_alone_says_how_work_is_cut_and_most_numbers_of_threads_get_the_same_of_it():
+def test_work_division_when_threads_vary_then_depends_on_shape_alone():
     shape = workspace.Shape(1, 8, 4, 1, 64, 64)
     cut = {blocks: workspace.Workspace(shape)._segments(blocks) for blocks in (1, 2, 16, 128, 512, 2048, 16_384)}
     assert cut == {1: 8, 2: 12, 16: 12, 128: 12, 512: 12, 2048: 48, 16_384: 288}

@@ -1,4 +1,4 @@
-"""The sums of what gated experts give, by one call, in float64."""
+"""Sums of the outputs of gated experts by one call, against float64."""
 
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +29,7 @@ Kernel = Callable[[ExpertCall], int]
 
 
 class Weights(NamedTuple):
-    """Of some experts: their kernel, and in float64 what it multiplies with."""
+    """The kernel of some experts, and their weights in float64."""
 
     kernel: Kernel
     up: np.ndarray
@@ -67,7 +67,7 @@ def quantized(hidden: int, gated: int, bits: int) -> Weights:
 
 
 class Given(NamedTuple):
-    """What experts are asked for, and in float64 what of it has other types."""
+    """The inputs of experts, also in float64."""
 
     tokens: np.ndarray
     chosen: np.ndarray
@@ -113,7 +113,7 @@ def run(kernel: Kernel, given: Given, wrong: int = 0) -> np.ndarray:
 
 
 def expected(weights: Weights, given: Given) -> tuple[np.ndarray, np.ndarray]:
-    """The sums, and how large they could be if nothing cancelled out."""
+    """Return the sums, and their largest possible values if nothing cancelled out."""
     tokens, router_weights, up_bias, down_bias = given.exact
     assert tokens is not None
     assert router_weights is not None

@@ -1,4 +1,4 @@
-"""Products of quantized weights with many tokens, as integers: beside float64, and what rounding may change."""
+"""Products of quantized weights with many tokens, as integers: against float64 up to rounding."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def product(tokens: np.ndarray, panels: np.ndarray, layout: PanelLayout, bias: n
 
 
 def rounding(tokens: np.ndarray) -> np.ndarray:
-    """By how much each number of `tokens` may be off, `[tokens, columns]`."""
+    """Return the largest rounding error of each number of `tokens`, `[tokens, columns]`."""
     columns = tokens.shape[1]
     filled = np.zeros((len(tokens), -(-columns // CHUNK) * CHUNK))
     filled[:, :columns] = tokens
@@ -58,7 +58,7 @@ def test_tokens_that_are_multiples_of_their_step_are_multiplied_exactly(bits):
     assert np.abs(product(tokens, panels, layout) - exact).max() <= 1e-5 * (np.abs(tokens) @ np.abs(numbers).T).max()
 
 
-def test_products_of_bfloat16_are_those_of_the_same_numbers_rounded_to_the_nearest():
+def test_products_when_in_bfloat16_then_are_rounded_to_nearest():
     test_panels.check_products_of_bfloat16(70, multiply_many)
 
 
@@ -71,7 +71,7 @@ def test_products_do_not_depend_on_threads_or_on_what_else_is_multiplied():
 def test_an_outlier_costs_the_numbers_of_other_chunks_and_tokens_nothing(outlier, bits):
     layout = PanelLayout(bits, 32, 256, 128)
     panels = quantized(random_weight(32, 256)[0], layout)
-    # What it is multiplied with is small.
+    # The tokens are small.
     tokens = random_weight(7, 256, seed=1)[0]
     expected = product(tokens, panels, layout)
     far = tokens.copy()
@@ -96,5 +96,5 @@ def test_tokens_of_any_size_are_kept(size):
     tokens[1] = size
     exact = tokens.astype(np.float64) @ numbers.T
     out = product(tokens, panels, layout)
-    # So small that a model computes nothing with it.
+    # The last term is so small that no model computes with it.
     assert (np.abs(out - exact) <= rounding(tokens) @ np.abs(numbers).T + 1e-5 * np.abs(exact) + 1e-27).all()

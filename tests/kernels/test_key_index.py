@@ -9,7 +9,7 @@ from kernels.reference import dequantized_index, hadamard, stored
 
 
 def made(keys: np.ndarray) -> np.ndarray:
-    """What the index of `[batch, heads, tokens, dim]` stands for, in the same shape."""
+    """Quantize keys `[batch, heads, tokens, dim]` into an index, and return its dequantized values."""
     batch, heads, tokens, dim = keys.shape
     packed = np.full((tokens // 64, batch * heads, index_bytes(dim)), 0xFF, np.uint8)
     quantize_index(keys, packed)
@@ -37,13 +37,13 @@ def test_what_an_index_stands_for_is_what_its_description_says(dim: int):
     assert is_same.mean() > 0.99
 
 
-def test_an_index_is_as_near_to_normally_distributed_keys_as_two_bits_can_be():
+def test_index_error_when_keys_are_normal_then_is_that_of_best_2_bit_codes():
     keys = np.random.default_rng(0).standard_normal((1, 2, 1024, 64)).astype(np.float32)
     error = np.square(made(keys) - keys).mean()
     assert 0.10 < error < 0.13  # 0.1188 of the best uniform codes (Max, 1960)
 
 
-def test_what_is_common_to_a_block_costs_nothing():
+def test_index_when_keys_share_a_mean_then_loses_nothing_to_it():
     keys = np.random.default_rng(0).standard_normal((1, 2, 1024, 64)).astype(np.float32)
     far = keys + 100 * np.random.default_rng(1).standard_normal((1, 2, 1, 64)).astype(np.float32)
     error = np.square(made(far) - far).mean()
@@ -71,5 +71,5 @@ def test_a_key_that_is_not_finite_makes_its_block_not_a_number(bad: float):
     assert np.isfinite(found[0, 1, :64]).all()
 
 
-def test_no_blocks_are_no_error():
+def test_index_when_there_are_no_blocks_then_is_empty():
     quantize_index(np.empty((1, 2, 0, 64), np.float32), np.empty((0, 2, index_bytes(64)), np.uint8))

@@ -16,7 +16,7 @@ from kernels.reference import ELEMENTS, Case, attention, stored
 from kernels.test_attention import BOUND, make, run
 from kernels.test_quantized_attention import BOUNDS, EVERY_WAY
 
-from soak import count, search_at_random
+from common.soak import count, search_at_random
 
 STORAGES = list(ELEMENTS)
 BAD = [np.nan, np.inf, -np.inf]
@@ -24,7 +24,7 @@ TOKENS = 3 * BLOCK + 10
 
 
 def torch_attention(case: Case, scale: float, masks: dict[str, np.ndarray]) -> np.ndarray:
-    """By torch's plain operations in float32. Its fused kernel in half precision loses an infinite score."""
+    """Attend by torch's plain operations in float32: its fused kernel loses infinite scores in half precision."""
     query, keys, values = (torch.from_numpy(part).float() for part in (case.query, case.keys, case.values))
     mask = torch.from_numpy(masks["bias"]) if "bias" in masks else None
     if "visible" in masks:
@@ -35,7 +35,7 @@ def torch_attention(case: Case, scale: float, masks: dict[str, np.ndarray]) -> n
 
 
 def check_like_torch(out: np.ndarray, case: Case, masks: dict[str, np.ndarray], bound: float = BOUND) -> None:
-    """Finite where torch's result is, and then the same."""
+    """Check that the result is finite where torch's is, and then the same."""
     expected = torch_attention(case, 0.125, masks)
     assert (np.isfinite(out) == np.isfinite(expected)).all()
     largest = np.abs(case.values[np.isfinite(case.values)]).max()
@@ -165,7 +165,7 @@ def test_a_row_that_sees_nothing_is_zero_as_torchs(masks: dict[str, Any]):
 @pytest.mark.parametrize("size", [300.0, 60_000.0])
 @pytest.mark.parametrize("group", [1, 4])
 def test_scores_far_beyond_half_precision_are_right(storage: str, size: float, group: int):
-    """One token takes all the weight: no two scores are near each other."""
+    """A single token takes all the weight: no two scores are near each other."""
     case, _ = make(storage, 1000, num_kv_heads=2, group=group)
     key_bits, case.keys = stored(np.clip(case.keys * size / 4, -size, size), storage)
     value_bits, case.values = stored(np.clip(case.values * size / 4, -size, size), storage)

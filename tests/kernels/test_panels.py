@@ -1,4 +1,4 @@
-"""Quantized weights: their codes taken apart one by one, and products with them, in float64."""
+"""Quantized weights: their codes read one by one, and products with them, against float64."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from kernels.reference import stored
 
 SHAPES = [(1, 1), (16, 32), (17, 33), (48, 64), (50, 100), (130, 200)]
 GROUPS = (32, 64, 128)
-# Of weights that are normal.
+# The factor for normal weights.
 FACTOR = factor_of(4.0)
 
 
@@ -30,7 +30,7 @@ def quantized(weight: np.ndarray, layout: PanelLayout, factor: float = FACTOR) -
 
 
 def taken_apart(panels: np.ndarray, layout: PanelLayout, factor: float = FACTOR) -> tuple[np.ndarray, np.ndarray]:
-    """What the rows stand for, `[rows, columns]`, and the step between two codes of each number."""
+    """Dequantize the rows code by code, `[rows, columns]`; return them with the quantization step of each number."""
     lines = panels.view(np.uint32).reshape(layout.panels, layout.groups, 1 + layout.group_words, 16)
     numbers, steps = np.zeros((2, layout.rows, layout.columns))
     for row in range(layout.rows):
@@ -48,7 +48,7 @@ def taken_apart(panels: np.ndarray, layout: PanelLayout, factor: float = FACTOR)
 
 
 def random_weight(rows: int, columns: int, storage: str = "float32", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """As kernels read it, and in float64."""
+    """Return a random weight as kernels read it, and in float64."""
     generator = np.random.default_rng(seed)
     return stored(generator.standard_normal((rows, columns)).astype(np.float32), storage)
 
@@ -113,7 +113,7 @@ def test_products_are_those_with_the_decoded_weights(shape, num_tokens, bits, ha
 
 
 def multiply_few(panels: int, layout: PanelLayout, factor: float, *given: int) -> None:
-    """As `multiply_many` is called."""
+    """Multiply few tokens, with the arguments of `multiply_many`."""
     PanelProducts(panels, layout, [factor]).multiply(0, *given)
 
 
@@ -143,7 +143,7 @@ def check_products_of_bfloat16(num_tokens: int, multiply: Callable[..., None]) -
 
 
 def check_products_alone(multiply: Callable[..., None]) -> None:
-    """On any number of threads, and whatever else is multiplied."""
+    """Check that each token has the same product alone and with others, on any number of threads."""
     layout = PanelLayout(4, 300, 256, 64)
     panels = quantized(random_weight(300, 256)[0], layout)
     tokens = random_weight(13, 256, seed=1)[0]

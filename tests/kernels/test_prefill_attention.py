@@ -13,10 +13,10 @@ from kernels import test_quantized_attention
 from kernels.reference import ELEMENTS, Case, attention, random_masks, to_bfloat16, to_blocks
 from kernels.test_attention import make
 
-from soak import count, search_at_random
+from common.soak import count, search_at_random
 
-# Of the largest value. Where the processor multiplies pairs of bfloat16, weights are rounded to it, and what codes
-# stand for: to half of 2 ** -8.
+# Relative to the largest value. Where the processor multiplies pairs of bfloat16, weights and dequantized states are
+# rounded to it: to half of 2 ** -8.
 BOUNDS = dict.fromkeys(ELEMENTS, 4e-6)
 if has_bfloat16_products():
     BOUNDS["bfloat16"] = 2**-9
@@ -31,7 +31,7 @@ def run(
     has_half_out: bool = False,
     **masks,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Queries and results lie as transformers has them, a token after the other."""
+    """Run the kernel with queries and results in transformers' layout, one token after the other."""
     batch, heads, length, key_dim = case.query.shape
     value_dim = case.values.shape[3]
     query = np.ascontiguousarray(case.query.astype(np.float32).swapaxes(1, 2))
@@ -62,7 +62,7 @@ def strided(array: np.ndarray) -> Strided:
 
 
 def arrays(masks: dict, case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """What is seen, as the kernel takes it."""
+    """Return masks as the kernel takes them."""
     import torch
 
     visible = masks.get("visible")
@@ -105,7 +105,7 @@ def test_lengths_straddle_blocks_and_pieces(storage: str, causal: bool, group: i
     "dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (24, 12), (1, 1), (33, 72)]
 )
 @pytest.mark.parametrize("storage", ELEMENTS)
-def test_any_width_of_keys_and_values(storage: str, dims: tuple[int, int]):
+def test_attention_when_head_dims_vary_then_is_exact(storage: str, dims: tuple[int, int]):
     case, bits = make(storage, 200, 1, 2, 3, 70, *dims, rounded_query=storage == "bfloat16")
     check(case, bits, dims[0] ** -0.5, BOUNDS[storage], causal=True)
 
@@ -141,7 +141,7 @@ def test_codes_lie_between_blocks_in_full_precision(
 
 
 @pytest.mark.parametrize("storage", ELEMENTS)
-def test_channels_that_were_multiplied_and_mixed_before_they_were_coded(storage: str):
+def test_attention_when_channels_are_scaled_or_mixed_then_is_exact(storage: str):
     made = test_quantized_attention.make(length=80, group=2, num_kv_heads=2, storage=storage, bits=(8, 8))
     case, blocks, codes = made
     generator = np.random.default_rng(1)
@@ -158,7 +158,7 @@ def test_channels_that_were_multiplied_and_mixed_before_they_were_coded(storage:
 @pytest.mark.soak
 @search_at_random(60, 1000)
 @given(data=st.data())
-def test_random_shapes_and_masks(data: st.DataObject):
+def test_attention_when_shapes_and_masks_are_random_then_is_exact(data: st.DataObject):
     draw = data.draw
     storage, seed = draw(st.sampled_from(list(ELEMENTS))), draw(st.integers(0, 2**32 - 1))
     length = draw(st.integers(1, 150))
@@ -202,7 +202,7 @@ def test_the_same_bits_whatever_the_threads_and_the_rows_at_once(storage: str, m
 
 @pytest.mark.parametrize("storage", ELEMENTS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_reaches_all_who_see_it_and_no_earlier_query(storage: str, bad: float):
+def test_value_when_not_finite_then_reaches_only_queries_that_see_it(storage: str, bad: float):
     case, bits = make(storage, 300, length=300, rounded_query=storage == "bfloat16")
     bits[1][0, 0, 200, 5] = {"float32": bad}.get(storage, _bits_of(bad, storage))
     blocks = to_blocks(bits[0], True, 64), to_blocks(bits[1], False, 64)

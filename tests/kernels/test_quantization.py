@@ -8,7 +8,7 @@ from hypothesis import given
 from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout, dequantize_blocks, quantize_blocks
 from kernels.reference import from_record, hadamard, stored
 
-from soak import count, search_at_random
+from common.soak import count, search_at_random
 
 LARGEST = np.finfo(np.float32).max
 
@@ -19,7 +19,7 @@ def layout_of(transposed: bool, bits: int, dim: int, group: int = 64, is_rotated
 
 
 def taken_apart(packed: np.ndarray, layout: PackedLayout, block: int, head: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a record stands for before it is rotated back, `[64, dim]`, and the step of each number."""
+    """Dequantize a packed block before rotation, `[64, dim]`; return it with the quantization step of each number."""
     sizes = (layout.inner, layout.lanes, layout.groups)
     codes, scales, minima = from_record(packed[block, head], sizes, layout.bits)
     group_of_lane = np.minimum(np.arange(layout.lanes) // layout.group, layout.groups - 1)
@@ -33,7 +33,7 @@ def taken_apart(packed: np.ndarray, layout: PackedLayout, block: int, head: int)
 @pytest.mark.soak
 @search_at_random(120, 2000)
 @given(data=st.data())
-def test_every_number_is_within_half_a_step_and_decoding_gives_what_the_record_says(data: st.DataObject):
+def test_decoded_numbers_when_quantized_then_are_within_half_a_step(data: st.DataObject):
     draw = data.draw
     transposed, is_rotated = draw(st.booleans()), draw(st.booleans())
     bits, dim, group = draw(st.sampled_from(BITS)), draw(st.integers(1, 150)), draw(st.sampled_from([16, 32, 48, 64]))

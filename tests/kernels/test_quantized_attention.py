@@ -1,4 +1,4 @@
-"""Attention over quantized blocks against attention in float64 on what the codes stand for."""
+"""Attention over quantized blocks, against attention in float64 over the dequantized states."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,6 @@ from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout, QuantizedBlocks, Shape, Workspace, value_width
 from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels, uses_integer_kernels
-from kernels.programs import run_program
 from kernels.reference import (
     ELEMENTS,
     Case,
@@ -23,11 +22,12 @@ from kernels.reference import (
     to_blocks,
 )
 
-from slow import combination
-from soak import count, search_at_random
+from common.programs import run_program
+from common.slow import combination
+from common.soak import count, search_at_random
 
 WAYS = [False, True]
-# Of the largest value; with integers the query and the weights are rounded: for codes of 8 bits to 16, for others to 8.
+# Relative to the largest value; integers round the query and the weights: for codes of 8 bits to 16, for others to 8.
 BOUNDS = {False: 4e-6, True: 2e-3}
 OF_8_BITS = 4e-4
 needs_dot_product = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def make(
     is_rotated: bool = True,
     seed: int = 0,
 ) -> "Made":
-    """`first` and `quantized` blocks, and `last` tokens in full precision after them."""
+    """Make `first` and `quantized` blocks, and `last` tokens in full precision after them."""
     generator = np.random.default_rng(seed)
     query = generator.standard_normal((batch, num_kv_heads * group, length, dims[0])).astype(np.float32)
     states, floats, packed = [], [], []
@@ -92,7 +92,7 @@ def shape_of(case: Case) -> Shape:
 
 
 def attend_in(workspace: Workspace, made: Made, scale: float = 0.125, **options) -> np.ndarray:
-    """The result in the workspace, `[batch, query_heads, query_length, value_dim]`."""
+    """Return the result in the workspace, `[batch, query_heads, query_length, value_dim]`."""
     case, (keys, values), quantized = made
     shape = workspace.shape
     workspace.query[:, : shape.rows, : shape.key_dim] = case.query.reshape(shape.heads, shape.rows, shape.key_dim)
@@ -109,7 +109,7 @@ def check(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> None:
     lse_bound: float | np.ndarray = 0.0
     if is_integer and made[2].key_layout.bits == made[2].value_layout.bits == 8:
         bound = OF_8_BITS
-    elif is_integer:  # what rounding makes of a score is relative to how far apart they are
+    elif is_integer:  # the effect of rounding a score is relative to the spread of scores
         scores = np.einsum("bhqd,bhtd->bhqt", case.query, np.repeat(case.keys, case.group, axis=1)) * scale
         bound *= max(1.0, scores.std(axis=3).max())
         lse_bound = 4 * error_of_a_score(case, scale) * spread_of_weights(case, scale, **masks)
@@ -121,13 +121,13 @@ def check(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> None:
 
 
 def error_of_a_score(case: Case, scale: float) -> np.ndarray:
-    """Its standard deviation, `[batch, query_heads, query_length]`, where queries are rounded to 8 bits."""
+    """Return the standard deviation of a score's error where queries are rounded to 8 bits."""
     step = np.abs(case.query).max(axis=3) / 127
     return scale * step / np.sqrt(12) * np.linalg.norm(case.keys, axis=3).max()
 
 
 def spread_of_weights(case: Case, scale: float, **masks) -> np.ndarray:
-    """By how much of an error of scores is left in the log of their sum, which averages them: 1 for a single token."""
+    """Return the fraction of a score's error that is left in the log-sum-exp, which averages: 1 for a single token."""
     weights, _ = attention_weights(case, scale, **masks)
     return np.sqrt((weights**2).sum(axis=3))
 
@@ -136,7 +136,7 @@ def spread_of_weights(case: Case, scale: float, **masks) -> np.ndarray:
 @pytest.mark.parametrize("key_bits", BITS)
 @pytest.mark.parametrize("value_bits", BITS)
 @pytest.mark.parametrize("storage", ELEMENTS)
-def test_any_bits_of_keys_and_values_beside_any_full_precision(
+def test_attention_when_bits_and_ends_vary_then_is_exact(
     is_integer: bool, key_bits: int, value_bits: int, storage: str
 ):
     check(make(bits=(key_bits, value_bits), num_kv_heads=2, group=4, storage=storage), is_integer)
@@ -158,7 +158,7 @@ def test_coded_blocks_lie_between_blocks_in_full_precision(is_integer: bool, fir
 @pytest.mark.parametrize(
     "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (512, 512), (24, 12), (1, 1)]
 )
-def test_any_width_of_keys_and_values_and_any_group_of_lanes(
+def test_attention_when_head_dims_and_groups_vary_then_is_exact(
     is_integer: bool, is_rotated: bool, bits: int, lanes: int, dims: tuple[int, int]
 ):
     made = make(quantized=2, dims=dims, bits=(bits, bits), lanes=lanes, group=2, is_rotated=is_rotated)
@@ -170,7 +170,7 @@ def test_any_width_of_keys_and_values_and_any_group_of_lanes(
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 96), (24, 12)])
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 70)])
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["factors", "factors_and_rotation_matrix"])
-def test_channels_that_were_multiplied_and_mixed_before_they_were_coded(
+def test_attention_when_channels_are_scaled_or_mixed_then_is_exact(
     is_integer: bool, dims: tuple[int, int], first: int, last: int, is_mixed: bool
 ):
     case, floats, quantized = make(first, 5, last, batch=2, num_kv_heads=3, group=2, dims=dims)
@@ -191,7 +191,7 @@ def test_channels_that_were_multiplied_and_mixed_before_they_were_coded(
 @EVERY_WAY
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 33])
 @pytest.mark.parametrize("length", [1, 3, 16])
-def test_any_number_of_queries_of_which_later_ones_see_more(is_integer: bool, group: int, length: int):
+def test_attention_when_number_of_queries_varies_then_is_exact(is_integer: bool, group: int, length: int):
     check(make(batch=2, num_kv_heads=2, group=group, length=length), is_integer, causal=True)
 
 
@@ -199,7 +199,7 @@ def test_any_number_of_queries_of_which_later_ones_see_more(is_integer: bool, gr
 @pytest.mark.soak
 @search_at_random(100, 1000)
 @given(data=st.data())
-def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
+def test_attention_when_shapes_and_masks_are_random_then_is_exact(is_integer: bool, data: st.DataObject):
     draw = data.draw
     seed = draw(st.integers(0, 2**32 - 1))
     made = make(
@@ -238,7 +238,7 @@ def test_a_query_that_is_not_a_number_does_not_become_plausible(is_integer: bool
 
 @EVERY_WAY
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e15])
-def test_queries_of_any_size(is_integer: bool, size: float):
+def test_attention_when_queries_are_huge_or_tiny_then_is_exact(is_integer: bool, size: float):
     made = make(group=4)
     made[0].query = (made[0].query * np.float32(size)).astype(np.float32).astype(np.float64)
     check(made, is_integer, scale=0.125 if size <= 1 else 1e-15)
@@ -263,7 +263,7 @@ LESSER = {
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", [each if each == "AVX2" else combination(each) for each in LESSER])
 def test_the_kernels_are_right_on_lesser_processors(processor: str, tmp_path: Path):
-    """Compiled anew for them, in a process of its own."""
+    """The kernels are compiled anew for them, in a process of its own."""
     name, features, has_dot_product = LESSER[processor]
     flag = {"avxvnni": "avx_vnni", "avx512bw": "avx512bw"}
     cpu = Path("/proc/cpuinfo").read_text().split()
@@ -283,7 +283,7 @@ for is_integer in {{False, {has_dot_product}}}:
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the instruction is one of x86-64")
-def test_inline_assembly_from_the_cache_compiles_in_a_process_that_generates_none():
+def test_inline_assembly_when_kernel_comes_from_file_then_compiles():
     run_program("""
 import hf_hybrid_cache.kernels
 from llvmlite import binding

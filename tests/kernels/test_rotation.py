@@ -13,7 +13,7 @@ def _rotate(numbers: np.ndarray, dim: int, size: int) -> None:
 
 
 def _matrix(dim: int, size: int) -> np.ndarray:
-    """Hadamard's, by Sylvester's construction, `size` numbers of `dim` together."""
+    """Return Hadamard's matrix by Sylvester's construction, for each `size` numbers of `dim`."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron([[1, 1], [1, -1]], matrix)
@@ -21,7 +21,7 @@ def _matrix(dim: int, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dim", [1, 2, 4, 20, 24, 64, 80, 96, 128, 192, 256])
-def test_a_rotation_is_the_product_with_hadamards_matrix_and_leaves_what_fills_a_row_up(dim: int) -> None:
+def test_rotation_when_applied_then_equals_hadamard_and_keeps_padding(dim: int) -> None:
     size, filled = rotation_size(dim), -(-dim // 16) * 16
     numbers = np.zeros(filled, np.float32)
     numbers[:dim] = np.random.default_rng(dim).standard_normal(dim)

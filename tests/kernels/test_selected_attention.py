@@ -1,4 +1,4 @@
-"""Attention that reads the pages that carry the weight, against a choice and attention in float64."""
+"""Attention with top-p page selection, against a selection and attention in float64."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,10 +31,10 @@ from kernels.reference import (
 )
 from kernels.test_quantized_attention import BOUNDS, EVERY_WAY, Made, attend_in, make, run, shape_of
 
-from soak import count, search_at_random
+from common.soak import count, search_at_random
 
 PAGE, PAGES = 16, 4
-# Of the share that may be left out: what rounding of queries and rough powers make of it.
+# Rounded queries and rough powers change the skipped share by at most this part of it.
 TOLERANCE = 0.05
 MORE_THAN_THE_FEWEST = 1.2
 
@@ -51,7 +51,7 @@ def make_plain(first: int = 1, indexed: int = 3, last: int = 70, storage: str = 
 
 
 def index_of(made: Made, first: int = 1, last: int = 70) -> IndexedBlocks:
-    """Of all quantized blocks, or of those that `make_plain` was asked for."""
+    """Make the key index of all quantized blocks, or of those that `make_plain` made."""
     case, _, quantized = made
     blocks = (case.tokens - last) // BLOCK - first if quantized is None else quantized.num_blocks
     first = first if quantized is None else quantized.first
@@ -72,7 +72,7 @@ def run_selected(
 def run_with_lse(
     made: Made, indexed: IndexedBlocks, top_p: float, scale: float, **masks
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `run_selected`, with the log-sum-exp between them."""
+    """Run as `run_selected` does, and return the log-sum-exp too."""
     case = made[0]
     shape = shape_of(case)
     workspace = Workspace(shape)
@@ -95,7 +95,7 @@ def _tokens(indexed: IndexedBlocks) -> slice:
 
 
 def shares(case: Case, indexed: IndexedBlocks, scale: float, **masks) -> np.ndarray:
-    """Of attention by the index, of the queries of a KV head, on average over them: `[heads, tokens]`."""
+    """Return the tokens' shares of attention by the index, mean over a KV head's queries: `[heads, tokens]`."""
     batch, kv_heads, _, dim = case.keys.shape
     keys = case.keys.copy()
     keys[:, :, _tokens(indexed)] = dequantized_index(indexed.packed, dim).reshape(batch, kv_heads, -1, dim)
@@ -107,7 +107,7 @@ def means_of_rest(
     case: Case, indexed: IndexedBlocks, visible: np.ndarray | None = None, bias: np.ndarray | None = None
 ) -> np.ndarray:
     """
-    Of the values that the last query of a KV head sees of what is not indexed, `[batch, kv_heads, value_dim]`.
+    Return the mean of the visible values that are not indexed, `[batch, kv_heads, value_dim]`.
 
     Not a number where it sees none.
     """
@@ -170,7 +170,7 @@ def fewest_tokens(indexed: IndexedBlocks, weights: np.ndarray, top_p: float) -> 
 def check(
     made: Made, is_integer: bool, top_p: float, scale: float = 0.125, first: int = 1, last: int = 70, **masks
 ) -> np.ndarray:
-    """Returns which indexed tokens were read."""
+    """Compare the kernel with the reference; return the indexed tokens that were read."""
     set_integer_kernels(None if is_integer else False)
     case, indexed = made[0], index_of(made, first, last)
     out, lse, read = run_with_lse(made, indexed, top_p, scale, **masks)
@@ -183,7 +183,7 @@ def check(
     tolerance = TOLERANCE * max(1.0, spread * scale) * (1 - top_p) + bound
     np.testing.assert_allclose(out, with_all, rtol=0, atol=tolerance * np.abs(case.values).max())
     np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=tolerance)
-    # What is read is attended to exactly: only how much is estimated beside it may be off.
+    # Pages that are read are attended to exactly: only the number of skipped ones may be off.
     seen = read.reshape(batch, kv_heads, 1, -1).repeat(case.group, axis=1).astype(np.uint8)
     exact, exact_lse = attention(case, scale, visible=seen * (hidden != 0), **masks)
     share = np.exp(np.subtract(exact_lse, lse, out=np.zeros_like(exact_lse), where=~np.isneginf(lse)))[..., None]
@@ -201,7 +201,7 @@ def check(
 
 
 def concentrated(made: Made, sharpness: float) -> Made:
-    """With queries so large that few tokens carry the weight."""
+    """Scale the queries so that few tokens carry the weight."""
     made[0].query *= sharpness
     return made
 
@@ -226,7 +226,7 @@ def test_the_fewest_pages_that_carry_the_share_are_read(is_integer: bool, kind: 
 @pytest.mark.parametrize("indexed", [1, 5, 130])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 96), (24, 12)])
 @pytest.mark.parametrize("group", [1, 8])
-def test_any_shape(
+def test_selected_attention_when_shapes_vary_then_is_exact(
     is_integer: bool, maker: Callable[..., Made], first: int, last: int, indexed: int, dims: tuple[int, int], group: int
 ):
     made = maker(first, indexed, last, batch=2, num_kv_heads=2, group=group, dims=dims, lanes=16)
@@ -237,7 +237,7 @@ def test_any_shape(
 @pytest.mark.soak
 @search_at_random(40, 1000)
 @given(data=st.data())
-def test_random_shapes_and_masks(is_integer: bool, data: st.DataObject):
+def test_attention_when_shapes_and_masks_are_random_then_is_exact(is_integer: bool, data: st.DataObject):
     draw = data.draw
     seed, first, last = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2)), draw(st.integers(16, 130))
     made = draw(st.sampled_from([make, make_plain]))(

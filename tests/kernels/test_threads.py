@@ -1,4 +1,4 @@
-"""How many threads the kernels use, and that several callers do not disturb each other."""
+"""The number of threads that the kernels use, and the independence of several callers."""
 
 import os
 import sys
@@ -22,8 +22,9 @@ from hf_hybrid_cache.kernels.vector.threads import (
     _processors,
     _processors_at_a_time,
 )
-from kernels.programs import run_program
 from kernels.test_attention import make, run
+
+from common.programs import run_program
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def default_before_and_afterwards():
 
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked for, and the machine has more cores than torch has threads here."""
+    """A machine that has more cores than torch has threads, with default settings."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(threads, "_physical_cores", lambda of_all: 64)
     monkeypatch.setattr(threads, "_processors_at_a_time", lambda: sys.maxsize)
@@ -43,13 +44,13 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads_of_torch() -> Iterator[None]:
-    """Any number may be set; those after find it as it was."""
+    """Restore the number of torch's threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def test_the_default_is_what_torch_has_now(many_cores: None, threads_of_torch: None):
+def test_thread_count_when_default_then_is_torchs(many_cores: None, threads_of_torch: None):
     for number in (1, 3, 2):
         torch.set_num_threads(number)
         assert get_num_threads() == number
@@ -70,7 +71,7 @@ def test_a_number_that_is_asked_for_counts_whatever_torch_has(many_cores: None, 
     assert get_num_threads() == most
 
 
-def test_a_thread_that_works_for_another_has_its_number(many_cores: None, threads_of_torch: None):
+def test_worker_thread_when_it_attends_then_has_callers_thread_count(many_cores: None, threads_of_torch: None):
     worker = KernelThread()
     for number in (2, 1, 3):
         torch.set_num_threads(number)
@@ -102,7 +103,7 @@ def test_a_quota_of_a_container_counts_as_so_many_processors(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process as Linux shows them")
-def test_one_thread_of_torch_wakes_no_other():
+def test_kernel_when_torch_has_one_thread_then_starts_no_other():
     program = """
 import os
 import torch
@@ -124,7 +125,7 @@ assert num_threads() == alone + most - 1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
-def test_threads_of_a_core_count_once_and_sockets_are_added_where_memory_is_of_all(tmp_path: Path):
+def test_cores_when_memory_is_interleaved_then_sum_over_sockets(tmp_path: Path):
     allowed = sorted(os.sched_getaffinity(0))
     for processor in allowed:
         topology = tmp_path / f"cpu{processor}" / "topology"
@@ -157,7 +158,7 @@ def test_a_number_that_is_set_is_used_and_taken_back(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("number", [0, -1, 10_000, 1.5, "many"])
-def test_numbers_that_cannot_be_had_are_refused(number: object, monkeypatch: pytest.MonkeyPatch):
+def test_thread_count_when_not_possible_then_is_refused(number: object, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=f"num_threads must be an integer from 1 to .* got {number!r}"):
         set_num_threads(number)  # type: ignore[arg-type]
     monkeypatch.setenv(VARIABLE, str(number))

@@ -1,6 +1,7 @@
-"""What a cache costs, against what real caches report, filled by real models."""
+"""The cost of a cache, against the reports of real caches that real models have filled."""
 
 import functools
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,12 +14,13 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
 from hf_hybrid_cache.planning import Machine, model_cost
 from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.continuations import ANSWER_TOKENS, continued_cost
 from hf_hybrid_cache.planning.cost import cache_cost, stock_cost
 from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import predict
 from hf_hybrid_cache.planning.prediction import Strategy
 
-from tiny_models import FAMILIES, tiny_model
+from models.tiny_models import FAMILIES, tiny_model
 
 CHUNK = 128
 ON_CPU = {
@@ -58,7 +60,7 @@ def model_and_cost(family: str) -> tuple[PreTrainedModel, ModelCost]:
 
 @torch.inference_mode()
 def fill(model: PreTrainedModel, cache: Cache, num_tokens: int, device: str = "cpu") -> None:
-    """A prompt in chunks, and two tokens more."""
+    """Compute a prompt in chunks, and two tokens more."""
     lengths = [*range(0, num_tokens - 2, CHUNK), num_tokens - 2, num_tokens - 1, num_tokens]
     for start, end in pairwise(lengths):
         model(torch.ones(1, end - start, dtype=torch.long, device=device), **cache_argument(cache), logits_to_keep=1)
@@ -91,6 +93,53 @@ def test_bytes_are_those_that_a_filled_cache_reports(family: str, context: int, 
     assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize("codec", [None, *CODECS])
+@pytest.mark.parametrize("placement", ["dynamic", "streamed"])
+@pytest.mark.parametrize(("family", "context"), [("llama", 600), ("llama", 1700), ("gemma3", 1300)])
+def test_bytes_of_continuations_are_those_of_a_repeated_cache(
+    family: str, context: int, placement: str, codec: str | None
+):
+    model, costs = model_and_cost(family)
+    made = ON_CPU[placement], CODECS.get(codec or "")
+    cost = continued_cost(replace(costs, continuations=3), *made, context, on_cpu=True)
+    cache = HybridCache(model.config, made[0], codec=made[1])
+    fill(model, cache, context - ANSWER_TOKENS)
+    at_prompt = cache.memory()
+    cache.batch_repeat_interleave(3)
+    with torch.inference_mode():
+        for ids in torch.ones(3, ANSWER_TOKENS, dtype=torch.long).split(64, dim=1):
+            model(ids, **cache_argument(cache), logits_to_keep=1)
+    report = cache.memory()
+    assert report.num_tokens == context
+    assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
+    assert cost.prefill.host == pytest.approx(at_prompt.host_bytes, rel=0.03)
+
+
+def test_continuations_are_planned_to_share_what_caches_share():
+    _, one = model_and_cost("llama")
+    context, number = 16_384, 8
+    for cache, strategy in [
+        ("stock", Strategy.GPU),
+        ("dynamic", Strategy.GPU),
+        ("quantized-4", Strategy.GPU),
+        ("offloaded", Strategy.STREAMED),
+        ("dynamic", Strategy.CPU_ATTENTION),
+        ("quantized-4", Strategy.CPU_ATTENTION),
+        ("offloaded", Strategy.CPU_DECODE),
+        ("dynamic", Strategy.CPU),
+    ]:
+        single, several = (
+            Candidate(cache, strategy).cost(replace(one, continuations=each), context) for each in (1, number)
+        )
+        held, alone = sum(several.decode), sum(single.decode)
+        is_on_device = strategy in (Strategy.GPU, Strategy.STREAMED)
+        if strategy in (Strategy.CPU_ATTENTION, Strategy.CPU) or (is_on_device and cache in ("dynamic", "offloaded")):
+            assert alone < held < 1.5 * alone
+        else:
+            assert held == pytest.approx(number * alone, rel=0.1)
+        assert sum(several.prefill) <= sum(single.prefill) or strategy == Strategy.CPU_DECODE
+
+
 @pytest.mark.parametrize(
     ("placement", "codec"), [("dynamic", None), ("dynamic, torch attends", "8"), ("streamed", None), ("streamed", "8")]
 )
@@ -105,7 +154,7 @@ def test_bytes_of_latent_attention_are_those_of_a_cache_without_the_kernel(place
 
 @pytest.mark.parametrize("codec", [None, *CODECS])
 @pytest.mark.parametrize("placement", ON_CPU)
-def test_bytes_at_the_end_of_the_prompt_are_those_that_the_cache_reports_then(placement: str, codec: str | None):
+def test_planned_bytes_when_prompt_ends_then_equal_the_cache_report(placement: str, codec: str | None):
     model, costs = model_and_cost("llama")
     made = ON_CPU[placement], CODECS.get(codec or "")
     cost = cache_cost(costs, *made, 1100, on_cpu=True)
@@ -170,7 +219,7 @@ def test_on_a_gpu_layers_that_are_not_there_are_in_host_memory():
     assert decoded.decode.host == all_states
 
 
-def test_codes_that_no_kernel_attends_to_move_more_than_they_are_and_take_memory_in_steps():
+def test_codes_when_no_kernel_attends_then_cost_transfers_and_step_memory():
     _, model = model_and_cost("llama")
     on_gpu, on_cpu = (Candidate("quantized-4", strategy).cost(model, 8192) for strategy in (Strategy.GPU, Strategy.CPU))
     assert on_cpu.moved_bytes == on_cpu.read_bytes == on_gpu.moved_bytes == on_gpu.read_bytes
@@ -179,7 +228,7 @@ def test_codes_that_no_kernel_attends_to_move_more_than_they_are_and_take_memory
     without_kernel = cache_cost(model, Placement(), by_token, 8192, on_cpu=False)
     states = stock_cost(model, 8192, on_cpu=False).read_bytes
     assert without_kernel.moved_bytes == without_kernel.read_bytes + 2 * states
-    # Those of one of four layers are put together at once.
+    # The states of one of four layers are assembled at a time.
     assert on_gpu.decode.device < on_gpu.prefill.device
     assert without_kernel.decode.device == without_kernel.prefill.device > on_gpu.decode.device + states / 4
 

@@ -1,4 +1,4 @@
-"""A cache that is divided between GPU and host memory: how, how fast, and that it is what `for_budget` gives."""
+"""Caches divided between GPU and host memory: the division, its speed, and `for_budget`."""
 
 import random
 from dataclasses import replace
@@ -21,13 +21,13 @@ from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import make_plan
 from hf_hybrid_cache.planning.prediction import Strategy
 
-from tiny_models import COMMON, random_prompt
+from models.tiny_models import COMMON, random_prompt
 
 GIB = 2**30
 CONTEXT = 131_072
 # The bus and the CPU are about as fast, and the GPU twenty times.
-CHANNEL_SCALED = Speeds(DeviceSpeed(2.5e10), DeviceSpeed(5e11), 2.5e10, 2e-5)
-CARD = Machine(5 * GIB, 64 * GIB, CHANNEL_SCALED)
+BALANCED = Speeds(DeviceSpeed(2.5e10), DeviceSpeed(5e11), 2.5e10, 2e-5)
+CARD = Machine(5 * GIB, 64 * GIB, BALANCED)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_as_many_tokens_are_on_the_gpu_as_fit_with_some_room_left(llama: ModelCo
     "machine",
     [
         Machine(5 * GIB, 64 * GIB),
-        Machine(80 * GIB, 64 * GIB, CHANNEL_SCALED),
-        Machine(3 * GIB, 64 * GIB, CHANNEL_SCALED),
-        Machine(0, 64 * GIB, CHANNEL_SCALED),
+        Machine(80 * GIB, 64 * GIB, BALANCED),
+        Machine(3 * GIB, 64 * GIB, BALANCED),
+        Machine(0, 64 * GIB, BALANCED),
     ],
     ids=["speeds are not known", "room for all", "room for too little", "no GPU"],
 )
@@ -66,10 +66,10 @@ def test_nothing_is_divided_where_there_is_no_reason_to(llama: ModelCost, machin
     assert [each for each in divided_candidates(llama, CONTEXT, machine) if each.codec is None] == []
 
 
-def test_where_bus_and_cpu_are_as_fast_both_work_if_memory_gives_as_much_as_both_read(llama: ModelCost):
+def test_division_when_memory_feeds_bus_and_cpu_then_both_work(llama: ModelCost):
     host, bus = 2.5e10, 2.5e10
     memory_is_faster = replace(
-        CHANNEL_SCALED, host=DeviceSpeed(2 * host, caches={"dynamic": linear(host)}), bus_bytes_per_second=bus
+        BALANCED, host=DeviceSpeed(2 * host, caches={"dynamic": linear(host)}), bus_bytes_per_second=bus
     )
     machine = replace(CARD, speeds=memory_is_faster)
     found = in_full_precision(llama, CONTEXT, machine)
@@ -86,7 +86,7 @@ def linear(bytes_per_second: float) -> CacheSpeed:
 
 
 def test_seconds_of_a_step_are_those_of_what_is_read_where_it_is(llama: ModelCost):
-    """Half for the CPU, by hand: while the bus and the CPU both read, each gets half of what memory gives."""
+    """The CPU attends to half: while the bus and the CPU both read, each gets half of the memory's bandwidth."""
     found = Candidate("offloaded", Strategy.BOTH, device_tokens=20_032, cpu_fraction=0.5)
     layers, token = 16, 2 * 8 * 64 * 2
     half = token * (CONTEXT - found.device_tokens) / 2
@@ -123,7 +123,7 @@ def test_predictions_are_those_of_a_simulation_of_gpu_bus_and_cpu(cache: str, ll
     assert compared > 6
 
 
-def test_on_a_published_machine_no_fixed_policy_and_no_other_share_is_more_than_five_percent_faster():
+def test_division_when_on_published_machine_then_is_within_5_percent():
     model = model_cost(load_config("meta-llama/Llama-3.2-3B"))
     published = MACHINES[0]
     speeds = published.machine.speeds
@@ -140,9 +140,7 @@ def test_on_a_published_machine_no_fixed_policy_and_no_other_share_is_more_than_
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("times", SURPRISES.values(), ids=list(SURPRISES))
 @pytest.mark.parametrize("at_first", [1 / 32, 0.5, 31 / 32])
-def test_wherever_it_begins_the_share_is_moved_to_one_that_is_within_five_percent_of_the_best(
-    times: tuple[float, float], at_first: float
-):
+def test_cpu_fraction_when_adapted_from_any_start_then_within_5_percent(times: tuple[float, float], at_first: float):
     model = model_cost(load_config("meta-llama/Llama-3.2-3B"))
     (found,) = [each for each in divided_candidates(model, CONTEXT, MACHINES[0].machine) if each.cache == "offloaded"]
     division = replace(found.division(model, CONTEXT), cpu_fraction=at_first)
@@ -152,7 +150,7 @@ def test_wherever_it_begins_the_share_is_moved_to_one_that_is_within_five_percen
     assert len(stats.decisions) <= 12
 
 
-def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(monkeypatch: pytest.MonkeyPatch):
+def test_recommendation_when_divided_then_equals_for_budget_and_its_code(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     config = LlamaConfig(**COMMON | {"max_position_embeddings": 4096}, num_hidden_layers=16)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -165,9 +163,9 @@ def test_what_the_planner_recommends_is_what_for_budget_makes_and_its_code_says(
     # 8 bits would be twice as fast, and be recommended, if they were not slow here.
     slow = {"quantized-8": CacheSpeed(((0.0, 1.0), (1.0, 1.0)), 1e9)}
     speeds = replace(
-        CHANNEL_SCALED,
-        host=replace(CHANNEL_SCALED.host, caches=slow),
-        device=replace(CHANNEL_SCALED.device, caches=slow),
+        BALANCED,
+        host=replace(BALANCED.host, caches=slow),
+        device=replace(BALANCED.device, caches=slow),
     )
     machine = Machine((streamed + resident) // 2, GIB, speeds)
     monkeypatch.setattr("hf_hybrid_cache.planning.plans.load_speeds", lambda dtype: speeds)

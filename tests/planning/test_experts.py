@@ -1,4 +1,4 @@
-"""Experts: bytes against real models, expected numbers against choices that are drawn, plans and their lines."""
+"""The cost of experts: bytes against real models, expected numbers against random choices, and plans."""
 
 import functools
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from hf_hybrid_cache.planning.plans import make_plan, much_faster
 from hf_hybrid_cache.planning.prediction import Strategy
 from hf_hybrid_cache.weights import WEIGHT_BITS, Width, coverage
 
-from slow import slow
-from tiny_models import COMMON
+from common.slow import slow
+from models.tiny_models import COMMON
 
 CHUNK = 64
 LAYERS, EXPERTS, CHOSEN, HIDDEN, BETWEEN = 3, 8, 2, 64, 32
@@ -67,7 +67,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }  # fmt: skip
 EXPERT_WEIGHTS = LAYERS * EXPERTS * 3 * HIDDEN * BETWEEN
-# As their makers state them, in billions: all weights, and those of one token.
+# Billions of weights that the makers state: all of them, and those of one token.
 BILLIONS = {
     "allenai/OLMoE-1B-7B-0924": (6.9, 1.3),
     "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
@@ -77,7 +77,6 @@ BILLIONS = {
 }
 
 
-@functools.cache
 def cost_of(family: str, dtype: torch.dtype = torch.bfloat16, batch: int = 1) -> ModelCost:
     return model_cost(FAMILIES[family](), dtype, batch, CHUNK)
 
@@ -92,11 +91,12 @@ def stacked(model: PreTrainedModel) -> dict[int, torch.nn.Parameter]:
     return {id(weight): weight for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3}
 
 
-# What they take
+# Bytes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_experts_are_counted_whatever_the_family_and_the_type(family: str, dtype: torch.dtype):
     cost = cost_of(family, dtype)
     assert [(layer.count, layer.chosen) for layer in cost.experts.layers] == [(EXPERTS, CHOSEN)] * LAYERS
@@ -127,7 +127,7 @@ def test_experts_that_are_too_small_for_few_bits_count_as_they_are():
     assert cost.experts.total_bytes(4) == down + sum(each.quantized_bytes(Width.checked(4)) for each in covered)
 
 
-def test_a_model_without_experts_has_none():
+def test_experts_cost_when_model_is_dense_then_is_empty():
     cost = model_cost(load_config("HuggingFaceTB/SmolLM2-135M"), chunk=CHUNK)
     assert cost.experts.layers == ()
     assert cost.experts.total_bytes() == cost.experts.read_bytes(100) == cost.experts.distinct(100) == 0
@@ -135,7 +135,7 @@ def test_a_model_without_experts_has_none():
     assert expert_candidates(cost) == []
 
 
-# How many of them are read
+# Experts that are read
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(8, 2), (32, 4), (64, 8), (128, 8)])
@@ -158,7 +158,7 @@ def test_more_tokens_read_more_experts_and_never_more_than_all():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_of_a_batch_reads_the_experts_that_one_of_its_tokens_chooses(family: str):
+def test_batch_step_when_reading_experts_then_reads_the_union_of_choices(family: str):
     one, five = cost_of(family), cost_of(family, batch=5)
     share = 1 - (1 - CHOSEN / EXPERTS) ** 5
     more = (share - CHOSEN / EXPERTS) * EXPERT_WEIGHTS * 2
@@ -173,7 +173,7 @@ def test_a_step_of_a_batch_reads_the_experts_that_one_of_its_tokens_chooses(fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 5])
-def test_experts_and_others_are_all_there_is(family: str, batch: int):
+def test_weights_when_split_into_experts_and_others_then_sum_to_all(family: str, batch: int):
     cost = cost_of(family, batch=batch)
     rest = cost.without_experts()
     assert rest.weight_bytes + cost.experts.total_bytes() == cost.weight_bytes
@@ -185,9 +185,7 @@ def test_experts_and_others_are_all_there_is(family: str, batch: int):
     ("name", "stated"),
     [case if case[0] == "openai/gpt-oss-20b" else slow(*case) for case in BILLIONS.items()],
 )
-def test_built_in_mixtures_have_as_many_weights_as_stated_and_as_many_for_a_token(
-    name: str, stated: tuple[float, float]
-):
+def test_built_in_mixtures_when_counted_then_match_published_weights(name: str, stated: tuple[float, float]):
     config = load_config(name)
     cost = model_cost(config)
     total, of_a_token = stated
@@ -198,7 +196,7 @@ def test_built_in_mixtures_have_as_many_weights_as_stated_and_as_many_for_a_toke
     assert multiplied - 0.05 <= of_a_token <= multiplied + embedding + 0.05
 
 
-def test_a_built_in_model_is_found_without_its_owner_unless_a_folder_is_called_so(tmp_path, monkeypatch):
+def test_built_in_model_when_owner_is_omitted_then_found_unless_a_folder(tmp_path, monkeypatch):
     for name in SHAPES:
         assert load_config(name.partition("/")[2].upper()).name_or_path == name
     monkeypatch.chdir(tmp_path)
@@ -206,7 +204,7 @@ def test_a_built_in_model_is_found_without_its_owner_unless_a_folder_is_called_s
     assert load_config("Qwen3-30B-A3B").num_hidden_layers == LAYERS
 
 
-# What fits with them in host memory
+# Plans with experts in host memory
 
 
 def planned(
@@ -233,21 +231,21 @@ def test_experts_take_host_memory_and_others_that_of_the_gpu(family: str, bits: 
     assert plan.host_bytes == max(running.host, loading)
 
 
-def test_a_gpu_that_has_room_for_all_but_the_experts_has_them_in_host_memory():
-    model = model_cost(load_config("Qwen/Qwen3-30B-A3B"))
-    plans = make_plans(model, 8192, Machine(8 * 2**30, 64 * 2**30))
+def test_experts_when_gpu_has_room_for_all_else_then_are_in_host_memory():
+    model = model_cost(load_config("mistralai/Mixtral-8x7B-v0.1"))
+    plans = make_plans(model, 8192, Machine(8 * 2**30, 128 * 2**30))
     assert {(plan.experts_on_host, plan.weights) for plan in plans} == {(True, bits) for bits in (None, *WEIGHT_BITS)}
     best = recommended(plans)
     assert best is not None
     assert (best.cache, best.strategy, best.experts_on_host, best.weights) == ("dynamic", Strategy.GPU, True, None)
-    without_gpu = make_plans(model, 8192, Machine(0, 64 * 2**30))
+    without_gpu = make_plans(model, 8192, Machine(0, 128 * 2**30))
     assert {plan.strategy for plan in without_gpu} == {Strategy.CPU}
     assert not any(plan.experts_on_host for plan in without_gpu)
-    too_small = make_plans(model, 8192, Machine(3 * 2**30, 64 * 2**30))
+    too_small = make_plans(model, 8192, Machine(3 * 2**30, 128 * 2**30))
     assert not any(plan.experts_on_host for plan in too_small)
 
 
-def test_where_all_fits_the_gpu_all_is_on_it():
+def test_experts_when_everything_fits_the_gpu_then_stay_there():
     plans = make_plans(cost_of("mixtral"), 512, Machine(2**40, 2**40))
     best = recommended(plans)
     assert best is not None
@@ -255,7 +253,7 @@ def test_where_all_fits_the_gpu_all_is_on_it():
     assert any(plan.experts_on_host for plan in plans)
 
 
-# How fast
+# Speeds
 
 
 HOST = DeviceSpeed(1e9, quantized_weights={4: WeightSpeed(5e8, 1e11), 8: WeightSpeed(1e9)})
@@ -264,7 +262,7 @@ SLOW = Speeds(HOST, DeviceSpeed(1e10, 1e-4), 2e9, 1e-5)
 
 @pytest.mark.parametrize("bits", [None, *WEIGHT_BITS])
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_token_takes_what_the_gpu_takes_what_experts_take_and_the_way_there_and_back(bits: int | None, batch: int):
+def test_token_seconds_when_experts_on_host_then_sum_gpu_experts_and_bus(bits: int | None, batch: int):
     model = cost_of("qwen3_moe", batch=batch)
     rate = 5e8 if bits == 4 else 1e9
     states = LAYERS * 2 * 2 * 16 * 2 * 512 * batch
@@ -288,7 +286,7 @@ def test_what_is_streamed_and_experts_share_what_host_memory_gives():
     assert streamed == pytest.approx(max(transfer, resident) + 0.5 * min(transfer, experts))
 
 
-def test_what_was_not_measured_is_not_predicted():
+def test_prediction_when_a_speed_is_unknown_then_is_none():
     model = cost_of("qwen3_moe")
     only_plain = replace(SLOW, host=DeviceSpeed(1e9))
     assert planned(model, None, only_plain).seconds_per_token is not None
@@ -308,7 +306,7 @@ def prompt_speeds(host_flops: float, bus: float) -> Speeds:
     return Speeds(DeviceSpeed(1e30, 0.0, host_flops, caches, quantized), DeviceSpeed(1e30, 0.0, 1e30, caches), bus)
 
 
-def test_experts_of_a_prompt_are_multiplied_on_the_cpu_or_cross_the_bus_whichever_takes_less():
+def test_prompt_experts_when_predicted_then_take_faster_of_cpu_and_bus():
     model = cost_of("qwen3_moe")
     on_cpu = 512 * model.experts.token_flops / 1e9
     crossing = 512 * model.experts.crossing_bytes / 1e9
@@ -322,7 +320,7 @@ def test_experts_of_a_prompt_are_multiplied_on_the_cpu_or_cross_the_bus_whicheve
     assert fast_cpu == pytest.approx(min(1e-4 * on_cpu + crossing, chunks / 1e9))
 
 
-def test_codes_are_multiplied_on_the_cpu_alone():
+def test_quantized_experts_when_planned_then_are_computed_on_the_cpu():
     model = cost_of("qwen3_moe")
     on_cpu = 512 * model.experts.token_flops / (1e9 / 2)
     crossing = 512 * model.experts.crossing_bytes / 1e12
@@ -357,7 +355,7 @@ def test_experts_in_four_bits_are_named_where_a_step_takes_less_than_half():
     )
 
 
-# What is done with it
+# The lines of Python
 
 
 def test_the_lines_move_the_experts_before_the_model_goes_to_the_gpu():

@@ -1,4 +1,4 @@
-"""Measured speeds: what is known between the measurements, and the file that keeps them."""
+"""Measured speeds: interpolation between measurements, and the file that stores them."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("size", "seconds"), [(100, 1.0), (150, 1.5), (200, 2.0), (300, 5.0), (500, 11.0), (50, 0.5), (0, 0.0)]
 )
-def test_seconds_are_on_the_line_between_or_beyond_the_nearest_measurements(size: int, seconds: float):
+def test_step_seconds_when_between_or_beyond_sizes_then_are_linear(size: int, seconds: float):
     assert CacheSpeed(((100, 1.0), (200, 2.0), (300, 5.0)), 1.0).step_seconds(size) == pytest.approx(seconds)
 
 
@@ -41,7 +41,7 @@ def test_seconds_are_never_negative():
 
 
 @pytest.mark.parametrize("steps", [(), ((1, 1.0),), ((2, 1.0), (1, 2.0)), ((1, 1.0), (1, 2.0))])
-def test_a_line_needs_two_sizes_in_order(steps: tuple):
+def test_cache_speed_when_sizes_are_few_or_unordered_then_is_refused(steps: tuple):
     with pytest.raises(ValueError, match="steps must be of two or more sizes"):
         CacheSpeed(steps, 1.0)
 
@@ -96,7 +96,7 @@ def test_without_a_home_no_speeds_are_known(monkeypatch: pytest.MonkeyPatch):
     assert load_speeds(torch.float32) == Speeds()
 
 
-def test_a_file_of_before_there_were_weights_of_few_bits_has_all_other_speeds():
+def test_speeds_file_when_older_than_quantized_weights_then_loads_others():
     path = save_speeds(torch.bfloat16, SPEEDS)
     content = json.loads(path.read_text())
     for device in ("host", "device"):
@@ -110,7 +110,7 @@ def test_a_file_of_before_there_were_weights_of_few_bits_has_all_other_speeds():
 @pytest.mark.parametrize(
     ("name", "value"), [("schema", 0), ("cpu", "Abacus"), ("gpu", "Voodoo"), ("hf_hybrid_cache", "0.0.1")]
 )
-def test_a_file_of_another_machine_or_version_is_named_and_not_mixed_with_this_one(name: str, value: object):
+def test_speeds_file_when_of_another_machine_then_is_named_and_not_mixed(name: str, value: object):
     path = save_speeds(torch.float32, SPEEDS)
     content = json.loads(path.read_text())
     content["measured_on"][name] = value
@@ -121,7 +121,7 @@ def test_a_file_of_another_machine_or_version_is_named_and_not_mixed_with_this_o
     assert load_speeds(torch.float32) == Speeds()
 
 
-def test_memory_that_is_not_given_is_what_is_free_here():
+def test_machine_when_memory_is_not_given_then_has_free_memory():
     assert this_machine(5, 7, Speeds()) == Machine(5, 7, Speeds())
     here = this_machine(None, None, Speeds())
     assert here.host_bytes > 0

@@ -1,4 +1,4 @@
-"""What a model costs, against real models of every family, and against arithmetic by hand."""
+"""The cost of a model, against real models of every family, and against arithmetic by hand."""
 
 import copy
 
@@ -6,9 +6,8 @@ import psutil
 import pytest
 import torch
 import transformers
-from kernels.programs import wait_for_compilation
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_hybrid_cache import quantize_weights
@@ -18,10 +17,11 @@ from hf_hybrid_cache.models.shapes import SHAPES
 from hf_hybrid_cache.planning import CostError, model_cost
 from hf_hybrid_cache.weights import WEIGHT_BITS
 
-from tiny_models import FAMILIES, random_prompt, tiny_model
+from common.programs import wait_for_compilation
+from models.tiny_models import COMMON, FAMILIES, random_prompt, tiny_model
 
 CHUNK = 64
-# As the Hub states them for these models, in millions.
+# Millions of weights that the Hub states for these models.
 MILLIONS_OF_WEIGHTS = {
     "meta-llama/Llama-3.2-1B": 1236,
     "meta-llama/Llama-3.2-3B": 3213,
@@ -74,7 +74,7 @@ def test_a_step_reads_the_codes_of_what_it_multiplies_with():
     for is_tied in (True, False):
         config = LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied)
         quantized[is_tied] = model_cost(config, torch.float32).quantized_weights[4]
-    # For each row two groups of a word for scale and low, and 32 codes of 4 bits in four words, or of 8 in eight.
+    # Each row has two groups, of a word for scale and low and 32 codes: of 4 bits in four words, or of 8 in eight.
     embedding, head = (96 * 2 * (1 + words) * 4 for words in (4, 8))
     layers = quantized[True].quantized_bytes - head
     assert quantized[True].step_quantized_bytes == {4: layers, 8: head}
@@ -83,7 +83,7 @@ def test_a_step_reads_the_codes_of_what_it_multiplies_with():
     assert quantized[True].step_other_bytes == quantized[True].other_bytes == 5 * 64 * 4
 
 
-def test_a_step_reads_all_weights_but_a_table_of_embeddings_that_is_not_the_output_too():
+def test_step_when_embeddings_are_not_output_head_then_reads_all_but_them():
     sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     for is_tied in (True, False):
         cost = model_cost(LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=is_tied), torch.float32)
@@ -117,7 +117,7 @@ def test_arithmetic_of_a_prompt_is_that_of_its_products():
     assert cost.attention_flops(3 * CHUNK) == pytest.approx(cost.pair_flops * CHUNK * (1 + 2 + 3) * CHUNK)
 
 
-def test_a_chunk_takes_a_mask_and_the_keys_and_values_repeated_for_every_query_head():
+def test_chunk_memory_when_heads_are_grouped_then_has_mask_and_repeated_kv():
     config = LlamaConfig(
         vocab_size=100,
         hidden_size=64,
@@ -147,15 +147,28 @@ def test_the_kernel_attends_where_attention_is_over_the_states_themselves(family
     Version(transformers.__version__) < Version("5.21"), reason="this transformers leaves soft-capping out with sdpa"
 )
 def test_soft_capping_is_not_what_the_kernel_computes():
-    assert not model_cost(load_config("google/gemma-2-2b")).has_kernel
+    assert not model_cost(Gemma2Config(**COMMON, num_hidden_layers=2)).has_kernel
 
 
-def test_a_model_much_larger_than_memory_takes_none():
+def test_weights_of_gigabytes_take_no_memory():
     wait_for_compilation()
     before = psutil.Process().memory_info().rss
-    cost = model_cost(load_config("meta-llama/Llama-3.1-70B"))
-    assert cost.weight_bytes == 2 * 70_553_706_496
+    cost = model_cost(load_config("meta-llama/Llama-3.1-8B"), chunk=48)  # as no other test, or it would be known
+    assert cost.weight_bytes == 2 * 8_030_261_248
     assert psutil.Process().memory_info().rss - before < 2**28
+
+
+def test_an_equal_model_costs_what_it_did_and_any_other_is_computed():
+    config = LlamaConfig(**COMMON, num_hidden_layers=2)
+    cost = model_cost(config, torch.bfloat16, chunk=CHUNK)
+    assert model_cost(copy.deepcopy(config), torch.bfloat16, 1, CHUNK) is cost
+    assert model_cost(config, torch.float32, chunk=CHUNK).weight_bytes == 2 * cost.weight_bytes
+    assert model_cost(config, torch.bfloat16, 2, CHUNK).batch == 2
+    assert model_cost(config, torch.bfloat16, chunk=2 * CHUNK).chunk == 2 * CHUNK
+    config.num_hidden_layers = 3
+    assert model_cost(config, torch.bfloat16, chunk=CHUNK).num_layers == 3
+    config._attn_implementation = "eager"
+    assert not model_cost(config, torch.bfloat16, chunk=CHUNK).has_kernel
 
 
 def test_a_model_whose_code_looks_at_data_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""Plans: what fits and how far, how fast, what is recommended, and the lines of Python."""
+"""Plans: fitting caches, their longest contexts and speeds, the recommendation, and its lines of Python."""
 
 import threading
 import warnings
@@ -20,7 +20,7 @@ from hf_hybrid_cache.planning.plans import make_plan, much_faster, predict, reco
 from hf_hybrid_cache.planning.prediction import Strategy
 from hf_hybrid_cache.weights import WEIGHT_BITS
 
-from tiny_models import FAMILIES, random_prompt, tiny_model
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 GIB = 2**30
 PLENTY = Machine(2**45, 2**45)
@@ -53,12 +53,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plans_of(
     model: ModelCost, context: int, machine: Machine, weights: int | None = None
 ) -> dict[tuple[str, str], Plan]:
-    """Those with weights of so many bits."""
+    """Return the plans with weights of so many bits."""
     plans = make_plans(model, context, machine)
     return {(plan.cache, plan.strategy): plan for plan in plans if plan.weights == weights}
 
 
-# What fits
+# Fitting caches
 
 
 def test_the_longest_context_fits_and_one_token_more_does_not(llama: ModelCost):
@@ -75,7 +75,7 @@ def test_the_longest_context_fits_and_one_token_more_does_not(llama: ModelCost):
     assert limits == {"short_device_bytes", "short_host_bytes"}
 
 
-def test_what_is_short_is_what_is_missing(llama: ModelCost):
+def test_missing_bytes_when_nothing_fits_then_are_need_minus_budget(llama: ModelCost):
     for candidate in [*gpu_candidates(llama), *cpu_candidates(llama)]:
         plan = make_plan(llama, candidate, 100_000, PLENTY)
         assert plan.fits
@@ -86,7 +86,7 @@ def test_what_is_short_is_what_is_missing(llama: ModelCost):
         assert not less.fits
 
 
-def test_weights_are_where_the_model_decodes(llama: ModelCost):
+def test_weights_when_planned_then_count_where_the_model_decodes(llama: ModelCost):
     plans = plans_of(llama, 1000, PLENTY)
     for (_, strategy), plan in plans.items():
         assert plan.device_bytes > llama.weight_bytes + RUNTIME_BYTES
@@ -130,7 +130,7 @@ def test_a_context_beyond_the_models_and_an_unknown_cache_are_refused(llama: Mod
         predict(FAMILIES["llama"](), "quantized-3", 100, PLENTY)
 
 
-# How fast
+# Speeds
 
 
 def test_without_speeds_nothing_is_predicted(llama: ModelCost):
@@ -189,7 +189,7 @@ def test_attention_that_was_not_measured_is_not_predicted():
         assert plan.seconds_per_token is None
 
 
-# What is recommended
+# Recommendations
 
 
 def plan_with(cache: str, seconds: float | None, short: int = 0) -> Plan:
@@ -229,7 +229,7 @@ def test_8_and_4_bits_are_named_beside_full_precision_and_2_bits_never(plans, ch
     assert [made.index(plan) for plan in recommendations(made)] == chosen
 
 
-def test_a_budget_that_only_2_bits_fit_is_refused_with_the_line_that_takes_them(llama: ModelCost):
+def test_budget_when_only_2_bits_fit_then_is_refused_with_their_code(llama: ModelCost):
     config = load_config("meta-llama/Llama-3.2-1B")
     needed = make_plan(model_cost(config), Candidate("quantized-2", Strategy.CPU), 131_072, PLENTY).host_bytes
     with pytest.raises(PlanError, match=r"only with 2 bits .*QuantizedHybridCache\(model.config, bits=2\)"):
@@ -256,7 +256,7 @@ def test_weights_of_few_bits_are_coded_while_they_are_loaded_and_take_less(llama
     assert plain.host_bytes - few.host_bytes == saved
 
 
-def test_a_model_whose_files_are_coded_in_another_way_is_loaded_as_it_is_first(llama: ModelCost):
+def test_model_when_files_are_quantized_otherwise_then_loads_as_is_first(llama: ModelCost):
     plan = on_cpu(replace(llama, comes_quantized=True), 4)
     assert plan.host_bytes > llama.weight_bytes
     assert "quantize_weights(model, 4)" in plan.code
@@ -309,7 +309,7 @@ def test_without_a_rate_of_codes_nothing_is_predicted_for_them(llama: ModelCost)
     assert much_faster(plans, best) is None
 
 
-def test_few_bits_of_weights_are_recommended_only_where_nothing_fits_with_all(llama: ModelCost):
+def test_quantized_weights_when_original_ones_fit_then_are_not_recommended(llama: ModelCost):
     def best_of(host_bytes: int) -> Plan | None:
         return recommended(make_plans(llama, 131_072, Machine(0, host_bytes, QUANTIZED_SPEEDS)))
 
@@ -345,24 +345,26 @@ def test_a_gpu_is_left_for_the_cpu_before_weights_are_of_few_bits(llama: ModelCo
     assert {plan.strategy for plan in plans if plan.weights is not None} == {Strategy.CPU, Strategy.CPU_DECODE}
 
 
-# What is done with it
+# The lines of Python
 
 
-def test_the_lines_of_every_plan_run(folder: Path):
+@pytest.mark.parametrize("continuations", [1, 3])
+def test_the_lines_of_every_plan_run(folder: Path, continuations: int):
     config = AutoModelForCausalLM.from_pretrained(folder).config
-    model = model_cost(config, chunk=16)
-    inputs = {"input_ids": random_prompt(1, 40), "attention_mask": torch.ones(1, 40, dtype=torch.long)}
+    model = replace(model_cost(config, chunk=64), continuations=continuations)
+    inputs = {"input_ids": random_prompt(1, 140), "attention_mask": torch.ones(1, 140, dtype=torch.long)}
     plain = tiny_model("llama").generate(**inputs, max_new_tokens=4)
     for candidate in [*gpu_candidates(model), *cpu_candidates(model)]:
         code = candidate.code(model).replace('device_map="cuda"', 'device_map="cpu"')
         names = {"inputs": inputs}
         exec(code.replace("model.generate", "result = model.generate").replace("=200", "=4"), names)
         cache, result = names["cache"], names["result"]
-        assert cache.get_seq_length() == result.shape[1] - 1
+        assert result.shape == (continuations, 144)
+        assert cache.get_seq_length() == 143
         if isinstance(cache, HybridCache):
             assert cache._stores.placement == candidate.placement
             assert set(cache._stores.codecs.values()) == ({candidate.codec} if candidate.codec else set())
-        if BITS.get(candidate.cache) is None and candidate.weights is None:
+        if BITS.get(candidate.cache) is None and candidate.weights is None and continuations == 1:
             assert torch.equal(result, plain)
         if candidate.strategy == Strategy.CPU:
             is_quantized = type(names["model"].get_input_embeddings().weight) is not torch.nn.Parameter
@@ -390,7 +392,7 @@ def test_a_cache_for_a_budget_is_the_one_that_is_recommended(real_model: PreTrai
     assert made._stores.placement == Candidate("offloaded", Strategy.STREAMED).placement
 
 
-def test_a_budget_that_nothing_fits_is_refused_with_what_is_short_and_what_would_fit(real_model: PreTrainedModel):
+def test_budget_when_nothing_fits_then_error_tells_shortage_and_way_out(real_model: PreTrainedModel):
     with pytest.raises(
         ValueError, match=r"does not fit: .* take 0\.5 GiB, 0\.4 GiB more than there are: use a smaller"
     ):

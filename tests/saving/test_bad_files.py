@@ -1,4 +1,4 @@
-"""A file that is not whole, unaltered, ours and of this model is refused in one sentence; so is a place for one."""
+"""Damaged, altered and foreign files, and unusable paths, are refused in one sentence."""
 
 import copy
 import json
@@ -30,8 +30,8 @@ from hf_hybrid_cache.saving.container import LENGTH_BYTES, TensorForm
 from hf_hybrid_cache.saving.sections import Section
 from hf_hybrid_cache.saving.writing import checksum_of_header, write
 
-from soak import count, search_at_random
-from tiny_models import FAMILIES, random_prompt, tiny_model
+from common.soak import count, search_at_random
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 CONFIG = FAMILIES["llama"]()
 
@@ -116,6 +116,15 @@ def with_header(text: bytes, data: bytes) -> bytes:
     return start + data[:-4] + checksum_of_header(start)
 
 
+def with_document(content: bytes, **document: Any) -> bytes:
+    """The same file with other `document_tokens`, or without."""
+    tree, rest = parts(content)
+    cache = json.loads(tree["__metadata__"]["cache"])
+    del cache["document_tokens"]
+    tree["__metadata__"]["cache"] = json.dumps(cache | document)
+    return with_header(json.dumps(tree).encode(), rest)
+
+
 HOSTILE = st.one_of(
     st.none(),
     st.booleans(),
@@ -168,7 +177,7 @@ def test_a_hostile_header_is_refused_in_a_sentence_or_harmless(family: str, bits
     search()
 
 
-# What is wrong, in words
+# Messages
 
 
 def test_one_altered_bit_of_a_layer_is_said_to_be_of_that_layer(tmp_path: Path):
@@ -252,7 +261,7 @@ def test_the_weights_of_a_model_are_no_cache(tmp_path: Path):
     assert error_of(tmp_path / "model.safetensors") == "is a safetensors file, but not of a saved cache."
 
 
-def test_a_file_that_is_too_short_or_too_long_is_said_to_be(tmp_path: Path):
+def test_file_when_too_short_or_too_long_then_error_says_so(tmp_path: Path):
     content, path = good_file("llama", None), tmp_path / "cache.kv"
     path.write_bytes(content[:-5000])
     assert error_of(path) == "is cut off: 5,000 bytes are missing."
@@ -260,16 +269,38 @@ def test_a_file_that_is_too_short_or_too_long_is_said_to_be(tmp_path: Path):
     assert error_of(path) == "has 3 bytes more than its header says."
 
 
-@pytest.mark.parametrize("version", ["3", "5"])
+@pytest.mark.parametrize("version", ["4", "6"])
 def test_another_version_of_the_format_is_refused_with_the_way_out(version: str, tmp_path: Path):
     path = tmp_path / "cache.kv"
     tree, rest = parts(good_file("llama", None))
     tree["__metadata__"]["format_version"] = version
     path.write_bytes(with_header(json.dumps(tree).encode(), rest))
     assert (
-        f"has format version '{version}', and this version of hf_hybrid_cache reads 4. Use the version that wrote it"
+        f"has format version '{version}', and this version of hf_hybrid_cache reads 5. Use the version that wrote it"
         in error_of(path)
     )
+
+
+@pytest.mark.parametrize(
+    ("document_tokens", "message"),
+    [
+        (0, "does not describe a cache (its document has 0 tokens, the file 200)."),
+        (201, "does not describe a cache (its document has 201 tokens, the file 200)."),
+        ("7", "does not describe a cache (ValueError: '7' is not a count)."),
+    ],
+)
+def test_a_document_when_it_cannot_have_so_many_tokens_then_is_refused(
+    document_tokens: Any, message: str, tmp_path: Path
+):
+    path = tmp_path / "cache.kv"
+    path.write_bytes(with_document(good_file("llama", None), document_tokens=document_tokens))
+    assert error_of(path) == message
+
+
+def test_a_file_when_it_is_older_and_tells_of_no_document_then_loads(tmp_path: Path):
+    path = tmp_path / "cache.kv"
+    path.write_bytes(with_document(good_file("llama", None)))
+    assert HybridCache.load(path, CONFIG).get_seq_length() == 200
 
 
 def test_another_model_is_refused_with_what_differs(tmp_path: Path):

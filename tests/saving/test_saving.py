@@ -34,10 +34,10 @@ from hf_hybrid_cache.storage import host_memory
 from hf_hybrid_cache.storage.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory_limits import Limit
 
-from caches import CACHES, QUANTIZED
-from soak import search_at_random
-from test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
-from tiny_models import FAMILIES, random_prompt, tiny_model
+from common.caches import CACHES, QUANTIZED
+from common.soak import search_at_random
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+from operations.test_stateful import CONFIG, CacheMachine, QuantizedCacheMachine
 
 MAKERS = CACHES | {name: pair[0] for name, pair in QUANTIZED.items()}
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux")
@@ -84,7 +84,7 @@ def assert_goes_on_like(model: PreTrainedModel, loaded: HybridCache, original: H
 @declines
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_cache_of_every_family_goes_on_with_the_same_tokens_and_logits(family: str, name: str, tmp_path: Path):
+def test_loaded_cache_when_continued_then_tokens_and_logits_are_the_same(family: str, name: str, tmp_path: Path):
     model, path, num_tokens = tiny_model(family), tmp_path / "cache.kv", 188
     original = filled(model, MAKERS[name], num_tokens, batch=2)
     original.save(path)
@@ -97,7 +97,7 @@ def test_every_cache_of_every_family_goes_on_with_the_same_tokens_and_logits(fam
 
 @torch.no_grad()
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_file_is_the_same_wherever_tokens_were_and_any_placement_loads_it(bits: int | None, tmp_path: Path):
+def test_file_when_saved_from_any_placement_then_is_the_same(bits: int | None, tmp_path: Path):
     model = tiny_model("llama")
     codec = None if bits is None else minmax(bits, rotate=True)
     whole, split = Placement(cpu_decode=True), Placement(cpu_decode=True, device_tokens=192)
@@ -118,12 +118,12 @@ def test_a_file_is_the_same_wherever_tokens_were_and_any_placement_loads_it(bits
                 assert torch.equal(ours.keys, theirs.keys)
                 assert torch.equal(ours.values, theirs.values)
         logits = [model(question, **cache_argument(cache)).logits for cache in (first, *others)]
-        if bits is None:  # of codes, how many tokens are quantized next depends on where they are
+        if bits is None:  # with codes, the place of tokens decides which are quantized next
             for each in logits[1:]:
                 torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_partly_on_the_device_cannot_be_mapped(tmp_path: Path):
+def test_mmap_when_layers_are_split_then_is_refused(tmp_path: Path):
     model, path = tiny_model("llama"), tmp_path / "cache.kv"
     filled(model, CACHES["default"], 200).save(path)
     with pytest.raises(CacheFileError, match="without device_tokens, or mmap=False"):
@@ -164,7 +164,7 @@ def test_a_cache_is_loaded_into_any_placement(codec: KVCodec | None, tmp_path: P
                 assert torch.equal(ours.values, theirs.values)
 
 
-def test_what_was_placed_and_coded_how_is_loaded_too(tmp_path: Path):
+def test_load_when_saved_with_placement_and_codec_then_restores_both(tmp_path: Path):
     model, path = tiny_model("llama"), tmp_path / "cache.kv"
     codecs = {1: minmax(2, 16, 0, False), 3: minmax((8, 4))}
     original = HybridCache(model.config, Placement(True, 2, 1, None, [1, 3]), 5000, codecs)
@@ -278,7 +278,7 @@ def test_mapping_layers_that_are_not_attended_to_on_the_cpu_is_refused(make, tmp
         HybridCache.load(path, model.config, Placement(cpu_decode=False), mmap=True)
 
 
-# What sequences of operations leave
+# Caches after sequences of operations
 
 
 class Reloaded:
@@ -358,7 +358,7 @@ for mmap in (True, False):
 
 
 @needs_linux
-def test_saving_takes_the_memory_of_one_layer_at_most_and_a_mapped_file_none(tmp_path: Path):
+def test_save_and_mmap_when_cache_is_large_then_memory_is_bounded(tmp_path: Path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache.kv")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     saved_from_blocks, saved_from_a_device, mapped, read = map(int, done.stdout.split())
@@ -398,13 +398,22 @@ def test_token_ids_that_are_not_those_of_the_tokens_are_refused(ids: torch.Tenso
         cache.save(tmp_path / "cache.kv", ids)
 
 
-def test_of_several_differences_the_earliest_token_is_told_whatever_its_sequence():
+@pytest.mark.parametrize("document_tokens", [0, 11, 5.0, True])
+def test_save_when_a_document_cannot_have_so_many_tokens_then_is_refused(document_tokens: object, tmp_path: Path):
+    cache = filled(tiny_model("llama"), DynamicHybridCache, 10)
+    with pytest.raises(ValueError, match="document_tokens must be an integer from 1 to the 10 stored tokens"):
+        cache.save(tmp_path / "cache.kv", random_prompt(1, 10), document_tokens)
+    with pytest.raises(ValueError, match="goes with token_ids"):
+        cache.save(tmp_path / "cache.kv", document_tokens=5)
+
+
+def test_token_ids_when_several_differ_then_earliest_position_is_told():
     known = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     assert first_difference(known, torch.tensor([[1, 2, 3, 9], [1, 9, 3, 4]])) == (1, 1)
     assert first_difference(known, known.clone()) is None
 
 
-def test_what_one_version_of_transformers_says_twice_of_a_model_is_no_difference():
+def test_rope_factor_when_repeated_in_config_then_is_no_difference():
     rotation = {"rope_type": "default", "partial_rotary_factor": 0.25}
     twice, once = {"rope_parameters": rotation, "partial_rotary_factor": 0.25}, {"rope_parameters": rotation}
     assert not differences(twice, once)

@@ -1,4 +1,4 @@
-"""The simulated accelerator: built once, a device of torch once it is loaded. See `accelerator.cpp`."""
+"""A simulated accelerator, which is built once and loaded as a device of torch. See `accelerator.cpp`."""
 
 import hashlib
 import importlib.util
@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 NAME, SOURCE = "simulated_accelerator", Path(__file__).with_name("accelerator.cpp")
 
-# How likely the next job of a stream is to run whenever one is submitted: of the computation, and of copies.
+# The probability that a stream's next job runs whenever one is submitted: of the computation, and of copies.
 SCHEDULES = {
     "copies late": (1.0, 0.0),
     "computation late": (0.0, 1.0),
@@ -30,7 +30,7 @@ _loaded: Any = None
 
 
 def why_not() -> str | None:
-    """Why it cannot be built here; `None` if it can."""
+    """Return the reason why it cannot be built here; `None` if it can."""
     if sys.platform != "linux":
         return "the simulated accelerator is for Linux"
     if shutil.which("g++") is None:
@@ -62,7 +62,7 @@ def load(folder: Path) -> Any:
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled if it is not in `folder` yet; takes about a minute."""
+    """Return the path of the library, which is compiled in about a minute if it is not in `folder` yet."""
     key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
     path = folder / f"{NAME}-{key}.so"
     if not path.exists():
@@ -81,7 +81,7 @@ def build(folder: Path) -> Path:
 @contextmanager
 def schedule(name: str, seed: int = 0) -> Iterator[None]:
     """
-    Let streams run so; at the end all have run.
+    Run streams by this schedule inside the block, and complete them at its end.
 
     Raises:
         AssertionError: something used memory that was no longer its own.
@@ -102,7 +102,7 @@ def memory_allocated(device: int = 0) -> int:
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let devices have so many bytes each."""
+    """Limit the memory of each device to so many bytes."""
     _loaded.set_memory_limit(num_bytes)
     try:
         yield
@@ -111,7 +111,7 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 
 def _device_module() -> types.ModuleType:
-    """What torch looks for in `torch.sim`."""
+    """Make the module that torch expects at `torch.sim`."""
     module = types.ModuleType("torch.sim")
     module.is_available = lambda: True
     module.device_count = lambda: 2

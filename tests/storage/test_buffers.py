@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 from contracts.buffers import LENGTHS, SHAPE, BufferContract
-from kernels.programs import wait_for_compilation
 
 from hf_hybrid_cache.kernels import BLOCK, value_width
 from hf_hybrid_cache.storage.block_buffer import BlockBuffer
@@ -18,6 +17,8 @@ from hf_hybrid_cache.storage.growth import GRANULE, grown_capacity
 from hf_hybrid_cache.storage.host_buffer import HostBuffer
 from hf_hybrid_cache.storage.packed_buffer import PackedBuffer
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+
+from common.programs import wait_for_compilation
 
 CPU = torch.device("cpu")
 
@@ -117,7 +118,7 @@ def _huge_kib() -> int:
 
 
 def _given_huge_kib() -> int:
-    """Of the memory of a plain mapping that asks for huge pages."""
+    """Return the KiB of huge pages that the system gives a plain mapping that asks for them."""
     before = _huge_kib()
     with mmap.mmap(-1, 18 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         pages.madvise(mmap.MADV_HUGEPAGE)

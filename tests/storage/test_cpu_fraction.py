@@ -1,4 +1,4 @@
-"""The fraction of the CPU: that it is moved to where CPU and device end together, and stays there."""
+"""The CPU fraction moves to where CPU and device end together, and stays there."""
 
 import random
 
@@ -13,7 +13,7 @@ TOKENS = 100_000
 def watched(
     equilibrium: float, at_first: float = 0.5, layers: int = 20_000, noise: float = 0.0
 ) -> tuple[CpuFraction, CacheStats]:
-    """A fraction that was moved where the CPU is the last to end with more than `equilibrium`, but for some noise."""
+    """Adapt a fraction with noise, where the CPU is the last to end above `equilibrium`."""
     stats, draw = CacheStats(), random.Random(0)
     fraction = CpuFraction(at_first, True, stats)
     for _ in range(layers):
@@ -31,23 +31,23 @@ def test_after_a_few_moves_cpu_and_device_end_together(equilibrium: float, at_fi
 
 
 @pytest.mark.parametrize("equilibrium", [0.05, 0.2, 0.33, 0.5, 0.68, 0.9])
-def test_at_rest_the_cpu_is_the_last_by_a_little(equilibrium: float):
+def test_cpu_fraction_when_settled_then_cpu_ends_slightly_last(equilibrium: float):
     fraction, _ = watched(equilibrium)
     assert equilibrium < fraction.fraction <= equilibrium + 1 / 32
 
 
 @pytest.mark.parametrize(("equilibrium", "end"), [(-1, LEAST_CPU_FRACTION), (2, 1.0)])
-def test_where_one_of_them_is_always_the_last_the_other_does_as_much_as_it_can(equilibrium: float, end: float):
+def test_cpu_fraction_when_one_side_is_always_last_then_is_at_its_limit(equilibrium: float, end: float):
     fraction, _ = watched(equilibrium)
     assert fraction.fraction == end
 
 
-def test_it_is_moved_within_a_few_steps_of_a_model():
+def test_cpu_fraction_when_model_decodes_then_moves_within_few_steps():
     _, stats = watched(0.2, layers=32 * 40)
     assert len(stats.decisions) >= 3
 
 
-def test_at_rest_it_stays_until_the_context_is_a_quarter_longer():
+def test_cpu_fraction_when_settled_then_stays_until_context_grows():
     fraction, stats = watched(0.3)
     made = len(stats.decisions)
     for _ in range(10_000):
@@ -58,21 +58,21 @@ def test_at_rest_it_stays_until_the_context_is_a_quarter_longer():
     assert fraction.fraction == pytest.approx(0.8, abs=1 / 16)
 
 
-def test_each_move_says_when_where_to_and_why():
+def test_cpu_fraction_when_moved_then_stats_record_the_move():
     fraction, stats = watched(0.3, layers=300)
     (decision,) = stats.decisions
     assert decision == (TOKENS, "cpu_decode", 0.25, "the CPU was the last to end in 128 of 128 layers")
     assert fraction.fraction == decision.value
 
 
-def test_a_share_that_does_not_adapt_stays():
+def test_cpu_fraction_when_not_adaptive_then_stays():
     fraction = CpuFraction(0.4, False, CacheStats())
     for _ in range(1000):
         fraction.note(True, TOKENS)
     assert fraction.fraction == 0.4
 
 
-def test_without_memory_for_what_is_streamed_the_cpu_attends_to_all_until_the_cache_is_empty():
+def test_cpu_fraction_when_no_room_to_stream_then_is_one_until_reset():
     fraction, stats = watched(0.3)
     fraction.give_up_streaming(TOKENS)
     for _ in range(1000):
@@ -85,7 +85,7 @@ def test_without_memory_for_what_is_streamed_the_cpu_attends_to_all_until_the_ca
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
 @pytest.mark.parametrize("blocks", [0, 1, 63, 1000])
-def test_the_share_is_of_whole_blocks(fraction: float, blocks: int):
+def test_cpu_fraction_when_applied_then_is_of_whole_blocks(fraction: float, blocks: int):
     taken = CpuFraction(fraction, False, CacheStats()).blocks(blocks)
     assert isinstance(taken, int)
     assert taken <= fraction * blocks < taken + 1

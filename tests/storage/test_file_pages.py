@@ -23,7 +23,7 @@ def mapped(tmp_path: Path) -> torch.Tensor:
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """Of the file that a tensor lies in."""
+    """Return the resident bytes of the file that a tensor is mapped from."""
     (mapping,) = (each for each in psutil.Process().memory_maps() if each.path.endswith("/numbers"))
     return mapping.rss
 
@@ -44,7 +44,7 @@ def test_pages_that_others_have_a_part_in_stay(mapped):
     assert give_back_file_pages(mapped[100:200]) == 0
 
 
-def test_what_was_written_is_kept(mapped):
+def test_file_pages_when_written_to_then_are_kept(mapped):
     mapped[3 * mmap.PAGESIZE] = 99
     assert give_back_file_pages(mapped) == 0
     assert mapped[3 * mmap.PAGESIZE] == 99
@@ -58,5 +58,5 @@ def test_memory_that_is_no_file_is_left_alone(num_bytes):
     assert numbers.sum() == num_bytes
 
 
-def test_what_lies_scattered_is_left_alone(mapped):
+def test_file_pages_when_tensor_is_not_contiguous_then_stay(mapped):
     assert give_back_file_pages(mapped.view(64, -1).t()) == 0

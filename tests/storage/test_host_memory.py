@@ -73,7 +73,7 @@ def test_too_much_is_refused_with_the_numbers_and_the_way_out():
 
 
 class Holder:
-    """Anything that holds tokens."""
+    """A minimal object that holds tokens."""
 
 
 def test_the_first_layer_asks_for_all_that_will_follow():
@@ -95,7 +95,7 @@ def test_layers_that_hold_the_tokens_already_are_not_counted_again():
         budget.grow(holders[0], num_tokens=3 * size, bytes_per_token=1)
 
 
-def test_a_cache_that_is_expected_to_get_too_long_is_refused_with_its_first_tokens():
+def test_max_length_when_beyond_memory_then_is_refused_at_first_tokens():
     size = available_host_bytes() // 100
     budget = HostBudget(num_stores=10, expected_length=ExpectedLength(20 * size))
     with pytest.raises(HostMemoryError, match=rf"{20 * size:,} tokens \(max_length\) need"):

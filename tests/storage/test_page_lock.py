@@ -1,4 +1,4 @@
-"""Page-locking that the system refuses, and unlocking. What CUDA itself does is in `tests/test_cuda.py`."""
+"""Page-locking that the system refuses, and unlocking. What CUDA itself does is in `tests/memory/test_cuda.py`."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ def test_refusals_are_told_once_and_the_memory_is_used_all_the_same(monkeypatch:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The addresses that are locked, without CUDA."""
+    """Record the addresses that are locked, without CUDA."""
     addresses: set[int] = set()
     monkeypatch.setattr(page_lock, "_register", lambda address, *rest: addresses.add(address) or 0)
     monkeypatch.setattr(page_lock, "_unregister", lambda given, device: addresses.difference_update(given))
@@ -57,7 +57,7 @@ def test_a_dropped_buffer_unlocks_what_it_locked(registered: set[int]):
     assert not registered
 
 
-def test_nothing_is_unlocked_while_a_graph_is_recorded_and_all_of_it_afterwards(
+def test_unlocking_when_a_cuda_graph_is_recorded_then_is_deferred(
     registered: set[int], monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as recording:

@@ -18,7 +18,7 @@ def test_every_token_is_kept_by_one_process(size: int, start: int, count: int):
 
 
 @given(size=SIZES, length=LENGTHS)
-def test_shards_differ_by_a_block_at_most_and_are_as_long_as_their_positions(size: int, length: int):
+def test_shards_when_of_any_length_then_differ_by_at_most_a_block(size: int, length: int):
     shards = [Shard(rank, size) for rank in range(size)]
     tokens = [shard.tokens(length) for shard in shards]
     assert tokens == [len(shard.positions(0, length)) for shard in shards]

@@ -23,9 +23,9 @@ from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage import LocalStore, ResidentStore, Scratch, SplitStore, Staging, StreamedStore, host_memory
 from hf_hybrid_cache.storage.memory_limits import Limit
 
-from lazy_streams import Job, LazyStreams
-from test_stateful import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, with_lazy_streams
-from tiny_models import llama, random_prompt, tiny_model
+from common.lazy_streams import Job, LazyStreams
+from models.tiny_models import llama, random_prompt, tiny_model
+from operations.test_stateful import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, with_lazy_streams
 
 CONFIG = llama()
 
@@ -56,9 +56,7 @@ def store_of(placement: Placement, bits: int | None = None) -> SplitStore:
 
 @pytest.mark.parametrize("device_tokens", [128, 129, 192, 300, 1024])
 @pytest.mark.parametrize("steps", [[1] * 700, [64, 65, 1, 1, 63, 500, 1], [3000], [100, 2000, 1]], ids=len)
-def test_the_first_and_the_last_tokens_are_on_the_device_and_whole_blocks_in_host_memory(
-    device_tokens: int, steps: list[int]
-):
+def test_split_layer_when_filled_then_has_ends_on_device_rest_on_host(device_tokens: int, steps: list[int]):
     store = store_of(Placement(cpu_decode=True, device_tokens=device_tokens))
     keys, values = states(sum(steps))
     end = 0
@@ -85,11 +83,11 @@ def test_every_token_leaves_the_device_once():
     store = cache.layers[0].store
     written = store.host.version
     assert store.host.num_tokens == 2000 - store.device.num_tokens
-    # As often as 64 tokens leave; and it has had no others.
+    # The codec is called as often as 64 tokens leave, and for no other tokens.
     assert written == store.host.num_tokens // 64
 
 
-def test_tokens_on_their_way_to_the_host_are_not_those_that_take_their_places():
+def test_tokens_when_copied_to_host_then_are_not_overwritten_first():
     cache = with_lazy_streams(1, 0, cpu_decode=True, device_tokens=192)
     keys, values = (torch.randn(1, NUM_KV_HEADS, 330, HEAD_DIM) for _ in range(2))
     for start, end in itertools.pairwise([0, 255, *range(256, 331)]):
@@ -125,7 +123,7 @@ def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, bits: int 
     assert cache.stats.bytes_to_device - before == len(indices) * row_bytes * (blocks - int(share * blocks))
 
 
-def test_a_model_on_the_cpu_has_nothing_to_find_out():
+def test_cpu_fraction_when_model_is_on_cpu_then_does_not_adapt():
     cache = OffloadedHybridCache(CONFIG, device_tokens=128, cpu_decode="auto")
     for _ in range(2):
         cache.update(*states(300), 0)
@@ -147,7 +145,7 @@ def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, m
         return workspace
 
     def late(streams: LazyStreams, event: Job | None) -> None:
-        """As an accelerator, which computes later than it is told to."""
+        """Leave work pending, as an accelerator does that computes later."""
 
     step_through(cache, 1000)
     step_through(cache, 1)
@@ -184,7 +182,7 @@ def test_the_cpu_has_begun_before_the_device_waits_for_the_bus(bits: int | None,
 @pytest.mark.parametrize(
     ("bits", "refused"), [(None, (Staging, "slot_with_past")), (8, (Staging, "slot_with_past")), (8, (Scratch, "lend"))]
 )
-def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_it(
+def test_streamed_middle_when_device_is_full_then_cpu_attends(
     bits: int | None, refused: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ):
     model, codec = tiny_model("llama"), None if bits is None else minmax(bits, rotate=True)
@@ -209,9 +207,9 @@ def test_where_the_device_has_no_memory_for_what_is_streamed_the_cpu_attends_to_
     assert not any(staging.slots for staging in cache._stores.stagings.values())
 
 
-def test_sinks_of_a_codec_stay_on_the_device_where_they_leave_a_block_for_others():
+def test_sinks_when_device_tokens_exceed_them_then_stay_on_the_device():
     for device_tokens, first in ((128, 64), (191, 64)):
-        assert store_of(Placement(cpu_decode=True, device_tokens=device_tokens), bits=8)._first_tokens == first
+        assert store_of(Placement(cpu_decode=True, device_tokens=device_tokens), bits=8).layout.first_tokens == first
     cache = HybridCache(CONFIG, Placement(cpu_decode=True, device_tokens=256), codec=minmax(4, sink_tokens=256))
     cache.update(*states(400), 0)
     store = cache.layers[0].store
@@ -243,7 +241,7 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
         granted.append(num_tokens)
         reserve(buffered, num_tokens)
 
-    # As an accelerator does it; address space of the host has no end.
+    # An accelerator refuses; the host's address space has no end.
     monkeypatch.setattr(ResidentStore, "reserve", refusing)
     monkeypatch.setattr(ResidentStore, "capacity", property(lambda buffered: max(granted)))
     keys, values = states(sum(steps))
@@ -259,7 +257,7 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
     assert 128 <= store.device.num_tokens <= 320
     assert store.is_intact
     decision = store._stats.decisions[-1]
-    assert (decision.option, decision.value) == ("device_tokens", store._device_tokens)
+    assert (decision.option, decision.value) == ("device_tokens", store.layout.device_tokens)
     for ours, expected in zip(store.read(), (keys, values), strict=True):
         assert torch.equal(ours, expected)
 

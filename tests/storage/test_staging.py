@@ -6,7 +6,7 @@ import torch
 from hf_hybrid_cache.storage import CacheStats, HostBudget, InitialCapacity, KVShape, Staging, StreamedStore
 from hf_hybrid_cache.storage.streams import SynchronousStreams
 
-from lazy_streams import LazyStreams
+from common.lazy_streams import LazyStreams
 
 STREAMS = {"copies_at_once": SynchronousStreams, "copies_late": LazyStreams}
 
@@ -39,22 +39,22 @@ def test_every_layer_is_fetched_ahead_once_a_step():
     staging, stores = make_stores(6, prefetch_layers=1)
     step(stores, 10)
     stats = staging.stats
-    assert (stats.prefetch_hits, stats.waits) == (0, 0)
+    assert (stats.prefetch_hits, stats.prefetch_misses) == (0, 0)
     sent = stats.bytes_to_host
     # Whole blocks of 64 tokens.
     assert sent == 6 * 64 * stores[0].bytes_per_token
     step(stores, 1)
-    assert (stats.prefetch_hits, stats.waits) == (6, 0)
+    assert (stats.prefetch_hits, stats.prefetch_misses) == (6, 0)
     assert stats.bytes_to_host - sent == 6 * 64 * stores[0].bytes_per_token
     # The first layer was still there after the prefill, and is on its way for the step after this one.
     assert stats.bytes_to_device == (5 * 10 + 11) * stores[0].bytes_per_token
 
 
-def test_without_prefetch_every_layer_waits():
+def test_without_prefetch_every_layer_misses():
     staging, stores = make_stores(3, prefetch_layers=0)
     step(stores, 10)
     step(stores, 1)
-    assert (staging.stats.prefetch_hits, staging.stats.waits) == (0, 3)
+    assert (staging.stats.prefetch_hits, staging.stats.prefetch_misses) == (0, 3)
 
 
 def test_resident_layers_are_never_fetched():
@@ -107,12 +107,12 @@ def test_every_view_that_was_lent_counts_as_held_not_only_the_last():
     assert torch.equal(held, states(0, 5))
 
 
-def test_looking_at_a_layer_counts_as_no_use():
+def test_prefetch_stats_when_layer_is_only_read_then_count_nothing():
     staging, stores = make_stores(4, prefetch_layers=1)
     step(stores, 5)
     for store in stores:
         store.read()
-    assert (staging.stats.prefetch_hits, staging.stats.waits) == (0, 0)
+    assert (staging.stats.prefetch_hits, staging.stats.prefetch_misses) == (0, 0)
 
 
 def test_slots_grown_for_what_was_held_are_used_again():
@@ -135,7 +135,7 @@ def test_released_stores_leave_nothing_on_the_device():
 
 
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_tokens_that_were_removed_are_not_read_in_place_of_those_that_came_on_the_host(streams):
+def test_slot_when_tokens_were_cropped_on_host_then_is_not_stale(streams):
     _, stores = make_stores(1, prefetch_layers=0, streams=streams)
     stores[0].extend(states(0, 5), states(0, 5))
     stores[0].read()

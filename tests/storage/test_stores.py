@@ -10,7 +10,7 @@ from hf_hybrid_cache import HybridCache, Placement, minmax
 from hf_hybrid_cache.storage import BufferedStore, KVStore, QuantizedStore, ShardedStore, SplitStore
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
-from caches import group_of_one
+from common.caches import group_of_one
 
 
 def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def plain(store: BufferedStore) -> Pair:
 
 
 def quantized(store: QuantizedStore) -> Pair:
-    """The records are decoded by the codec: what a record says is for the tests of codecs."""
+    """Decode the packed blocks by the codec, which has tests of its own."""
     whole = []
     for codec, full, packed in zip(
         (store.codec.keys, store.codec.values), plain(store.full), plain(store.packed), strict=True

@@ -18,6 +18,7 @@ RESULT_FIELDS = (
     "prompt_tokens",
     "answer_tokens",
     "seconds",
+    "at_once",
     "document_tokens",
     "read_tokens",
     "documents",

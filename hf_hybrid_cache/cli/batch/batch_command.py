@@ -64,6 +64,14 @@ def batch(
         int | None,
         typer.Option(min=1, help="Read only so many tokens of each document. Default: all; too many are an error."),
     ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            help="Questions about one document that are answered together, at most: a step reads the weights once for "
+            "all of them. Each takes memory for its own tokens, and where the CPU does not attend for a copy of the "
+            "document. The default is 1, because in 16 bits, and with sampling, answers depend on those beside them."
+        ),
+    ] = 1,
     prefill_chunk_size: PrefillChunkSize = PREFILL_CHUNK_SIZE,
     system: System = None,
     temperature: Temperature = 0.0,
@@ -102,6 +110,7 @@ def batch(
             ),
             context=context,
             system=system,
+            at_once=at_once,
         )
         job_options = JobOptions(executor, jobs, tuple(job_option or ()))
         answer_all(options, BatchFiles(questions, out, keep_caches), job_options, notes)

@@ -77,6 +77,10 @@ class BatchOptions:
         answer: how answers are generated.
         context: tokens of a document in the prompt at most; `None` for all, and an error where they do not fit.
         system: system message; `None` for the one of the chat template.
+        at_once: questions about one document that are answered together, at most.
+
+    Raises:
+        UsageError: no question would be answered at once.
     """
 
     model: ModelOptions
@@ -85,6 +89,11 @@ class BatchOptions:
     answer: AnswerOptions
     context: int | None
     system: str | None
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1:
+            raise UsageError(f"--at-once must be at least 1, got {self.at_once}; 1 answers one question at a time.")
 
     @property
     def cache_bits(self) -> int:
@@ -92,7 +101,7 @@ class BatchOptions:
         return DEFAULT_BITS if self.bits is None else self.bits
 
     def settings(self) -> dict[str, Any]:
-        """The settings that each answer records."""
+        """The settings that all answers in a file have alike; `at_once` may be another one after an interruption."""
         return {
             "model": self.model.name,
             "cache": self.cache,

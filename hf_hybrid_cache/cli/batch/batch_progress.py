@@ -17,7 +17,7 @@ _ONE_LINE, _TEN_LINES = 1024, 8192
 
 class BatchProgress:
     """
-    Shows how many questions are answered, and how many tokens of the document are read.
+    Shows how many questions are answered, and how many tokens of the document are read and of answers generated.
 
     Args:
         bars: show both on a terminal.
@@ -58,6 +58,16 @@ class BatchProgress:
                 advance(num_tokens - bar.num_read)  # the last token is read on its own, and not reported
         finally:
             bar.remove()
+
+    @contextmanager
+    def answering(self, num_answers: int, max_new_tokens: int) -> Iterator[Callable[[int], None]]:
+        """Show the tokens of answers that are generated together; yields the function to call after each step."""
+        title = "answer" if num_answers == 1 else f"{num_answers} answers"
+        bar = self._bars.add_task(title, total=num_answers * max_new_tokens, unit=" tokens")
+        try:
+            yield lambda token: self._bars.advance(bar, num_answers)
+        finally:
+            self._bars.remove_task(bar)
 
     @property
     def _questions_text(self) -> str:

@@ -1,14 +1,15 @@
 """Loading what answers the questions of a batch, here or in a job."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from ..console import UsageError
+from ..console import UsageError, note
 from ..loading.device import compile_kernels, load_model
 from .batch_options import BatchOptions
 from .document_questions import DocumentQuestions
+from .following_questions import can_answer_together
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,8 @@ class BatchWork:
         if ready.tokenizer is None:
             raise UsageError(f"{self.options.model.name} has no tokenizer, so it takes no text.")
         compile_kernels(ready.model, self.options.cache == "quantized", notes)
-        return DocumentQuestions(ready.model, ready.tokenizer, self.options, self.folder, self.kept_caches, notes)
+        options = self.options
+        if options.at_once > 1 and not can_answer_together(ready.model):
+            note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")
+            options = replace(options, at_once=1)
+        return DocumentQuestions(ready.model, ready.tokenizer, options, self.folder, self.kept_caches, notes)

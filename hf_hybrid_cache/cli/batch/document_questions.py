@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,13 @@ from ..documents.document_budgets import document_budgets
 from ..documents.documents import read_documents
 from ..runs.answer_options import AnswerOptions
 from ..runs.finish_reason import finish_reason
-from ..runs.prompts import PromptError, context_length, document_prompt, question_tokens
-from ..runs.timed_run import CacheOptions, new_cache, timed_generate
+from ..runs.going_back import can_go_back
+from ..runs.prompts import PromptError, context_length, document_prompt
+from ..runs.timed_run import CacheOptions, generate_rows, new_cache, timed_generate
 from .answers import Answer
 from .batch_options import BatchOptions
 from .batch_progress import BatchProgress
+from .following_questions import FollowingQuestion, number_together, prompts_together
 from .questions import Question, by_document
 
 
@@ -72,11 +74,39 @@ class DocumentQuestions:
             for question in questions:
                 yield _failed(question, error)
             return
-        for number, question in enumerate(questions, 1):
+        following: list[FollowingQuestion] = []
+        for question in questions:
             try:
-                yield self._answer(question, prefix, cache, read, is_last=number == len(questions))
-            except (UsageError, PromptError, MemoryError, RuntimeError) as error:
+                following.append(FollowingQuestion.after(prefix, question, self.model, self.tokenizer))
+            except PromptError as error:
                 yield _failed(question, error)
+        yield from self._answered(following, prefix, cache, read, progress)
+
+    def _answered(
+        self,
+        following: Sequence[FollowingQuestion],
+        prefix: torch.Tensor,
+        cache: HybridCache,
+        read: dict[str, Any],
+        progress: BatchProgress,
+    ) -> Iterator[Answer]:
+        """Answer questions, as many together as asked for, or as memory has room for."""
+        at_once, max_new_tokens = self.options.at_once, self.options.answer.max_new_tokens
+        while following:
+            number = number_together(following, at_once, max_new_tokens)
+            together, others = following[:number], following[number:]
+            try:
+                with progress.answering(number, max_new_tokens) as advance:
+                    answers = self._answers(together, prefix, cache, read, not others, advance)
+            except (MemoryError, RuntimeError) as error:
+                answers = [_failed(each.question, error) for each in together]
+                if number > 1:
+                    at_once = number // 2
+                    reason = answers[0]["error"]
+                    note(self.notes, f"memory ends with {number} questions at once, going on with {at_once}: {reason}")
+                    continue
+            yield from answers
+            following = others
 
     def _prefix(self, questions: Sequence[Question]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The tokens before a question, `[1, tokens]`, and the fields of an answer that describe the document."""
@@ -130,7 +160,7 @@ class DocumentQuestions:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                cache.save(path, prefix)
+                cache.save(path, prefix, prefix.shape[1])
             except (OSError, CacheFileError) as error:
                 note(self.notes, f"{path} is not kept: {error}")
         return cache
@@ -143,42 +173,46 @@ class DocumentQuestions:
         digest.update(prefix.numpy().tobytes())
         return self.kept_caches / f"{document.stem or 'documents'}-{digest.hexdigest()[:16]}.safetensors"
 
-    def _answer(
-        self, question: Question, prefix: torch.Tensor, cache: HybridCache, read: dict[str, Any], is_last: bool
-    ) -> Answer:
-        """Answer one question; the cache goes back to the document unless this is the last question."""
-        asked = question_tokens(self.tokenizer, prefix[0].tolist(), question.question)
-        input_ids = torch.cat([prefix, torch.tensor([asked])], dim=1)
-        longest = context_length(self.model)
-        room = longest - input_ids.shape[1]
-        if room < 1:
-            raise PromptError(
-                f"The document takes {prefix.shape[1]:,} tokens, the question {len(asked):,}, and the model's context "
-                f"is {longest:,}: no room is left for an answer. Ask a shorter question."
-            )
+    def _answers(
+        self,
+        together: Sequence[FollowingQuestion],
+        prefix: torch.Tensor,
+        cache: HybridCache,
+        read: dict[str, Any],
+        is_last: bool,
+        advance: Callable[[int], None],
+    ) -> list[Answer]:
+        """Answer questions together; the cache goes back to the document unless these are the last ones."""
         limit = self.options.answer.max_new_tokens
-        options = replace(self.options.answer, max_new_tokens=min(limit, room))
-        # A quantized cache cannot be cropped without rounding again, so every question has a copy of it.
-        is_shared = not is_last and cache.is_croppable and not cache.codecs
+        options = replace(self.options.answer, max_new_tokens=min(limit, together[0].room))
+        # A quantized cache cannot be cropped without rounding again, so it is copied before each answer.
+        is_shared = not is_last and can_go_back(cache) and not cache.codecs
         used = cache if is_last or is_shared else copy.deepcopy(cache)
         start = time.perf_counter()
         try:
-            run = timed_generate(self.model, input_ids, used, options)
+            rows = generate_rows(self.model, *prompts_together(prefix, together), used, options, advance)
         except BaseException:
             if used is cache:
                 cache.reset()  # the next question computes the document anew
             raise
         if is_shared:
             cache.crop(prefix.shape[1] - cache.get_seq_length())
-        return {
-            **question.fields,
-            "answer": str(self.tokenizer.decode(run.tokens, skip_special_tokens=True)).strip(),
-            "finish_reason": finish_reason(self.model, run.tokens, limit, room),
-            "prompt_tokens": input_ids.shape[1],
-            "answer_tokens": len(run.tokens),
-            "seconds": round(time.perf_counter() - start, 3),
-            **read,
-        }
+            if len(together) > 1:
+                cache.batch_select_indices(torch.tensor([0]))
+        seconds = round(time.perf_counter() - start, 3)
+        return [
+            {
+                **each.question.fields,
+                "answer": str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip(),
+                "finish_reason": finish_reason(self.model, tokens, limit, each.room),
+                "prompt_tokens": prefix.shape[1] + len(each.token_ids),
+                "answer_tokens": len(tokens),
+                "seconds": seconds,
+                "at_once": len(together),
+                **read,
+            }
+            for each, tokens in zip(together, rows, strict=True)
+        ]
 
 
 def _failed(question: Question, error: Exception) -> Answer:

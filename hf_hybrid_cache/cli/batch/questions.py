@@ -127,7 +127,7 @@ def _is_text(value: object) -> bool:
 
 
 def _repeated(questions: Sequence[Question]) -> dict[int, str]:
-    """By line, the reason why a question cannot be told from an earlier one."""
+    """The reasons why questions cannot be told from earlier ones, by line."""
     first: dict[Any, int] = {}
     wrong = {}
     for question in questions:

@@ -17,9 +17,9 @@ class LastTurn:
     The last question of a conversation.
 
     Attributes:
-        start: the number of tokens before it; `None` for the first question, because nothing marks where the document
-            before it ends.
-        question: its text; for the first question, the last paragraph of document and question.
+        start: the number of tokens before it; `None` for the first question where it is not known where the document
+            ends.
+        question: its text; where `start` is `None`, the last paragraph of document and question.
         answer: the text after it.
     """
 
@@ -28,26 +28,36 @@ class LastTurn:
     answer: str
 
 
-def last_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> LastTurn | None:
-    """Find the last question and its answer; `None` without a chat template, or without a question."""
+def last_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], document_tokens: int | None) -> LastTurn | None:
+    """
+    Find the last question and its answer; `None` without a chat template, or without a question.
+
+    Args:
+        tokenizer: of the model.
+        token_ids: of a conversation.
+        document_tokens: how many of them are the document's; `None` where that is not known.
+    """
     if not tokenizer.chat_template:
         return None
     _, _, after = conversation_text(tokenizer, [".", MARK, _OTHER_MARK]).partition(MARK)
     to_question, _, to_answer = after.partition(_OTHER_MARK)
     question_ids, answer_ids = _ids(tokenizer, to_question), _ids(tokenizer, to_answer)
-    end = _last(answer_ids, token_ids, len(token_ids)) if answer_ids else None
+    first = document_tokens or 0
+    end = _last(answer_ids, token_ids, first, len(token_ids)) if answer_ids else None
     if end is None:
         return None
     answer = _text(tokenizer, token_ids[end + len(answer_ids) :])
     # Before the first answer there are a system message and the document, too.
+    answer_before = _last(answer_ids, token_ids, first, end)
+    if answer_before is None and document_tokens is not None:
+        return LastTurn(document_tokens, _text(tokenizer, token_ids[document_tokens:end]), answer)
     start = None
-    answer_before = _last(answer_ids, token_ids, end)
     if answer_before is not None and question_ids:
-        start = _last(question_ids, token_ids, end)
-    if answer_before is None or start is None or start < answer_before:
-        question = _text(tokenizer, token_ids[:end]).rpartition("\n\n")[2]
-        return LastTurn(None, question.strip(), answer)
-    return LastTurn(start, _text(tokenizer, token_ids[start + len(question_ids) : end]), answer)
+        start = _last(question_ids, token_ids, answer_before, end)
+    if start is not None:
+        return LastTurn(start, _text(tokenizer, token_ids[start + len(question_ids) : end]), answer)
+    question = _text(tokenizer, token_ids[:end]).rpartition("\n\n")[2]
+    return LastTurn(None, question.strip(), answer)
 
 
 class SystemMessage:
@@ -130,7 +140,7 @@ def _first(wanted: Sequence[int], token_ids: Sequence[int]) -> int | None:
     return next((start for start in starts if token_ids[start : start + len(wanted)] == wanted), None)
 
 
-def _last(wanted: Sequence[int], token_ids: Sequence[int], end: int) -> int | None:
-    """The index at which `wanted` last begins before `end`; `None` if it is not there."""
-    starts = range(end - len(wanted), -1, -1)
+def _last(wanted: Sequence[int], token_ids: Sequence[int], first: int, end: int) -> int | None:
+    """The index from `first` on at which `wanted` last begins before `end`; `None` if it is not there."""
+    starts = range(end - len(wanted), first - 1, -1)
     return next((start for start in starts if token_ids[start : start + len(wanted)] == wanted), None)

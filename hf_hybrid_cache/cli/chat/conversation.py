@@ -12,7 +12,7 @@ from ..replaced_file import replaced_file
 from ..runs.prompts import PromptError, question_tokens
 from ..terminal import without_controls
 from .answer_settings import AnswerSettings
-from .chat_template import SystemMessage, last_turn
+from .chat_template import LastTurn, SystemMessage, last_turn
 from .transcript import Transcript
 
 # A remark warns of fewer tokens that are left in the context.
@@ -42,6 +42,7 @@ class Conversation:
         transcript: has the tokens of the document, or of a conversation about it.
         tokenizer: of the model; its chat template tells turns from each other.
         is_saved: whether the transcript comes from a file.
+        document_tokens: how many of its tokens are the document's; `None` where the file does not tell.
         settings: how answers are generated, which `/set` changes.
         weights_text: describes the model's weights; `None` where no weights are quantized.
         notes: receives remarks.
@@ -52,6 +53,7 @@ class Conversation:
         transcript: Transcript,
         tokenizer: PreTrainedTokenizerBase,
         is_saved: bool,
+        document_tokens: int | None,
         settings: AnswerSettings,
         weights_text: str | None,
         notes: Console,
@@ -59,10 +61,16 @@ class Conversation:
         self.settings = settings
         self._transcript, self._tokenizer, self._is_saved = transcript, tokenizer, is_saved
         self._weights_text, self._notes = weights_text, notes
-        self._start = len(transcript)
+        self._knows_document = document_tokens is not None
+        # Where the document's end is not known, /forget goes back to what was loaded.
+        self._start = len(transcript) if document_tokens is None else document_tokens
         self._turns: list[Turn] = []
         self._system_tokens: int | None = None
         self._has_warned = False
+
+    @property
+    def _document_tokens(self) -> int | None:
+        return self._start if self._knows_document else None
 
     def remark(self, text: str) -> None:
         """Print a line that is not an answer."""
@@ -82,7 +90,7 @@ class Conversation:
     def show_last_turn(self) -> None:
         """Remark the last question and answer, or the end of the document where there are none."""
         token_ids = self._transcript.token_ids
-        last = last_turn(self._tokenizer, token_ids)
+        last = self._last_turn()
         if last is None:
             # No character has more than four tokens.
             end = str(self._tokenizer.decode(token_ids[-4 * _SHOWN_CHARACTERS :], skip_special_tokens=True))
@@ -134,7 +142,7 @@ class Conversation:
         self.remark(f"taken back: {_shortened(question)}")
 
     def forget(self) -> None:
-        """Remove all turns after the document, or after the conversation that was loaded."""
+        """Remove all turns after the document, or after what was loaded where the document's end is not known."""
         self._transcript.shorten(self._start)
         self._turns = [turn for turn in self._turns if turn.start < self._start]
         self.remark(f"back to {self._start:,} tokens")
@@ -173,7 +181,7 @@ class Conversation:
         path = Path(os.path.expanduser(name))  # Path.expanduser raises an error for unknown users
         try:
             replaced = replaced_file(path, is_forced, f"/save! {name}")
-            size = self._transcript.save(path) / 2**20
+            size = self._transcript.save(path, self._document_tokens) / 2**20
         except (ValueError, OSError, MemoryError) as error:
             self.remark(str(error))
             return
@@ -216,18 +224,23 @@ class Conversation:
         """Whether the start of the last question is known, perhaps from loaded tokens; remarks why not."""
         if self._turns:
             return True
-        last = last_turn(self._tokenizer, self._transcript.token_ids) if self._is_saved else None
+        last = self._last_turn() if self._is_saved else None
         if last is not None and last.start is not None:
             self._turns = [Turn(last.start, last.question)]
             return True
-        if last is None and (self._tokenizer.chat_template or not self._is_saved):
+        is_document = len(self._transcript) == self._document_tokens
+        if is_document or (last is None and (self._tokenizer.chat_template or not self._is_saved)):
             self.remark("Nothing was asked yet.")
         else:
+            way_out = "/forget goes back to the document." if self._knows_document else "Start anew with --document."
             self.remark(
-                "A file does not say where its document ends, so the first question after it can be neither taken back "
-                "nor asked again."
+                "The file does not say where its last question begins, so it is neither taken back nor asked again. "
+                f"{way_out}"
             )
         return False
+
+    def _last_turn(self) -> LastTurn | None:
+        return last_turn(self._tokenizer, self._transcript.token_ids, self._document_tokens)
 
     def _take_back(self) -> str:
         """Remove the last question and its answer; returns the question."""

@@ -10,7 +10,7 @@ from ...cache import HybridCache
 from ..console import UsageError, note
 from ..documents.document_budgets import document_budgets, truncation_notice
 from ..documents.documents import Documents, read_documents
-from ..documents.saved_document import document_ids
+from ..documents.saved_document import saved_document
 from ..interrupts import ignoring_interrupts
 from ..loading.device import compile_kernels, load_model
 from ..runs.prompts import context_length, default_document, document_prompt
@@ -43,24 +43,28 @@ def talk(options: ChatOptions, out: Console, notes: Console) -> None:
         CacheFileError: the saved cache cannot be loaded.
     """
     documents = read_documents(options.documents, partial(note, notes)) if options.documents else None
-    saved_ids = document_ids(options.load_cache)[0].tolist() if options.load_cache else None
+    saved = saved_document(options.load_cache) if options.load_cache else None
     lines = chat_input(options.keeps_history, partial(note, notes))
     ready = load_model(options.model, notes)
     if ready.tokenizer is None:
         raise UsageError(f"{options.model.name} has no tokenizer, so there is nothing to say.")
     compile_kernels(ready.model, options.cache_name == "quantized", notes)
-    if saved_ids is None:
+    if saved is None:
         token_ids = _read_document(options, documents, ready.model, ready.tokenizer, out, notes)
         cache_options = CacheOptions(bits=options.cache_bits)
         cache = cast(HybridCache, new_cache(options.cache_name, ready.model.config, cache_options))
+        document_tokens: int | None = len(token_ids)
     else:
-        token_ids, cache = saved_ids, _loaded_cache(options, len(saved_ids), ready.model, notes)
+        token_ids, document_tokens = saved.token_ids[0].tolist(), saved.document_tokens
+        cache = _loaded_cache(options, len(token_ids), ready.model, notes)
     transcript = Transcript(
         ready.model, ready.tokenizer, cache, token_ids, options.answer.prefill_chunk_size, out, notes
     )
     settings = AnswerSettings(options.answer.max_new_tokens, options.answer.sampling.temperature)
-    is_saved = saved_ids is not None
-    conversation = Conversation(transcript, ready.tokenizer, is_saved, settings, ready.weights_text, notes)
+    is_saved = saved is not None
+    conversation = Conversation(
+        transcript, ready.tokenizer, is_saved, document_tokens, settings, ready.weights_text, notes
+    )
     conversation.read_document()
     if is_saved:
         conversation.show_last_turn()

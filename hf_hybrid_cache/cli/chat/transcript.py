@@ -15,6 +15,7 @@ from ...layers import IncompleteCacheError
 from ..interrupts import allowing_interrupts
 from ..runs.answer_options import AnswerOptions
 from ..runs.finish_reason import is_end
+from ..runs.going_back import can_go_back
 from ..runs.prompts import context_length
 from ..runs.sampling import Sampling
 from ..runs.shown_run import shown_run
@@ -143,7 +144,7 @@ class Transcript:
         """Remove all tokens after the first `num_tokens`; a cache that cannot be cropped must read these again."""
         del self.token_ids[num_tokens:]
         surplus = -self.num_missing
-        if surplus > 0 and self.cache.is_croppable:
+        if surplus > 0 and can_go_back(self.cache):
             self.cache.crop(-surplus)
         elif surplus > 0:
             self.cache.reset()
@@ -160,9 +161,9 @@ class Transcript:
             with torch.inference_mode():
                 self._model(new, **cache_argument(self.cache))
 
-    def save(self, path: Path) -> int:
+    def save(self, path: Path, document_tokens: int | None) -> int:
         """
-        Save the tokens and the cache.
+        Save the tokens, how many of them are the document's, and the cache.
 
         Returns:
             The bytes of the file.
@@ -171,7 +172,7 @@ class Transcript:
             CacheFileError: the file cannot be written.
         """
         self.compute_last()
-        self.cache.save(path, torch.tensor([self.token_ids]))
+        self.cache.save(path, torch.tensor([self.token_ids]), document_tokens)
         return path.stat().st_size
 
     @contextmanager

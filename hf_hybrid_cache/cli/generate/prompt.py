@@ -11,7 +11,7 @@ from ..choices import DEFAULT_QUESTION, RANDOM_TOKENS
 from ..console import UsageError, note
 from ..documents.document_budgets import document_budgets, truncation_notice
 from ..documents.documents import Documents, read_documents
-from ..documents.saved_document import document_ids
+from ..documents.saved_document import saved_document
 from ..files import read_text
 from ..loading.device import LoadedModel
 from ..runs.prompts import (
@@ -61,7 +61,7 @@ def read_source(options: GenerateOptions, notes: Console) -> PromptSource:
     if options.prompt.documents:
         return PromptSource(read_documents(options.prompt.documents, partial(note, notes)))
     if options.files.load:
-        return PromptSource(saved_ids=document_ids(options.files.load))
+        return PromptSource(saved_ids=saved_document(options.files.load).token_ids)
     return PromptSource()
 
 

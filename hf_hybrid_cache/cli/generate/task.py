@@ -54,7 +54,7 @@ class GenerateTask:
         one_token = replace(self.answer, max_new_tokens=1)
         run = shown_run(self.notes, f"{name}: document", self.model, self._prefix, cache, one_token)
         start = time.perf_counter()
-        cache.save(path, self._prefix)
+        cache.save(path, self._prefix, self._prefix.shape[1])
         seconds = time.perf_counter() - start
         size = mebibytes(path.stat().st_size)
         note(self.notes, f"document: prefill {run.prefill_seconds:.2f} s; {size} written to {path} in {seconds:.2f} s")

@@ -37,6 +37,14 @@ def plan(
     ] = None,
     dtype: DType = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    continuations: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Sequences that continue one prompt. Of the context, the last 512 tokens are the sequence's own; the "
+            "tokens before them are held once where the CPU attends, and elsewhere copied for each sequence.",
+        ),
+    ] = 1,
     prefill_chunk_size: Annotated[
         int | None,
         typer.Option(
@@ -87,6 +95,7 @@ def plan(
             host_memory=parsed_memory("--host-memory", host_memory),
             dtype=dtype_of(dtype),
             batch_size=batch_size,
+            continuations=continuations,
             prefill_chunk_size=prefill_chunk_size,
             calibrate=calibrate_first,
             host_bandwidth=parsed_bandwidth("--host-bandwidth", host_bandwidth),

@@ -24,12 +24,16 @@ class PlanOptions:
         host_memory: bytes.
         dtype: of the model.
         batch_size: sequences at once.
+        continuations: sequences that continue one prompt.
         prefill_chunk_size: tokens of the prompt in each forward pass.
         calibrate: whether the speeds of this machine are measured.
         host_bandwidth: bytes a second that the CPU reads.
         gpu_bandwidth: bytes a second that the GPU reads of its memory.
         bus_bandwidth: bytes a second from host memory to the GPU.
         as_json: whether the plans are printed as JSON.
+
+    Raises:
+        UsageError: there are several prompts, and several sequences continue one.
     """
 
     model: str
@@ -38,12 +42,20 @@ class PlanOptions:
     host_memory: int | None
     dtype: torch.dtype | None
     batch_size: int
+    continuations: int
     prefill_chunk_size: int | None
     calibrate: bool
     host_bandwidth: float | None
     gpu_bandwidth: float | None
     bus_bandwidth: float | None
     as_json: bool
+
+    def __post_init__(self) -> None:
+        if self.continuations > 1 and self.batch_size > 1:
+            raise UsageError(
+                f"--continuations {self.continuations} continue one prompt, and --batch-size {self.batch_size} are as "
+                "many prompts: drop one of them."
+            )
 
 
 def parsed_memory(option: str, text: str | None) -> int | None:

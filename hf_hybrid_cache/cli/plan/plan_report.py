@@ -18,6 +18,7 @@ from ...models import load_config
 from ...planning import Machine, Plan, default_chunk, make_plans, model_cost, this_machine
 from ...planning.calibration import calibrate
 from ...planning.candidates import RUNTIME_BYTES
+from ...planning.continuations import ANSWER_TOKENS
 from ...planning.machine import DeviceSpeed, Speeds, SpeedsFileError, WeightSpeed, load_speeds, save_speeds
 from ...planning.model_cost import ModelCost
 from ...planning.plans import farthest, has_room, missing_for_weights, much_faster, recommendations, with_2_bits
@@ -33,7 +34,7 @@ _LEGEND = {
     Strategy.CPU_DECODE: "the GPU reads the prompt, the CPU does all that follows",
     Strategy.BOTH: "as much as fits is on the GPU; of the rest the CPU attends to a part, the others are streamed",
 }
-# How often a quantized cache changes an answer, as docs/quantized-cache.md says.
+# The share of answers that a quantized cache changes, see docs/quantized-cache.md.
 _LOSSES = {
     "quantized-8": ("8 bits", "which hardly ever change an answer"),
     "quantized-4": ("4 bits", "which seldom change an answer"),
@@ -58,7 +59,7 @@ def report(options: PlanOptions, out: Console, notes: Console) -> None:
     config = load_config(options.model)
     memory = this_machine(options.gpu_memory, options.host_memory)
     chunk = options.prefill_chunk_size or default_chunk(memory.device_bytes > 0)
-    cost = model_cost(config, options.dtype, options.batch_size, chunk)
+    cost = replace(model_cost(config, options.dtype, options.batch_size, chunk), continuations=options.continuations)
     machine = replace(memory, speeds=_speeds(cost.dtype, options, notes))
     plans = make_plans(cost, options.context or cost.max_context, machine)
     chosen = recommendations(plans)
@@ -85,7 +86,9 @@ def _print_json(cost: ModelCost, plans: Sequence[Plan], chosen: Sequence[Plan], 
 
 def _note_speeds(cost: ModelCost, plans: Sequence[Plan], options: PlanOptions, notes: Console) -> None:
     """Remark which speeds are not known, and which are only bandwidths."""
-    if cost.shapes and not cost.has_kernel:
+    if cost.continuations > 1:
+        note(notes, "Speeds of sequences that continue one prompt are not predicted: only their memory is.")
+    elif cost.shapes and not cost.has_kernel:
         note(notes, "The attention of this model is of a kind that is not measured: its speeds are not known.")
     elif any(each.seconds_per_token is None for each in plans if each.weights is None):
         note(notes, "Speeds are not known where there is a dash: run with --calibrate, or give bandwidths (--help).")
@@ -164,6 +167,9 @@ def _print_costs(cost: ModelCost, machine: Machine, plans: Sequence[Plan], out: 
     _say(out, f"{cost.name} in {precision}: {_gibibytes(cost.weight_bytes)} GiB of weights")
     context, working = plans[0].context, _gibibytes(cost.working_bytes(plans[0].context))
     _say(out, f"{context:,} tokens, the prompt in chunks of {cost.chunk:,}, which take {working} GiB besides")
+    if cost.continuations > 1:
+        own = min(context - 1, ANSWER_TOKENS)
+        _say(out, f"{cost.continuations} sequences continue one prompt; the last {own} tokens are each one's own")
     _say(
         out,
         f"{_gibibytes(machine.device_bytes)} GiB of GPU memory, {_gibibytes(machine.host_bytes)} GiB of host memory; "

@@ -1,4 +1,4 @@
-"""The reason why an answer ended."""
+"""The end of an answer, and the reason for it."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -26,6 +26,12 @@ def finish_reason(model: PreTrainedModel, tokens: Sequence[int], max_new_tokens:
     if len(tokens) >= max_new_tokens:
         return "length"
     return "context" if len(tokens) >= room else "stop"
+
+
+def until_end(model: PreTrainedModel, tokens: Sequence[int]) -> list[int]:
+    """The tokens of an answer up to its first end-of-text token; padding follows where other answers are longer."""
+    end = next((index for index, token in enumerate(tokens, 1) if is_end(model, token)), len(tokens))
+    return list(tokens[:end])
 
 
 def is_end(model: PreTrainedModel, token: int) -> bool:

@@ -17,6 +17,7 @@ from ...prompt_reading import prefill
 from ..choices import DEFAULT_BITS
 from ..console import UsageError
 from .answer_options import AnswerOptions
+from .finish_reason import until_end
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -131,28 +132,12 @@ def timed_generate(
         on_prefill: called after each chunk of the prompt with its number of tokens; no chunk has the last token.
         on_token: called with each new token.
     """
-    input_ids = input_ids.to(model.device)
     recorder = _Recorder(on_token)
-    group = cache.group if isinstance(cache, HybridCache) else None
-
     _synchronize(model)
     start = time.perf_counter()
-    if input_ids.shape[1] > 1:
-        prefill(model, input_ids[:, :-1], cache, chunk_size=options.prefill_chunk_size, progress=on_prefill or False)
-    options.sampling.start()
-    model.generate(  # type: ignore[operator]
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        **cache_argument(cache),
-        max_new_tokens=options.max_new_tokens,
-        streamer=recorder,
-        **options.sampling.options(),
-        logits_processor=None if group is None else LogitsProcessorList([SameLogits(group)]),
-    )
+    _generate(model, input_ids, torch.ones_like(input_ids), cache, options, recorder, on_prefill)
     _synchronize(model)
     end = time.perf_counter()
-    if isinstance(cache, HybridCache):
-        cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor([recorder.tokens], dtype=torch.long)], dim=1))
     return Run(
         recorder.tokens,
         recorder.first_token - start,
@@ -160,6 +145,64 @@ def timed_generate(
         *_memory(cache),
         _fraction_read(cache),
     )
+
+
+def generate_rows(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cache: Cache,
+    options: AnswerOptions,
+    on_token: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """
+    Generate several answers with one `model.generate`; returns the new tokens of each, up to its own end token.
+
+    Args:
+        model: of any decoder architecture.
+        input_ids: `[answers, tokens]`, the prompts.
+        attention_mask: the same shape; 0 for padding.
+        cache: empty, or with the first tokens of the prompts: of each, or of one that all others begin with.
+        options: how the prompts are read and the answers are generated.
+        on_token: called with each new token of the first answer.
+    """
+    recorder = _Recorder(on_token)
+    _generate(model, input_ids, attention_mask, cache, options, recorder)
+    return [until_end(model, row) for row in recorder.rows]
+
+
+def _generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cache: Cache,
+    options: AnswerOptions,
+    recorder: "_Recorder",
+    on_prefill: Callable[[int], None] | None = None,
+) -> None:
+    group = cache.group if isinstance(cache, HybridCache) else None
+    input_ids, attention_mask = input_ids.to(model.device), attention_mask.to(model.device)
+    if input_ids.shape[1] > 1:
+        prefill(
+            model,
+            input_ids[:, :-1],
+            cache,
+            attention_mask=attention_mask[:, :-1],
+            chunk_size=options.prefill_chunk_size,
+            progress=on_prefill or False,
+        )
+    options.sampling.start()
+    model.generate(  # type: ignore[operator]
+        input_ids,
+        attention_mask=attention_mask,
+        **cache_argument(cache),
+        max_new_tokens=options.max_new_tokens,
+        streamer=recorder,
+        **options.sampling.options(),
+        logits_processor=None if group is None else LogitsProcessorList([SameLogits(group)]),
+    )
+    if isinstance(cache, HybridCache):
+        cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor(recorder.rows, dtype=torch.long)], dim=1))
 
 
 def _fraction_read(cache: Cache) -> float | None:
@@ -174,21 +217,28 @@ def warm_up(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> No
 
 
 class _Recorder(BaseStreamer):
-    """Records new tokens and the time of the first one, after the prompt, which `generate` passes first."""
+    """Records new tokens and the time of the first one, after the prompts, which `generate` passes first."""
 
     def __init__(self, on_token: Callable[[int], None] | None):
-        self.tokens: list[int] = []
+        self.rows: list[list[int]] = []
         self.first_token = 0.0
         self._on_token = on_token
         self._is_prompt = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens of the first sequence."""
+        return self.rows[0] if self.rows else []
 
     def put(self, value: torch.Tensor) -> None:
         if self._is_prompt:
             self._is_prompt = False
             return
-        if not self.tokens:
+        if not self.rows:
             self.first_token = time.perf_counter()
-        self.tokens.append(int(value))
+            self.rows = [[] for _ in value]
+        for row, token in zip(self.rows, value.tolist(), strict=True):
+            row.append(token)
         if self._on_token:
             self._on_token(self.tokens[-1])
 

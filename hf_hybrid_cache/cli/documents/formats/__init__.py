@@ -62,6 +62,6 @@ def text_of(name: str, content: bytes, remark: Callable[[str], None]) -> str:
                 raise UsageError(
                     f'{name} is {kind.called}, which {kind.package} reads: pip install "hf_hybrid_cache[documents]".'
                 ) from error
-            # What a font or a page calls a character need not be one.
+            # A font or a page can contain code points that are no characters.
             return text.encode(errors="replace").decode().replace("\0", "")
     return plain_text(name, content).removeprefix("\ufeff")

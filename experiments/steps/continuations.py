@@ -1,0 +1,231 @@
+"""
+Several continuations of one prompt, whose KV is stored once and read once a step, beside as many prompts of their own.
+
+`steps`: decode steps of a few layers of the Llama-3.2-1B shape over random keys and values, in turns: eight sequences
+that continue one prompt, and eight prompts of their own, in bfloat16 and in 4 bits. `beams`: whole generations by beam
+search after a prompt of SmolLM2, with transformers' own cache and with ours. `questions`: questions about one document
+of SmolLM2, one after the other and several at once. No peer for transformers shares a prefix;
+vLLM (cascade attention) and llama.cpp (`kv-unified`) do in engines of their own.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicCache
+
+from experiments.common import records
+from experiments.common.decoding import prefill
+from experiments.common.synthetic import fill, llama_1b_config, random_states
+from experiments.common.texts import english_ids
+from experiments.common.timing import in_turns, medians
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.models import load
+
+CACHES: dict[str, Callable[[Any], HybridCache]] = {
+    "bfloat16": DynamicHybridCache,
+    "4 bits": lambda config: QuantizedHybridCache(config, 4),
+}
+STEPS_A_SAMPLE = 3
+QUESTION_TOKENS = 16
+
+
+def held_bytes(cache: Any) -> int:
+    """Return the bytes of keys and values, of our caches and of transformers'."""
+    if not isinstance(cache, HybridCache):
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    memory = cache.memory()
+    return memory.host_bytes + memory.device_bytes
+
+
+def fill_each(cache: HybridCache, config: Any, num_tokens: int, batch: int, chunk: int = 2048) -> None:
+    """Append random tokens of `batch` sequences to every layer."""
+    for start in range(0, num_tokens, chunk):
+        states = torch.cat([random_states(config, min(chunk, num_tokens - start), torch.bfloat16)] * batch)
+        for layer in range(config.num_hidden_layers):
+            cache.update(states, states, layer)
+
+
+def measure_steps(context: int, continuations: int, num_layers: int, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a step, and bytes of the caches, for each type of the cache."""
+    config = llama_1b_config(num_layers)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    cells = []
+    for name, make in CACHES.items():
+        shared, alone = make(config), make(config)
+        fill(shared, config, context, torch.bfloat16)
+        of_one = held_bytes(shared)
+        shared.batch_repeat_interleave(continuations)
+        fill_each(alone, config, context, continuations)
+        ids = torch.randint(5, config.vocab_size, (continuations, 1), generator=torch.Generator().manual_seed(0))
+
+        @torch.inference_mode()
+        def step(cache: Cache) -> None:
+            for _ in range(STEPS_A_SAMPLE):
+                model(ids, **cache_argument(cache))  # noqa: B023
+
+        caches = {"one prompt": shared, "a prompt each": alone}
+        actions = {each: partial(step, cache) for each, cache in caches.items()}
+        samples = in_turns(actions, rounds, lambda name: None)
+        seconds = {each: value / STEPS_A_SAMPLE for each, value in medians(samples).items()}
+        sizes = {"one sequence": of_one} | {each: held_bytes(cache) for each, cache in caches.items()}
+        cells.append(
+            {
+                "cache": name,
+                "context": context,
+                "continuations": continuations,
+                "layers": num_layers,
+                "median_seconds": seconds,
+                "times_as_fast": seconds["a prompt each"] / seconds["one prompt"],
+                "bytes": sizes,
+                "memory_of_one": sizes["one prompt"] / sizes["one sequence"],
+                "samples_seconds": samples,
+            }
+        )
+    return cells
+
+
+def measure_beams(context: int, beams: int, new_tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a beam search after a prompt that is stored already, and bytes of the caches after it."""
+    loaded: Any = load("smollm2-135m", torch.float32, "cpu")
+    model, tokenizer = loaded
+    ids = english_ids(tokenizer, context)
+    makers: dict[str, Callable[[Any], Cache]] = {
+        "stock": lambda config: DynamicCache(config=config),
+        "ours": DynamicHybridCache,
+        "ours, 4 bits": lambda config: QuantizedHybridCache(config, 4),
+    }
+    filled = {name: make(model.config) for name, make in makers.items()}
+    for cache in filled.values():
+        prefill(model, cache, ids[:, :-1])
+    used: dict[str, Cache] = {}
+    answers: dict[str, list[int]] = {}
+
+    def search(name: str) -> None:
+        if name == "stock":  # transformers' cache of one sequence ends in an error
+            used[name].batch_repeat_interleave(beams)
+        output = model.generate(
+            ids,
+            **cache_argument(used[name]),
+            num_beams=beams,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+        )
+        answers[name] = output[0, context:].tolist()
+
+    def before(name: str) -> None:
+        used[name] = copy.deepcopy(filled[name])
+
+    samples = in_turns({name: partial(search, name) for name in makers}, rounds, before)
+    sizes = {name: held_bytes(cache) for name, cache in used.items()}
+    seconds = medians(samples)
+    return {
+        "context": context,
+        "beams": beams,
+        "new_tokens": new_tokens,
+        "median_seconds": seconds,
+        "times_as_fast_as_stock": {name: seconds["stock"] / each for name, each in seconds.items()},
+        "bytes": sizes,
+        "same_answer_as_stock": {name: answer == answers["stock"] for name, answer in answers.items()},
+        "samples_seconds": samples,
+    }
+
+
+def measure_questions(context: int, count: int, together: list[int], new_tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds of answers to questions about a document that is stored already, so many at once."""
+    loaded: Any = load("smollm2-135m", torch.float32, "cpu")
+    model, tokenizer = loaded
+    text = english_ids(tokenizer, context + count * QUESTION_TOKENS)
+    document, questions = text[:, :context], text[:, context:].view(count, QUESTION_TOKENS)
+    cache = DynamicHybridCache(model.config)
+    prefill(model, cache, document)
+    answers: dict[int, list[list[int]]] = {}
+
+    def ask(at_once: int) -> None:
+        answers[at_once] = []
+        for asked in questions.split(at_once):
+            prompts = torch.cat([document.expand(len(asked), -1), asked], dim=1)
+            output = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                **cache_argument(cache),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+            )
+            answers[at_once] += output[:, prompts.shape[1] :].tolist()
+            cache.crop(context - cache.get_seq_length())
+            cache.batch_select_indices(torch.tensor([0]))
+
+    samples = in_turns({str(each): partial(ask, each) for each in (1, *together)}, rounds, lambda name: None)
+    seconds = medians(samples)
+    return {
+        "context": context,
+        "questions": count,
+        "new_tokens": new_tokens,
+        "median_seconds": seconds,
+        "times_as_fast_as_one_after_the_other": {name: seconds["1"] / each for name, each in seconds.items()},
+        "same_answers": {str(each): found == answers[1] for each, found in answers.items()},
+        "samples_seconds": samples,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[2_048, 32_768])
+    parser.add_argument("--continuations", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beam-context", type=int, default=8_000, help="0 for no beam search")
+    parser.add_argument("--beams", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--beam-rounds", type=int, default=2)
+    parser.add_argument("--questions", type=int, default=32, help="0 for none")
+    parser.add_argument("--question-context", type=int, default=4_000)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--question-rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="folder of the record (default: results/continuations)")
+    options = parser.parse_args()
+    steps: list[dict[str, Any]] = []
+    for context in options.contexts:
+        for cell in measure_steps(context, options.continuations, options.layers, options.rounds):
+            seconds = cell["median_seconds"]
+            print(
+                f"{context:>7,} tokens, {cell['cache']:>8}: {seconds['one prompt'] * 1e3:>6.0f} ms a step, "
+                f"{seconds['a prompt each'] * 1e3:>6.0f} ms with a prompt each, {cell['times_as_fast']:.2f}x; "
+                f"memory {cell['memory_of_one']:.3f} of one",
+                flush=True,
+            )
+            steps.append(cell)
+    beams = None
+    if options.beam_context:
+        beams = measure_beams(options.beam_context, options.beams, options.new_tokens, options.beam_rounds)
+        for name, seconds in beams["median_seconds"].items():
+            print(
+                f"{options.beams} beams, {options.new_tokens} tokens, {name:>12}: {seconds:.1f} s, "
+                f"{beams['times_as_fast_as_stock'][name]:.2f}x, {beams['bytes'][name] / 2**20:,.0f} MiB",
+                flush=True,
+            )
+    questions = None
+    if options.questions:
+        sizes = options.question_context, options.questions, options.at_once, options.new_tokens
+        questions = measure_questions(*sizes, options.question_rounds)
+        for name, seconds in questions["median_seconds"].items():
+            faster = questions["times_as_fast_as_one_after_the_other"][name]
+            print(f"{options.questions} questions, {name:>2} at once: {seconds:.1f} s, {faster:.2f}x", flush=True)
+    record = {"model": "llama-3.2-1b-random", "steps": steps, "beams": beams, "questions": questions}
+    print(f"record: {records.save('continuations', record, options.out)}")
+    gains = {f"{cell['cache']}, {cell['context']}": cell["times_as_fast"] for cell in steps}
+    print(json.dumps(gains | (beams["times_as_fast_as_stock"] if beams else {})))
+
+
+if __name__ == "__main__":
+    main()

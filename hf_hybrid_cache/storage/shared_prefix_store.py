@@ -1,0 +1,194 @@
+"""Keys and values of several continuations of a prompt, which is stored once."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from math import gcd
+
+import torch
+
+from .buffered_store import BufferedStore, LocalStore, WholePart
+from .growth import GRANULE
+from .host_store import HostStore
+from .kv_store import Pair
+from .streamed_store import StreamedStore
+from .token_buffer import TokenBuffer
+
+_COPIED_TOKENS = 4096
+
+
+class SharedPrefixStore(LocalStore):
+    """
+    Sequences of which several begin with the same tokens: a prefix for each group of them, and a tail for each.
+
+    Example, two prompts of 200 tokens with three continuations each:
+        prefix [2, heads, 192, head_dim]   tails [6, heads, 8 and more, head_dim]
+
+    Sequence `i` continues prefix `i // continuations`. The prefix is whole blocks, and does not change as tokens come.
+
+    Args:
+        prefix: the first tokens of all groups.
+        tails: the tokens after them, of all sequences, in the order of groups.
+
+    Attributes:
+        is_staged: everything is on the device, or on its way, to be attended to there.
+    """
+
+    def __init__(self, prefix: LocalStore, tails: LocalStore):
+        super().__init__(prefix.shape._replace(batch=tails.shape.batch))
+        self.prefix, self.tails = prefix, tails
+        self.is_staged = False
+        self._set_length(prefix.num_tokens + tails.num_tokens)
+
+    @classmethod
+    def continuing(cls, store: LocalStore, tails: LocalStore) -> "SharedPrefixStore":
+        """
+        Let several sequences continue each sequence of `store`, which becomes the prefix: its last tokens are copied.
+
+        Args:
+            store: with whole blocks to share (`num_shareable`).
+            tails: for the tokens after the first blocks, empty.
+
+        Raises:
+            HostMemoryError: the host has no room for the copies; nothing has changed then.
+        """
+        num_shared = store.num_shareable
+        repeats = tails.shape.batch // store.shape.batch
+        try:
+            tails.extend(*(states.repeat_interleave(repeats, dim=0) for states in store.read_from(num_shared)))
+        except BaseException:
+            tails.close()
+            raise
+        store.truncate(num_shared)
+        return cls(store, tails)
+
+    def __deepcopy__(self, memo: dict) -> "SharedPrefixStore":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.prefix, twin.tails = copy.deepcopy(self.prefix, memo), copy.deepcopy(self.tails, memo)
+        return twin
+
+    @property
+    def continuations(self) -> int:
+        """Sequences that share a prefix."""
+        return self.shape.batch // self.prefix.shape.batch
+
+    @property
+    def streamed(self) -> StreamedStore | None:
+        return self.prefix.streamed
+
+    @property
+    def least_tokens(self) -> int:
+        """The least tokens that can be left where some are removed: a block, and all sinks."""
+        return max(GRANULE, self.prefix.layout.sink_tokens)
+
+    @property
+    def is_intact(self) -> bool:
+        whole = self.prefix.num_tokens + self.tails.num_tokens == self.num_tokens
+        return super().is_intact and self.prefix.is_intact and self.tails.is_intact and whole
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Store new states; returns all, those of the prefix copied for each sequence."""
+        self.extend(keys, values)
+        return self.read()
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states; what is in host memory is on its way to the device then."""
+        self.is_staged = True
+        if isinstance(self.prefix, StreamedStore):
+            self.prefix.stage(keys[: self.prefix.shape.batch, :, :0], values[: self.prefix.shape.batch, :, :0])
+        self.tails.append(keys, values)
+        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.is_staged = False
+        self.tails.extend(keys, values)
+        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
+
+    def read(self) -> Pair:
+        keys, values = (
+            torch.cat([shared.repeat_interleave(self.continuations, dim=0), own], dim=2)
+            for shared, own in zip(self.prefix.read(), self.tails.read(), strict=True)
+        )
+        return keys, values
+
+    def read_copy(self) -> Pair:
+        return self.read()
+
+    def read_prefix(self, num_tokens: int) -> Pair:
+        """The first tokens of all sequences, at most those of the prefix."""
+        keys, values = (
+            shared[:, :, :num_tokens].repeat_interleave(self.continuations, dim=0) for shared in self.prefix.read()
+        )
+        return keys, values
+
+    def whole_parts(self) -> dict[str, WholePart]:
+        tails = self.tails.whole_parts()
+        return {name: self._joined(shared, tails[name]) for name, shared in self.prefix.whole_parts().items()}
+
+    def take_parts(self, parts: Mapping[str, BufferedStore]) -> None:
+        raise AssertionError("what is taken over is stored for each sequence")
+
+    def buffers(self) -> Iterable[TokenBuffer]:
+        return *self.prefix.buffers(), *self.tails.buffers()
+
+    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
+        return self.prefix.planned_bytes(lengths)
+
+    def truncate(self, num_tokens: int) -> None:
+        left = num_tokens - self.prefix.num_tokens
+        if left >= 0:
+            self.tails.truncate(left)
+        else:
+            with self._changing():
+                self.tails.truncate(0)
+                self.prefix.truncate(num_tokens)
+                # Blocks are counted from the first token, so a block that was cut goes on in the tails.
+                whole = self.prefix.num_shareable
+                rest = self.prefix.read_from(whole)
+                self.prefix.truncate(whole)
+                self.tails.extend(*(states.repeat_interleave(self.continuations, dim=0) for states in rest))
+        self._set_length(num_tokens)
+
+    def selected_prefixes(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """The prefixes of the sequences `indices`, each for as many of them; `None` if they are those of now."""
+        groups = [index // self.continuations for index in indices.tolist()]
+        each, rest = divmod(len(groups), self.prefix.shape.batch)
+        if not rest and groups == [index // each for index in range(len(groups))]:
+            return None
+        run = gcd(*(len(list(same)) for _, same in groupby(groups)))
+        return torch.tensor(groups[::run])
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        prefixes = self.selected_prefixes(indices)
+        with self._changing():
+            self.tails.select_batch(indices)
+            if prefixes is not None:
+                self.prefix.select_batch(prefixes)
+            self.shape = self.shape._replace(batch=len(indices))
+            self.version += 1
+
+    def wait_for_copies(self) -> None:
+        self.prefix.wait_for_copies()
+        self.tails.wait_for_copies()
+
+    def close(self) -> None:
+        super().close()
+        self.prefix.close()
+        self.tails.close()
+
+    def _joined(self, shared: WholePart, own: WholePart) -> WholePart:
+        """Entries of the prefix, copied for each sequence, and those of the tails, in one store in host memory."""
+        num_entries = shared.num_entries + own.num_entries
+        form = HostStore.like(own.form, 0)
+
+        def made() -> HostStore:
+            whole, prefix, tails = HostStore.like(own.form, num_entries), shared.made(), own.made()
+            prefix.wait_for_copies()
+            for start in range(0, shared.num_entries, _COPIED_TOKENS):
+                states = prefix.read_range(start, min(start + _COPIED_TOKENS, shared.num_entries))
+                whole.extend(*(each.repeat_interleave(self.continuations, dim=0) for each in states))
+            whole.extend_from(tails, 0, own.num_entries)
+            return whole
+
+        return WholePart(num_entries, form, False, made)

@@ -1,0 +1,151 @@
+"""Attention of chunks, by the kernel and by torch, against attention in float64 over the same states."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from kernels.reference import Case, attention, random_masks
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax
+from hf_hybrid_cache.attention import chunk_attention
+from hf_hybrid_cache.attention.chunk_attention import attend_to_chunk
+from hf_hybrid_cache.attention.host_kernel import HostKernel
+from hf_hybrid_cache.attention.segment import Queries
+from hf_hybrid_cache.storage import CacheStats, HostStore, QuantizedStore
+
+from common.soak import count, search_at_random
+
+CONFIG = LlamaConfig(num_hidden_layers=1)
+CACHES = {
+    "full": DynamicHybridCache,
+    "codes": lambda config: QuantizedHybridCache(config, 4),
+    "codes_without_sinks": lambda config: HybridCache(config, codec=minmax(8, sink_tokens=0)),
+}
+# Relative to the largest value: the results of pieces are rounded before they are merged, and then again.
+BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+
+
+def attend_by_kernel(
+    query: torch.Tensor, store: HostStore | QuantizedStore, group: int, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    kernel = HostKernel(CacheStats())
+    return kernel.attend_many(Queries(query, group, scale), store, kernel.seen.of(mask), query.dtype).out
+
+
+WAYS = {"kernel": attend_by_kernel, "torch": attend_to_chunk}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_attention, "PIECE_TOKENS", 128)
+
+
+def filled(cache: HybridCache, tokens: int, dims: tuple[int, int], dtype: torch.dtype, seed: int = 0, **sizes: int):
+    """A store of random states, and these in float64, as they are stored."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sizes.get("batch", 2), sizes.get("num_kv_heads", 2), tokens)
+    keys, values = (torch.randn(*shape, dim, generator=generator).to(dtype) for dim in dims)
+    cache.update(keys, values, 0)
+    store = cache.layers[0].store
+    assert isinstance(store, HostStore | QuantizedStore)
+    return store, [states.double().numpy() for states in store.read()]
+
+
+def check(
+    way: str, store: HostStore | QuantizedStore, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks
+) -> None:
+    causal, visible, bias = masks.get("causal", False), masks.get("visible"), masks.get("bias")
+    mask = None
+    if bias is not None:
+        mask = torch.from_numpy(bias).to(dtype)
+        masks["bias"] = mask.double().numpy()
+    elif visible is not None:
+        mask = torch.from_numpy(visible).bool()
+    length = case.query.shape[2]
+    if causal:
+        seen = torch.ones(length, case.tokens, dtype=torch.bool).tril(case.tokens - length)[None, None]
+        if mask is None:
+            mask = seen
+        elif bias is None:
+            mask = mask & seen
+        else:
+            mask = mask.masked_fill(~seen, -torch.inf)
+    query = torch.from_numpy(case.query).to(dtype)
+    out = WAYS[way](query, store, case.group, mask, scale)
+    assert out.dtype == dtype
+    expected, _ = attention(case, scale, **masks)
+    np.testing.assert_allclose(out.double(), expected, rtol=0, atol=BOUNDS[dtype] * np.abs(case.values).max())
+
+
+def queries(length: int, heads: int, dim: int, dtype: torch.dtype, batch: int = 2, seed: int = 1) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, length, dim, generator=generator).to(dtype).double().numpy()
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES.keys())
+@pytest.mark.parametrize("tokens", [65, 127, 128, 129, 192, 193, 256, 400, 1000])
+def test_lengths_straddle_blocks_and_pieces(make, tokens: int, dtype: torch.dtype, way: str):
+    store, (keys, values) = filled(make(CONFIG), tokens, (16, 16), dtype)
+    for length in (1, 65, min(tokens, 200)):
+        check(way, store, Case(queries(min(length, tokens), 6, 16, dtype), keys, values), dtype, causal=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+@search_at_random(60, 1000)
+@given(data=st.data())
+def test_attention_when_shapes_and_masks_are_random_then_is_exact(way: str, data: st.DataObject):
+    draw = data.draw
+    dtype, make = draw(st.sampled_from(list(BOUNDS))), draw(st.sampled_from(list(CACHES.values())))
+    batch, heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    tokens, dim, seed = draw(st.integers(1, 600)), draw(st.integers(1, 40)), draw(st.integers(0, 2**32 - 1))
+    dims = (dim, draw(st.sampled_from([dim, dim + 3])))
+    store, (keys, values) = filled(make(CONFIG), tokens, dims, dtype, seed, batch=batch, num_kv_heads=heads)
+    query = queries(draw(st.integers(1, min(tokens, 150))), heads * group, dim, dtype, batch, seed)
+    case = Case(query, keys, values)
+    check(way, store, case, dtype, dim**-0.5, **random_masks(draw, case, seed))
+    count("attention compared with float64")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_finite_does_not_become_plausible(way: str):
+    """Hidden numbers that are not finite may be skipped, or spoil the result as they do with torch."""
+    for bad, hidden in ((70, slice(0, 0)), (70, slice(0, 128)), (300, slice(256, 384))):
+        store, _ = filled(DynamicHybridCache(CONFIG), 400, (16, 16), torch.float32)
+        keys, values = store.read()
+        values[0, 1, bad, 3] = torch.inf
+        keys[1, 0, bad, 3] = torch.nan
+        store.truncate(0)
+        store.extend(keys, values)
+        query = torch.from_numpy(queries(80, 4, 16, torch.float32)).float()
+        mask = torch.ones(1, 1, 80, 400, dtype=torch.bool).tril(320)
+        mask[..., hidden] = False
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            plain = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        ours = WAYS[way](query, store, 2, mask, None)
+        sees_it = mask[0, 0, :, bad]
+        assert torch.equal(ours[:, :, sees_it].isfinite(), plain[:, :, sees_it].isfinite())
+        values[0, 1, bad, 3] = keys[1, 0, bad, 3] = 0
+        without = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        is_finite = ours.isfinite()
+        assert is_finite.any()
+        others = is_finite & (~sees_it[None, None, :, None] | plain.isfinite())
+        torch.testing.assert_close(ours[others], without[others], rtol=0, atol=1e-5)
+
+
+def test_chunk_attention_when_unpacking_then_holds_one_piece():
+    store, _ = filled(QuantizedHybridCache(CONFIG, 4), 1000, (16, 16), torch.float32)
+    pieces = list(store.pieces(128, cut=930))
+    assert [start for start, _ in pieces] == [0, 64, 192, 320, 448, 576, 704, 832, 896]
+    assert all(keys.shape == values.shape and keys.shape[2] <= 128 for _, (keys, values) in pieces)
+    for index, whole in enumerate(store.read()):
+        assert torch.equal(torch.cat([states[index] for _, states in pieces], dim=2), whole)
+    full, _ = filled(DynamicHybridCache(CONFIG), 1000, (16, 16), torch.float32)
+    # All queries of the chunk see the tokens before it, so these need no mask.
+    assert [start for start, _ in full.pieces(512, cut=930)] == [0, 512, 896]

@@ -1,0 +1,384 @@
+"""Arguments, memory, counters and errors of the caches."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HostMemoryError,
+    HybridCache,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+)
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.layers import HybridLayer, move_tensors_of, tensors_of
+from hf_hybrid_cache.storage import QuantizedStore, SplitStore
+
+from common.caches import CACHES
+from models.tiny_models import FAMILIES, gemma3, llama, mistral_sliding, random_prompt, tiny_model
+
+CONFIG = llama()
+SHAPE = (2, 2, 5, 16)
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
+
+
+def fill(cache: HybridCache, shape: tuple[int, ...] = SHAPE) -> HybridCache:
+    for layer in range(len(cache)):
+        cache.update(torch.ones(shape), torch.ones(shape), layer)
+    return cache
+
+
+@pytest.fixture(params=CACHES)
+def cache(request: pytest.FixtureRequest) -> HybridCache:
+    return CACHES[request.param](CONFIG)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_layers_of_transformers_note_where_they_are_moved(family: str):
+    model = tiny_model(family)
+    cache = DynamicHybridCache(model.config)
+    with torch.no_grad():
+        model(random_prompt(1, 20), **cache_argument(cache))
+    stock = [layer for layer in cache.layers if not isinstance(layer, HybridLayer)]
+    assert stock
+    for layer in stock:
+        move_tensors_of(layer, torch.device("meta"), torch.float64)
+        moved = {(each.device.type, each.dtype) for each in tensors_of(layer) if each.is_floating_point()}
+        assert moved == {("meta", torch.float64)}
+        assert layer.device.type == "meta"
+        assert getattr(layer, "dtype", torch.float64) == torch.float64
+
+
+def test_memory_is_what_the_buffers_hold():
+    report = fill(DynamicHybridCache(CONFIG, cpu_decode=False)).memory()
+    assert (report.device_bytes, report.host_bytes, report.num_tokens) == (0, 5 * 4 * TOKEN_BYTES, 5)
+    assert report.bytes_per_token == 4 * TOKEN_BYTES
+
+
+def test_memory_of_blocks_is_that_of_whole_blocks():
+    report = fill(DynamicHybridCache(CONFIG)).memory()
+    assert (report.device_bytes, report.host_bytes, report.num_tokens) == (0, 64 * 4 * TOKEN_BYTES, 5)
+
+
+def test_memory_of_an_empty_cache_is_nothing(cache: HybridCache):
+    report = cache.memory()
+    assert (report.device_bytes, report.host_bytes, report.num_tokens, report.bytes_per_token) == (0, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache])
+def test_host_memory_when_within_model_context_then_never_moves(make: type[HybridCache]):
+    config = llama()
+    config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings = 1, 1, 131_072
+    cache = make(config, cpu_decode=True)
+    places = []
+    for num_tokens in (300, 130_772, 1):
+        states = torch.ones(1, 1, num_tokens, 16)
+        cache.update(states, states, 0)
+        store = cache.layers[0].store
+        full = store.packed if isinstance(store, QuantizedStore) else store
+        places.append([buffer.stored_rows(1).data_ptr() for buffer in full.buffers()])
+    assert cache.get_seq_length() == 131_073
+    assert places[0] == places[1] == places[2]
+
+
+def test_memory_counts_the_staging_slots_of_an_offloaded_cache():
+    cache = fill(OffloadedHybridCache(CONFIG, cpu_decode=False))
+    slots = [slot for staging in cache._stores.stagings.values() for slot in staging.slots]
+    staged = sum(slot.keys.num_bytes + slot.values.num_bytes for slot in slots)
+    assert staged > 0
+    assert cache.memory().host_bytes == 64 * 4 * TOKEN_BYTES + staged
+
+
+def test_memory_counts_layers_of_transformers_own():
+    model = tiny_model("gemma3")
+    cache = DynamicHybridCache(model.config, cpu_decode=False)
+    ids = random_prompt(1, 40)
+    model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), max_new_tokens=2, do_sample=False)
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    windows = sum(8 for layer in cache.layers if layer.is_sliding)
+    assert cache.memory().host_bytes == stored + windows
+
+
+def test_reset_gives_memory_back_and_the_cache_serves_other_inputs(cache: HybridCache):
+    fill(cache)
+    cache.reset()
+    assert cache.memory().host_bytes == 0
+    assert cache.get_seq_length() == 0
+    assert cache.stats.bytes_to_host == 0
+    fill(cache, (3, 2, 7, 16))
+    assert cache.get_seq_length() == 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_reset_a_prompt_is_answered_as_by_a_new_cache(family: str):
+    model = tiny_model(family)
+    cache = DynamicHybridCache(model.config)
+    first, second = random_prompt(2, 40), random_prompt(1, 23, seed=1)
+    model.generate(first, **cache_argument(cache), max_new_tokens=3, do_sample=False)
+    cache.reset()
+    answers = [
+        model.generate(second, **cache_argument(used), max_new_tokens=8, do_sample=False)
+        for used in (cache, DynamicHybridCache(model.config))
+    ]
+    assert torch.equal(*answers)
+
+
+def test_a_cache_that_is_dropped_gives_memory_back_at_once(cache: HybridCache):
+    layers = fill(cache).layers
+    gone = [weakref.ref(buffer) for layer in layers for buffer in layer.store.buffers()]
+    gone += [weakref.ref(slot) for staging in cache._stores.stagings.values() for slot in staging.slots]
+    gc.disable()
+    try:
+        while layers:
+            del layers[-1]
+        cache._stores = None
+        assert [reference() for reference in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+
+
+def test_only_full_attention_layers_are_ours(cache: HybridCache):
+    kinds = [type(layer).__name__ for layer in type(cache)(gemma3()).layers]
+    assert kinds == ["DynamicSlidingWindowLayer", "HybridLayer", "DynamicSlidingWindowLayer", "HybridLayer"]
+
+
+def test_cache_flags_when_read_then_tell_the_truth(cache: HybridCache):
+    fill(cache)
+    assert not cache.is_compileable
+    assert cache.is_croppable
+    assert cache.is_sliding == [False] * 4
+    assert cache.is_initialized
+    assert cache.get_max_length() == -1
+    assert cache.get_mask_sizes(3, 0) == (8, 0)
+    cache.activate_past_recording()
+    assert cache.get_seq_length() == 5
+
+
+def test_early_initialization_allocates_nothing_and_knows_the_shape(cache: HybridCache):
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized
+    assert cache.memory().host_bytes == 0
+    assert fill(cache).get_seq_length() == 5
+
+
+def test_iteration_gives_keys_and_values_like_dynamic_cache(cache: HybridCache):
+    stock = DynamicCache(config=CONFIG)
+    for ours, theirs in zip(fill(cache), fill(stock), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+        assert ours[2] is theirs[2] is None
+
+
+def test_copied_cache_when_changed_then_original_stays(cache: HybridCache):
+    fill(cache)
+    twin = copy.deepcopy(cache)
+    fill(cache)
+    assert (twin.get_seq_length(), cache.get_seq_length()) == (5, 10)
+    assert twin.stats is not cache.stats
+    assert fill(twin).get_seq_length() == 10
+
+
+def test_a_copy_does_not_ask_again_for_what_it_holds(cache: HybridCache):
+    twin = copy.deepcopy(fill(cache))
+    are_split = [isinstance(layer.store, SplitStore) for layer in twin.layers]
+    for kind, budget in ((True, twin._stores.device_budget), (False, twin._stores.budget)):
+        stores = [layer.store for layer, is_split in zip(twin.layers, are_split, strict=True) if is_split == kind]
+        parts = [store.device if kind else getattr(store, "local", store) for store in stores]
+        assert all(part._budget is budget for part in parts)
+        assert [budget._held[part] for part in parts] == [(5, TOKEN_BYTES)] * len(parts)
+
+
+def test_selection_takes_masks_lists_and_negative_indices(cache: HybridCache):
+    fill(cache, (4, 2, 5, 16))
+    cache.batch_select_indices(torch.tensor([True, False, True, True]))
+    cache.batch_select_indices(torch.tensor([-1, 0]))
+    assert cache.layers[0].keys.shape[0] == 2
+
+
+def test_operations_on_an_empty_cache_do_nothing(cache: HybridCache):
+    cache.crop(-3)
+    cache.crop(0)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_an_encoder_decoder_model_takes_a_hybrid_cache_for_its_decoder(cache: HybridCache):
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=99,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 99, (1, 9))
+    outputs = [
+        model.generate(
+            ids,
+            **cache_argument(EncoderDecoderCache(decoder, DynamicCache(config=config))),
+            max_new_tokens=9,
+            do_sample=False,
+        )
+        for decoder in (DynamicCache(config=config), type(cache)(config))
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_an_encoder_decoder_model_may_crop_its_decoders_cache(cache: HybridCache):
+    both = EncoderDecoderCache(fill(cache), DynamicCache(config=CONFIG))
+    both.crop(-2)
+    assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("wrong", [None, {}, tiny_model("llama")], ids=["none", "dict", "model"])
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, HybridCache])
+def test_what_is_not_a_config_is_refused(make, wrong):
+    with pytest.raises(TypeError, match=r"config must be a transformers config such as model\.config"):
+        make(wrong)
+
+
+def test_more_resident_layers_than_layers_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="resident_layers=5, but the model has 4 full-attention layers"):
+        OffloadedHybridCache(CONFIG, resident_layers=5)
+    with pytest.raises(ValueError, match="resident_layers=1, but the model has 0 full-attention layers"):
+        OffloadedHybridCache(mistral_sliding(), resident_layers=1)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
+@pytest.mark.parametrize("name", ["prefetch_layers", "resident_layers"])
+def test_counts_must_be_integers_of_at_least_zero(name: str, count):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0, got {count!r}"):
+        OffloadedHybridCache(CONFIG, **{name: count})
+
+
+@pytest.mark.parametrize("max_length", [-1, 2.5, "8"])
+def test_max_length_must_be_an_integer_of_at_least_zero(max_length):
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 0"):
+        DynamicHybridCache(CONFIG, max_length=max_length)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA can page-lock memory")
+def test_page_locking_without_cuda_is_refused():
+    with pytest.raises(ValueError, match="pin_memory=True needs CUDA"):
+        HybridCache(CONFIG, Placement(offload=True, pin_memory=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 1, 16), (2, 4, 1, 16), (2, 2, 1, 8)], ids=["other_batch", "other_heads", "other_width"]
+)
+def test_states_that_do_not_fit_what_is_stored_are_refused(cache: HybridCache, shape: tuple[int, ...]):
+    fill(cache)
+    with pytest.raises(ValueError, match=r"Layer 1 holds 5 tokens of batch 2, 2 KV heads, head_dim 16, .*new states"):
+        cache.update(torch.ones(shape), torch.ones(shape), 1)
+    assert cache.get_seq_length(1) == 5
+
+
+def test_states_of_another_dtype_are_refused(cache: HybridCache):
+    fill(cache)
+    with pytest.raises(ValueError, match=r"float32.*new states are.*bfloat16"):
+        cache.update(torch.ones(SHAPE).bfloat16(), torch.ones(SHAPE).bfloat16(), 0)
+
+
+def test_keys_and_values_may_differ_in_dtype_and_width(cache: HybridCache):
+    keys, values = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 8).bfloat16()
+    if cache._stores.placement.cpu_decode is True:
+        with pytest.raises(
+            ValueError, match=r"cpu_decode needs keys and values of one type.*float32 and torch.bfloat16"
+        ):
+            cache.update(keys, values, 0)
+        return
+    cache.update(keys, values, 0)
+    ours = cache.update(keys, values, 0)
+    assert torch.equal(ours[0], torch.cat([keys, keys], dim=2))
+    assert torch.equal(ours[1], torch.cat([values, values], dim=2))
+
+
+def test_keys_and_values_that_do_not_fit_each_other_are_refused(cache: HybridCache):
+    with pytest.raises(ValueError, match="Keys and values must be"):
+        cache.update(torch.ones(2, 2, 3, 16), torch.ones(2, 2, 4, 16), 0)
+    with pytest.raises(ValueError, match="Keys and values must be"):
+        cache.update(torch.ones(2, 3, 16), torch.ones(2, 3, 16), 0)
+
+
+def test_an_emptied_cache_takes_another_batch(cache: HybridCache):
+    fill(cache)
+    cache.crop(-5)
+    fill(cache, (1, 2, 4, 16))
+    assert cache.layers[2].keys.shape == (1, 2, 4, 16)
+
+
+def test_a_number_of_tokens_to_remove_may_be_a_tensor(cache: HybridCache):
+    fill(cache)
+    cache.crop(torch.tensor(-2))
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == 3
+    fill(cache)
+    assert cache.get_seq_length() == 8
+
+
+def test_cropping_to_a_length_is_refused_and_the_message_says_how(cache: HybridCache):
+    fill(cache)
+    with pytest.raises(ValueError, match=r"To keep 2 of 5 tokens, use crop\(-3\)"):
+        cache.crop(2)
+
+
+def test_states_that_need_gradients_are_refused_but_not_without_grad_mode(cache: HybridCache):
+    states = torch.ones(SHAPE, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        cache.update(states, states, 0)
+    with torch.no_grad():
+        cache.update(states, states, 0)
+    assert not cache.layers[0].keys.requires_grad
+
+
+def test_inference_mode_and_plain_calls_may_alternate(cache: HybridCache):
+    with torch.inference_mode():
+        fill(cache)
+    fill(cache)
+    with torch.inference_mode():
+        fill(cache)
+    assert torch.equal(cache.layers[0].keys, torch.ones(2, 2, 15, 16))
+
+
+def test_a_context_that_cannot_fit_is_refused_before_anything_is_stored(cache: HybridCache):
+    fill(cache)
+    before = cache.memory()
+    # A view of one number: asking for 2**40 tokens costs the test nothing.
+    endless = torch.ones(1).expand(2, 2, 2**40, 16)
+    with pytest.raises(HostMemoryError, match=r"tokens need [\d.]+ GiB more host memory and [\d.]+ GiB are free"):
+        cache.update(endless, endless, 0)
+    is_split = isinstance(cache.layers[0].store, SplitStore)  # capacity on the device is taken first, and stays
+    assert cache.memory() == before or (is_split and cache.get_seq_length() == 5)
+    assert fill(cache).get_seq_length() == 10
+
+
+def test_after_its_batch_grew_a_cache_asks_for_what_the_larger_batch_needs(cache: HybridCache):
+    fill(cache)
+    before = sum(tokens * size for tokens, size in cache._stores.budget._held.values())
+    cache.batch_repeat_interleave(4)
+    assert sum(tokens * size for tokens, size in cache._stores.budget._held.values()) == 4 * before
+
+
+def test_repeating_more_than_fits_is_refused_before_anything_changes(cache: HybridCache):
+    fill(cache)
+    before = cache.memory()
+    with pytest.raises(HostMemoryError, match=r"copies of 5 tokens need"):
+        cache.batch_repeat_interleave(2**40)
+    assert cache.memory() == before
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, set()), (1, {0}), (2, {0, 4}), (3, {0, 2, 5}), (8, set(range(8)))])
+def test_resident_layers_are_spread_evenly(count: int, expected: set[int]):
+    assert Placement(offload=True, resident_layers=count).resident_ordinals(8) == expected

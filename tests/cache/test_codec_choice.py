@@ -1,0 +1,357 @@
+"""Codecs that a cache chooses by itself: when, from what data, for how long, and without side effects."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.layers import layer_stores
+from hf_hybrid_cache.storage import QuantizedStore
+
+from common.modes import MODES, NOT_IN_TRANSFORMERS
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+
+# A prompt of so many tokens and one more has its first block quantized.
+UNTIL_QUANTIZED = 191
+CONFIG = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=256, head_dim=64)
+PLACES = {
+    "host": Placement(),
+    "device": Placement(cpu_decode=False),
+    "streamed": Placement(offload=True, cpu_decode=False),
+}
+
+
+def states(num_tokens: int, seed: int = 0) -> torch.Tensor:
+    """`[1, 2, tokens, 64]`, with channels that differ, so that codecs scale them."""
+    scales = torch.logspace(-1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(9))]
+    return torch.randn(1, 2, num_tokens, 64, generator=torch.Generator().manual_seed(seed)) * scales
+
+
+def fill(cache: HybridCache, num_tokens: int, seed: int = 0) -> None:
+    for layer in range(3):
+        cache.update(states(num_tokens, seed + layer), states(num_tokens, seed + layer + 10), layer)
+
+
+def are_fitted(cache: HybridCache) -> list[bool]:
+    return [codec.is_fitted for codec in cache.codecs.values()]
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Run the model, and return the logits of all tokens."""
+    return torch.cat([model(piece, **cache_argument(cache)).logits for piece in ids.split(chunk, dim=1)], dim=1)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choosing_cache_when_run_then_equals_one_made_with_its_codecs(family: str, mode: str, place: str):
+    if (family, mode) in NOT_IN_TRANSFORMERS:
+        return
+    model, made = tiny_model(family), []
+
+    def choosing(config) -> HybridCache:
+        made.append(HybridCache(config, PLACES[place], codec=minmax(4, sink_tokens=0)))
+        return made[-1]
+
+    try:
+        ours = MODES[mode](model, choosing, 152)
+    except RuntimeError as error:
+        pytest.skip(f"DynamicCache of this version fails here itself: {error}")
+    assert all(are_fitted(made[-1]))
+    theirs = MODES[mode](model, lambda config: HybridCache(config, PLACES[place], codec=made[-1].codecs), 152)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("chunk", [1, 63, 64, UNTIL_QUANTIZED, UNTIL_QUANTIZED + 1, 300])
+def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk: int, place: str):
+    model = tiny_model("llama")
+    cache = HybridCache(model.config, PLACES[place], codec=minmax(4))
+    ids = random_prompt(1, 300)
+    with torch.no_grad():
+        for start in range(0, UNTIL_QUANTIZED, chunk):
+            if start + chunk > UNTIL_QUANTIZED:
+                break
+            model(ids[:, start : start + chunk], **cache_argument(cache))
+            assert not any(are_fitted(cache))
+        model(ids[:, cache.get_seq_length() :], **cache_argument(cache))
+        assert all(are_fitted(cache))
+        chosen = cache.codecs
+        model(random_prompt(1, 200, seed=1), **cache_argument(cache))
+    assert cache.codecs == chosen
+
+
+def test_sinks_and_recent_tokens_when_first_block_is_quantized_then_are_64():
+    cache = HybridCache(CONFIG, codec=minmax(4))
+    fill(cache, UNTIL_QUANTIZED)
+    copy.deepcopy(cache).memory()
+    assert not any(are_fitted(cache))
+    fill(cache, 1)
+    cache.memory()
+    assert all(are_fitted(cache))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("chunk", [1000, 200, 100])
+def test_the_queries_of_a_prompt_are_seen_however_it_is_attended_to(implementation: str, place: str, chunk: int):
+    """Scaling channels of the keys, and those of the queries inversely, changes the factors by the inverse scales."""
+    ids, factors = random_prompt(1, 400), []
+    scale = torch.tensor([8.0, 1.0, 0.25, 1.0]).repeat(4)
+    for is_scaled in (False, True):
+        model = copy.deepcopy(tiny_model("llama"))
+        model.set_attn_implementation(implementation)
+        if is_scaled:
+            with torch.no_grad():
+                for layer in model.model.layers:
+                    layer.self_attn.k_proj.weight *= scale.repeat(2)[:, None]
+                    layer.self_attn.q_proj.weight /= scale.repeat(4)[:, None]
+        cache = HybridCache(model.config, PLACES[place], codec=minmax(8))
+        run(model, cache, ids, chunk)
+        weights = [codec.keys.channel_scaling.weights for codec in cache.codecs.values()]
+        factors.append(torch.stack([each / each.log().mean(dim=1, keepdim=True).exp() for each in weights]))
+    expected = factors[0] / scale * scale.log().mean().exp()
+    # Rotary embedding mixes channels in pairs, which here have the same scale; rounding to bfloat16 comes on top.
+    torch.testing.assert_close(factors[1], expected, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_choice_stays_through_reset_crop_reorder_and_copies(place: str):
+    cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4))
+    fill(cache, 300)
+    cache.crop(-20)
+    chosen = cache.codecs
+    assert all(are_fitted(cache))
+    cache.crop(-200)
+    fill(cache, 200, seed=50)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_select_indices(torch.tensor([0]))
+    assert copy.deepcopy(cache).codecs == cache.codecs == chosen
+    cache.reset()
+    fill(cache, 300, seed=90)
+    cache.memory()
+    assert cache.codecs == chosen
+
+
+def test_pending_states_when_returned_and_held_then_stay():
+    cache = HybridCache(CONFIG, PLACES["device"], codec=minmax(4))
+    fill(cache, 50)
+    held = [cache.update(states(50, layer), states(50, layer), layer) for layer in range(3)]
+    for layer, (keys, values) in enumerate(held):
+        expected = torch.cat([states(50, layer), states(50, layer)], dim=2)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values[:, :, 50:], states(50, layer))
+
+
+def test_a_copy_that_was_made_before_the_choice_chooses_for_itself():
+    cache = HybridCache(CONFIG, codec=minmax(4))
+    fill(cache, 100)
+    twin = copy.deepcopy(cache)
+    fill(cache, 200)
+    fill(twin, 200, seed=50)
+    cache.memory(), twin.memory()
+    assert all(are_fitted(cache) + are_fitted(twin))
+    assert twin.codecs != cache.codecs
+
+
+def test_the_same_calls_lead_to_the_same_choice():
+    choices = []
+    for threads in (1, 2, 1):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            cache = HybridCache(CONFIG, codec=minmax(4))
+            fill(cache, 3000)
+            cache.memory()
+        finally:
+            torch.set_num_threads(before)
+        choices.append(cache.codecs)
+    assert choices[0] == choices[2]
+    keys, others = ([codec.keys for codec in each.values()] for each in choices[:2])
+    assert keys == others
+
+
+@pytest.mark.parametrize("saved_after", [100, 300])
+def test_the_choice_is_kept_in_a_file(saved_after: int, tmp_path: Path):
+    cache = QuantizedHybridCache(CONFIG, bits=(4, 2))
+    fill(cache, saved_after)
+    cache.save(tmp_path / "cache.kv")
+    loaded = HybridCache.load(tmp_path / "cache.kv", CONFIG)
+    assert loaded.codecs == cache.codecs
+    assert are_fitted(loaded) == [saved_after > UNTIL_QUANTIZED] * 3
+    for ours, theirs in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+
+
+def test_an_empty_cache_keeps_its_choice_in_a_file(tmp_path: Path):
+    cache = QuantizedHybridCache(CONFIG, bits=4)
+    fill(cache, 300)
+    cache.memory()
+    cache.reset()
+    cache.save(tmp_path / "cache.kv")
+    assert HybridCache.load(tmp_path / "cache.kv", CONFIG).codecs == cache.codecs
+
+
+def test_a_choice_for_other_heads_is_refused():
+    cache = QuantizedHybridCache(CONFIG, bits=4)
+    fill(cache, 300)
+    cache.memory()
+    other = HybridCache(CONFIG, codec=cache.codecs)
+    with pytest.raises(ValueError, match=r"chosen for 2 KV heads of 64, and there are 4 of 64"):
+        other.update(torch.zeros(1, 4, 9, 64), torch.zeros(1, 4, 9, 64), 0)
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+def test_a_form_that_is_asked_for_is_not_chosen(rotate: bool):
+    cache = HybridCache(CONFIG, codec=minmax(4, rotate=rotate))
+    assert all(are_fitted(cache))
+    fill(cache, 300)
+    assert cache.codecs == dict.fromkeys(range(3), minmax(4, rotate=rotate))
+
+
+@pytest.mark.parametrize("bad", ["yes", None, 1])
+def test_rotate_when_unknown_then_is_refused(bad: object):
+    with pytest.raises(ValueError, match="rotate must be 'auto', True or False, got"):
+        HybridCache(CONFIG, codec=minmax(4, rotate=bad))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_only_so_many_bytes_are_held_where_queries_are_not_seen(place: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layer_stores, "MOST_HELD_BYTES", 2 * states(300).nbytes)
+    cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4))
+    for layer, expected in enumerate(([False] * 3, [False] * 3, [True, False, False])):
+        cache.update(states(300), states(300), layer)
+        assert are_fitted(cache) == expected
+    assert copy.deepcopy(cache).memory().num_tokens == 300
+
+
+def test_states_when_added_without_attention_then_await_first_queries():
+    """A cache may be filled from another one before a model uses it."""
+    chosen = []
+    for fills_at_once in (False, True):
+        model = tiny_model("llama")
+        plain = DynamicCache(config=model.config)
+        ids = random_prompt(1, 320)
+        run(model, plain, ids[:, :300], 300)
+        cache = HybridCache(model.config, codec=minmax(4))
+        for index, layer in enumerate(plain.layers):
+            for piece in zip(
+                *(part.split(300 if fills_at_once else 250, 2) for part in (layer.keys, layer.values)), strict=True
+            ):
+                cache.update(*piece, index)
+        assert not any(are_fitted(cache))
+        run(model, cache, ids[:, 300:], 20)
+        assert cache.get_seq_length() == 320
+        chosen.append(cache.codecs)
+    assert chosen[0] == chosen[1]
+    unseen = HybridCache(tiny_model("llama").config, codec=minmax(4))
+    for index, layer in enumerate(plain.layers):
+        unseen.update(layer.keys, layer.values, index)
+    unseen.memory()
+    assert unseen.codecs != cache.codecs
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_states_without_a_code_are_refused_before_they_are_held(bad: float, place: str):
+    cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4))
+    fill(cache, 10)
+    broken = states(300)
+    broken[0, 1, 200, 3] = bad
+    with pytest.raises(ValueError, match=r"the 128 tokens before token 192 are .* Nothing was stored"):
+        cache.update(states(300), broken, 0)
+    assert cache.layers[0].get_seq_length() == 10
+    assert not any(are_fitted(cache))
+
+
+def test_returned_states_when_prompt_is_quantized_then_keep_their_values():
+    model = tiny_model("gemma4_shared")  # its last layers attend to what earlier ones got
+    cache = HybridCache(model.config, codec=minmax(8, sink_tokens=0))
+    ids = random_prompt(1, 300)
+    plain = OffloadedHybridCache(model.config)
+    ours, theirs = (run(model, each, ids, 100) for each in (cache, plain))
+    assert (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
+def test_a_chosen_codec_says_so_and_equals_itself():
+    cache = QuantizedHybridCache(CONFIG, bits=4)
+    fill(cache, 300)
+    store = cache.layers[0].store
+    assert isinstance(store, QuantizedStore)
+    assert isinstance(cache.codecs[0], KVCodec)
+    assert cache.memory().num_tokens == 300
+    assert cache.codecs[0] == store.codec
+    assert store.codec.keys.channel_scaling is not None
+
+
+def test_printing_a_cache_tells_how_its_layers_are_coded():
+    cache = QuantizedHybridCache(CONFIG, bits={0: (4, 2), 2: (4, 2), 1: 8})
+    assert "  layers 0, 2: keys 4 bits (to be chosen), values 2 bits (to be chosen)\n" in str(cache)
+    fill(cache, 300)
+    cache.memory()
+    assert "  layers 1: keys 8 bits (channel-scaled, rotated), values 8 bits (mixed, rotated)" in str(cache)
+    assert str(HybridCache(CONFIG, codec=minmax(4, rotate=False))).endswith(
+        "keys 4 bits (plain), values 4 bits (plain)"
+    )
+
+
+def hostile(num_tokens: int, seed: int) -> torch.Tensor:
+    """Keys that four bits cannot hold: a few tokens of each block are far off in all channels."""
+    keys = states(num_tokens, seed)
+    keys[:, :, ::16] *= 30
+    return keys
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_auto_bits_when_keys_are_hostile_then_that_layer_gets_more(place: str, tmp_path: Path):
+    cache = HybridCache(CONFIG, PLACES[place], codec=minmax(4, auto_bits=True))
+    for chunk in range(2):
+        for layer in range(3):
+            keys = hostile(300, chunk) if layer == 1 else states(300, chunk) / 10
+            query = torch.randn(1, 4, 300, 64, generator=torch.Generator().manual_seed(chunk))
+            held = cache.update(keys, states(300, 5 + chunk), layer)
+            torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
+    assert [codec.keys.bits for codec in cache.codecs.values()] == [4, 8, 4]
+    assert [codec.values.bits for codec in cache.codecs.values()] == [4, 4, 4]
+    assert "layers 1: keys 8 bits" in str(cache)
+    pinned = HybridCache(CONFIG, PLACES[place], codec=cache.codecs)
+    for chunk in range(2):
+        pinned.update(hostile(300, chunk), states(300, 5 + chunk), 1)
+    assert torch.equal(pinned.layers[1].keys, cache.layers[1].keys)
+    cache.save(tmp_path / "cache.kv")
+    loaded = HybridCache.load(tmp_path / "cache.kv", CONFIG)
+    assert loaded.codecs == cache.codecs
+    twin = copy.deepcopy(cache)
+    cache.reset()
+    fill(cache, 300)
+    assert [codec.keys.bits for codec in cache.codecs.values()] == [4, 8, 4]
+    assert torch.equal(twin.layers[1].keys, pinned.layers[1].keys)
+
+
+def test_more_bits_take_at_most_half_as_much_memory_more():
+    sizes = []
+    for auto_bits in (False, True):
+        config = LlamaConfig(num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+        cache = HybridCache(config, codec=minmax(2, auto_bits=auto_bits))
+        for layer in range(12):
+            held = cache.update(hostile(4096, layer), states(4096), layer)
+            torch.nn.functional.scaled_dot_product_attention(torch.randn(1, 4, 4096, 64), *held, enable_gqa=True)
+        sizes.append(cache.memory().host_bytes)
+    assert len({codec.keys.bits for codec in cache.codecs.values()}) > 1
+    assert 1.05 < sizes[1] / sizes[0] <= 1.5
+
+
+def test_more_bits_are_for_codecs_that_are_chosen():
+    with pytest.raises(ValueError, match="auto_bits must be True or False, and needs rotate='auto'"):
+        HybridCache(CONFIG, codec=minmax(4, rotate=True, auto_bits=True))

@@ -1,0 +1,127 @@
+"""Input of a conversation, at a real terminal and from a pipe."""
+
+import io
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_hybrid_cache.cli.chat import chat_input
+from hf_hybrid_cache.cli.chat.chat_input import PlainInput, Typed
+
+terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
+
+# Says what it was given, and is busy for as long as a file is not there.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from hf_hybrid_cache.cli.chat.chat_input import chat_input
+lines = chat_input(sys.argv[1] == "kept", lambda said: print("said", said))
+while True:
+    try:
+        typed = lines.next_line()
+    except KeyboardInterrupt:
+        print("interrupted")
+        continue
+    print("given", typed)
+    if typed is None:
+        break
+    while typed.text == "be busy" and not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
+"""
+
+
+def given(text: str, is_quoted: bool = False) -> str:
+    return f"given {Typed(text, is_quoted)}"
+
+
+def program(folder: Path, history: str = "kept") -> "terminals.Terminal":
+    return terminals.Terminal("-c", PROGRAM, history, str(folder / "go"), HF_HYBRID_CACHE_HOME=str(folder))
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> tuple[list[Typed], list[str]]:
+    """Return the lines that are read from a pipe, and the messages."""
+    said: list[str] = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    lines = chat_input.chat_input(True, said.append)
+    assert isinstance(lines, PlainInput)
+    return list(iter(lines.next_line, None)), said  # type: ignore[arg-type]
+
+
+def test_a_line_when_there_is_no_terminal_then_is_a_question(monkeypatch: pytest.MonkeyPatch):
+    assert piped(monkeypatch, " Who? \n\n/stats\n") == ([Typed("Who?"), Typed(""), Typed("/stats")], [])
+
+
+@pytest.mark.parametrize(
+    "quoted", ['"""\n/a\n\nb\n"""', '"""/a\n\nb"""', ' """ /a\n\nb\n """ '], ids=["apart", "beside", "spaced"]
+)
+def test_lines_in_triple_quotes_when_piped_then_are_one_question(quoted: str, monkeypatch: pytest.MonkeyPatch):
+    assert piped(monkeypatch, f"{quoted}\nWho?\n") == ([Typed("/a\n\nb", is_quoted=True), Typed("Who?")], [])
+
+
+def test_quotes_when_nothing_ends_them_then_are_said_and_not_asked(monkeypatch: pytest.MonkeyPatch):
+    typed, said = piped(monkeypatch, 'Who?\n"""\nWhere?\n')
+    assert typed == [Typed("Who?")]
+    assert said == ['""" began a text that nothing ended: it is not asked.']
+
+
+def test_a_line_when_ctrl_c_is_pressed_then_is_cleared_and_ctrl_d_ends(tmp_path: Path):
+    with program(tmp_path) as terminal:
+        for _ in range(3):
+            terminal.wait_for(terminals.PROMPT)
+            terminal.type("never asked" + terminals.CTRL_C)
+            terminal.wait_for("interrupted")
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type("Who?" + terminals.ENTER)
+        terminal.wait_for(given("Who?"))
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type(terminals.CTRL_D)
+        terminal.wait_for("given None")
+        assert terminal.exit_code() == 0
+
+
+def test_lines_between_quotes_when_typed_then_are_one_question(tmp_path: Path):
+    with program(tmp_path) as terminal:
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type(terminals.ENTER.join(['"""', "/a", "b", '"""', ""]))
+        terminal.wait_for(given("/a\nb", is_quoted=True))
+
+
+def test_keys_when_typed_before_the_prompt_then_are_dropped(tmp_path: Path):
+    with program(tmp_path) as terminal:
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type("be busy" + terminals.ENTER)
+        terminal.wait_for(given("be busy"))
+        terminal.type("too early\nstill too early")
+        terminal.wait_for("still too early")  # the terminal has them
+        (tmp_path / "go").touch()
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type("Who?" + terminals.ENTER)
+        assert "given" not in terminal.wait_for(given("Who?"))
+
+
+def test_input_history_when_chat_restarts_then_is_back_unless_not_kept(tmp_path: Path):
+    history = tmp_path / "chat_history"
+    for kept in ("not", "kept"):
+        with program(tmp_path, kept) as terminal:
+            terminal.wait_for(terminals.PROMPT)
+            terminal.type(f"{kept} this time" + terminals.ENTER)
+            terminal.wait_for(given(f"{kept} this time"))
+            terminal.wait_for(terminals.PROMPT)
+        assert history.exists() == (kept == "kept")
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert "not this time" not in history.read_text()
+    with program(tmp_path) as terminal:
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type(terminals.UP + terminals.ENTER)
+        terminal.wait_for(given("kept this time"))
+
+
+def test_a_folder_that_cannot_be_written_to_when_chat_starts_then_is_said(tmp_path: Path):
+    (tmp_path / "chat_history").mkdir()
+    with program(tmp_path) as terminal:
+        terminal.wait_for("said What is typed is not kept for the next time: ")
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type("Who?" + terminals.ENTER)
+        terminal.wait_for(given("Who?"))

@@ -1,0 +1,456 @@
+"""Documents of the command line: several, folders of them, and those that are not text."""
+
+import io
+import json
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hf_hybrid_cache.cli.app import app
+from hf_hybrid_cache.cli.console import UsageError
+from hf_hybrid_cache.cli.documents.document_budgets import DocumentBudget, document_budgets
+from hf_hybrid_cache.cli.documents.documents import Document, Documents, read_documents
+from hf_hybrid_cache.cli.documents.formats import text_of
+
+from models.word_tokenizer import word_model_in, word_tokenizer
+
+for _package in ("bs4", "docx", "pypdf"):
+    pytest.importorskip(_package, reason='needs pip install "hf_hybrid_cache[documents]"')
+
+SIGNED = "It was signed by Ada."
+
+
+def pdf_of(*pages: str) -> bytes:
+    """A PDF with a line of text on each page, or none."""
+    numbers = range(4, 4 + 2 * len(pages), 2)
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Count {len(pages)} /Kids [{' '.join(f'{number} 0 R' for number in numbers)}] >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for number, text in zip(numbers, pages, strict=True):
+        drawn = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET" if text else ""
+        of_page = f"/MediaBox [0 0 300 200] /Resources << /Font << /F1 3 0 R >> >> /Contents {number + 1} 0 R"
+        objects += [
+            f"<< /Type /Page /Parent 2 0 R {of_page} >>",
+            f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+        ]
+    file, places = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(file))
+        file += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    count = len(objects) + 1
+    end = f"trailer\n<< /Size {count} /Root 1 0 R >>\nstartxref\n{len(file)}\n%%EOF\n"
+    return f"{file}xref\n0 {count}\n0000000000 65535 f \n{table}{end}".encode()
+
+
+def encrypted_pdf_of(text: str, password: str, algorithm: str = "RC4-128") -> bytes:
+    from pypdf import PdfWriter
+
+    writer, file = PdfWriter(io.BytesIO(pdf_of(text))), io.BytesIO()
+    writer.encrypt(password, algorithm=algorithm)
+    writer.write(file)
+    return file.getvalue()
+
+
+def docx_of(*paragraphs: str) -> bytes:
+    import docx
+
+    document, file = docx.Document(), io.BytesIO()
+    for paragraph in paragraphs:
+        document.add_paragraph(paragraph)
+    document.save(file)
+    return file.getvalue()
+
+
+def html_of(text: str) -> bytes:
+    return f"<!DOCTYPE html>\n<html><body><p>{text}</p></body></html>".encode()
+
+
+MADE: dict[str, Callable[[str], bytes]] = {"pdf": pdf_of, "docx": docx_of, "html": html_of, "txt": str.encode}
+
+
+def read(*names: str | Path, remarks: list[str] | None = None) -> Documents:
+    return read_documents([str(name) for name in names], ([] if remarks is None else remarks).append)
+
+
+def invoke(*arguments: object, input: bytes | None = None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and a tokenizer for texts such as "w1 w2"."""
+    return word_model_in(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of two texts, 20 words and 30."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.md").write_text(" ".join(f"w{index}" for index in range(50, 80)))
+    (folder / "a.txt").write_text(" ".join(f"w{index}" for index in range(1, 21)))
+    return folder
+
+
+# Formats
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_text_of_a_document_is_read_whatever_its_format(kind: str, tmp_path: Path):
+    (tmp_path / f"report.{kind}").write_bytes(MADE[kind](SIGNED))
+    assert read(tmp_path / f"report.{kind}").text == SIGNED
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_format_when_file_name_is_wrong_then_is_known_by_content(kind: str, tmp_path: Path):
+    (tmp_path / "report.txt").write_bytes(MADE[kind](SIGNED))
+    assert read(tmp_path / "report.txt").text == SIGNED
+
+
+def test_a_pdf_is_read_page_by_page_and_pages_without_text_are_said(tmp_path: Path):
+    remarks: list[str] = []
+    assert text_of("a.pdf", pdf_of("One.", "", "Three."), remarks.append) == "One.\n\nThree."
+    assert remarks == ["a.pdf: 1 of 3 pages have no text, as where they were scanned"]
+    assert text_of("b.pdf", pdf_of(*["Page."] * 101), remarks.append).count("Page.") == 101
+    assert remarks[1:] == ["b.pdf: reading 101 pages"]
+
+
+def test_pdf_when_repaired_by_pypdf_then_says_so():
+    remarks: list[str] = []
+    mended = pdf_of(SIGNED).replace(b"startxref\n", b"startxref\n9")
+    assert text_of("a.pdf", mended, remarks.append) == SIGNED
+    assert [remark.partition("; ")[0] for remark in remarks] == ["a.pdf: text may be missing or wrong"]
+
+
+def test_a_pdf_that_is_encrypted_without_a_password_is_read():
+    assert text_of("a.pdf", encrypted_pdf_of(SIGNED, ""), print) == SIGNED
+
+
+@pytest.mark.parametrize("algorithm", ["AES-128", "AES-256-R5", "AES-256"])
+def test_a_pdf_when_aes_encrypts_it_then_is_read_without_a_password(algorithm: str):
+    pytest.importorskip("cryptography", reason='needs pip install "hf_hybrid_cache[encrypted]"')
+    assert text_of("a.pdf", encrypted_pdf_of(SIGNED, "", algorithm), print) == SIGNED
+    with pytest.raises(UsageError, match=r"is an encrypted PDF\. Make a copy that is not"):
+        text_of("a.pdf", encrypted_pdf_of(SIGNED, "secret", algorithm), print)
+
+
+def test_a_pdf_when_it_is_encrypted_with_aes_then_names_the_package():
+    if find_spec("cryptography") is not None:
+        pytest.skip("the package that decrypts AES is installed")
+    # The last object says how the others are encrypted, and stands before the table whose place the end tells.
+    written, place = encrypted_pdf_of(SIGNED, "").split(b"startxref\n")
+    filters = b"/CF << /StdCF << /CFM /AESV2 /Length 16 >> >>\n/StmF /StdCF\n/StrF /StdCF"
+    with_aes = written.replace(b"/V 2\n/R 3", b"/V 4\n/R 4\n" + filters)
+    moved = int(place.split()[0]) + len(with_aes) - len(written)
+    with pytest.raises(UsageError, match=r'package cryptography: pip install "hf_hybrid_cache\[encrypted\]"'):
+        text_of("a.pdf", with_aes + b"startxref\n%d\n%%%%EOF\n" % moved, print)
+
+
+def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted():
+    word = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    body = """
+        <w:p><w:pPr><w:tabs><w:tab w:val="left" w:pos="9"/></w:tabs></w:pPr>
+            <w:r><w:t>A</w:t><w:tab/><w:t>tab</w:t></w:r>
+            <w:ins><w:r><w:t xml:space="preserve"> inserted</w:t></w:r></w:ins>
+            <w:del><w:r><w:delText>gone</w:delText></w:r></w:del></w:p>
+        <w:sdt><w:sdtContent><w:p><w:r><w:t>a field</w:t></w:r></w:p></w:sdtContent></w:sdt>
+        <w:tbl><w:tr><w:tc><w:p><w:r><w:t>c1</w:t></w:r></w:p><w:p><w:r><w:t>c2</w:t></w:r></w:p></w:tc>
+            <w:tc><w:p><w:r><w:t>d</w:t></w:r></w:p></w:tc></w:tr></w:tbl>
+        <w:p><w:r><w:t>last</w:t></w:r></w:p>"""
+    notes = f"<w:footnotes {word}><w:footnote><w:p><w:r><w:t>a note</w:t></w:r></w:p></w:footnote></w:footnotes>"
+    relations = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    plain, file = zipfile.ZipFile(io.BytesIO(docx_of())), io.BytesIO()
+    with zipfile.ZipFile(file, "w") as changed:
+        for name in plain.namelist():
+            content = plain.read(name).decode("utf-8", "replace") if name.endswith((".xml", ".rels")) else ""
+            if name == "word/document.xml":
+                content = f"<w:document {word}><w:body>{body}</w:body></w:document>"
+            if name == "word/_rels/document.xml.rels":
+                added = f'<Relationship Id="n" Type="{relations}/footnotes" Target="footnotes.xml"/></Relationships>'
+                content = content.replace("</Relationships>", added)
+            changed.writestr(name, content or plain.read(name))
+        changed.writestr("word/footnotes.xml", notes)
+    assert text_of("a.docx", file.getvalue(), print) == "A\ttab inserted\na field\nc1 c2\td\nlast\na note"
+
+
+def test_html_is_read_as_a_browser_shows_it():
+    page = b"""<html><head><title>T &amp; U</title><style>p {}</style><script>var a = 1</script></head><body>
+        <h1>A
+        head</h1><p>It was <b>signed</b>   by
+        <a href="x">Ada</a>.<p>Two<br>lines<!-- not shown --><ul><li>one<li>two</ul>
+        <table><tr><th>a</th><td>b</td></tr><tr><td>c<td>d</table><pre>\ndef f():\n    return 1\n</pre>caf&eacute;"""
+    shown = "T & U|A head|It was signed by Ada.|Two\nlines|one\ntwo|a\tb\nc\td|def f():\n    return 1|café"
+    assert text_of("-", page, print).split("\n\n") == shown.split("|")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<html><p>café".encode(),
+        "<html><p>café".encode("utf-16"),
+        '<html><meta charset="iso-8859-1"><p>café'.encode("latin-1"),
+        '<html><meta charset="utf-16"><p>café'.encode(),
+    ],
+    ids=["as nothing says", "by its first bytes", "as it says", "other than it says"],
+)
+def test_html_is_decoded_as_a_browser_does(content: bytes):
+    assert text_of("a.html", content, print) == "café"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", encrypted_pdf_of(SIGNED, "secret"), "a.pdf is an encrypted PDF. Make a copy that is not"),
+        ("a.pdf", pdf_of("", ""), "a.pdf is a PDF without any text (pages: 2), as a scanner makes it. Add text"),
+        ("a.txt", pdf_of(SIGNED)[:-200], "a.txt is a damaged PDF ("),
+        ("a.pdf", b"%PDF-1.7 and nothing else", "a.pdf is a damaged PDF ("),
+        ("a.docx", docx_of(SIGNED)[:-2000], "a.docx is a damaged Word file ("),
+        ("a.docx", docx_of(), "a.docx is a Word file without any text."),
+        ("a.htm", b"<p>caf\xe9", "a.htm is not UTF-8 text (byte 6 is 0xe9)."),
+        ("a.htm", b'<meta charset="euc-jp"><p>caf\xe9', "a.htm says that it is in euc-jp, and is not: "),
+        ("a.htm", b"<p>a<![ b", "a.htm is damaged HTML. Open it in a browser, and save what it shows."),
+        ("a.htm", b"<script>fill()</script>", "a.htm is HTML without any text, as where a script fills a page."),
+        ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a.doc is not UTF-8 text (byte 0 is 0xd0)."),
+        ("a.zip", b"PK\x03\x04\0\0", "a.zip is a binary file, not text."),
+        ("a.txt", b" ", "a.txt is empty."),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value[:40],
+)
+def test_a_document_that_cannot_be_read_is_one_line_with_its_name(name: str, content: bytes, message: str):
+    with pytest.raises(UsageError) as raised:
+        text_of(name, content, print)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+@given(
+    st.sampled_from(list(MADE)),
+    st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4)), max_size=4),
+    st.floats(0.2, 1),
+)
+def test_whatever_is_damaged_is_read_or_refused_in_one_line(kind: str, changes: list[tuple[float, bytes]], kept: float):
+    content = MADE[kind](SIGNED)
+    for place, other in changes:
+        start = int(place * len(content))
+        content = content[:start] + other + content[start + len(other) :]
+    try:
+        said = text_of(f"a.{kind}", content[: int(kept * len(content))], lambda remark: None)
+        assert said.strip()
+        assert "\0" not in said
+        assert said.encode()
+    except UsageError as error:
+        said = str(error)
+        assert said.splitlines() == [said]
+
+
+@pytest.mark.parametrize(
+    ("kind", "library", "message"),
+    [
+        ("pdf", "pypdf", "a is a PDF, which pypdf reads"),
+        ("docx", "docx", "a is a Word file, which python-docx reads"),
+        ("html", "bs4", "a is HTML, which beautifulsoup4 reads"),
+    ],
+)
+def test_without_the_package_the_extra_is_named(kind: str, library: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    content = MADE[kind](SIGNED)
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError) as raised:
+        text_of("a", content, print)
+    assert str(raised.value) == f'{message}: pip install "hf_hybrid_cache[documents]".'
+
+
+# Several
+
+
+def test_documents_come_in_the_given_order_and_a_line_names_each(texts: Path):
+    whole = read(texts / "b.md", texts / "a.txt").text
+    first, second = (texts / "b.md").read_text(), (texts / "a.txt").read_text()
+    assert whole == f"Document: {texts}/b.md\n\n{first}\n\nDocument: {texts}/a.txt\n\n{second}\n\n"
+    assert read(texts / "b.md").text == first
+
+
+def test_folder_when_read_then_is_sorted_and_names_skipped_files(texts: Path):
+    (texts / "sub").mkdir()
+    (texts / "sub" / "c.pdf").write_bytes(pdf_of(SIGNED))
+    (texts / "Z.docx").write_bytes(docx_of(SIGNED))
+    (texts / "picture.png").write_bytes(b"\x89PNG\r\n")
+    (texts / "scan.pdf").write_bytes(pdf_of(""))
+    (texts / ".hidden").write_text("no")
+    (texts / ".git").mkdir()
+    (texts / ".git" / "config").write_text("no")
+    remarks: list[str] = []
+    documents = read(texts, remarks=remarks)
+    names = [document.name.removeprefix(f"{texts}/") for document in documents.files]
+    assert names == ["Z.docx", "a.txt", "b.md", "sub/c.pdf"]
+    assert remarks == [*(f"left out: {why}" for why in documents.skipped), f"{texts}: documents read: 4; left out: 2"]
+    assert [why.removeprefix(f"{texts}/").split()[0] for why in documents.skipped] == ["picture.png", "scan.pdf"]
+
+
+def test_a_file_that_is_named_twice_is_read_once(texts: Path):
+    remarks: list[str] = []
+    documents = read(texts / "a.txt", texts, texts, remarks=remarks)
+    assert [document.name for document in documents.files] == [f"{texts}/a.txt", f"{texts}/b.md"]
+    assert remarks[0] == f"left out: {texts}/a.txt was read before."
+    assert remarks[-1] == f"{texts}: documents read: 0; left out: 2"
+
+
+def test_links_to_folders_and_what_is_no_file_are_said_and_not_waited_for(texts: Path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("needs POSIX")
+    os.mkfifo(texts / "pipe")
+    (texts / "loop").symlink_to(texts)
+    (texts / "nowhere").symlink_to(texts / "missing")
+    documents = read(texts)
+    assert len(documents.files) == 2
+    assert [why.removeprefix(f"{texts}/") for why in documents.skipped] == [
+        "nowhere is not a file, or a link to none.",
+        "pipe is not a file, or a link to none.",
+        "loop is a link to a folder: give it as --document, too.",
+    ]
+
+
+def test_a_folder_without_anything_to_read_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="has no files, except hidden ones"):
+        read(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(UsageError, match=r"No file in .* can be read, the first because: .*a\.png is not UTF-8"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_named_and_cannot_be_read_is_refused(texts: Path):
+    with pytest.raises(UsageError, match=r"Cannot read .*missing: No such file"):
+        read(texts, texts / "missing")
+    with pytest.raises(UsageError, match="'' is not the name of a document"):
+        read("")
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_budgets_of_documents_are_the_tokens_read_of_each(is_fast: bool):
+    class Splitter:
+        """A slow tokenizer."""
+
+        is_fast = False
+
+        def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[0] * len(text.split()) for text in texts]}
+
+    documents = Documents(tuple(Document(name, "w1 w2 w3 w4") for name in "abc"), ())  # six words each, with the name
+    used = word_tokenizer() if is_fast else Splitter()
+    kept = {"a": 6, "b": 2, "c": 0}
+    assert document_budgets(documents, used, 8) == [DocumentBudget(name, 6, tokens) for name, tokens in kept.items()]
+    assert document_budgets(documents, used, 18) == [DocumentBudget(name, 6, 6) for name in "abc"]
+
+
+# Commands
+
+
+def test_an_answer_about_several_documents_is_that_about_their_text(model: Path, texts: Path, tmp_path: Path):
+    options = ["--question", "w3", "--model", model, "--device", "cpu", "--max-new-tokens", 5]
+    several = invoke("generate", "--document", texts / "b.md", "--document", texts / "a.txt", *options)
+    assert several.exit_code == 0, several.stderr
+    assert re.search(r"2 documents: kept (\d+) of \1 tokens", several.stderr)
+    (tmp_path / "both.txt").write_text(read(texts / "b.md", texts / "a.txt").text)
+    assert several.stdout == invoke("generate", "--document", tmp_path / "both.txt", *options).stdout
+    assert several.stdout != invoke("generate", "--document", texts, *options).stdout
+
+
+@pytest.mark.parametrize("kind", ["pdf", "docx", "html"])
+def test_standard_input_is_read_whatever_its_format(kind: str, model: Path):
+    options = ["--document", "-", "--question", "w3", "--model", model, "--device", "cpu", "--max-new-tokens", 2]
+    result = invoke("generate", *options, input=MADE[kind](SIGNED))
+    assert result.exit_code == 0, result.stderr
+    assert "document: kept 5 of 5 tokens" in result.stderr
+
+
+def test_the_answer_says_which_documents_were_read_whole_cut_and_left_out(
+    model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(texts.parent)  # names are part of the text, and have as many tokens wherever this is
+    (texts / "c.txt").write_text("w9")
+    generate = ["generate", "--question", "w3", "--max-new-tokens", "2"]
+    for command in (generate, ["chat"]):
+        result = invoke(
+            *command, "--document", "texts", "--context", "30", "--model", model, "--device", "cpu", input=b""
+        )
+        assert result.exit_code == 0, result.stderr
+        said = re.match(
+            r"\[Only the first 30 of the 3 documents' (\d+) tokens were read \(--context 30\)\. Whole: texts/a\.txt\. "
+            r"Cut: texts/b\.md \((\d+) of (\d+) tokens\)\. Left out: texts/c\.txt\. "
+            r"The answer knows nothing of the last (\d+)\.\]",
+            result.stdout,
+        )
+        assert said is not None, result.stdout
+        total, kept, whole, lost = map(int, said.groups())
+        assert total - lost == 30
+        assert 0 < kept < whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--document", "", "--question", "Who?"],
+            "'' is not the name of a document: give that of a file or a folder.",
+        ),
+        (["--prompt-file", "a.pdf"], "a.pdf is a PDF, not text: pass it as --document, or a file of its text."),
+        (["--document", "a.pdf", "--document", "b.txt", "--question", "Who?"], "Cannot read b.txt: No such file"),
+    ],
+)
+def test_documents_that_cannot_be_used_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.pdf").write_bytes(pdf_of(SIGNED))
+    monkeypatch.chdir(tmp_path)
+    result = invoke("generate", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+
+
+def test_questions_can_be_about_a_folder_or_a_list_of_documents(model: Path, texts: Path, tmp_path: Path):
+    (texts / "picture.png").write_bytes(b"\x89PNG\r\n")
+    lines = [
+        {"document": "texts", "question": "w3"},
+        {"document": ["texts/b.md", "texts/a.txt"], "question": "w3"},
+        {"document": ["texts/b.md", "missing"], "question": "w3"},
+    ]
+    asked, out = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["batch", asked, "--out", out, "--model", model, "--device", "cpu", "--max-new-tokens", 4]
+    result = invoke(*command, "--keep-caches", tmp_path / "kept", "--context", "50")
+    assert result.exit_code == 1, result.stderr
+    of_folder, of_list, failed = map(json.loads, out.read_text().splitlines())
+    assert of_folder["left_out"] == ["texts/picture.png is not UTF-8 text (byte 0 is 0x89)."]
+    assert of_folder["documents"] == [
+        {"document": "texts/a.txt", "tokens": 22, "read_tokens": 22},
+        {"document": "texts/b.md", "tokens": 32, "read_tokens": 28},
+    ]
+    assert [each["read_tokens"] for each in of_list["documents"]] == [32, 18]
+    assert "left_out" not in of_list
+    assert "missing: No such file" in failed["error"]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    written = out.read_bytes().splitlines(keepends=True)[:2]
+    again = invoke(*command, "--context", "50")
+    assert again.exit_code == 0, again.stderr
+    assert out.read_bytes().splitlines(keepends=True) == written
+
+
+@pytest.mark.parametrize("document", [[], [""], ["a", 1], 7, {"a": "b"}, None])
+def test_questions_about_what_is_no_name_are_refused(document: object, tmp_path: Path):
+    asked = tmp_path / "questions.jsonl"
+    asked.write_text(json.dumps({"document": document, "question": "w1"}))
+    result = invoke("batch", asked, "--out", tmp_path / "answers.jsonl")
+    assert result.exit_code == 2
+    assert "line 1: 'document' must be the name of a file or a folder, or a list of names, got" in result.stderr

@@ -1,0 +1,183 @@
+"""The ways to generate that every cache is held to. A new way is one function here."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, pipeline, set_seed
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+
+from models.tiny_models import VOCAB_SIZE, random_prompt
+
+# Prompts of 182 tokens then grow to 193, where a block is quantized and a split layer moves one to host memory.
+NEW_TOKENS = 12
+MakeCache = Callable[[PreTrainedConfig], Cache]
+Result = list[Any]
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, **options: Any) -> Result:
+    """Call `generate`, greedily by default; return tokens and logits."""
+    ids = ids.to(model.device)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    output = model.generate(ids, **cache_argument(cache), return_dict_in_generate=True, output_logits=True, **options)
+    return [output.sequences, torch.stack(output.logits)]
+
+
+def greedy(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config))
+
+
+def one_token_prompt(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(1, 1 + more), make_cache(model.config))
+
+
+def sampling(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    set_seed(1)
+    return generate(
+        model, random_prompt(2, 30 + more), make_cache(model.config), do_sample=True, top_k=20, num_return_sequences=2
+    )
+
+
+def beams(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 30 + more), make_cache(model.config), num_beams=3, num_return_sequences=2)
+
+
+def prompt_lookup(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    repetitive = random_prompt(1, 8).repeat(1, 5 + more // 8)
+    return generate(model, repetitive, make_cache(model.config), prompt_lookup_num_tokens=4)
+
+
+def assistant(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(1, 30 + more), make_cache(model.config), assistant_model=similar_model(model))
+
+
+@functools.cache
+def similar_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model that agrees with `model` often, not always, so that guesses are both kept and rolled back."""
+    twin = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator).to(weight)
+    return twin
+
+
+def left_padding(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    ids = random_prompt(3, 30 + more)
+    mask = torch.ones_like(ids)
+    mask[0, :13], mask[1, :1] = 0, 0
+    return generate(model, ids, make_cache(model.config), attention_mask=mask.to(model.device))
+
+
+def continued(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    """Ask a second question after the first answer, without computing the first again."""
+    cache = make_cache(model.config)
+    first = generate(model, random_prompt(2, 20 + more), cache)
+    longer = torch.cat([first[0], random_prompt(2, 7, seed=1).to(first[0].device)], dim=1)
+    return first + generate(model, longer, cache)
+
+
+def chunked_prefill(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    return generate(model, random_prompt(2, 40 + more), make_cache(model.config), prefill_chunk_size=7)
+
+
+def copied_prefix(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    """Copy one prefilled prefix for two questions."""
+    prefix = random_prompt(1, 25 + more)
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        model(prefix.to(model.device), **cache_argument(cache))
+    results = []
+    for seed in (1, 2):
+        ids = torch.cat([prefix, random_prompt(1, 6, seed)], dim=1)
+        results += generate(model, ids, copy.deepcopy(cache))
+    return results
+
+
+def continuations(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    """Beams for three questions, one of them shorter, about one text that is computed once."""
+    text = random_prompt(1, 150 + more)
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        model(text.to(model.device), **cache_argument(cache))
+    if isinstance(cache, HybridCache):
+        cache.batch_repeat_interleave(6)
+    else:  # transformers repeats no states of linear attention
+        cache.reorder_cache(torch.zeros(6, dtype=torch.long, device=model.device))
+    ids = torch.cat([text.expand(3, -1), random_prompt(3, 6, seed=1)], dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, -6:-3] = 0
+    return generate(model, ids, cache, attention_mask=mask.to(model.device), num_beams=2)
+
+
+class ListStreamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def streamer(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    listener = ListStreamer()
+    result = generate(model, random_prompt(1, 20 + more), make_cache(model.config), streamer=listener)
+    return [*result, listener.tokens]
+
+
+def text_pipeline(model: PreTrainedModel, make_cache: MakeCache, more: int = 0) -> Result:
+    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pipe = pipeline(
+        "text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
+    )
+    prompt = " ".join(f"w{index}" for index in random_prompt(1, 20 + more)[0].tolist())
+    cache = make_cache(model.config)
+    return [pipe(prompt, **cache_argument(cache), max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False)]
+
+
+# Each takes how many tokens more than usual the prompt has.
+MODES: dict[str, Callable[[PreTrainedModel, MakeCache, int], Result]] = {
+    "greedy": greedy,
+    "one_token_prompt": one_token_prompt,
+    "sampling": sampling,
+    "beams": beams,
+    "prompt_lookup": prompt_lookup,
+    "assistant": assistant,
+    "left_padding": left_padding,
+    "continued": continued,
+    "chunked_prefill": chunked_prefill,
+    "copied_prefix": copied_prefix,
+    "continuations": continuations,
+    "streamer": streamer,
+    "text_pipeline": text_pipeline,
+}
+# transformers refuses to roll back recurrent states.
+NOT_IN_TRANSFORMERS = {("qwen3_next", "prompt_lookup"), ("qwen3_next", "assistant")}
+# So many more tokens let blocks be quantized in the prefill, and others while tokens are decoded.
+FOR_QUANTIZED_BLOCKS = 152
+
+
+@contextmanager
+def skipped_where_stock_fails() -> Iterator[None]:
+    """Skip the test where transformers fails itself: before 5.23 in assisted decoding over sliding windows."""
+    try:
+        yield
+    except RuntimeError as error:
+        if Version(transformers.__version__) >= Version("5.23"):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} fails here itself: {error}")

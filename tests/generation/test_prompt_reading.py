@@ -1,0 +1,255 @@
+"""`prefill`: a prompt is read in chunks, may be interrupted, and goes on from a file."""
+
+import fcntl
+import math
+import os
+import select
+import signal
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, minmax, prefill
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.prompt_reading import checkpoint
+from hf_hybrid_cache.prompt_reading.progress import PrefillProgress, TimeLeft
+
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+
+TOKENS = 150
+CACHES = {
+    "stock": lambda config: DynamicCache(config=config),
+    "dynamic": DynamicHybridCache,
+    "without_kernel": lambda config: DynamicHybridCache(config, cpu_decode=False),
+}
+
+
+def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+    return model.generate(ids, **cache_argument(cache), max_new_tokens=8, do_sample=False, **options)
+
+
+@contextmanager
+def forward_passes(model: PreTrainedModel, at: int | None = None, do: Any = None) -> Iterator[list[tuple[int, int]]]:
+    """Tokens and logits of each; `do` is done in the pass number `at`, between two of its layers."""
+    passes: list[tuple[int, int]] = []
+
+    def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        passes.append((kwargs["input_ids"].shape[1], output.logits.shape[1]))
+
+    def act(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if len(passes) == at:
+            do()
+
+    hooks = [
+        model.register_forward_hook(note, with_kwargs=True),
+        model.model.layers[1].register_forward_hook(act, with_kwargs=True),
+    ]
+    try:
+        yield passes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 149, 150, 10_000])
+@pytest.mark.parametrize("name", CACHES)
+def test_generate_goes_on_from_what_was_read_whatever_the_chunks(name: str, chunk: int):
+    model, ids = tiny_model("llama"), random_prompt(2, TOKENS)
+    plain = answer(model, ids, DynamicCache(config=model.config))
+    with forward_passes(model) as passes:
+        cache = prefill(model, ids[:, :-1], CACHES[name](model.config), chunk_size=chunk)
+    assert cache.get_seq_length() == sum(tokens for tokens, _ in passes) == TOKENS - 1
+    assert {tokens for tokens, _ in passes[:-1]} <= {chunk}
+    assert {logits for _, logits in passes} == {1}
+    assert torch.equal(answer(model, ids, cache), plain)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_models_with_other_layers_besides_are_read_too(family: str):
+    model, ids = tiny_model(family), random_prompt(1, TOKENS)
+    plain = answer(model, ids, DynamicCache(config=model.config))
+    cache = prefill(model, ids[:, :-1], DynamicHybridCache(model.config), chunk_size=64)
+    assert torch.equal(answer(model, ids, cache), plain)
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, CACHES["stock"]])
+def test_prompts_of_different_lengths_are_filled_up_on_the_left(make: Any):
+    model, ids = tiny_model("llama"), random_prompt(2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[1, :70] = 0
+    plain = answer(model, ids, DynamicCache(config=model.config), attention_mask=mask)
+    cache = prefill(model, ids[:, :-1], make(model.config), attention_mask=mask[:, :-1], chunk_size=33)
+    assert torch.equal(answer(model, ids, cache, attention_mask=mask), plain)
+
+
+def test_prefill_when_cache_has_a_prefix_then_reads_only_the_rest():
+    model, ids = tiny_model("llama"), random_prompt(1, TOKENS)
+    cache = prefill(model, ids[:, :100], DynamicHybridCache(model.config))
+    with forward_passes(model) as passes:
+        assert prefill(model, ids, cache) is cache
+    assert passes == [(50, 1)]
+    with forward_passes(model) as passes:
+        prefill(model, ids, cache)
+    assert passes == []
+    with pytest.raises(ValueError, match="holds 150 tokens, and the prompt has 120"):
+        prefill(model, ids[:, :120], cache)
+    other = ids.clone()
+    other[0, 20] = (other[0, 20] + 1) % 100
+    with pytest.raises(ValueError, match="token 20 of sequence 0"):
+        prefill(model, torch.cat([other, ids], dim=1), cache)
+    assert cache.get_seq_length() == TOKENS
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts reach Python, also in a process that was started in the background of a shell, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_after_ctrl_c_the_cache_is_whole_and_reading_goes_on():
+    model, ids = tiny_model("llama"), random_prompt(1, TOKENS)
+    plain = answer(model, ids, DynamicCache(config=model.config))
+    cache = DynamicHybridCache(model.config)
+    with (
+        forward_passes(model, 1, lambda: signal.raise_signal(signal.SIGINT)) as passes,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        prefill(model, ids, cache, chunk_size=40)
+    assert len(passes) == 2
+    assert cache.get_seq_length() == 80
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert torch.equal(answer(model, ids, prefill(model, ids[:, :-1], cache)), plain)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_ends_at_once():
+    def twice() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    model, ids = tiny_model("llama"), random_prompt(1, TOKENS)
+    with forward_passes(model, 1, twice) as passes, pytest.raises(KeyboardInterrupt):
+        prefill(model, ids, DynamicHybridCache(model.config), chunk_size=40)
+    assert len(passes) == 1
+
+
+@pytest.fixture
+def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "_REST", 0)
+
+
+@pytest.mark.parametrize(
+    "make", [DynamicHybridCache, lambda config: HybridCache(config, codec=minmax(8, sink_tokens=0))]
+)
+def test_what_a_crash_left_in_the_file_is_not_read_again(make: Any, tmp_path: Path, always_due: None):
+    model, ids, path = tiny_model("llama"), random_prompt(1, 450), tmp_path / "report.kv"
+
+    def crash() -> None:
+        raise MemoryError
+
+    with forward_passes(model, 3, crash), pytest.raises(MemoryError):
+        prefill(model, ids, make(model.config), chunk_size=100, checkpoint=path)
+    with forward_passes(model) as passes:
+        cache = prefill(model, ids, make(model.config), chunk_size=100, checkpoint=path)
+    assert passes == [(100, 1), (50, 1)]
+    whole = prefill(model, ids, make(model.config), chunk_size=100)
+    longer = torch.cat([ids, random_prompt(1, 3)], dim=1)
+    assert torch.equal(answer(model, longer, cache), answer(model, longer, whole))
+    with forward_passes(model) as passes:
+        prefill(model, ids, make(model.config), checkpoint=path)
+    assert passes == []
+
+
+def test_a_prompt_when_the_context_is_shorter_then_is_warned_of():
+    config = FAMILIES["llama"]()
+    config.max_position_embeddings = 20
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.warns(UserWarning, match="has 21 tokens, and the model's context is 20: .* Cut the prompt"):
+        prefill(model, random_prompt(1, 21), DynamicHybridCache(config))
+    prefill(model, random_prompt(1, 20), DynamicHybridCache(config))
+
+
+def test_files_of_other_prompts_and_caches_without_files_are_refused(tmp_path: Path, always_due: None):
+    model, ids, path = tiny_model("llama"), random_prompt(1, TOKENS), tmp_path / "report.kv"
+    cache = prefill(model, ids, DynamicHybridCache(model.config), checkpoint=path)
+    with pytest.raises(CacheFileError, match=r"of another text: .* To read the prompt anew, remove the file or name "):
+        prefill(model, ids.flip(1), DynamicHybridCache(model.config), checkpoint=path)
+    with pytest.raises(ValueError, match="pass a new cache to go on from the file"):
+        prefill(model, ids, cache, checkpoint=path)
+    with pytest.raises(TypeError, match="a cache that has a file"):
+        prefill(model, ids, DynamicCache(config=model.config), checkpoint=path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.ones(1, 5, 2, dtype=torch.long)}, r"must be integers \[batch, tokens\]"),
+        ({"input_ids": torch.ones(1, 5)}, "must be integers"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "has no tokens"),
+        ({"input_ids": {"input_ids": [[1]]}}, r"pass inputs\['input_ids'\]"),
+        ({"input_ids": "a text"}, "got text: pass tokenizer"),
+        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask must be as input_ids, \[1, 150\]"),
+        ({"chunk_size": 0}, "positive integer, got 0"),
+        ({"chunk_size": 2.5}, "positive integer, got 2.5"),
+    ],
+)
+def test_other_arguments_are_refused(arguments: dict[str, Any], message: str):
+    model = tiny_model("llama")
+    given = {"input_ids": random_prompt(1, TOKENS), "cache": DynamicHybridCache(model.config)} | arguments
+    with pytest.raises(ValueError, match=message):
+        prefill(model, **given)
+
+
+def test_encoder_decoder_models_are_refused():
+    config = T5Config(num_layers=2, d_model=16, d_kv=8, d_ff=16, num_heads=2, vocab_size=50)
+    with pytest.raises(TypeError, match="reads its prompt in the encoder"):
+        prefill(T5ForConditionalGeneration(config), torch.ones(1, 5, dtype=torch.long), DynamicCache())
+
+
+@pytest.mark.parametrize("chunks_seen", [3, 5, 10])
+def test_time_left_when_chunks_get_slower_then_is_within_a_tenth(chunks_seen: int):
+    def seconds(start: int, end: int) -> float:
+        return 2e-4 * (end - start) + 3e-8 * (end**2 - start**2) / 2
+
+    left = TimeLeft(0)
+    for chunk in range(chunks_seen):
+        noise = 1 + 0.01 * math.sin(chunk)
+        left.note((chunk + 1) * 512, seconds(chunk * 512, (chunk + 1) * 512) * noise + (1.0 if chunk == 0 else 0.0))
+    estimate = left.until(32_768)
+    assert estimate is not None
+    true = seconds(chunks_seen * 512, 32_768)
+    # The first chunks tell little of what is far away.
+    assert abs(estimate - true) < (0.1 if chunks_seen > 3 else 0.5) * true
+
+
+def test_a_bar_says_how_many_tokens_are_read_and_what_is_left(monkeypatch: pytest.MonkeyPatch):
+    terminal, other_end = os.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    times = iter([0.0, 10.0, 20.0, 30.0])
+    with os.fdopen(other_end, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with PrefillProgress(0, 300, True, lambda: next(times)) as bar:
+            for reached in (100, 200, 300):
+                bar.reach(reached)
+                bar._bar.refresh()
+        # Output arrives late, and perhaps in parts.
+        shown = b""
+        while b"300 of 300 tokens" not in shown and select.select([terminal], [], [], 10)[0]:
+            shown += os.read(terminal, 100_000)
+    os.close(terminal)
+    assert "100 of 300 tokens" in shown.decode()
+    assert "20.0 s left" in shown.decode()
+    assert "300 of 300 tokens" in shown.decode()

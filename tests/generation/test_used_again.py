@@ -1,0 +1,268 @@
+"""A cache that holds tokens is asked again: what does not continue them is refused before anything changes."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import (
+    EncoderDecoderCache,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import (
+    DecodeOnCPU,
+    DynamicHybridCache,
+    HybridCache,
+    IncompleteCacheError,
+    OffloadedHybridCache,
+    QuantizedHybridCache,
+)
+from hf_hybrid_cache.cache_argument import cache_argument
+
+from models.tiny_models import COMMON, llama, random_prompt, tiny_model
+
+CONFIG = llama()
+HELD = 100
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 2},
+    "sampling": {"do_sample": True},
+    "chunks": {"prefill_chunk_size": 16},
+    "DecodeOnCPU": {"custom_generate": DecodeOnCPU()},
+}
+
+
+def used(make: Callable[[PreTrainedConfig], HybridCache] = DynamicHybridCache, batch: int = 1) -> HybridCache:
+    """A cache that holds 100 tokens, by way of `generate`."""
+    cache = make(CONFIG)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    tiny_model("llama").generate(random_prompt(batch, HELD - 5), **cache_argument(cache), **options)
+    assert cache.get_seq_length() == HELD
+    return cache
+
+
+@pytest.mark.parametrize("tokens", [1, 49, 50, 51, 59, 90, 99, 100])
+@pytest.mark.parametrize("way", WAYS)
+def test_used_cache_when_asked_a_shorter_prompt_then_refuses(way: str, tokens: int):
+    cache = used(QuantizedHybridCache)
+    keys = [layer.keys for layer in cache.layers]
+    prompt = random_prompt(1, tokens, seed=3)
+    with pytest.raises(ValueError, match=r"not longer than the 100 tokens.*whole conversation.*new cache"):
+        tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=3, **WAYS[way])
+    assert all(layer.keys is before for layer, before in zip(cache.layers, keys, strict=True))
+
+
+def test_used_cache_when_asked_a_shorter_prompt_as_embeddings_then_refuses():
+    model, cache = tiny_model("llama"), used()
+    embeds = model.get_input_embeddings()(random_prompt(1, 60))
+    with pytest.raises(ValueError, match="the prompt of 60 tokens is not longer"):
+        model.generate(inputs_embeds=embeds, **cache_argument(cache), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"beams"}))  # beams would need the cache repeated before
+def test_used_cache_when_asked_a_longer_prompt_then_continues(way: str):
+    if way == "chunks" and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip("this transformers takes chunks from the start of the prompt, whatever a cache holds")
+    model, cache = tiny_model("llama"), DynamicHybridCache(CONFIG)
+    prompt, options = random_prompt(1, 120), {"max_new_tokens": 6} | WAYS[way]
+    with torch.no_grad():
+        model(prompt[:, :70], **cache_argument(cache))
+    torch.manual_seed(0)
+    expected = model.generate(prompt, **cache_argument(DynamicHybridCache(CONFIG)), **options)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(prompt, **cache_argument(cache), **options), expected)
+
+
+def test_used_cache_when_given_new_tokens_only_then_continues():
+    model, cache, prompt = tiny_model("llama"), DynamicHybridCache(CONFIG), random_prompt(1, 120)
+    with torch.no_grad():
+        model(prompt[:, :100], **cache_argument(cache))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    new = model.generate(prompt[:, 100:], attention_mask=torch.ones_like(prompt), **cache_argument(cache), **options)
+    expected = model.generate(prompt, **cache_argument(DynamicHybridCache(CONFIG)), **options)
+    assert torch.equal(new[:, 20:], expected[:, 120:])
+
+
+@pytest.mark.parametrize("tokens", [60, 120])
+def test_used_cache_when_assisted_then_refuses(tokens: int):
+    """Transformers would put the whole prompt into it again, also where it is longer."""
+    cache = used()
+    with pytest.raises(ValueError, match=r"the cache holds 100 tokens already.*Use a new cache"):
+        tiny_model("llama").generate(
+            random_prompt(1, tokens), **cache_argument(cache), prompt_lookup_num_tokens=3, max_new_tokens=4
+        )
+    assert cache.get_seq_length() == HELD
+
+
+def test_other_words_with_decode_on_cpu_then_are_refused():
+    """The token ids of the calls before are known there."""
+    model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False, "custom_generate": DecodeOnCPU()}
+    cache, prompt = DynamicHybridCache(CONFIG), random_prompt(1, 60)
+    first = model.generate(prompt, **cache_argument(cache), **options)
+    other = random_prompt(1, 90, seed=5)
+    other[:, :50] = prompt[:, :50]
+    position = int((other[0, 50:60] != prompt[0, 50:60]).nonzero()[0]) + 50
+    with pytest.raises(ValueError, match=f"token {position} of sequence 0 is .*whole conversation"):
+        model.generate(other, **cache_argument(cache), **options)
+    assert cache.get_seq_length() == 65
+    longer = torch.cat([first, random_prompt(1, 10, seed=6)], dim=1)
+    again = model.generate(longer, **cache_argument(cache), **options)
+    assert torch.equal(again, model.generate(longer, **cache_argument(DynamicHybridCache(CONFIG)), **options))
+    cache.crop(50 - cache.get_seq_length())
+    model.generate(other, **cache_argument(cache), **options)
+
+
+def test_other_words_than_those_of_a_file_then_are_refused(tmp_path):
+    model, prompt = tiny_model("llama"), random_prompt(1, 60)
+    cache = DynamicHybridCache(CONFIG)
+    with torch.no_grad():
+        model(prompt, **cache_argument(cache))
+    cache.save(tmp_path / "document.kv", prompt)
+    loaded = HybridCache.load(tmp_path / "document.kv", CONFIG)
+    with pytest.raises(ValueError, match="does not go on with the 60 tokens"):
+        model.generate(
+            random_prompt(1, 90, seed=5), **cache_argument(loaded), max_new_tokens=2, custom_generate=DecodeOnCPU()
+        )
+
+
+def test_cache_that_the_model_does_not_use_then_is_worth_a_sentence(phi3):
+    cache = DynamicHybridCache(CONFIG)
+    with pytest.warns(UserWarning, match="has not used the cache"):
+        cache.note_tokens(random_prompt(1, 5))
+    with pytest.warns(UserWarning, match="goes on without this cache") as caught:
+        phi3.generate(
+            random_prompt(1, 60),
+            **cache_argument(DynamicHybridCache(phi3.config, cpu_decode=False)),
+            max_new_tokens=2,
+            custom_generate=DecodeOnCPU(),
+        )
+    assert len(caught) == 1
+
+
+T5_LIKE: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "t5": (T5Config, T5ForConditionalGeneration),
+    "mt5": (MT5Config, MT5ForConditionalGeneration),
+    "umt5": (UMT5Config, UMT5ForConditionalGeneration),
+    "longt5": (LongT5Config, LongT5ForConditionalGeneration),
+}
+SMALL = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 4, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache])
+@pytest.mark.parametrize("family", T5_LIKE)
+def test_decoder_with_fewer_layers_than_its_encoder_then_answers_as_stock(family: str, make: Callable):
+    config_class, model_class = T5_LIKE[family]
+    config = config_class(**SMALL, num_layers=4, num_decoder_layers=2)
+    torch.manual_seed(0)
+    model, prompt = model_class(config).eval(), random_prompt(1, 20)
+    outputs = [
+        model.generate(
+            prompt,
+            **cache_argument(EncoderDecoderCache(cache, DynamicCache(config=config))),
+            max_new_tokens=8,
+            do_sample=False,
+        )
+        for cache in (make(config), DynamicCache(config=config))
+    ]
+    assert torch.equal(*outputs)
+
+
+def with_two_of_four_layers() -> PreTrainedModel:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers = model.model.layers[:2]
+    return model
+
+
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache])
+def test_model_whose_last_layers_were_removed_then_answers_as_stock(tmp_path, make: Callable):
+    model, cache, stock = with_two_of_four_layers(), make(CONFIG), DynamicCache(config=CONFIG)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    first = model.generate(random_prompt(1, 90), **cache_argument(cache), **options)
+    assert torch.equal(first, model.generate(random_prompt(1, 90), **cache_argument(stock), **options))
+    longer = torch.cat([first, random_prompt(1, 10, seed=4)], dim=1)
+    again = model.generate(longer, **cache_argument(cache), **options)
+    assert torch.equal(again, model.generate(longer, **cache_argument(stock), **options))
+    cache.drop_unfinished()
+    assert cache.get_seq_length() == stock.get_seq_length()
+    cache.save(tmp_path / "two_layers.kv")
+    assert HybridCache.load(tmp_path / "two_layers.kv", CONFIG).get_seq_length() == stock.get_seq_length()
+
+
+def test_first_pass_that_was_ended_half_way_then_is_never_continued(tmp_path):
+    """A single pass that ended early is taken for that of a smaller model until another one goes farther."""
+    cache, whole, prompt = DynamicHybridCache(CONFIG), tiny_model("llama"), random_prompt(1, 90)
+    with torch.no_grad():
+        with_two_of_four_layers()(prompt, **cache_argument(cache))
+        with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
+            cache.save(tmp_path / "unfinished.kv")
+        with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
+            whole.generate(prompt, **cache_argument(cache), max_new_tokens=2)
+        with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
+            whole(prompt[:, :5], **cache_argument(cache))
+        with pytest.raises(IncompleteCacheError, match="layer 2 holds nothing"):
+            whole(prompt[:, :5], **cache_argument(cache))
+    cache.drop_unfinished()
+    assert cache.get_seq_length() == 0
+    expected = whole.generate(prompt, **cache_argument(DynamicCache(config=CONFIG)), max_new_tokens=4, do_sample=False)
+    assert torch.equal(whole.generate(prompt, **cache_argument(cache), max_new_tokens=4, do_sample=False), expected)
+
+
+BORDER = 32
+
+
+@pytest.fixture(scope="module")
+def phi3() -> PreTrainedModel:
+    """Make a model whose rotary embedding is another one beyond 32 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    common = COMMON | {"max_position_embeddings": 256}
+    config = Phi3Config(
+        **common,
+        num_hidden_layers=2,
+        original_max_position_embeddings=BORDER,
+        rope_parameters=rope | {"original_max_position_embeddings": BORDER},
+    )
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("tokens", "left_at"), [(10, None), (28, 32), (BORDER, 32), (BORDER + 1, 0), (60, 0)])
+def test_model_that_leaves_the_cache_at_a_border_then_says_so_once(phi3, tokens: int, left_at: int | None):
+    # Without kernels: Numba changes the filters of warnings while it compiles in the background.
+    cache, stock = DynamicHybridCache(phi3.config, cpu_decode=False), DynamicCache(config=phi3.config)
+    prompt = random_prompt(1, tokens)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = phi3.generate(prompt, **cache_argument(cache), **options)
+    assert torch.equal(output, phi3.generate(prompt, **cache_argument(stock), **options))
+    said = [str(each.message) for each in caught if "goes on without this cache" in str(each.message)]
+    assert len(said) == (left_at is not None)
+    assert cache.get_seq_length() == stock.get_seq_length() == (tokens + 9 if left_at is None else left_at)
+    if said:
+        assert "beyond 32 tokens" in said[0]
+
+
+def test_cache_filled_beyond_the_border_in_one_call_then_is_used(phi3):
+    cache, prompt = DynamicHybridCache(phi3.config), random_prompt(1, 60)
+    with torch.no_grad():
+        phi3(prompt[:, :-1], **cache_argument(cache), logits_to_keep=1)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    output = phi3.generate(prompt, **cache_argument(cache), **options)
+    assert cache.get_seq_length() == 69
+    assert torch.equal(output, phi3.generate(prompt, **cache_argument(DynamicCache(config=phi3.config)), **options))

@@ -1,0 +1,76 @@
+"""Tests of a transformers checkout run with stock and with our caches, and are sorted by their outcomes."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from experiments import stock_tests
+from experiments.common import records
+
+CHECKOUT = """
+    import torch
+    from transformers import LlamaConfig
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    CONFIG = LlamaConfig(num_hidden_layers=1)
+
+    def test_of_any_cache():
+        cache = DynamicCache(config=CONFIG)
+        cache.update(torch.zeros(1, 1, 3, 16), torch.zeros(1, 1, 3, 16), 0)
+        assert isinstance(cache, DynamicCache) and cache.get_seq_length() == 3
+
+    def test_of_a_type_of_layer():
+        assert type(DynamicCache(config=CONFIG).layers[0]) is DynamicLayer
+
+    def test_without_a_cache():
+        pass
+
+    def test_without_a_config():
+        assert type(DynamicCache()) is DynamicCache
+
+    def test_that_stock_fails():
+        assert DynamicCache(config=CONFIG).get_seq_length() == 1
+"""
+
+
+@pytest.mark.slow
+def test_stock_tests_run_with_ours_where_they_make_a_cache(tmp_path: Path):
+    file = "test_caches.py"
+    (tmp_path / file).write_text(textwrap.dedent(CHECKOUT))
+    stock = stock_tests.run(tmp_path, None, [file], limit=300)
+    comparable = [test for test, outcome in stock.items() if stock_tests.is_comparable(outcome)]
+    ours = stock_tests.run(tmp_path, "DynamicHybridCache", comparable, limit=300)
+    (cell,) = stock_tests.cells_of(stock, {"DynamicHybridCache": ours})
+    (failed,) = cell.pop("failed_by_us")
+    assert failed["test"] == f"{file}::test_of_a_type_of_layer"
+    assert "HybridLayer" in failed["error"]
+    assert cell == {
+        "file": file,
+        "cache": "DynamicHybridCache",
+        "passed": 1,
+        "not_reached": 0,
+        "failed_by_stock": 1,
+        "skipped_by_stock": 0,
+        "without_a_cache": 2,
+    }
+
+
+def test_stock_tests_count_the_one_a_process_ended_in_as_failed():
+    lines = [{"begun": "a"}, {"test": "a", "outcome": "passed", "caches": 1}, {"begun": "b"}]
+    outcomes = stock_tests.outcomes_of(lines)
+    assert {test: each["outcome"] for test, each in outcomes.items()} == {"a": "passed", "b": "failed"}
+
+
+def test_stock_tests_not_reached_with_ours_are_neither_passed_nor_failed():
+    stock = {f"file.py::test_{number}": {"outcome": "passed", "caches": 1} for number in range(3)}
+    ours = {"file.py::test_0": {"outcome": "passed", "caches": 1}, "file.py::test_1": {"outcome": "failed"}}
+    cells = stock_tests.cells_of(stock, {"ours": ours})
+    assert stock_tests.table(cells).splitlines()[-1] == "| `ours` | 1 | 1 | 1 | 0 |"
+
+
+def test_the_page_on_reliability_has_the_table_of_the_stock_tests():
+    (record,) = (records.RESULTS / "stock_tests").glob("*.json")
+    table = stock_tests.table(json.loads(record.read_text())["cells"])
+    assert table in (records.RESULTS.parent / "docs" / "reliability.md").read_text()

@@ -1,0 +1,181 @@
+"""Whole decode steps: llama.cpp gets the same model and as many tokens, and caches are grouped to fit memory."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers.cache_utils import DynamicCache
+
+from experiments.experts.random_experts import random_model
+from experiments.peers import ik_llama_cpp, library_pythons, llama_cpp, llama_process
+from experiments.peers.gguf_files import write_model
+from experiments.peers.llama_cpp import FORMS, LlamaCppEngine, LlamaCppModel
+from experiments.peers.llama_options import BestOptions
+from experiments.peers.llama_process import LlamaProcess, LlamaProcessError, Settings
+from experiments.peers.step_rows import LIBRARIES, ROWS, Row, fitting, groups, over_reference, ratios
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.models.random_weights import random_llama
+
+PROMPT = np.random.default_rng(0).integers(96, size=60).tolist()
+
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="needs llama.cpp: pip install hf_hybrid_cache[peers]"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_files_left_open() -> Iterator[None]:
+    yield
+    if utilities := sys.modules.get("llama_cpp._utils"):  # it opens these when it is imported
+        utilities.outnull_file.close()
+        utilities.errnull_file.close()
+
+
+@pytest.fixture(scope="module", params=["llama", "experts"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Make a model with scaled rotary frequencies, and keys and values that llama.cpp can quantize."""
+    if request.param == "experts":
+        config = Qwen3MoeConfig(
+            vocab_size=96, hidden_size=128, intermediate_size=256, moe_intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, num_experts=8,
+            num_experts_per_tok=3, norm_topk_prob=True, tie_word_embeddings=False, pad_token_id=None,
+        )  # fmt: skip
+        return random_model(config, torch.float32)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=None,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    )  # fmt: skip
+    return random_llama(config, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def file(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_model(model, path)
+    return path
+
+
+@torch.no_grad()
+def logits_after(model: PreTrainedModel, copies: int, tokens: int, next_token: int) -> torch.Tensor:
+    """Return the logits of a step at position `tokens`, after the prompt's keys and values, repeated to `tokens`."""
+    prefilled, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(torch.tensor([PROMPT]), **cache_argument(prefilled))
+    for index, layer in enumerate(prefilled.layers):
+        keys, values = (torch.cat([states] * copies, dim=2)[:, :, :tokens] for states in (layer.keys, layer.values))
+        cache.update(keys, values, index)
+    position = torch.tensor([[tokens]])
+    return model(torch.tensor([[next_token]]), **cache_argument(cache), position_ids=position).logits[0, -1]
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("context", "copies"), [(None, 1), (60, 1), (61, 2), (180, 3), (200, 4)])
+def test_llama_cpp_says_what_the_model_says(
+    model: PreTrainedModel, file: Path, form: str, context: int | None, copies: int
+):
+    engine = LlamaCppEngine(LlamaCppModel(file), FORMS[form], PROMPT, num_steps=1, threads=1, context=context)
+    tokens = context or len(PROMPT)
+    assert engine.num_tokens == tokens
+    logits = torch.from_numpy(engine.step(7).copy())
+    expected, of_one_copy = (logits_after(model, number, tokens, 7) for number in (copies, 1))
+    error = 1 - float(torch.cosine_similarity(logits, expected, dim=0))
+    bound = 1e-3 if FORMS[form].bits == 4 else 2e-5
+    if isinstance(model.config, Qwen3MoeConfig):  # scores that are close give tokens to other experts
+        bound *= 10
+    assert error < bound
+    if copies > 1:  # the copies are attended to
+        assert error < 1 - float(torch.cosine_similarity(logits, of_one_copy, dim=0))
+
+
+@needs_llama_cpp
+def test_a_process_times_steps_or_tells_why_not(file: Path):
+    settings = Settings("llama.cpp", str(file), False, FORMS["llama.cpp-f16"], context=300, steps=2, threads=1)
+    process = LlamaProcess(sys.executable, settings)
+    assert process.step(3) > 0
+    assert process.holds["kv_bytes"] > 300 * 2 * 2 * 2 * 2 * 32
+    assert process.library["package"].startswith("llama-cpp-python")
+    process.close()
+    with pytest.raises(LlamaProcessError, match=r"llama.cpp cannot load .*missing"):
+        LlamaProcess(sys.executable, replace(settings, file=f"{file}-missing"))
+
+
+def test_best_options_are_looked_for_once_among_what_runs(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Settings] = []
+
+    class FakeProcess:
+        def __init__(self, python: str, settings: Settings):
+            asked.append(settings)
+            if settings.repacked:
+                raise LlamaProcessError("ended by SIGILL")
+            self._seconds = settings.context / (2 if settings.form.flash else 1)
+
+        def step(self, token: int) -> float:
+            return self._seconds
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(llama_process, "LlamaProcess", FakeProcess)
+    options = BestOptions(dict.fromkeys(LIBRARIES, "python"), {8: Path("8.gguf"), 4: Path("4.gguf")}, threads=1)
+    for bits in (16, 8, 16):
+        settings = options.settings(Row("llama.cpp", 8, bits), 1000, steps=5)
+        assert (settings.file, settings.repacked, settings.form.bits, settings.form.flash) == (
+            "8.gguf",
+            False,
+            bits,
+            True,
+        )
+    assert options.tried == {
+        "llama.cpp W8": {"as in the file": 256, "repacked": "ended by SIGILL"},
+        "llama.cpp W4": {"as in the file": 256, "repacked": "ended by SIGILL"},
+        "llama.cpp KV16, 1,000 tokens": {"plain": 1000, "flash": 500},
+    }
+    assert len(asked) == 6
+
+
+def test_groups_when_made_then_fit_memory_and_share_the_reference():
+    rows = [ROWS[name] for name in ("stock W16/KV16", "ours W16/KV4", "ours W8/KV8", "ours W4/KV4", "llama.cpp W4/KV4")]
+    sizes = {"stock W16/KV16": 6.0, "ours KV4": 2.0, "ours KV8": 4.0, "llama.cpp W4/KV4": 9.0}
+    kept = fitting(rows, sizes, room=10)
+    assert [row.name for row in kept] == [row.name for row in rows[:-1]]
+    assert [[row.name for row in group] for group in groups(kept, sizes, room=10)] == [
+        ["ours W4/KV4", "stock W16/KV16", "ours W16/KV4"],
+        ["ours W4/KV4", "ours W8/KV8"],
+    ]
+    assert groups(kept, sizes, room=12) == [[rows[3], *rows[:3]]]
+
+
+def test_rows_of_other_groups_are_compared_by_way_of_the_shared_one():
+    medians = [
+        {"ours W4/KV4": 1.0, "stock W16/KV16": 8.0, "ours W16/KV4": 4.0},
+        {"ours W4/KV4": 2.0, "ours W8/KV4": 4.0},
+    ]
+    relative = over_reference(medians, "ours W4/KV4")
+    assert relative == {"ours W4/KV4": 1, "stock W16/KV16": 8, "ours W16/KV4": 4, "ours W8/KV4": 2}
+    assert ratios(relative) == {
+        "ours W8/KV4 / ours W16/KV4": 0.5,
+        "ours W4/KV4 / ours W16/KV4": 0.25,
+        "ours W4/KV4 / stock W16/KV16": 0.125,
+    }
+
+
+def test_a_library_that_is_not_installed_is_left_out_with_its_pip_line(monkeypatch: pytest.MonkeyPatch):
+    pythons = dict.fromkeys(LIBRARIES, "python")
+    monkeypatch.setattr(library_pythons, "find_spec", lambda name: name)
+    failures = iter([None, "ModuleNotFoundError: No module named 'ik_llama_cpp'"])
+    monkeypatch.setattr(llama_cpp, "failure_of", lambda command: next(failures))
+    assert library_pythons.reasons_to_leave_out(pythons) == {"ik_llama.cpp": f"not installed: {ik_llama_cpp.INSTALL}"}
+    monkeypatch.setattr(library_pythons, "find_spec", lambda name: None)
+    assert library_pythons.reasons_to_leave_out(pythons) == dict.fromkeys(
+        LIBRARIES, f"not installed: {llama_cpp.INSTALL}"
+    )

@@ -1,0 +1,327 @@
+"""Properties that only a CUDA device can show: streams, page-locked memory, device memory."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_hybrid_cache import (
+    DecodeOnCPU,
+    DynamicHybridCache,
+    HybridCache,
+    OffloadedHybridCache,
+    Placement,
+    QuantizedHybridCache,
+    minmax,
+)
+from hf_hybrid_cache.planning import model_cost
+from hf_hybrid_cache.planning.candidates import BITS, Candidate
+from hf_hybrid_cache.planning.prediction import Strategy
+from hf_hybrid_cache.storage import page_lock
+from hf_hybrid_cache.storage.page_lock import _lock
+from hf_hybrid_cache.storage.streams import AcceleratorStreams
+
+from accelerator.decoding import Watcher, decode
+from common.caches import stock
+from models.tiny_models import llama, random_prompt
+
+pytestmark = pytest.mark.cuda
+
+CONFIG = LlamaConfig(
+    num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, hidden_size=512, head_dim=64, vocab_size=8
+)
+
+
+STEPS = (700, 1, 1, 65, 1)
+
+
+def states(num_tokens: int, seed: int, batch: int = 1) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(batch, 8, num_tokens, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("way", [Strategy.GPU, Strategy.STREAMED, Strategy.CPU_ATTENTION])
+def test_planned_bytes_are_those_that_the_cache_reports(name: str, way: Strategy):
+    candidate = Candidate(name, way)
+    cache = HybridCache(CONFIG, candidate.placement, codec=candidate.codec)
+    for num_tokens in [512] * 5 + [439, 1, 1]:
+        for layer in range(8):
+            cache.update(states(num_tokens, 0), states(num_tokens, 1), layer)
+    planned = candidate.cost(model_cost(CONFIG, torch.bfloat16), 3001).decode
+    report = cache.memory()
+    assert planned.device == pytest.approx(report.device_bytes, rel=0.03)
+    assert planned.host == pytest.approx(report.host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("rotate", [True, False])
+def test_records_made_on_the_gpu_are_read_on_the_cpu(bits: int, rotate: bool):
+    codec = minmax(bits, rotate=rotate)
+    given = states(192, seed=0)
+    for role in (codec.keys, codec.values):
+        records = role.encode(given)
+        on_gpu, on_cpu = torch.empty_like(given), torch.empty_like(given, device="cpu")
+        role.decode(records, on_gpu)
+        role.decode(records.cpu(), on_cpu)
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-2, atol=1e-3)
+
+
+def test_a_quantized_cache_on_the_gpu_holds_codes():
+    sizes = {}
+    for name, cache in (("full", DynamicHybridCache(CONFIG)), ("4 bits", QuantizedHybridCache(CONFIG, 4))):
+        for layer in range(8):
+            cache.update(states(8192, layer), states(8192, layer), layer)
+        sizes[name] = cache.memory().device_bytes
+    assert sizes["4 bits"] < 0.36 * sizes["full"]
+
+
+def kernels_of_a_step(make) -> float:
+    """Count the kernels that one decode step of one layer launches on the GPU, its attention included."""
+    cache = make(CONFIG)
+    query = states(1, 0)
+    new = states(1, 1)
+    for layer in range(8):
+        cache.update(states(2048, layer), states(2048, layer + 8), layer)
+
+    def step() -> None:
+        for layer in range(8):
+            keys, values = cache.update(new, new, layer)
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not event.name.startswith("Mem") for event in on_gpu) / 8
+
+
+# The most kernels a layer beyond those of `DynamicCache`.
+MOST_KERNELS = {
+    "dynamic": (DynamicHybridCache, 0),
+    "offloaded": (OffloadedHybridCache, 0),
+    "codes": (partial(HybridCache, codec=minmax(4, rotate=True)), 6),
+    "streamed codes": (partial(HybridCache, placement=Placement(offload=True), codec=minmax(4, rotate=True)), 6),
+}
+
+
+@pytest.mark.parametrize("name", MOST_KERNELS)
+def test_a_decode_step_launches_few_kernels_beyond_those_of_dynamic_cache(name: str):
+    make, most = MOST_KERNELS[name]
+    assert kernels_of_a_step(make) <= kernels_of_a_step(stock) + most
+
+
+class SlowCopies(AcceleratorStreams):
+    """Copies that start late, by `cycles` of the GPU's clock, so that whoever does not wait reads old data."""
+
+    cycles = 20_000_000
+
+    def _run(self, stream, copy, after):
+        def slow_copy() -> None:
+            torch.cuda._sleep(self.cycles)
+            copy()
+
+        return super()._run(stream, slow_copy, after)
+
+
+@pytest.mark.parametrize("slow", ["copies", "computation"])
+@pytest.mark.parametrize("options", [(1, 0), (0, 0), (2, 2)], ids=["prefetch_1", "no_prefetch", "partly_resident"])
+def test_computation_and_copies_wait_for_each_other(options, slow: str, monkeypatch: pytest.MonkeyPatch):
+    """Whichever is late, it is waited for. Nothing here makes the host wait before the end."""
+    if slow == "copies":
+        monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores.streams_for", SlowCopies)
+    new = [
+        [states(tokens, seed=100 * step + layer, batch=2) for layer in range(8)] for step, tokens in enumerate(STEPS)
+    ]
+    cache = OffloadedHybridCache(CONFIG, *options)
+    right = torch.ones((), dtype=torch.bool, device="cuda")
+    for step in range(len(STEPS)):
+        for layer in range(8):
+            if slow == "computation":
+                torch.cuda._sleep(SlowCopies.cycles)
+            keys, values = cache.update(new[step][layer], -new[step][layer], layer)
+            if slow == "computation":
+                torch.cuda._sleep(SlowCopies.cycles)
+            expected = torch.cat([new[past][layer] for past in range(step + 1)], dim=2)
+            right &= (keys == expected).all() & (values == -expected).all()
+            del keys, values
+    assert right
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    for layer in range(8):
+        expected = torch.cat([new[step][layer] for step in range(len(STEPS))], dim=2)[[1, 0], :, :-3]
+        assert torch.equal(cache.layers[layer].keys, expected)
+
+
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page_lock, "_has_warned", False)
+    memory = torch.empty(2**20, dtype=torch.uint8)
+    address = -(-memory.data_ptr() // 4096) * 4096
+    assert int(torch.cuda.cudart().cudaHostRegister(address, 4096, 0)) == 0
+    try:
+        with pytest.warns(UserWarning, match="refused to page-lock"):
+            assert not _lock(address, 4096, torch.device("cuda", 0))
+        # The refusal must not come back as the error of the next kernel.
+        assert (torch.ones(8, device="cuda") + 1).sum() == 16
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
+    cache = OffloadedHybridCache(CONFIG)
+    for layer in range(8):
+        cache.update(states(4096, layer), states(4096, layer), layer)
+    torch.cuda.synchronize()
+    store = cache.layers[3].store
+    assert store.keys._data[:1].is_pinned()
+    torch.cuda._sleep(2_000_000_000)
+    store.staging.save(store, store.staging.slot_with_past(store, store.num_tokens), 0, 1)
+    saved = store.copies.saved
+    # The call came back although the copy still stands behind a second of other work.
+    assert not saved.query()
+    torch.cuda.synchronize()
+    assert saved.query()
+
+
+def test_pageable_memory_gives_the_same_states():
+    pinned, pageable = OffloadedHybridCache(CONFIG), HybridCache(CONFIG, Placement(offload=True, pin_memory=False))
+    for _ in range(2):
+        for layer in range(8):
+            ours = [cache.update(states(300, layer), states(300, layer), layer)[0] for cache in (pinned, pageable)]
+            assert torch.equal(*ours)
+    assert not pageable.layers[0].store.keys._data[:1].is_pinned()
+
+
+def test_device_memory_when_layers_are_offloaded_then_lacks_their_bytes():
+    def peak(make) -> tuple[int, int]:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cache = make(CONFIG)
+        for _ in range(16):
+            for layer in range(8):
+                cache.update(states(1024, layer), states(1024, layer), layer)
+        torch.cuda.synchronize()
+        held = cache.memory().device_bytes if hasattr(cache, "memory") else None
+        return torch.cuda.max_memory_allocated() - before, held
+
+    content = 8 * 16 * 1024 * 2 * 8 * 64 * 2
+    stock_peak, _ = peak(stock)
+    ours_peak, ours_held = peak(OffloadedHybridCache)
+    assert stock_peak >= content
+    # Two of eight layers are staged, with an eighth of slack; the rest is the states that come in.
+    assert ours_held <= content * 2 / 8 * 1.15 + 2**20
+    assert ours_peak < stock_peak - content / 2
+
+
+def test_dynamic_cache_when_max_length_is_given_then_does_not_grow():
+    cache = DynamicHybridCache(CONFIG, max_length=5000)
+    keys, _ = cache.update(states(10, 0), states(10, 0), 0)
+    pointer = keys.data_ptr()
+    keys, _ = cache.update(states(4990, 0), states(4990, 0), 0)
+    assert keys.data_ptr() == pointer
+    assert cache.memory().device_bytes == 5000 * 2 * 8 * 64 * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_layers_on_two_devices_use_streams_and_slots_of_their_own():
+    cache = OffloadedHybridCache(llama())
+    for _ in range(3):
+        for layer in range(4):
+            device = f"cuda:{layer // 2}"
+            new = torch.ones(1, 2, 100, 16, device=device)
+            keys, _ = cache.update(new, new, layer)
+            assert keys.device == torch.device(device)
+            assert torch.equal(keys, torch.ones_like(keys))
+    assert len(cache._stores.stagings) == 2
+
+
+# --- DecodeOnCPU
+
+
+def a_model_of_half_a_gigabyte() -> LlamaForCausalLM:
+    """Random, in float32; 2,048 tokens of its keys and values are 128 MiB."""
+    config = LlamaConfig(
+        num_hidden_layers=8,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        vocab_size=1024,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to("cuda")
+
+
+@pytest.mark.parametrize("make_cache", [DynamicHybridCache, OffloadedHybridCache])
+def test_the_gpu_is_given_back_while_the_cpu_decodes(make_cache):
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    model = a_model_of_half_a_gigabyte()
+    weights = torch.cuda.memory_allocated() - before
+    assert weights > 400 * 2**20
+    cache = make_cache(model.config)
+    memory = Watcher(lambda: (torch.cuda.memory_allocated() - before, torch.cuda.memory_reserved() - reserved_before))
+    decode(model, random_prompt(1, 2048), cache, max_new_tokens=4, custom_generate=DecodeOnCPU(), streamer=memory)
+    assert memory.notes[0][0] >= weights
+    assert len(memory.notes) == 5
+    for allocated, reserved in memory.notes[1:]:
+        assert allocated <= 64 * 2**20
+        assert reserved <= 128 * 2**20
+    assert model.device.type == "cuda"
+    assert torch.cuda.memory_allocated() - before >= weights
+
+
+def test_a_gpu_that_was_filled_meanwhile_leaves_model_and_cache_on_the_cpu():
+    model, ids = a_model_of_half_a_gigabyte(), random_prompt(1, 100)
+    reference = decode(model, ids, stock(model.config), max_new_tokens=4)
+    cache, taken = DynamicHybridCache(model.config), []
+
+    def take_all() -> None:
+        taken.append(torch.empty(torch.cuda.mem_get_info()[0] - 64 * 2**20, dtype=torch.uint8, device="cuda"))
+
+    options = {"custom_generate": DecodeOnCPU(), "streamer": Watcher(lambda: None, take_all), "max_new_tokens": 4}
+    with pytest.warns(UserWarning, match=r"Model and cache stay on the CPU, cuda:0 has no room for them any more"):
+        ours = decode(model, ids, cache, **options)
+    assert torch.equal(ours, reference)
+    assert model.device.type == "cpu"
+    assert {layer.keys.device.type for layer in cache.layers} == {"cpu"}
+    taken.clear()
+    model.to("cuda")
+    cache.to("cuda")
+    longer = torch.cat([ours.cpu(), random_prompt(1, 5)], dim=1)
+    assert torch.equal(decode(model, longer, cache), decode(model, longer, stock(model.config)))
+
+
+def test_a_full_gpu_gives_up_resident_layers_and_keeps_the_states():
+    """A layer of 32,768 tokens takes 64 MiB, and there is room for four of eight."""
+
+    def fill() -> None:
+        for start in range(0, 32_768, 4096):
+            for layer in range(8):
+                chunk = states(4096, seed=start + layer)
+                cache.update(chunk, chunk, layer)
+
+    cache = OffloadedHybridCache(CONFIG, resident_layers=6, cpu_decode=False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 300 * 2**20) / total)
+    try:
+        with pytest.warns(UserWarning, match="resident layers are streamed from now on"):
+            fill()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert cache.stats.evictions > 0
+    for layer in range(8):
+        expected = torch.cat([states(4096, seed=start + layer) for start in range(0, 32_768, 4096)], dim=2)
+        assert torch.equal(cache.layers[layer].keys, expected)

@@ -1,0 +1,104 @@
+"""The device runs out of memory: copies that can be spared are given up, or the error says what to use instead."""
+
+import weakref
+
+import pytest
+import torch
+
+from hf_hybrid_cache import DeviceMemoryError, DynamicHybridCache, HybridCache, OffloadedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.storage.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+
+from models.tiny_models import random_prompt, tiny_model
+
+# Keys and values of a layer of 300 tokens, with room to grow: 2 KV heads of 16 numbers in float32.
+SLOT_BYTES = 2 * 576 * 2 * 16 * 4
+
+
+class SmallDevice:
+    """
+    Refuses what exceeds its memory, as torch does; only that is pretended.
+
+    Args:
+        num_bytes: for device buffers of all layers.
+        monkeypatch: ends it.
+    """
+
+    def __init__(self, num_bytes: int, monkeypatch: pytest.MonkeyPatch):
+        self.num_bytes = num_bytes
+        self.times_refused = 0
+        self._held: list[weakref.ref[torch.Tensor]] = []
+        allocate = TokenBuffer._allocate
+
+        def limited(buffer: TokenBuffer, num_tokens: int) -> torch.Tensor:
+            if isinstance(buffer, HostBuffer):
+                return allocate(buffer, num_tokens)
+            asked = num_tokens * buffer.bytes_per_token
+            if self.used() + asked > self.num_bytes:
+                self.times_refused += 1
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked} bytes.\nMore about it.")
+            data = allocate(buffer, num_tokens)
+            self._held.append(weakref.ref(data))
+            return data
+
+        monkeypatch.setattr(TokenBuffer, "_allocate", limited)
+
+    def used(self) -> int:
+        return sum(data.nbytes for held in self._held if (data := held()) is not None)
+
+
+def generate(cache: HybridCache | None, num_tokens: int = 12) -> list[int]:
+    model = tiny_model("llama")
+    ids = random_prompt(1, 300)
+    return model.generate(
+        ids, **cache_argument(cache), max_new_tokens=num_tokens, do_sample=False, prefill_chunk_size=100
+    )[0].tolist()
+
+
+def offloaded(resident_layers: int = 3) -> HybridCache:
+    return OffloadedHybridCache(tiny_model("llama").config, resident_layers=resident_layers, cpu_decode=False)
+
+
+@pytest.mark.parametrize("slots", [1.5, 2.5])
+def test_resident_layers_are_given_up_and_tokens_stay_the_same(slots: float, monkeypatch: pytest.MonkeyPatch):
+    expected = generate(None)
+    device = SmallDevice(int(slots * SLOT_BYTES), monkeypatch)
+    cache = offloaded()
+    with pytest.warns(UserWarning, match=r"ran out of memory: \d resident layers are streamed from now on"):
+        assert generate(cache) == expected
+    assert device.times_refused > 0
+    assert device.used() <= device.num_bytes
+    assert cache.stats.evictions > 0
+
+
+def test_a_device_that_cannot_hold_one_layer_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch):
+    device = SmallDevice(SLOT_BYTES // 4, monkeypatch)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"layer 0, which holds 0 .*prefill_chunk_size=512.*Tried to allocate"
+    ):
+        generate(offloaded())
+    assert device.times_refused > 0
+
+
+def test_a_layer_that_has_no_room_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    """Room is found after the error, and the same cache goes on."""
+    expected = generate(None)
+    device = SmallDevice(SLOT_BYTES * 3 // 4, monkeypatch)  # less than all tokens of a layer take
+    cache = offloaded(resident_layers=0)
+    with pytest.raises(DeviceMemoryError, match=r"no room for 100 more tokens of layer \d.*fewer resident_layers"):
+        generate(cache)
+    device.num_bytes = 10 * SLOT_BYTES
+    cache.drop_unfinished()
+    held = cache.get_seq_length()
+    assert held in (100, 200)
+    assert generate(cache) == expected
+
+
+def test_a_cache_on_the_device_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch):
+    def refuse(buffer: TokenBuffer, num_tokens: int, keep: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(HostBuffer, "ensure", refuse)  # a cache on the device has these buffers where that is the CPU
+    with pytest.raises(DeviceMemoryError, match=r"OffloadedHybridCache.*QuantizedHybridCache.*2\.00 GiB"):
+        generate(DynamicHybridCache(tiny_model("llama").config, cpu_decode=False))

@@ -1,0 +1,283 @@
+"""Callers read, keep, edit and assign keys and values of layers, as with stock's."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.layers import lent_states
+
+from common.caches import CACHES, QUANTIZED, group_of_one
+from models.tiny_models import llama, random_prompt, tiny_model
+
+CONFIG = llama()
+TOKENS = 300
+ALL = CACHES | {
+    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
+    "8 bits streamed": lambda config: QuantizedHybridCache(config, bits=8, offload=True, cpu_decode=False),
+    "8 bits split": lambda config: QuantizedHybridCache(config, bits=8, offload=True, device_tokens=128),
+}
+EDITABLE = {name: make for name, make in ALL.items() if name != "shared_with_nobody"}
+Edit = Callable[[Cache], None]
+
+
+def filled(make: Callable[[PreTrainedConfig], Cache], mode: Callable = torch.no_grad) -> Cache:
+    cache = make(CONFIG)
+    with mode():
+        tiny_model("llama")(random_prompt(1, TOKENS), **cache_argument(cache), logits_to_keep=1)
+    return cache
+
+
+def next_logits(cache: Cache) -> torch.Tensor:
+    with torch.no_grad():
+        return tiny_model("llama")(random_prompt(1, 1, seed=1), **cache_argument(cache)).logits
+
+
+def require_as_stock(name: str, edit: Edit, mode: Callable = torch.no_grad) -> None:
+    ours, stock = filled(ALL[name], mode), filled(lambda config: DynamicCache(config=config), mode)
+    untouched = next_logits(copy.deepcopy(stock))
+    with mode():
+        edit(ours)
+        edit(stock)
+    assert ours.get_seq_length() == stock.get_seq_length()
+    expected = next_logits(stock)
+    difference = (next_logits(ours) - expected).abs().max()
+    assert difference < (0.2 if "8 bits" in name else 1e-4)
+    assert (expected - untouched).abs().max() > 0.5  # the edit is seen
+
+
+def steer(cache: Cache) -> None:
+    for layer in cache.layers:
+        layer.values[:, :, -20:] += 3
+    cache.layers[1].keys[0, 1, 100:103].mul_(-1)
+
+
+def evict(cache: Cache) -> None:
+    kept = torch.cat([torch.arange(50), torch.arange(180, TOKENS)])
+    for layer in cache.layers:
+        layer.keys = layer.keys[:, :, kept]
+        layer.values = layer.values[:, :, kept]
+
+
+def edit_twice_with_a_question_between(cache: Cache) -> None:
+    values = cache.layers[2].values
+    values[:, :, 10] += 5
+    cache.get_seq_length()
+    list(cache.layers[2].values.shape)
+    values[:, :, 200:] += 5
+
+
+def assign_longer_states(cache: Cache) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = (
+            torch.cat([states, states[:, :, :70]], dim=2) for states in (layer.keys, layer.values)
+        )
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("edit", [steer, evict, edit_twice_with_a_question_between, assign_longer_states])
+@pytest.mark.parametrize("name", EDITABLE)
+def test_edit_of_layer_keys_before_a_step_then_counts_as_with_stock(name: str, edit: Edit):
+    require_as_stock(name, edit)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "offloaded", "8 bits"])
+def test_edit_in_inference_mode_then_counts_as_with_stock(name: str):
+    require_as_stock(name, steer, torch.inference_mode)
+
+
+@pytest.mark.parametrize("name", ALL | QUANTIZED)
+def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
+    make = ALL.get(name) or QUANTIZED[name][0]
+    cache, model = filled(make), tiny_model("llama")
+    kept = [
+        part
+        for layer in cache.layers
+        for part in (layer.keys[:, :, :4], layer.values[0], layer.keys.mT[..., 70:], layer.values[:, 1, -3:].numpy())
+    ]
+    before = copy.deepcopy(kept)
+    with torch.no_grad():
+        model(random_prompt(1, 70, seed=2), **cache_argument(cache))
+        cache.crop(-100)
+        model(random_prompt(1, 80, seed=3), **cache_argument(cache))
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for layer in cache.layers:
+            assert layer.keys.shape[2] == TOKENS + 50
+    for part, expected in zip(kept, before, strict=True):
+        assert torch.equal(torch.as_tensor(part), torch.as_tensor(expected))
+
+
+@contextmanager
+def attention_of_ones_own(attend: Callable) -> Iterator[torch.nn.Module]:
+    model = copy.deepcopy(tiny_model("llama"))
+    ALL_ATTENTION_FUNCTIONS.register("of_ones_own", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("of_ones_own", sdpa_mask)
+    try:
+        model.set_attn_implementation("of_ones_own")
+        yield model
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["of_ones_own"]
+        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["of_ones_own"]
+
+
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("name", ALL)
+def test_slices_kept_by_an_attention_function_then_stay(name: str):
+    kept, before = [], []
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        kept.extend([key[:, :, :4], value[0, :, -3:]])
+        before.extend([key[:, :, :4].clone(), value[0, :, -3:].clone()])
+        out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    cache = ALL[name](CONFIG)
+    with attention_of_ones_own(attend) as model, torch.no_grad():
+        for tokens in (150, 100, 1):
+            model(random_prompt(1, tokens, seed=tokens), **cache_argument(cache))
+        cache.crop(-80)
+        model(random_prompt(1, 90, seed=9), **cache_argument(cache))
+    assert len(kept) == 4 * 2 * CONFIG.num_hidden_layers
+    for part, expected in zip(kept, before, strict=True):
+        assert torch.equal(part, expected)
+
+
+def test_memory_of_states_that_nobody_holds_then_is_used_again():
+    cache = filled(lambda config: QuantizedHybridCache(config, bits=8, cpu_decode=False))
+    next_logits(cache)
+    held = cache.memory().host_bytes
+    for _ in range(3):
+        next_logits(cache)
+    assert cache.memory().host_bytes == held
+
+
+def test_crop_when_nobody_holds_a_slice_then_copies_nothing():
+    cache = filled(lambda config: DynamicHybridCache(config, cpu_decode=False))
+    places = [layer.store.keys._data.data_ptr() for layer in cache.layers]
+    for _ in range(3):
+        cache.crop(-5)
+        next_logits(cache)
+    assert [layer.store.keys._data.data_ptr() for layer in cache.layers] == places
+
+
+def test_edit_after_the_next_step_then_changes_nothing_as_with_stock():
+    stock, ours = filled(lambda config: DynamicCache(config=config)), filled(OffloadedHybridCache)
+    logits = []
+    for cache in (stock, ours):
+        values = cache.layers[0].values
+        next_logits(cache)
+        values += 3
+        logits.append(next_logits(cache))
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_read_states_are_the_same_tensor_until_tokens_come():
+    cache = filled(OffloadedHybridCache)
+    layer = cache.layers[0]
+    assert layer.keys is layer.keys
+    keys = layer.keys
+    next_logits(cache)
+    assert layer.keys is not keys
+
+
+def read_long_ago() -> tuple[Cache, torch.Tensor]:
+    """A cache that keeps no memory for its first layer's values, and these."""
+    cache = filled(lambda config: OffloadedHybridCache(config, cpu_decode=True))
+    cache._stores.recently_lent = lent_states.RecentlyLent(0)
+    values = cache.layers[0].values
+    values[:, :, 0] = 1
+    cache.layers[1].values  # noqa: B018
+    return cache, values
+
+
+def test_edit_of_a_layer_read_long_ago_then_counts():
+    cache, values = read_long_ago()
+    values[:, :, 1] = 2
+    assert cache.layers[0].store.read()[1][0, 0, :2, 0].tolist() == [1, 2]
+
+
+def test_edit_that_is_lost_then_is_refused_once_with_the_way_out():
+    cache, values = read_long_ago()
+    values[:, :, 1] = 2
+    del values
+    with pytest.raises(RuntimeError, match=r"layer\.set\(keys, values\) with both"):
+        next_logits(cache)
+    next_logits(cache)
+    assert cache.layers[0].values[0, 0, 0, 0] == 1
+
+
+def test_reading_all_layers_then_keeps_little_memory():
+    cache = filled(lambda config: QuantizedHybridCache(config, bits=4))
+    cache._stores.recently_lent = lent_states.RecentlyLent(0)
+    for layer in cache.layers:
+        assert layer.keys is not None
+    assert sum(layer.lent_bytes > 0 for layer in cache.layers) == 1
+
+
+@pytest.mark.parametrize("name", EDITABLE)
+def test_keys_when_assigned_without_values_then_are_refused(name: str):
+    cache = filled(EDITABLE[name])
+    before = [layer.keys.clone() for layer in cache.layers]
+    cache.layers[1].keys = cache.layers[1].keys[:, :, :100]
+    with pytest.raises(ValueError, match="same first three sizes"):
+        next_logits(cache)
+    cache.layers[1].set(*(states.clone() for states in (before[1], cache.layers[1].values)))
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+
+
+def test_states_when_codec_cannot_hold_them_then_layer_is_unchanged():
+    cache = filled(lambda config: HybridCache(config, codec=minmax(8, rotate=True)))
+    layer = cache.layers[0]
+    keys, values = layer.keys.clone(), layer.values.clone()
+    layer.keys[:, :, 80] = torch.inf
+    with pytest.raises(ValueError, match="no codes stand for such"):
+        cache.layers[0].store  # noqa: B018
+    assert layer.get_seq_length() == TOKENS
+    assert (layer.keys - keys).abs().max() < 0.1
+    assert (layer.values - values).abs().max() < 0.1
+    next_logits(cache)
+
+
+@pytest.mark.parametrize("wrong", [None, [1], torch.zeros(3)])
+def test_assignment_of_what_is_no_states_then_is_refused(wrong: object):
+    cache = filled(DynamicHybridCache)
+    with pytest.raises(ValueError, match="takes keys and values"):
+        cache.layers[0].keys = wrong
+    next_logits(cache)
+
+
+def test_assignment_to_an_empty_layer_then_fills_it():
+    cache, shape = DynamicHybridCache(CONFIG), (1, 2, 70, 16)
+    for layer in cache.layers:
+        layer.keys, layer.values = torch.ones(shape), torch.zeros(shape)
+    assert cache.get_seq_length() == 70
+    assert torch.equal(cache.layers[3].values, torch.zeros(shape))
+
+
+@pytest.mark.skipif(group_of_one() is None, reason="this torch has no gloo")
+def test_edit_of_a_shared_layer_then_is_refused_with_the_way_out():
+    cache = filled(lambda config: DynamicHybridCache(config, group=group_of_one()))
+    cache.layers[0].values[:, :, -1] = 0
+    with pytest.raises(RuntimeError, match="load it with group="):
+        next_logits(cache)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "default", "8 bits"])
+def test_edited_cache_when_copied_or_saved_then_has_the_edit(tmp_path, name: str):
+    cache = filled(ALL[name])
+    cache.layers[0].values[:, :, -1] = 7
+    copied = copy.deepcopy(cache)
+    cache.save(tmp_path / "edited.kv")
+    loaded = HybridCache.load(tmp_path / "edited.kv", CONFIG)
+    for each in (cache, copied, loaded):
+        assert (each.layers[0].values[:, :, -1] == 7).all()

@@ -1,0 +1,351 @@
+"""
+An interruption anywhere leaves a cache as before or after a change, or marked as not whole.
+
+An exception takes the place of each line of the package that an operation runs, one line at a time.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
+from hf_hybrid_cache.cache.forward_passes import HEARS_OF_LINEAR_STATES
+from hf_hybrid_cache.cache_argument import cache_argument
+
+from common.caches import CACHES, QUANTIZED
+from common.interruptions import Interruption
+from common.quantized_reference import quantized_reference
+from common.soak import budget, count
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+from operations.test_stateful import (
+    CONFIG,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    QUANTIZED_VARIANTS,
+    VARIANTS,
+    with_lazy_streams,
+)
+
+ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, RuntimeError)
+BATCH, TOKENS = 2, 200
+MAKERS: dict[str, tuple[Callable[[], HybridCache], Callable[[], Cache]]] = {
+    **{name: (make, partial(DynamicCache, config=CONFIG)) for name, make in VARIANTS.items()},
+    **QUANTIZED_VARIANTS,
+}
+States = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def random_states(num_tokens: int, seed: int) -> States:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, NUM_KV_HEADS, num_tokens, HEAD_DIM)
+    return [
+        (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(NUM_LAYERS)
+    ]
+
+
+def forward(cache: Cache, states: States) -> None:
+    """Update a cache as a model does: its length first, then each layer, with attention."""
+    cache.get_seq_length()
+    for layer, (keys, values) in enumerate(states):
+        held = cache.update(keys, values, layer)
+        query = torch.ones(BATCH, 2 * NUM_KV_HEADS, keys.shape[2], HEAD_DIM)
+        torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
+
+
+OPERATIONS: dict[str, Callable[[Cache], object]] = {
+    "one token": lambda cache: forward(cache, random_states(1, seed=2)),
+    "two blocks": lambda cache: forward(cache, random_states(130, seed=2)),
+    "more than was reserved": lambda cache: forward(cache, random_states(600, seed=2)),
+    "crop": lambda cache: cache.crop(-150),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+}
+
+
+def contents(cache: Cache) -> States:
+    twin = copy.deepcopy(cache)  # looking must not change where layers are
+    return [(layer.keys.clone(), layer.values.clone()) for layer in twin.layers]
+
+
+def same(found: States, *allowed: States, block: int | None = None) -> bool:
+    """Whether each layer, or each block of so many tokens of it, is as in one of those that are allowed."""
+    return all(
+        any(all(map(torch.equal, piece, other)) for other in others)
+        for layers in zip(found, *allowed, strict=True)
+        for piece, *others in zip(*(_pieces(states, block) for states in layers), strict=False)
+    ) and {states[0].shape for states in found} <= {states[0].shape for other in allowed for states in other}
+
+
+def _pieces(states: tuple[torch.Tensor, torch.Tensor], block: int | None) -> list[tuple[torch.Tensor, ...]]:
+    """Keys and values, cut into blocks."""
+    return list(zip(*(each.split(block or max(1, each.shape[2]), dim=2) for each in states), strict=True))
+
+
+class Trial:
+    """
+    An operation on a cache of `TOKENS`, ended at one line or another.
+
+    Args:
+        variant: which cache.
+        operation: a key of `OPERATIONS`.
+    """
+
+    def __init__(self, variant: str, operation: str):
+        self._make, make_reference = MAKERS[variant]
+        # Tokens that leave the device let blocks be quantized before the operation is taken back, only some of which
+        # stay.
+        self._block = 64 if "split" in variant else None
+        self._operation = OPERATIONS[operation]
+        self._first, self._second = random_states(TOKENS - 1, seed=0), random_states(1, seed=1)
+        reference = make_reference()
+        self._fill(reference)
+        self._before = contents(reference)
+        self._operation(reference)
+        self._after = contents(reference)
+        # Blocks that were quantized meanwhile stay quantized.
+        added = reference.get_seq_length() - TOKENS
+        reference.crop(-max(0, added))
+        self._taken_back = contents(reference)
+        counting = Interruption()
+        cache = self._filled()
+        counting.run(lambda: self._operation(cache))
+        self.lines = counting.lines
+
+    def run(self, error: type[BaseException], at_line: int) -> None:
+        cache = self._filled()
+        fault = Interruption(error, at_line)
+        ended = fault.run(lambda: self._operation(cache))
+        if not ended:  # where it is raised it may be handled
+            assert same(contents(cache), self._after), fault.place
+        elif not self._is_as_before_or_after(cache, fault.place):
+            self._check_reset(cache)
+        count("faults injected")
+
+    def _is_as_before_or_after(self, cache: HybridCache, place: str) -> bool:
+        """Whether the cache is as before or after and works; otherwise check that it says it is not whole."""
+        try:
+            if len({layer.get_seq_length() for layer in cache.layers}) > 1:
+                with pytest.raises(IncompleteCacheError, match=r"drop_unfinished|reset"):
+                    forward(cache, self._second)
+                cache.drop_unfinished()
+                assert same(contents(cache), self._before, self._taken_back, block=self._block), place
+                forward(cache, self._second)
+                return True
+            found = contents(cache)
+        except IncompleteCacheError:
+            return False
+        is_before = same(found, self._before) or (
+            self._block and same(found, self._before, self._taken_back, block=self._block)
+        )
+        if is_before and not same(found, self._after):
+            self._operation(cache)
+            found = contents(cache)
+        assert same(found, self._after), place
+        return True
+
+    def _check_reset(self, cache: HybridCache) -> None:
+        with pytest.raises(IncompleteCacheError, match="reset"):
+            forward(cache, self._second)
+        cache.reset()
+        self._fill(cache)
+        assert same(contents(cache), self._before)
+
+    def _filled(self) -> HybridCache:
+        cache = self._make()
+        self._fill(cache)
+        return cache
+
+    def _fill(self, cache: Cache) -> None:
+        forward(cache, self._first)
+        forward(cache, self._second)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.filterwarnings("ignore:The device ran out of memory")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("variant", MAKERS)
+def test_an_operation_that_is_ended_anywhere_is_done_or_not_or_says_so(variant: str, operation: str):
+    trial = Trial(variant, operation)
+    chosen = random.Random(f"{variant} {operation}")
+    lines = range(trial.lines)
+    for at_line in chosen.sample(lines, min(len(lines), budget(4, 60))):
+        trial.run(chosen.choice(ERRORS), at_line)
+
+
+@contextmanager
+def interrupted_in_layer(model: PreTrainedModel, index: int, at_token: int) -> Iterator[None]:
+    """Ctrl-C between attention and MLP of a layer, while the token `at_token` is computed."""
+
+    def interrupt(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        nonlocal left
+        left -= args[0].shape[1]
+        if left < 0:
+            raise KeyboardInterrupt
+
+    left = at_token
+    hook = model.model.layers[index].mlp.register_forward_pre_hook(interrupt)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def generated(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+    return model.generate(ids, **cache_argument(cache), max_length=ids.shape[1] + 16, do_sample=False)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("make", [*CACHES.values(), *(ours for ours, _ in QUANTIZED.values())])
+def test_an_interrupted_generate_goes_on_where_it_was(make: Callable[[PreTrainedConfig], HybridCache], layer: int):
+    model, ids = tiny_model("llama"), random_prompt(1, 140)
+    expected = generated(model, ids, make(model.config))
+    cache = make(model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, layer, at_token=145):
+        generated(model, ids, cache)
+    if layer < 3:
+        with pytest.raises(IncompleteCacheError, match=r"the first \d layers of attention hold 146 tokens, .* 145"):
+            generated(model, ids, cache)
+    cache.drop_unfinished()
+    assert cache.get_seq_length() == 145 + (layer == 3)
+    known = expected[:, : cache.get_seq_length() + 1]
+    assert torch.equal(model.generate(known, **cache_argument(cache), max_length=156, do_sample=False), expected)
+
+
+def test_a_prefill_that_was_interrupted_is_forgotten_as_a_whole():
+    model, ids = tiny_model("llama"), random_prompt(1, 140)
+    cache = DynamicHybridCache(model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=5):
+        generated(model, ids, cache)
+    with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
+        generated(model, ids, cache)
+    cache.drop_unfinished()
+    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
+
+
+def test_layers_that_cannot_go_back_must_be_reset():
+    model, ids = tiny_model("gemma3"), random_prompt(1, 40)
+    cache = DynamicHybridCache(model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(model, 1, at_token=45):
+        generated(model, ids, cache)
+    with pytest.raises(IncompleteCacheError, match="drop_unfinished"):
+        generated(model, ids, cache)
+    with pytest.raises(IncompleteCacheError, match="DynamicSlidingWindowLayer cannot go back"):
+        cache.drop_unfinished()
+    cache.reset()
+    assert torch.equal(generated(model, ids, cache), generated(model, ids, DynamicHybridCache(model.config)))
+
+
+@pytest.fixture(scope="module")
+def linear_model() -> PreTrainedModel:
+    """Make two layers of linear attention, then one of full attention, the only one that counts tokens."""
+    config = FAMILIES["qwen3_next"]()
+    config.num_hidden_layers, config.layer_types = 3, ["linear_attention", "linear_attention", "full_attention"]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.skipif(not HEARS_OF_LINEAR_STATES, reason="this transformers does not tell a cache of all linear states")
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("at_token", [5, 45], ids=["prefill", "decode"])
+def test_a_pass_that_ended_among_layers_of_linear_attention_is_noticed(
+    linear_model: PreTrainedModel, layer: int, at_token: int
+):
+    ids = random_prompt(1, 40)
+    expected = generated(linear_model, ids, DynamicCache(config=linear_model.config))
+    cache = DynamicHybridCache(linear_model.config)
+    with pytest.raises(KeyboardInterrupt), interrupted_in_layer(linear_model, layer, at_token):
+        generated(linear_model, ids, cache)
+    for _ in range(2):
+        with pytest.raises(IncompleteCacheError, match="not all layers of linear attention have seen its tokens"):
+            generated(linear_model, ids, cache)
+    if at_token == 45:
+        with pytest.raises(IncompleteCacheError, match="LinearAttentionLayer cannot go back"):
+            cache.drop_unfinished()
+        cache.reset()
+    else:
+        cache.drop_unfinished()
+    assert torch.equal(generated(linear_model, ids, cache), expected)
+
+
+def test_linear_attention_when_pass_is_whole_then_is_not_unfinished(linear_model: PreTrainedModel):
+    ids, cache = random_prompt(1, 40), DynamicHybridCache(linear_model.config)
+    with torch.no_grad():
+        linear_model(ids, **cache_argument(cache))
+        cache.drop_unfinished()
+        assert cache.get_seq_length() == 40
+        twin = copy.deepcopy(cache)
+        linear_model(ids[:, :1], **cache_argument(cache))
+        cache.reset()
+        linear_model(ids, **cache_argument(cache))
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 40)
+
+
+def test_a_report_of_memory_is_given_for_an_incomplete_cache_too():
+    cache = DynamicHybridCache(CONFIG)
+    cache.update(*random_states(5, seed=0)[0], 0)
+    assert cache.memory().num_tokens == 5
+
+
+def test_wrong_indices_do_not_make_a_cache_incomplete():
+    cache = DynamicHybridCache(CONFIG)
+    forward(cache, random_states(5, seed=0))
+    with pytest.raises(IndexError):
+        cache.batch_select_indices(torch.tensor([7]))
+    forward(cache, random_states(1, seed=1))
+
+
+def test_a_cache_that_is_not_whole_is_not_saved(tmp_path: Path):
+    cache = DynamicHybridCache(CONFIG)
+    cache.update(*random_states(5, seed=0)[0], 0)
+    with pytest.raises(IncompleteCacheError, match="The last layers hold nothing"):
+        cache.save(tmp_path / "part.kv")
+    assert not list(tmp_path.iterdir())
+
+
+CHOOSING: dict[str, Callable[[], HybridCache]] = {
+    "on the host": lambda: HybridCache(CONFIG, codec=minmax(4)),
+    "on the device": lambda: HybridCache(CONFIG, Placement(cpu_decode=False), codec=minmax(4, sink_tokens=0)),
+    "streamed, copied late": lambda: with_lazy_streams(1, 1, codec=minmax(4)),
+}
+
+
+def prompts(cache: Cache) -> None:
+    """Compute a prompt too short for the choice of codecs, and one with which it is made, from pending states."""
+    forward(cache, random_states(20, seed=3))
+    forward(cache, random_states(TOKENS, seed=0))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cache", CHOOSING)
+def test_prompts_when_interrupted_while_choosing_then_equal_the_choice(cache: str):
+    counting = Interruption()
+    counting.run(lambda: prompts(CHOOSING[cache]()))
+    chosen = random.Random(cache)
+    for at_line in chosen.sample(range(counting.lines), min(counting.lines, budget(40, 400))):
+        ours = CHOOSING[cache]()
+        fault = Interruption(chosen.choice(ERRORS), at_line)
+        fault.run(lambda ours=ours: prompts(ours))
+        try:
+            whole = len({layer.get_seq_length() for layer in ours.layers}) == 1 and bool(contents(ours))
+        except (IncompleteCacheError, AttributeError):  # not whole, or nothing stored
+            whole = False
+        if not whole or ours.get_seq_length() != 20 + TOKENS:
+            ours.reset()
+            prompts(ours)
+        found = contents(ours)
+        assert all(codec.is_fitted for codec in ours.codecs.values()), fault.place
+        expected = quantized_reference(CONFIG, ours.codecs)
+        prompts(expected)
+        assert same(found, contents(expected)), fault.place
+        count("faults injected")

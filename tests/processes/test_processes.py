@@ -1,0 +1,318 @@
+"""Threads, forked processes, and processes that end in the middle of something."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernels import test_threads as kernel_calls
+from torch.utils.data import DataLoader, Dataset
+from transformers.cache_utils import Cache
+
+from hf_hybrid_cache import DynamicHybridCache, set_num_threads
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.kernels import compile_in_background
+
+from common.caches import CACHES, QUANTIZED, stock
+from common.programs import TESTS, run_program
+from common.soak import budget, count
+from models.tiny_models import random_prompt, tiny_model
+
+SECONDS_TO_END = 60
+ALL_CACHES = CACHES | {name: ours for name, (ours, _) in QUANTIZED.items()}
+HAS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+
+
+def generate(cache: Cache, seed: int, new_tokens: int = 12) -> list[int]:
+    ids = random_prompt(2, 150, seed)
+    count("generate calls")
+    count("tokens generated", 2 * new_tokens)
+    return (
+        tiny_model("llama")
+        .generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **cache_argument(cache),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+        )
+        .tolist()
+    )
+
+
+def make(name: str) -> Cache:
+    return ALL_CACHES[name](tiny_model("llama").config)
+
+
+@pytest.mark.soak
+def test_threads_with_a_cache_each_get_the_tokens_they_get_alone():
+    rounds = [(name, seed) for seed in range(budget(1, 10)) for name in ALL_CACHES]
+    alone = [generate(make(name), seed) for name, seed in rounds]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda case: generate(make(case[0]), case[1]), rounds))
+    assert together == alone
+
+
+@pytest.mark.parametrize("name", ALL_CACHES)
+def test_a_cache_goes_from_one_thread_to_another(name: str):
+    first = make(name)
+    answer = generate(first, seed=3)
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(make, name).result()
+        assert pool.submit(generate, moved, 3).result() == answer
+    ids = torch.tensor(answer)
+    steps = []
+    for cache in (first, moved):
+        cache.crop(-5)
+        with torch.no_grad():
+            steps.append(tiny_model("llama")(ids[:, cache.get_seq_length() :], **cache_argument(cache)).logits)
+    assert torch.equal(*steps)
+
+
+def test_two_threads_that_run_a_model_with_one_cache_are_told():
+    cache = DynamicHybridCache(tiny_model("llama").config)
+    states = torch.randn(1, 2, 3, 16)
+    cache.update(states, states, 0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cache.update, states, states, 0).result()
+    with pytest.raises(RuntimeError, match=r"Two threads run a model with the same cache .* its own cache"):
+        cache.update(states, states, 1)
+    cache.reset()
+    assert generate(cache, seed=0) == generate(stock(tiny_model("llama").config), seed=0)
+
+
+class Numbers(Dataset):
+    """A data set whose items each make a kernel call, as an evaluation with workers would."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        case = kernel_calls.make("float32", 100 + index, seed=index)
+        result = kernel_calls.run(*case, 0.125)[0]
+        return index, bool(np.isfinite(result).all())
+
+
+def work_beside_data_loaders() -> None:
+    expected = generate(make("selected"), seed=5, new_tokens=40)
+    loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork", timeout=SECONDS_TO_END)
+    seen = []
+    for index, is_finite in loader:
+        seen.append((index.item(), is_finite.item()))
+        assert generate(make("selected"), seed=5, new_tokens=40) == expected
+    assert seen == [(index, True) for index in range(8)]
+
+
+def in_a_forked_child(act: Callable[[], object]) -> None:
+    """Run in a child that `os.fork` makes here; fails if it does, or does not end."""
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS_TO_END)
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def work_in_forked_children() -> None:
+    """Fork with torch's and the kernels' threads started, caches filled, and a compilation under way."""
+    torch.set_num_threads(2)
+    torch.ones(1 << 22).sum()
+    names = ("selected", "quantized_8")
+    expected = {name: generate(make(name), seed=5) for name in names}
+    used = {name: make(name) for name in names}
+    for cache in used.values():
+        generate(cache, seed=5)
+        cache.crop(-10)
+    case = kernel_calls.make("bfloat16", 5000)
+
+    def run_kernels() -> None:
+        kernel_calls.run(*case, 0.125)
+
+    def run_model() -> None:
+        # torch's own threads do not live on in a child either.
+        torch.set_num_threads(1)
+        for name, cache in used.items():
+            assert generate(make(name), seed=5) == expected[name]
+            ids = torch.tensor(expected[name])[:, : cache.get_seq_length() + 5]
+            again = tiny_model("llama").generate(
+                ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), max_new_tokens=5, do_sample=False
+            )
+            assert again.tolist() == [row[: again.shape[1]] for row in expected[name]]
+
+    in_a_forked_child(run_kernels)
+    in_a_forked_child(run_model)
+
+
+def fork_while_a_kernel_is_compiled() -> None:
+    compile_in_background(np.dtype(np.float32))
+    time.sleep(0.3)
+    in_a_forked_child(lambda: kernel_calls.run(*kernel_calls.make("float32", 500), 0.125))
+
+
+def follow_the_threads_of_torch() -> None:
+    tokens = []
+    for number in (1, os.cpu_count() or 1, 1):
+        torch.set_num_threads(number)
+        for ours in (1, None):
+            set_num_threads(ours)
+            tokens.append([generate(make(name), seed=1) for name in ("default", "quantized_8")])
+    assert all(each == tokens[0] for each in tokens)
+
+
+@HAS_FORK
+def test_tokens_when_forked_or_threads_vary_then_are_the_same():
+    steps = ("follow_the_threads_of_torch", "work_in_forked_children", "work_beside_data_loaders")
+    run_program("from processes import test_processes as t\n" + "\n".join(f"t.{step}()" for step in steps))
+
+
+@pytest.mark.slow
+@HAS_FORK
+def test_a_child_that_is_forked_while_a_kernel_is_compiled_has_it(tmp_path: Path):
+    run_program(
+        "from processes import test_processes as t; t.fork_while_a_kernel_is_compiled()", NUMBA_CACHE_DIR=str(tmp_path)
+    )
+
+
+COMPILE_ON_TWO_CORES = """
+import numpy as np
+from hf_hybrid_cache.kernels import compile_and_wait
+from hf_hybrid_cache.kernels.attention.attention import attend
+from hf_hybrid_cache.kernels.attention.quantized_attention import attend_quantized
+
+waits = []
+compile_and_wait(np.dtype(np.float32), True, lambda: waits.append(1))
+assert waits == [1]
+assert (sum(attend.stats.cache_misses.values()), sum(attend_quantized.stats.cache_misses.values())) == (1, 0)
+assert sum(attend_quantized.stats.cache_hits.values()) == 1
+"""
+
+
+@pytest.mark.slow
+def test_kernels_that_are_waited_for_are_compiled_in_two_processes(tmp_path: Path):
+    run_program(COMPILE_ON_TWO_CORES, NUMBA_CACHE_DIR=str(tmp_path))
+
+
+# Slow work reports when it is done; the process would abort if it came back later.
+END_WHILE_KERNELS_ARE_COMPILED = """
+import threading, time
+from hf_hybrid_cache.kernels.compilation import _started
+
+class Slow:
+    def __init__(self, name):
+        self.name, self.files = name, self
+
+    def are_being_written(self):
+        return False
+
+    def compile(self, types):
+        begun.set()
+        time.sleep(1)
+        print(self.name, flush=True)
+
+begun = threading.Event()
+_started([(Slow("first"), ()), (Slow("second"), ())])
+assert begun.wait(60)
+"""
+END_WHILE_A_STORE_IS_ASKED = """
+import threading, time
+from torch.distributed import HashStore
+from hf_hybrid_cache.processes.barrier import Alarm
+
+class Slow(HashStore):
+    def check(self, keys):
+        begun.set()
+        time.sleep(0.5)
+        print("answer", flush=True)
+        return False
+
+begun = threading.Event()
+with Alarm(Slow()):
+    assert begun.wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [(END_WHILE_KERNELS_ARE_COMPILED, "first\n"), (END_WHILE_A_STORE_IS_ASKED, "answer\n")],
+    ids=["compiling", "asking"],
+)
+def test_exit_when_a_kernel_compiles_then_waits_and_starts_nothing(program: str, said: str):
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+RUN_FOR_EVER = """
+import os, signal, threading
+from processes import test_processes as t
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
+
+def generate_for_ever():
+    while True:
+        for name in ("offloaded_partly", "cpu_decode_partly", "quantized_streamed", "quantized_8"):
+            t.generate(t.make(name), seed=0)
+        running.set()
+
+running = threading.Event()
+"""
+COMPILE = """
+import sys, time
+import numpy as np
+from hf_hybrid_cache.kernels import compile_in_background
+compile_in_background(np.dtype(np.uint16), True)
+time.sleep(0.5)
+"""
+ATTEND = """
+import threading
+from kernels import test_threads as kernel_calls
+
+def attend_for_ever():
+    case = kernel_calls.make("bfloat16", 20_000)
+    while True:
+        kernel_calls.run(*case, 0.125)
+        running.set()
+
+running = threading.Event()
+threading.Thread(target=attend_for_ever, daemon=True).start()
+assert running.wait(60)
+"""
+START = "threading.Thread(target=generate_for_ever, daemon=True).start(); assert running.wait(60);"
+INTERRUPT = "threading.Thread(target=lambda: (running.wait(60), os.kill(os.getpid(), signal.SIGINT))).start();"
+ENDS = {
+    "an error while a thread attends": (ATTEND + "raise ValueError", [1]),
+    # Up to Python 3.13 torch may end a process in whose other threads it runs, with any cache.
+    "an error while a thread generates": (RUN_FOR_EVER + START + "raise ValueError", [1, -signal.SIGABRT]),
+    # 1 where tabulate is installed: torch imports it at the end, and running its code lets Python forget the interrupt.
+    "an interrupt of generation": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", [-signal.SIGINT, 1]),
+    "sys.exit while a thread compiles": (COMPILE + "sys.exit(3)", [3]),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "codes"),
+    [
+        pytest.param(*end, id=name, marks=[] if name == "sys.exit while a thread compiles" else pytest.mark.slow)
+        for name, end in ENDS.items()
+    ],
+)
+def test_process_when_ended_in_the_middle_of_work_then_exits_cleanly(program: str, codes: list[int], tmp_path: Path):
+    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = os.environ | {"PYTHONPATH": paths}
+    if program.startswith(COMPILE):
+        environment["NUMBA_CACHE_DIR"] = str(tmp_path)
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL, timeout=SECONDS_TO_END
+    )
+    assert process.returncode in codes

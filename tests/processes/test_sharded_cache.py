@@ -1,0 +1,365 @@
+"""Processes that keep a share of a cache each give what one process gives, whatever is done with the cache."""
+
+import copy
+import os
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, PreTrainedConfig
+
+from hf_hybrid_cache import (
+    CacheFileError,
+    DynamicHybridCache,
+    HybridCache,
+    Placement,
+    QuantizedHybridCache,
+    SameLogits,
+    minmax,
+    quanto,
+)
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+
+from common.caches import channel_scaled_codecs, group_of_one, stock
+from common.modes import FOR_QUANTIZED_BLOCKS, MODES, NOT_IN_TRANSFORMERS, Result, skipped_where_stock_fails
+from common.slow import slow_but
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+from processes.groups import Group
+
+if not distributed.is_available() or not distributed.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo, which this torch was built without", allow_module_level=True)
+
+# The processes are started once.
+pytestmark = pytest.mark.xdist_group("groups")
+
+IN_FULL = ("dynamic",)
+CACHES: dict[str, Callable[..., HybridCache]] = {
+    "dynamic": lambda config, **more: HybridCache(config, Placement(cpu_decode=True), **more),
+    "quantized_8": lambda config, **more: HybridCache(
+        config, Placement(cpu_decode=True), codec=minmax(8, rotate=True), **more
+    ),
+    "quantized_2": lambda config, **more: HybridCache(
+        config, Placement(cpu_decode=True), codec=minmax(2, sink_tokens=128, rotate=False), **more
+    ),
+    "quantized_balanced": lambda config, **more: HybridCache(
+        config, Placement(cpu_decode=True), codec=channel_scaled_codecs(config, 4), **more
+    ),
+    "quantized_auto": lambda config, **more: QuantizedHybridCache(config, 4, cpu_decode=True, **more),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    with Group(request.param) as started:
+        yield started
+
+
+def shared(name: str, config: PreTrainedConfig) -> HybridCache:
+    return CACHES[name](config, group=distributed.group.WORLD)
+
+
+def contract(name: str, family: str, mode: str, more: int) -> Result:
+    set_integer_kernels(False)
+    return MODES[mode](tiny_model(family), lambda config: shared(name, config), more)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) not in NOT_IN_TRANSFORMERS],
+)
+@pytest.mark.parametrize(
+    ("cache", "more"),
+    [("dynamic", 0), *((cache, FOR_QUANTIZED_BLOCKS) for cache in CACHES)],  # nothing is quantized in short prompts
+)
+def test_tokens_and_logits_are_those_of_one_process(
+    cache: str, family: str, mode: str, more: int, group: Group, exact_kernels: None
+):
+    model = tiny_model(family)
+    with skipped_where_stock_fails():
+        alone = MODES[mode](model, stock if cache in IN_FULL else CACHES[cache], more)
+    answers = group.call(contract, cache, family, mode, more)
+    for answer in answers:
+        for ours, first, theirs in zip(answer, answers[0], alone, strict=True):
+            if not isinstance(theirs, torch.Tensor):
+                assert ours == theirs
+                continue
+            assert torch.equal(ours, first)
+            if not theirs.is_floating_point():
+                assert cache == "quantized_2" or torch.equal(ours, theirs)
+            elif cache in IN_FULL:
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+            elif cache != "quantized_2":
+                # A number midway between two codes gets one or the other by the last bit of what came before.
+                is_off = ~torch.isclose(ours, theirs, rtol=1e-2, atol=1e-2)
+                assert is_off.float().mean() < 0.05
+
+
+class TwoCaches:
+    """A shared cache and that of one process, to which the same is done at random."""
+
+    def __init__(self, name: str, seed: int):
+        self.random = random.Random(seed)
+        self.torch_random = torch.Generator().manual_seed(seed)
+        self.dtype = self.random.choice([torch.float32, torch.bfloat16])
+        self.heads, self.query_heads, self.key_dim = 2, 4, self.random.choice([16, 32])
+        self.value_dim = self.random.choice([self.key_dim, 48])
+        if name == "quantized_balanced":
+            self.key_dim = self.value_dim = 16
+        self.batch = self.random.choice([1, 2])
+        config = LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=8,
+        )
+        self.config, self.name = config, name
+        self.caches: list[HybridCache] = [shared(name, config), CACHES[name](config)]
+
+    def states(self, tokens: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(self.batch, heads, tokens, dim, generator=self.torch_random).to(self.dtype)
+
+    def update(self) -> None:
+        tokens = self.random.choice([1, 1, 2, 20, 63, 64, 70, 130, 300])
+        for layer in range(2):
+            keys = self.states(tokens, self.heads, self.key_dim)
+            values = self.states(tokens, self.heads, self.value_dim)
+            query = self.states(tokens, self.query_heads, self.key_dim)
+            length = self.caches[0].get_seq_length(layer) + tokens
+            mask = self.mask(tokens, length)
+            ours, theirs = (
+                scaled_dot_product_attention(
+                    query, *cache.update(keys, values, layer), attn_mask=mask, enable_gqa=True
+                ).float()
+                for cache in self.caches
+            )
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+    def mask(self, tokens: int, length: int) -> torch.Tensor | None:
+        seen = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
+        seen = seen & (torch.rand(self.batch, 1, tokens, length, generator=self.torch_random) < 0.9)
+        seen[..., length - tokens] = True
+        kind = self.random.choice(["none", "seen", "added"])
+        if kind == "none":
+            return None
+        return seen if kind == "seen" else torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)
+
+    def crop(self) -> None:
+        count = self.random.choice([1, 5, 64, 100, 400])
+        for cache in self.caches:
+            cache.crop(-count)
+
+    def reorder(self) -> None:
+        indices = torch.randint(0, self.batch, (self.batch,), generator=self.torch_random)
+        for cache in self.caches:
+            cache.reorder_cache(indices)
+
+    def repeat(self) -> None:
+        if self.batch < 4:
+            self.batch *= 2
+            for cache in self.caches:
+                cache.batch_repeat_interleave(2)
+
+    def select(self) -> None:
+        for cache in self.caches:
+            cache.batch_select_indices(torch.tensor([self.batch - 1]))
+        self.batch = 1
+
+    def reset(self) -> None:
+        if self.random.random() < 0.3:
+            for cache in self.caches:
+                cache.reset()
+
+    def copied(self) -> None:
+        self.caches = [copy.deepcopy(cache) for cache in self.caches]
+
+    def to(self) -> None:
+        if self.dtype == torch.bfloat16:  # to bfloat16 and back would lose something
+            self.dtype = torch.float32
+            for cache in self.caches:
+                cache.to("cpu", torch.float32)
+
+    def saved(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            alone = Path(folder) / "alone.kv"
+            together = [os.fspath(Path(folder) / "together.kv")]
+            distributed.broadcast_object_list(together)
+            ours, theirs = self.caches
+            ours.save(together[0])
+            theirs.save(alone)
+            assert Path(together[0]).read_bytes() == alone.read_bytes()
+            dtype, verify = self.dtype, self.random.choice([True, False])
+            group = distributed.group.WORLD
+            self.caches[1] = HybridCache.load(together[0], self.config, dtype=dtype)
+            self.caches[0] = HybridCache.load(alone, self.config, dtype=dtype, group=group, verify=verify)
+            distributed.barrier()
+
+    def compare(self) -> None:
+        for ours, theirs in zip(self.caches[0].layers, self.caches[1].layers, strict=True):
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            assert ours.is_initialized == theirs.is_initialized
+            if ours.is_initialized:
+                assert torch.equal(ours.keys, theirs.keys)
+                assert torch.equal(ours.values, theirs.values)
+
+
+def do_at_random(name: str, seed: int) -> int:
+    set_integer_kernels(False)
+    two = TwoCaches(name, seed)
+    others = [two.crop, two.reorder, two.repeat, two.select, two.reset, two.copied, two.to, two.saved]
+    for _ in range(25):
+        two.random.choice([two.update, two.update, two.update, *others])()
+        two.compare()
+    return two.caches[0].get_seq_length()
+
+
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+@pytest.mark.parametrize("seed", slow_but([0], range(4)))
+@pytest.mark.parametrize("name", CACHES)
+def test_shared_cache_when_any_operations_then_equals_one_process(name: str, seed: int, group: Group):
+    assert len(set(group.call(do_at_random, name, seed))) == 1
+
+
+def memory_of_share(name: str, tokens: int) -> tuple[int, int, str]:
+    cache = shared(name, tiny_model("llama").config)
+    states = torch.randn(1, 2, tokens, 16)
+    for layer in range(4):
+        cache.update(states, states, layer)
+    report = cache.memory()
+    return report.host_bytes, report.num_tokens, repr(cache)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "quantized_8"])
+def test_shared_cache_when_filled_then_each_process_holds_its_share(name: str, group: Group):
+    size = len(group.pipes)
+    tokens = 20_000
+    alone = CACHES[name](tiny_model("llama").config)
+    states = torch.randn(1, 2, tokens, 16)
+    for layer in range(4):
+        alone.update(states, states, layer)
+    whole = alone.memory().host_bytes
+    for rank, (num_bytes, num_tokens, text) in enumerate(group.call(memory_of_share, name, tokens)):
+        assert num_tokens == tokens
+        assert num_bytes < (1 / size + 0.05) * whole
+        assert f"share {rank + 1} of {size}" in text
+
+
+def eager() -> Result:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation("eager")
+    return MODES["greedy"](model, lambda config: shared("dynamic", config), FOR_QUANTIZED_BLOCKS)
+
+
+@pytest.mark.filterwarnings("ignore:Attention asks for the keys and values")
+def test_attention_that_asks_for_the_states_gets_those_of_all_processes(group: Group):
+    expected = MODES["greedy"](tiny_model("llama"), stock, FOR_QUANTIZED_BLOCKS)
+    for answer in group.call(eager):
+        assert torch.equal(answer[0], expected[0])
+
+
+def sampled_with_other_logits() -> list[list[int]]:
+    """Sample with another model in each process, which exaggerates the rounding of other processors."""
+    rank = distributed.get_rank()
+    model = tiny_model("llama", seed=rank)
+    options = {"max_new_tokens": 5, "do_sample": False, "logits_processor": [SameLogits(distributed.group.WORLD)]}
+    return model.generate(random_prompt(1, 10), **cache_argument(stock(model.config)), **options).tolist()
+
+
+def test_the_logits_of_the_first_process_can_be_those_of_all(group: Group):
+    answers = group.call(sampled_with_other_logits)
+    assert all(answer == answers[0] for answer in answers)
+
+
+def raised_by(what: str, path: str) -> str:
+    """The error of something that a user may get wrong."""
+    config, world = tiny_model("llama").config, distributed.group.WORLD
+    ids = random_prompt(1, 200)
+    cache = DynamicHybridCache(config, group=world)
+    rank = distributed.get_rank()
+    of_first = distributed.new_group([0])
+    not_here = of_first if rank else distributed.GroupMember.NON_GROUP_MEMBER
+
+    def generate(prompt: torch.Tensor) -> None:
+        tiny_model("llama").generate(prompt, **cache_argument(cache), max_new_tokens=2, do_sample=False)
+
+    def save(target: str) -> None:
+        generate(ids)
+        cache.save(target)
+
+    def load_mapped() -> None:
+        save(path)
+        HybridCache.load(path, config, group=world, mmap=True)
+
+    wrong: dict[str, Callable[[], Any]] = {
+        "no group": lambda: DynamicHybridCache(config, group="world"),
+        "others": lambda: DynamicHybridCache(config, group=not_here),
+        "on the device": lambda: DynamicHybridCache(config, cpu_decode=False, group=world),
+        "some layers": lambda: HybridCache(config, Placement(cpu_decode=[0]), group=world),
+        "offloaded": lambda: QuantizedHybridCache(config, offload=True, group=world),
+        "other tokens": lambda: generate(random_prompt(1, 200, seed=rank)),
+        "no folder": lambda: save("/no/such/folder/cache.kv"),
+        "mapped": load_mapped,
+        "other lengths": lambda: generate(ids[:, rank:]),
+    }
+    try:
+        wrong[what]()
+    except (TypeError, ValueError, CacheFileError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no group", "TypeError: group must be a process group of torch.distributed, .* got 'world'"),
+        ("others", "ValueError: This process is not in the group"),
+        ("on the device", "ValueError: With group= all layers are kept in host memory .* leave out offload"),
+        ("some layers", "ValueError: With group= all layers"),
+        ("offloaded", "ValueError: With group= all layers"),
+        ("other tokens", r"OutOfStepError: Rank \d and rank \d compute different tokens: .*set_seed"),
+        ("no folder", "CacheFileError: .*(there is no folder /no/such/folder|rank 0 could not, and says why)"),
+        ("mapped", "CacheFileError: .*group= keeps a share. Pass mmap=False"),
+        (
+            "other lengths",
+            r"OutOfStepError: A cache has \d+ tokens at rank \d and \d+ at rank \d: call the model",
+        ),
+    ],
+)
+def test_shared_cache_when_misused_then_error_has_way_out(what: str, message: str, group: Group, tmp_path: Path):
+    for answer in group.call(raised_by, what, str(tmp_path / "cache.kv")):
+        assert re.match(message, answer), answer
+
+
+def codes_without_kernel() -> str:
+    model = tiny_model("llama")
+    cache = HybridCache(model.config, codec=quanto(4), group=distributed.group.WORLD)
+    try:
+        MODES["greedy"](model, lambda config: cache, 0)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_codes_that_no_kernel_reads_are_refused(group: Group):
+    pytest.importorskip("optimum.quanto")
+    for answer in group.call(codes_without_kernel):
+        assert "There is no kernel that attends to" in answer
+
+
+def test_shared_cache_when_group_has_one_process_then_is_plain():
+    ours, theirs = (
+        MODES["greedy"](tiny_model("llama"), make, FOR_QUANTIZED_BLOCKS)
+        for make in (lambda config: CACHES["dynamic"](config, group=group_of_one()), stock)
+    )
+    assert torch.equal(ours[0], theirs[0])
