@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[2_048, 32_768])
     parser.add_argument("--continuations", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--beam-context", type=int, default=8_000, help="0 for no beam search")
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=32)
