@@ -221,7 +221,7 @@ def main() -> None:
         for name, seconds in questions["median_seconds"].items():
             faster = questions["times_as_fast_as_one_after_the_other"][name]
             print(f"{options.questions} questions, {name:>2} at once: {seconds:.1f} s, {faster:.2f}x", flush=True)
-    record = {"model": "llama-3.2-1b-random", "steps": steps, "beams": beams, "questions": questions}
+    record = {"model": "llama-3.2-1b-random", "cells": steps, "beams": beams, "questions": questions}
     print(f"record: {records.save('continuations', record, options.out)}")
     gains = {f"{cell['cache']}, {cell['context']}": cell["times_as_fast"] for cell in steps}
     print(json.dumps(gains | (beams["times_as_fast_as_stock"] if beams else {})))

@@ -8,7 +8,7 @@ from .merging import MergedAttention, PartialAttention
 from .segment import rows_of_mask
 from .torch_attention import attend_by_torch
 
-# Of one piece: long enough for torch, and short enough for the caches of a processor to hold what is taken out.
+# Tokens of a piece: enough for torch to be fast, and few enough for their copy to stay in the processor's caches.
 PIECE_TOKENS = 4096
 
 
@@ -31,7 +31,7 @@ def attend_to_chunk(
 
 
 def has_lse(store: KVStore, mask: torch.Tensor | None) -> bool:
-    """Whether torch's fast attention says by how much it divided the rows of `attend_in_pieces`."""
+    """Return whether torch's fast attention returns the lse of the rows of `attend_in_pieces`."""
     return store.shape.key_dim == store.shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
@@ -44,10 +44,10 @@ def attend_in_pieces(
     first_of_chunk: int,
 ) -> PartialAttention:
     """
-    Attend to all tokens of `store`, whose states are never all outside of their blocks at once.
+    Attend to all tokens of `store`, whose states are copied out of their blocks a piece at a time.
 
     Query heads that share a KV head are seen as more queries of one head, instead of repeating keys and values for
-    them. What pieces give is merged, see `merging`.
+    them. The partial results of pieces are merged, see `merging`.
 
     Args:
         query: `[batch, query_heads, query_length, head_dim]`, on the CPU.

@@ -1,9 +1,9 @@
 """
-What `update` returns when a layer is attended to where it is kept: tensors in shape, type and device, without states.
+Handles, which `update` returns if attention runs over the store: tensors in shape, type and device, without states.
 
-In transformers the attention function never sees the cache, only what `update` returned. Handles answer
+In transformers the attention function never sees the cache, only the results of `update`. Handles answer
 `torch.nn.functional.scaled_dot_product_attention`, which the default implementation calls, by running a kernel over
-what is stored. Any other operation on them gets the real states, so that every other implementation is right too, if
+the store. Any other operation on them gets the real states, so that every other implementation is right too, if
 slower. Nothing of torch or transformers is patched.
 """
 
@@ -42,7 +42,7 @@ class HandledAttention(Protocol):
         """See `StoredAttention`."""
 
     def takes_prompts(self, store: KVStore) -> bool:
-        """Whether queries may be causal."""
+        """Return whether queries may be causal."""
 
     def decline(self) -> None:
         """Note that something needs the states themselves."""
@@ -55,7 +55,7 @@ class LayerView:
     Args:
         store: of the layer.
         attention: runs the kernel.
-        selection: what it may leave out; `None` for nothing.
+        selection: lets attention skip pages; `None` to read all.
     """
 
     def __init__(self, store: KVStore, attention: HandledAttention, selection: LayerSelection | None = None):
@@ -81,7 +81,7 @@ class LayerView:
         return self._store
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The real keys and values, on the device of the model; brought once for both."""
+        """Return the real keys and values on the device of the model; they are brought once for both."""
         store = self.store
         if self._states is None:
             self.attention.decline()
@@ -95,7 +95,7 @@ class KVHandle(torch.Tensor):
     All keys, or all values, of a layer in host memory, or a view that transformers' `repeat_kv` takes of them.
 
     Attributes:
-        layer: what it stands for.
+        layer: layer that it stands for.
         role: 0 for keys, 1 for values.
         views: functions that make this view out of the real states.
     """
@@ -117,18 +117,18 @@ class KVHandle(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Answered here, because torch's own answer would go through `__torch_function__`, several times a step."""
+        """The shape of the states. Torch's own property would go through `__torch_function__`, several times a step."""
         return self._shape
 
     def states(self) -> torch.Tensor:
-        """The real tensor."""
+        """Return the real tensor."""
         states = self.layer.states()[self.role]
         for view in self.views:
             states = view(states)
         return states
 
     def seen_as(self, shape: torch.Size, view: Callable[[torch.Tensor], torch.Tensor]) -> "KVHandle":
-        """The handle of what `view`, which gives `shape`, makes of this one."""
+        """Return the handle of a view of this one; `view` makes it of a tensor, with this shape."""
         return KVHandle.make(self.layer, self.role, shape, (*self.views, view))
 
     @classmethod
@@ -151,13 +151,13 @@ class KVHandle(torch.Tensor):
             return func(*args, **kwargs)
         elif func in _NOT_DISPATCHED:
             args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs))
-        # Shape, type and device are answered by the handle itself; what needs data ends in __torch_dispatch__.
+        # The handle itself answers shape, type and device; operations that need data end in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @staticmethod
     def _are_observed(args: Sequence[object]) -> bool:
-        """Whether queries are still to be seen by what attends to the states in another way."""
+        """Return whether the store still needs queries, which attention to the real states must show to it."""
         return any(isinstance(each, KVHandle) and each.layer.store.wants_queries for each in args)
 
     @classmethod
@@ -166,7 +166,7 @@ class KVHandle(torch.Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs or {}))
         if func is torch.ops.aten.view.default:
-            # A handle is contiguous to whoever asks it; states that are streamed are not.
+            # A handle claims to be contiguous; streamed states are not.
             func = torch.ops.aten.reshape.default
         return func(*args, **kwargs)
 
@@ -174,7 +174,7 @@ class KVHandle(torch.Tensor):
 def handles_of(
     store: KVStore, attention: HandledAttention, selection: LayerSelection | None = None
 ) -> tuple[KVHandle, KVHandle]:
-    """Handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
+    """Make handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
     layer, shape = LayerView(store, attention, selection), store.shape
     common = (shape.batch, shape.num_kv_heads, store.num_tokens)
     return (
@@ -221,7 +221,7 @@ def _attend(
 
 
 def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:
-    """Whether the kernel takes `mask`: one value for each token, shared by sequences, heads and queries or not."""
+    """Return whether the kernel takes `mask`: one value a token, shared by sequences, heads and queries or not."""
     if mask is None:
         return True
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
@@ -236,7 +236,7 @@ def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool
 
 
 def _is_there(handle: object, *target: Any, **options: Any) -> bool:
-    """Whether a handle that is moved to a device would stay on it: models that share keys and values ask for that."""
+    """Return whether a handle that is moved stays on its device; models that share keys and values move handles."""
     device = target[0] if len(target) == 1 and not options else None
     return isinstance(handle, KVHandle) and isinstance(device, torch.device) and device == handle.device
 
@@ -265,7 +265,7 @@ def _as_size(sizes: tuple[Any, ...]) -> torch.Size:
     return torch.Size(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
 
 
-# What torch refuses to do for a subclass before it asks the subclass.
+# Methods that torch refuses for a subclass before it asks the subclass.
 _NOT_DISPATCHED = {torch.Tensor.tolist, torch.Tensor.numpy}
 
 # The three operations of transformers' `repeat_kv`, and the shape each gives, or `None` for another use of it.

@@ -37,7 +37,7 @@ def compile_kernels(dtype: torch.dtype, is_quantized: bool, on_wait: Callable[[]
 
 
 def has_kernel_for_many(shape: KVShape) -> bool:
-    """Whether many queries attend to states of this shape by a kernel on the CPU, because it is faster than torch."""
+    """Return whether many queries attend to states of this shape by a kernel on the CPU, which is faster than torch."""
     return shape.element is not None and uses_prefill_kernel(shape.element)
 
 
@@ -46,13 +46,13 @@ class HostKernel:
     The kernel, for all layers of a cache, with the memory that it works in.
 
     Args:
-        stats: counted into.
-        thread: to share with another kernel.
+        stats: counters of the cache.
+        thread: thread to share with another kernel.
 
     Attributes:
-        thread: for what goes on beside the thread that asks for it.
-        masks: as the kernel for few queries takes them.
-        seen: as the kernel for many queries takes them.
+        thread: thread for kernels that run beside the caller.
+        masks: masks as the kernel for few queries takes them.
+        seen: masks as the kernel for many queries takes them.
     """
 
     def __init__(self, stats: CacheStats, thread: KernelThread | None = None):
@@ -81,7 +81,7 @@ class HostKernel:
             queries: on the CPU, at most `MAX_QUERIES` of a head.
             store: its keys and values share batch and head_dim with the query.
             mask: of its tokens.
-            selection: what may be left out; `None` for nothing.
+            selection: lets few queries skip pages; `None` to read all.
             elsewhere: tokens, from the first to before the last, that are attended to elsewhere: the last ones, or the
                 last ones that are quantized.
         """
@@ -122,13 +122,13 @@ class HostKernel:
         self, queries: Queries, store: HostStore | QuantizedStore, seen: SeenTokens, dtype: torch.dtype
     ) -> PartialAttention:
         """
-        Attend to the tokens of `store`, which are in host memory, with queries that are as many as you like.
+        Attend to the tokens of `store`, which are in host memory, with any number of queries.
 
         Args:
             queries: on the CPU.
             store: its keys and values share batch, type and head_dim with the query.
             seen: of its tokens.
-            dtype: of what is found: float32, or the query's.
+            dtype: type of the result, float32 or the query's.
         """
         query, _, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
@@ -200,7 +200,7 @@ def _strided(states: torch.Tensor) -> Strided:
 
 
 def _parts_of(store: HostStore | QuantizedStore, num_left_out: int = 0) -> tuple[HostStore, QuantizedBlocks | None]:
-    """The tokens in full precision, and the quantized blocks but for the last ones, if there are any."""
+    """Return the tokens in full precision and the quantized blocks, if there are any, without the last ones."""
     if isinstance(store, HostStore):
         return store, None
     full, packed, keys, values = store.full, store.packed, store.codec.keys, store.codec.values

@@ -106,7 +106,7 @@ class HostSegment(AttentionSegment):
         return self._on_device(out, query.dtype)
 
     def _prepared(self) -> Callable[[], TorchWorkspace]:
-        """A function that runs the kernel, on any thread, once the queries are there."""
+        """Return a function that runs the kernel, on any thread, once the queries are there."""
         on_host, wait_for_query = self._query_on_host()
         mask = self._kernel.masks.of(self._mask)
 
@@ -120,7 +120,7 @@ class HostSegment(AttentionSegment):
         return run
 
     def _query_on_host(self) -> tuple[Queries, Callable[[], None]]:
-        """The queries in host memory, and a function that waits for their copy."""
+        """Return the queries in host memory, and a function that waits for their copy."""
         query = self._queries.states
         if query.is_cpu:
             return self._queries, _nothing_to_wait_for

@@ -1,4 +1,4 @@
-"""The index of one layer's keys, by which attention finds what matters: made of what a store has, never the truth."""
+"""The index of one layer's keys, by which attention rates pages. It is made from a store, and can be made again."""
 
 import copy
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ _INDEXED_AT_ONCE = 64
 
 class KeyIndex:
     """
-    Rough codes of the keys of one layer's blocks, see `kernels.key_index`; of quantized blocks by what codes stand for.
+    The key index of one layer's blocks, see `kernels.key_index`; keys of quantized blocks are dequantized for it.
 
-    Blocks are indexed when attention asks, those that have come since. Who removes tokens or changes sequences says so
-    here, too.
+    New blocks are indexed when attention asks for the index. Code that removes tokens or changes sequences in the store
+    must do so here, too.
 
     Args:
         budget: asked before host memory is used; blocks are its entries.
@@ -40,12 +40,12 @@ class KeyIndex:
         self._first = self._blocks = self._approved_blocks = 0
 
     def __deepcopy__(self, memo: dict) -> "KeyIndex":
-        """An empty one, which is made again when it is asked for."""
+        """Return an empty index, which is made again when attention asks for it."""
         return KeyIndex(copy.deepcopy(self._budget, memo), self._capacity)
 
     def of(self, store: HostStore | QuantizedStore) -> IndexedBlocks | None:
         """
-        The index of what is stored now; `None` where no block is to be indexed.
+        Return the index of the blocks that are stored now; `None` if none is to be indexed.
 
         Raises:
             HostMemoryError: the host has no room for it.
@@ -60,17 +60,17 @@ class KeyIndex:
         return IndexedBlocks(self._packed.array(), first, count)
 
     def form(self, store: HostStore | QuantizedStore) -> torch.Size:
-        """The shape that rows have in a file: uint8 `[blocks, batch, num_kv_heads, bytes]`."""
+        """Return the shape of rows in a file, uint8 `[blocks, batch, num_kv_heads, bytes]`."""
         return self._made(store).stored_shape(len(_blocks(store)))
 
     def rows(self, store: HostStore | QuantizedStore) -> torch.Tensor:
-        """A view of all packed blocks, as a file stores them."""
+        """Return a view of all packed blocks, as a file stores them."""
         indexed = self.of(store)
         return self._made(store).stored_rows(0 if indexed is None else indexed.num_blocks)
 
     def map_rows(self, store: HostStore | QuantizedStore, file: int, offset: int) -> bool:
         """
-        Let the rows be those of an open file, from `offset` on.
+        Map the rows to an open file, from `offset` on.
 
         Returns:
             False where the system cannot do that; use `make_rows` then.
@@ -86,7 +86,7 @@ class KeyIndex:
 
     def make_rows(self, store: HostStore | QuantizedStore) -> torch.Tensor:
         """
-        Rows for all blocks, to be written to.
+        Make rows for all blocks, to be written to.
 
         Raises:
             HostMemoryError: the host has no room for them.
@@ -106,7 +106,7 @@ class KeyIndex:
         """
         Make sequence `i` what sequence `indices[i]` was, once the store has done so.
 
-        If that does not end well, the index is made again.
+        After an error the index is made again.
         """
         blocks, self._blocks = self._blocks, 0
         yield
@@ -122,7 +122,7 @@ class KeyIndex:
         self._budget.forget(self)
 
     def buffers(self) -> list[TokenBuffer]:
-        """The buffers that hold memory."""
+        """Return the buffers that hold memory."""
         return [] if self._packed is None else [self._packed]
 
     def _extend(self, store: HostStore | QuantizedStore, first: int, count: int) -> None:
@@ -153,5 +153,5 @@ class KeyIndex:
 
 
 def _blocks(store: HostStore | QuantizedStore) -> range:
-    """Numbers of the blocks that are indexed."""
+    """Return the numbers of the blocks that are indexed."""
     return store.layout.indexed_blocks(store.num_tokens)

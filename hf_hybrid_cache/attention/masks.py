@@ -24,7 +24,7 @@ class LastMask(Generic[Made]):
         self._last: tuple[torch.Tensor | None, object, Made] = (None, None, make(None))
 
     def of(self, mask: torch.Tensor | None) -> Made:
-        """The result of `make(mask)`, made once for each mask."""
+        """Return the result of `make(mask)`, made once for each mask."""
         if mask is None:
             return self._make(None)
         # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
@@ -76,6 +76,6 @@ def seen_tokens(mask: torch.Tensor | None) -> SeenTokens:
 
 
 def causal_tokens(query_length: int, tokens: int) -> SeenTokens:
-    """Tokens seen by causal queries that are the last of `tokens` tokens."""
+    """Return the tokens that causal queries see, if the queries are the last of `tokens` tokens."""
     ends = np.arange(tokens - query_length + 1, tokens + 1)
     return SeenTokens(np.stack([np.zeros_like(ends), ends], axis=-1)[None, None])

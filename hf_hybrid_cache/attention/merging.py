@@ -33,7 +33,7 @@ def widest(*tensors: torch.Tensor) -> torch.dtype:
 
 def merged_at_once(outs: torch.Tensor, lse: torch.Tensor) -> PartialAttention:
     """
-    Merge partial results that are all there.
+    Merge partial results in one tensor.
 
     Args:
         outs: float32 `[segments, ..., head_dim]`, see `PartialAttention`.
@@ -42,7 +42,7 @@ def merged_at_once(outs: torch.Tensor, lse: torch.Tensor) -> PartialAttention:
     Returns:
         float32 `[..., head_dim]`, zeros where no token of any segment is seen, and `[...]`.
     """
-    # Where no token is seen the weights do not matter: all outputs are zero.
+    # If no token is seen, the weights do not matter: all outputs are zero.
     weights = lse.clamp_min(_LOWEST).softmax(dim=0)
     return PartialAttention((outs * weights.unsqueeze(-1)).sum(dim=0), lse.logsumexp(dim=0))
 
@@ -68,7 +68,7 @@ class MergedAttention:
 
     def out_with(self, last: PartialAttention, is_masked: bool = True) -> torch.Tensor:
         """
-        The output of all segments and a last one.
+        Return the output of all segments and a last one.
 
         Args:
             last: partial result of the last segment.

@@ -1,4 +1,4 @@
-"""Keys that tell which queries attend to them: what `update` returns while a codec is still to be chosen."""
+"""Keys that show the queries which attend to them; `update` returns them until a codec is chosen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Observer = Callable[[torch.Tensor], None]
 
 class ObservedKeys(torch.Tensor):
     """
-    The keys themselves, or a view that attention takes of them; anything else made of them is a plain tensor.
+    The keys themselves, or a view that attention takes of them; results of all other operations are plain tensors.
 
     The observer is called with the queries of `scaled_dot_product_attention`, and of a product with a matrix of these
     keys, as in transformers' eager attention. Attention that goes past both is not observed.
@@ -60,5 +60,5 @@ _VIEWS = {
     torch.Tensor.type,
     torch.Tensor.view,
 }
-# What is answered by keys that are observed.
+# Functions that observed keys answer.
 OBSERVED = _PRODUCTS | _VIEWS

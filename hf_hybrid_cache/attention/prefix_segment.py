@@ -13,7 +13,7 @@ def folded_queries(states: torch.Tensor, continuations: int) -> torch.Tensor:
 
 def folded_mask(mask: torch.Tensor | None, continuations: int, length: int) -> torch.Tensor | None:
     """
-    The mask of such queries; `None` where it hides nothing.
+    Return the mask of folded queries; `None` if it hides nothing.
 
     Args:
         mask: `[sequences, query_heads, length, tokens]`, where any of the first three may be 1.

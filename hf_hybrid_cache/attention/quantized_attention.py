@@ -1,4 +1,4 @@
-"""Attention over a layer's codes on the device of the model: from a store to the kernel, and what it gives merged."""
+"""Attention over a layer's codes on the device of the model: from a store to the kernel, and merging of its results."""
 
 import torch
 
@@ -9,7 +9,7 @@ from .layer_selection import LayerSelection
 
 
 def has_quantized_kernel(codec: KVCodec, shape: KVShape) -> bool:
-    """Whether a kernel on their device (any, for "meta") attends to states of `shape` quantized like this."""
+    """Return whether a kernel on their device (any, for "meta") attends to states of `shape` quantized like this."""
     return (
         is_foldable(codec)
         and max(shape.key_dim, shape.value_dim) <= LONGEST_HEAD
@@ -23,19 +23,19 @@ class QuantizedAttention:
     Attends to one layer's quantized blocks where they are, instead of putting all of its states together for each use.
 
     Attributes:
-        is_declined: something other than this reads the states, so that they are better put together at once.
+        is_declined: something else reads the states, so that they are better put together at once.
     """
 
     def __init__(self) -> None:
         self.is_declined = False
-        # Of the codec that the layer had last.
+        # The last codec of the layer, and its maps.
         self._codec: KVCodec | None = None
         self._device: torch.device | None = None
         self._query_map: torch.Tensor | None = None
         self._result_map: torch.Tensor | None = None
 
     def takes_prompts(self, store: KVStore) -> bool:
-        """No: their states are there, in full precision."""
+        """Return false, because the states of a prompt are there in full precision."""
         return False
 
     def __call__(
@@ -79,18 +79,18 @@ class QuantizedAttention:
         self.is_declined = True
 
     def reset(self) -> None:
-        """Forget that."""
+        """Forget that something needed the states."""
         self.is_declined = False
 
     def _turned(self, rows: torch.Tensor) -> torch.Tensor:
-        """Queries as products with codes need them, float32."""
+        """Return queries as products with codes need them, float32."""
         if self._query_map is None:
             return rows.float()
         with as_written(rows.device):
             return rows.float() @ self._query_map
 
     def _follow(self, codec: KVCodec, store: QuantizedStore) -> None:
-        """Have the maps of `codec` on the device; it changes once, when it is chosen."""
+        """Copy the maps of `codec` to the device; it changes once, when it is chosen."""
         device = store.shape.device
         if self._codec is codec and self._device == device:
             return
@@ -98,7 +98,7 @@ class QuantizedAttention:
         assert isinstance(codec.values, MinMaxCodec)
         of_keys = map_to_states(codec.keys, store.shape.key_dim)
         of_values = map_to_states(codec.values, store.shape.value_dim)
-        # A product with a key that is mapped is one of the query, mapped the other way round.
+        # A product with a mapped key is one of the key with the query mapped by the transpose.
         self._query_map = None if of_keys is None else of_keys.mT.contiguous().to(device)
         self._result_map = None if of_values is None else of_values.to(device)
         self._codec, self._device = codec, device

@@ -12,13 +12,13 @@ from .masks import LastMask, mask_arrays
 from .merging import PartialAttention, merged_at_once
 from .segment import AttentionSegment, Queries
 
-# What a round of messages costs, in bytes that could be sent meanwhile: 50 us at 10 Gbit/s.
+# Cost of a round of messages, in bytes that could be sent meanwhile: 50 us at 10 Gbit/s.
 _WORTH_A_ROUND = 2**16
 
 
 class ShardedSegment(AttentionSegment):
     """
-    All tokens of a sequence whose blocks are shared out; all processes attend to it at once.
+    All tokens of a sequence whose blocks are distributed over processes; all of them attend to it at once.
 
     Args:
         queries: that attend.
@@ -97,10 +97,10 @@ class ShardedRows:
 
     def merged(self, store: ShardedStore) -> PartialAttention:
         """
-        Attention to all tokens. All processes call this at once, and those of one kind get the same to the last bit.
+        Merge to attention to all tokens. All processes call this at once; those of one kind get the same bits.
 
-        Few numbers every process tells every other one, and all merge them: one round. Where that would be many bytes,
-        each merges some of the rows, and tells the others what it has merged: two rounds.
+        With few numbers, every process sends its own to all others, and all merge them: one round. With many, each
+        process merges some of the rows and sends the merged ones to the others: two rounds.
 
         Args:
             store: whose shard was attended to.
@@ -126,7 +126,7 @@ class ShardedRows:
         return self._seen(merged.flatten(0, 1)[: self._count])
 
     def _merged(self, store: ShardedStore, heard: torch.Tensor) -> torch.Tensor:
-        """Rows `[rows, value_dim + 1]` of what processes have told, `[size, rows and mark]`."""
+        """Merge the messages of all processes, `[size, rows and mark]`, to rows `[rows, value_dim + 1]`."""
         store.require_same(heard[:, -MARK_SIZE:].tolist())
         rows = heard[:, :-MARK_SIZE].unflatten(1, (-1, self._width))
         # In the order of ranks.
@@ -134,6 +134,6 @@ class ShardedRows:
         return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
 
     def _seen(self, rows: torch.Tensor) -> PartialAttention:
-        """Such rows, all of them, as what attention gives."""
+        """Return all of these rows as a result of attention."""
         rows = rows.view(*self._shape[:-1], self._width)
         return PartialAttention(rows[..., :-1], rows[..., -1])

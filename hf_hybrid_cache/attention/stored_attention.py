@@ -38,7 +38,7 @@ class StoredAttention:
 
     Args:
         stats: counters of the cache.
-        is_asked_for: the user asked for attention on the CPU, and does not just get it where it is of use.
+        is_asked_for: the user asked for attention on the CPU, instead of leaving the choice to the cache.
         shard: the tokens of this process, where several processes keep a shard each.
 
     Attributes:
@@ -51,7 +51,7 @@ class StoredAttention:
         self._is_asked_for = is_asked_for
         self.is_declined = False
         self._kernel = HostKernel(stats)
-        # With workspaces of its own: its result is merged with that of the other one.
+        # It has its own workspaces, because its result is merged with that of the other one.
         self._prefix_kernel = HostKernel(stats, self._kernel.thread)
         self._prefix_masks: tuple[tuple[int, int], LastMask[torch.Tensor | None]] | None = None
         self._own_masks = LastMask(self._own_columns_of)
@@ -63,15 +63,15 @@ class StoredAttention:
         return twin
 
     def covers(self, codec: KVCodec) -> bool:
-        """Whether there is a kernel on the CPU for blocks that are quantized like this."""
+        """Return whether there is a kernel on the CPU for blocks that are quantized like this."""
         return is_foldable(codec)
 
     def has_kernel_for_many(self, shape: KVShape) -> bool:
-        """Whether many queries attend to states of this shape by a kernel on the CPU."""
+        """Return whether many queries attend to states of this shape by a kernel on the CPU."""
         return has_kernel_for_many(shape)
 
     def takes_prompts(self, store: KVStore) -> bool:
-        """Whether a sequence's first queries attend to themselves in `store`, faster than torch to their states."""
+        """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         if isinstance(store, ShardedStore) and store.shard.is_all:
             store = store.local
         is_on_host = isinstance(store, HostStore) and store.streamed is None
@@ -139,7 +139,7 @@ class StoredAttention:
         return [*segments[:-1], *tails[:-1], segments[-1], tails[-1]]
 
     def _prefix_mask(self, mask: torch.Tensor | None, continuations: int, length: int) -> torch.Tensor | None:
-        """The mask of folded queries, made once for the layers of a step."""
+        """Return the mask of folded queries, made once for the layers of a step."""
         key = continuations, length
         if self._prefix_masks is None or self._prefix_masks[0] != key:
             self._prefix_masks = key, LastMask(lambda mask: folded_mask(mask, continuations, length))
@@ -200,7 +200,7 @@ class StoredAttention:
         return segments
 
     def decline(self) -> None:
-        """Note that something needs the states themselves; say, once, how to be fast if this was asked for."""
+        """Note that something needs the states themselves, or warn once if the user asked for attention on the CPU."""
         if not self._is_asked_for:
             self.is_declined = True
         elif not self._has_warned:
@@ -213,7 +213,7 @@ class StoredAttention:
             )
 
     def _own_columns_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The columns of a mask for the tokens of the own shard, in host memory."""
+        """Return the columns of a mask for the tokens of the own shard, in host memory."""
         return None if mask is None else mask.cpu().index_select(-1, self._shard.positions(0, mask.shape[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Torch's own attention, where it also says by how much it divided each row."""
+"""Torch's own attention, with the lse of each row."""
 
 import torch
 from torch.nn.functional import pad
@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from .merging import MergedAttention, PartialAttention, widest
 
 _LOWEST = torch.finfo(torch.float32).min
-# That the plain way takes at once: it puts scores, and keys and values in float32, into memory.
+# Most tokens and scores of one plain product: scores, and keys and values in float32, take memory.
 _PLAIN_TOKENS, _PLAIN_SCORES = 16_384, 2**26
 _LONGEST_FLASH_HEAD = 256
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -28,7 +28,7 @@ def attend_by_torch(
         scale: of the scores; `None` for `key_dim ** -0.5`.
 
     Returns:
-        Of the query's type or float32, or float64 where anything is, see `PartialAttention`.
+        Results of the query's type or float32, or float64 if any argument is, see `PartialAttention`.
     """
     key_dim, value_dim = keys.shape[3], values.shape[3]
     has_one_type = query.dtype == keys.dtype == values.dtype
@@ -43,7 +43,7 @@ def attend_by_torch(
 def attend_plainly(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> PartialAttention:
-    """`attend_by_torch` as it is written, in float32 or float64, for any device, types, width and mask."""
+    """Attend by plain products in float32 or float64, for any device, types, width and mask."""
     dtype = widest(query, keys, values)
     rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
     merged = MergedAttention()
@@ -54,7 +54,7 @@ def attend_plainly(
         if mask is not None:
             scores += _as_bias(mask[..., tokens], dtype)
         lse = scores.logsumexp(dim=-1)
-        # Where no token is seen all weights are 0.
+        # All weights are 0 if no token is seen.
         weights = torch.exp(scores - lse.clamp_min(_LOWEST).unsqueeze(-1))
         merged.add(PartialAttention(weights @ values[:, :, tokens].to(dtype), lse))
     assert merged.partial is not None
@@ -68,7 +68,7 @@ def _attend_on_cpu(
         return PartialAttention(*_on_cpu(query, keys, values, scale=scale))
     bias = _as_bias(mask, query.dtype)
     out, lse = _on_cpu(query, keys, values, attn_mask=bias, scale=scale)
-    # Where no token is seen torch says 0 for both. A weight of 0 does not hide what is not finite.
+    # If no token is seen, torch returns 0 for both. A weight of 0 does not hide values that are not finite.
     out += 0 * values.abs().amax(dim=2, keepdim=True)
     return PartialAttention(out, lse.masked_fill(bias.isneginf().all(dim=-1), -torch.inf))
 
@@ -76,7 +76,7 @@ def _attend_on_cpu(
 def _attend_on_cuda(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> PartialAttention:
-    """Heads are filled up to whole groups of 8 channels, as `scaled_dot_product_attention` does for this kernel."""
+    """Attend by flash attention; pad heads to groups of 8 channels, as `scaled_dot_product_attention` does for it."""
     head_dim = query.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
     if missing := -head_dim % 8:
@@ -86,7 +86,7 @@ def _attend_on_cuda(
 
 
 def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as what is added to scores."""
+    """Return a mask as numbers that are added to scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Query rows that share a KV head: row `g * query_length + i` is query `i` of the group's query head `g`."""
+        """Query rows that share a KV head; row `g * query_length + i` is query `i` of the group's query head `g`."""
         return self.group * self.query_length
 
 

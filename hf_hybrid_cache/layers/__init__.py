@@ -1,4 +1,4 @@
-"""One layer of a cache: storage, codecs and attention put together as a placement says."""
+"""One layer of a cache, which joins storage, codecs and attention as its placement says."""
 
 from .errors import DeviceMemoryError, IncompleteCacheError
 from .hybrid_layer import HybridLayer

@@ -1,4 +1,4 @@
-"""What a layer raises."""
+"""Errors that a layer raises."""
 
 import torch
 
@@ -6,7 +6,7 @@ from ..errors import HybridCacheError
 
 
 class IncompleteCacheError(HybridCacheError, RuntimeError):
-    """Something ended a change of the cache half-way, and it is used without being reset."""
+    """The cache is used after a change of it ended half-way; reset it first."""
 
 
 class DeviceMemoryError(HybridCacheError, torch.OutOfMemoryError):

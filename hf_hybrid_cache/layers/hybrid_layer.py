@@ -24,7 +24,7 @@ from .errors import DeviceMemoryError, IncompleteCacheError
 from .layer_stores import LayerStores
 from .lent_states import LentStates
 
-# Assisted decoding checks up to so many at once.
+# Largest number of tokens that assisted decoding checks at once.
 _FEW_TOKENS = 16
 
 
@@ -61,7 +61,7 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def store(self) -> KVStore | None:
-        """What the layer holds, with the edits that a caller has made; `None` before the first states."""
+        """The layer's store, with the edits that a caller has made; `None` before the first states."""
         self.take_edits()
         return self._store
 
@@ -71,12 +71,12 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def device(self) -> torch.device:
-        """Of the states that come and are returned; as in transformers' layer there is none before the first."""
+        """Device of the states that come and go; missing before the first states, as in transformers' layer."""
         return self._states_shape().device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the keys, likewise."""
+        """Type of the keys; missing before the first states, as in transformers' layer."""
         return self._states_shape().key_dtype
 
     def _states_shape(self) -> KVShape:
@@ -86,7 +86,7 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def batch(self) -> int | None:
-        """Sequences that are stored; `None` where none are."""
+        """Number of sequences that are stored; `None` if none are."""
         return self._store.shape.batch if self._store is not None and self._store.num_tokens else None
 
     @property
@@ -94,8 +94,8 @@ class HybridLayer(CacheLayerMixin):
         """
         All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first.
 
-        A copy, which stays as it is. What is written into it in place by operations of torch, or assigned, is stored
-        when the layer is used next, as by `set`. Once the layer has new tokens it is the caller's alone.
+        They are a copy that the layer does not change. If operations of torch write to it in place, or other keys are
+        assigned, the next use of the layer stores that, as by `set`. After new tokens the copy is the caller's alone.
         """
         return self._lend(0)
 
@@ -114,10 +114,10 @@ class HybridLayer(CacheLayerMixin):
 
     def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """
-        Hold these states instead of those that are stored.
+        Replace the stored states.
 
-        Of a quantized layer the tokens before the first one that differs stay as their codes have them, the others are
-        quantized anew as new tokens are.
+        In a quantized layer the tokens before the first one that differs keep their codes; the others are quantized
+        again as new tokens are.
 
         Args:
             keys: `[batch, num_kv_heads, tokens, head_dim]`.
@@ -125,10 +125,10 @@ class HybridLayer(CacheLayerMixin):
 
         Raises:
             ValueError: they do not fit each other, or there are no codes for some of them.
-            RuntimeError: processes keep a share of the layer each.
+            RuntimeError: several processes keep shards of the layer.
             HostMemoryError: host memory would not suffice.
 
-        The layer holds what it did then.
+        The layer is unchanged after an error.
         """
         self._require_states(keys, values)
         self._lent = None
@@ -173,18 +173,18 @@ class HybridLayer(CacheLayerMixin):
             **kwargs: ignored likewise.
 
         Returns:
-            Keys and values, `[batch, num_kv_heads, tokens, head_dim]`, to be read and not written to. Handles
-            (`handles.py`) where they are attended to as they are stored: to be used before the cache changes.
+            Keys and values, `[batch, num_kv_heads, tokens, head_dim]`, to be read and not written to. They are handles
+            (`handles.py`) if attention runs over the store: use them before the cache changes.
 
         Raises:
-            ValueError: the states do not fit each other, or what is stored.
+            ValueError: the states do not fit each other, or the stored ones.
             RuntimeError: the states require gradients, which a cache that writes in place does not keep; or another
                 thread uses the cache at the same time.
             HostMemoryError: host memory would not suffice; nothing has changed then.
-            DeviceMemoryError: the memory of the device does not.
+            DeviceMemoryError: the memory of the device would not suffice.
             IncompleteCacheError: something ended an earlier change half-way.
 
-        Whatever ends it, the layer holds the tokens of before, or the new ones too, or the next use raises
+        After any error the layer holds the tokens of before, or the new ones too, or the next use raises
         `IncompleteCacheError`.
         """
         self._usable_store()
@@ -228,11 +228,11 @@ class HybridLayer(CacheLayerMixin):
             raise self._device_memory_error(key_states.shape[2], error) from error
 
     def _takes_prompts(self, store: KVStore) -> bool:
-        """Whether the first tokens are attended to where they are stored, too."""
+        """Return whether attention of the first tokens runs over the store, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
     def _takes_prompts_to_quantize(self, store: KVStore) -> bool:
-        """Whether what is stored is quantized, and the kernel could attend to its tokens as they come."""
+        """Return whether the store is quantized, and the kernel could attend to its tokens in full precision."""
         return (
             self.is_attended_on_cpu
             and isinstance(store, QuantizedStore)
@@ -242,7 +242,7 @@ class HybridLayer(CacheLayerMixin):
         )
 
     def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states for attention on the CPU, to all or to a part of what is in host memory."""
+        """Store new states for attention on the CPU to all or a part of the tokens in host memory."""
         held = store.num_tokens
         has_middle = store.layout.after(held + keys.shape[2]).host_tokens > 0
         if has_middle and isinstance(store, SplitStore) and store.is_split:
@@ -261,11 +261,11 @@ class HybridLayer(CacheLayerMixin):
         return 0 if self._store is None else self._store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask must cover when `query_length` tokens come next."""
+        """Return length and offset of the keys that a mask must cover when `query_length` tokens come next."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: there is no maximum."""
+        """Return -1, because there is no maximum."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -289,13 +289,13 @@ class HybridLayer(CacheLayerMixin):
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """
-        Move what is stored to where a model on `device` uses it, as `dtype` or as it is.
+        Move the stored states to the place where a model on `device` uses them, as `dtype` or with their type.
 
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
         """
         store = self._store
-        if store is None or not store.is_intact:  # what is not whole says so at its next use
+        if store is None or not store.is_intact:  # a store that is not whole raises at its next use
             return
         now = store.shape
         shape = now._replace(device=device, key_dtype=dtype or now.key_dtype, value_dtype=dtype or now.value_dtype)
@@ -330,18 +330,18 @@ class HybridLayer(CacheLayerMixin):
             self._adopt(SharedPrefixStore.continuing(store, tails), self.is_attended_on_cpu)
 
     def make_tails(self, batch: int) -> LocalStore:
-        """An empty store for the tokens of `batch` sequences that continue those that are stored."""
+        """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
         assert self._store is not None
         shape = self._store.shape._replace(batch=batch)
         return self._stores.make_tails(self.layer_idx, self._ordinal, shape)
 
     def continue_with(self, tails: LocalStore) -> None:
         """
-        Let what `tails` holds follow what is stored, in several sequences each.
+        Make the stored sequences prefixes of the sequences in `tails`, several for each.
 
         Raises:
-            ValueError: what is stored is no whole blocks.
-            HostMemoryError: it has to be copied for each sequence, and host memory would not suffice.
+            ValueError: the stored tokens are no whole blocks.
+            HostMemoryError: they have to be copied for each sequence, and host memory would not suffice.
         """
         store = self._store
         assert isinstance(store, LocalStore)
@@ -369,20 +369,20 @@ class HybridLayer(CacheLayerMixin):
             self._select_batch(torch.arange(self._store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
     def buffers(self) -> Iterable[TokenBuffer]:
-        """Everything that holds memory for this layer alone."""
+        """Return all buffers that hold memory for this layer alone."""
         index = () if self._selection is None else self._selection.index.buffers()
         return *(() if self._store is None else self._store.buffers()), *index
 
     @property
     def index(self) -> KeyIndex | None:
-        """The index by which attention chooses what to read; `None` if it reads all."""
+        """The index by which attention chooses the pages to read; `None` if it reads all."""
         if self._selection is None or self._selection.reads_all or not self.is_attended_on_cpu:
             return None
         return self._selection.index
 
     @property
     def always_chooses(self) -> bool:
-        """Whether attention of few queries reads a part, however large it is."""
+        """Whether attention of few queries reads a part of the pages, however large the part is."""
         return self.index is not None and self._selection is not None and self._selection.most == 1
 
     def require_whole(self) -> None:
@@ -390,15 +390,15 @@ class HybridLayer(CacheLayerMixin):
         Check that nothing has ended a change of the cache half-way.
 
         Raises:
-            IncompleteCacheError: something has.
+            IncompleteCacheError: a change has ended half-way.
         """
         self._usable_store()
 
     def offload(self) -> None:
-        """Nothing to do: the placement decides where a layer lives."""
+        """Do nothing: the placement decides where a layer lives."""
 
     def prefetch(self) -> None:
-        """Nothing to do: a layer fetches those that follow it."""
+        """Do nothing: a layer fetches those that follow it."""
 
     @property
     def lent_bytes(self) -> int:
@@ -411,13 +411,13 @@ class HybridLayer(CacheLayerMixin):
         return self._lent is not None
 
     def let_lent_go(self) -> None:
-        """Store what a caller has written, and keep no memory for more."""
+        """Store the edits of a caller, and keep no memory for more."""
         self.take_edits()
         if self._lent is not None:
             self._lent.let_go()
 
     def _lend(self, role: int) -> torch.Tensor | None:
-        """The keys (0) or the values (1), for a caller to keep or to edit."""
+        """Return the keys (0) or the values (1), for a caller to keep or to edit."""
         states = None if self._lent is None else self._lent.get(role)
         if states is not None or (self._store is None and self._lent is not None):
             return states
@@ -444,10 +444,10 @@ class HybridLayer(CacheLayerMixin):
 
     def take_edits(self) -> None:
         """
-        Store what a caller has written to states that were read, or has assigned.
+        Store the edits of a caller: writes to states that were read, and assigned states.
 
         Raises:
-            RuntimeError: that is not there any more, or only keys or only values were assigned.
+            RuntimeError: the edited states are not there any more, or only keys or only values were assigned.
             ValueError: keys and values do not fit each other, or there are no codes for some of them.
         """
         lent = self._lent
@@ -489,13 +489,13 @@ class HybridLayer(CacheLayerMixin):
         store.truncate(num_tokens)
 
     def _move(self, shape: KVShape) -> None:
-        """Put what is stored into a store for `shape`."""
+        """Move the stored states to a store for `shape`."""
         old = self._store
         assert old is not None
         self._replace_store(shape, lambda new: new.take_from(old))
 
     def _replace_store(self, shape: KVShape, fill: Callable[[KVStore], None]) -> None:
-        """Have a store for `shape`, which `fill` fills, instead of the one that there may be."""
+        """Replace the store, if there is one, by a store for `shape` that `fill` fills."""
         old = self._store
         new, is_attended_on_cpu = self._make_store(shape)
         try:
@@ -511,7 +511,7 @@ class HybridLayer(CacheLayerMixin):
             old.close()
 
     def _make_store(self, shape: KVShape) -> tuple[KVStore, bool]:
-        """A store, and whether it is attended to on the CPU."""
+        """Make a store; return it, and whether attention to it runs on the CPU."""
         on_cpu = self._stores.attends_on_cpu(self.layer_idx, self._ordinal, shape)
         if on_cpu:
             assert shape.element is not None
@@ -527,7 +527,7 @@ class HybridLayer(CacheLayerMixin):
         self.is_attended_quantized = is_attended_quantized
 
     def _usable_store(self) -> KVStore | None:
-        """The store, if it is whole."""
+        """Return the store if it is whole."""
         self.take_edits()
         store = self._store
         if self._stores.unfinished is not None or (store is not None and not store.is_intact):
@@ -538,7 +538,7 @@ class HybridLayer(CacheLayerMixin):
         return store
 
     def _is_attended_in_segments(self, store: KVStore, new_tokens: int) -> bool:
-        """Whether the device attends to its tokens, and to those of host memory where they are streamed to."""
+        """Return whether the device attends in segments: to its own tokens, and to those streamed from host memory."""
         attends_elsewhere = self.is_attended_on_cpu or self._stores.attention.is_declined
         return not attends_elsewhere and store.layout.after(store.num_tokens + new_tokens).host_tokens > 0
 
@@ -580,9 +580,9 @@ class HybridLayer(CacheLayerMixin):
 
     def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        New states as they can follow those that are stored, which go to where the new ones are.
+        Return new states that can follow the stored ones, which move to the device of the new ones.
 
-        Types are made one as by `torch.cat`, which transformers' layers use, unless the query's type would be another.
+        Types are promoted as by `torch.cat`, which transformers' layers use, unless the query's type would be another.
         """
         self._require_states(keys, values)
         store, shape = self._store, KVShape.of(keys, values)
@@ -595,7 +595,7 @@ class HybridLayer(CacheLayerMixin):
         fits = common == store.shape._replace(
             device=common.device, key_dtype=common.key_dtype, value_dtype=common.value_dtype
         )
-        # Under autocast attention converts what it is given.
+        # Under autocast attention converts its arguments.
         if not fits or (common != shape and not torch.is_autocast_enabled(shape.device.type)):
             raise ValueError(
                 f"Layer {self.layer_idx} holds {store.num_tokens:,} tokens of {store.shape}; the new states are "
@@ -608,7 +608,7 @@ class HybridLayer(CacheLayerMixin):
 
 
 def _first_difference(held: Pair, states: Pair) -> int:
-    """The first token of which keys or values differ; how many both have if there is none."""
+    """Return the first token whose keys or values differ; if there is none, the number of tokens that both have."""
     tokens = min(held[0].shape[2], states[0].shape[2])
     differ = torch.zeros(tokens, dtype=torch.bool, device=held[0].device)
     for old, new in zip(held, states, strict=True):

@@ -1,4 +1,4 @@
-"""The stores of a cache's layers, and what they share."""
+"""The stores of a cache's layers, and the memory and counters that they share."""
 
 import threading
 from collections.abc import Mapping
@@ -41,36 +41,36 @@ from .lent_states import RecentlyLent
 from .placement import Placement
 from .selection import Selection
 
-# That layers may hold, beside the one in use, until they see queries, or for callers.
+# Most bytes that layers, beside the one in use, may hold for callers, or until they see queries.
 MOST_HELD_BYTES = 2**29
-# Fewer are copied: another segment costs each step more than they do.
+# Fewer tokens are copied instead of shared: another segment would cost each step more.
 _LEAST_SHARED_TOKENS = 2 * GRANULE
-# By whether a layer is quantized. The attention mass that loses nothing (`experiments.selection.selection`), and the
+# By whether a layer is quantized: the attention mass that loses nothing (`experiments.selection.selection`), and the
 # fraction of indexed tokens beyond which reading all is as fast (`experiments.selection.selection_speed`).
 _TOP_P, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
 
 
 class LayerStores:
     """
-    Makes the stores of a cache's layers, and holds what they share: budgets, counters, memory of the devices.
+    Makes the stores of a cache's layers, and holds the budgets, counters and device memory that they share.
 
     Args:
         placement: where the layers live.
-        capacity: of buffers before the first token.
+        capacity: capacity of buffers before the first token.
         num_layers: how many layers will ask for a store.
         codecs: how layers are quantized, by index in the model; the others stay in full precision.
-        config: of the model, or of its text part, which names the implementation of attention that is in use.
-        peers: processes that keep a share each; `None` where there is one process.
-        selection: what attention may leave out; `None` for nothing.
+        config: config of the model, or of its text part; it names the implementation of attention in use.
+        peers: processes that keep a shard each; `None` for a single process.
+        selection: lets attention skip pages; `None` to read all.
 
     Raises:
         ValueError: `placement` asks for more resident layers than there are.
 
     Attributes:
-        unfinished: the operation on all layers that something ended half-way.
+        unfinished: the operation on all layers that ended half-way.
         recently_lent: layers that callers have read from.
-        needs_states: whether the model's attention is another function than those that can be asked for the states, or
-            watched.
+        needs_states: whether the model's attention is neither "sdpa", which handles answer, nor "eager": then it needs
+            the states.
     """
 
     def __init__(
@@ -113,20 +113,20 @@ class LayerStores:
 
     @property
     def num_processes(self) -> int:
-        """That keep a share each."""
+        """Number of processes that keep a shard each."""
         return 1 if self.peers is None else self.peers.size
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
-        """How layers are quantized, by index in the model, as far as it is chosen by now."""
+        """The codecs of quantized layers, by index in the model, as far as they are chosen by now."""
         return {index: choice.codec for index, choice in self._choices.items()}
 
     def attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
         """
-        Whether a layer is attended to on the CPU when few tokens come at once.
+        Return whether the CPU attends to a layer when few tokens come at once.
 
         Raises:
-            ValueError: it was asked for, and there is no kernel for what is stored.
+            ValueError: it was asked for, and there is no kernel for the stored states.
         """
         if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
             return False
@@ -148,14 +148,14 @@ class LayerStores:
         return shape.element is not None and has_kernel
 
     def attends_quantized(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
-        """Whether a layer's quantized blocks are attended to without dequantizing, on its device, by few queries."""
+        """Return whether few queries attend to a layer's quantized blocks on its device without dequantizing them."""
         choice = self._choices.get(layer_idx)
         if choice is None or self.peers is not None or self.attends_on_cpu(layer_idx, ordinal, shape):
             return False
         return has_quantized_kernel(choice.codec, shape)
 
     def selection_of(self, layer_idx: int) -> LayerSelection | None:
-        """What attention of a layer may leave out; `None` for nothing."""
+        """Return the selection by which attention of a layer skips pages; `None` if it reads all."""
         if self.selection is None:
             return None
         wanted, is_quantized = self.selection, self.is_quantized(layer_idx)
@@ -165,15 +165,15 @@ class LayerStores:
         return LayerSelection(layer_idx, 1.0 if layer_idx in wanted.dense_layers else top_p, most, index, self.stats)
 
     def is_quantized(self, layer_idx: int) -> bool:
-        """Whether a layer is quantized."""
+        """Return whether a layer is quantized."""
         return layer_idx in self._choices
 
     def note_pass(self, ordinal: int) -> None:
         """
-        Note who stores the states of a forward pass, which begins with the first layer, and how they are attended to.
+        Note the thread of a forward pass, which begins with the first layer, and its implementation of attention.
 
         Raises:
-            RuntimeError: another thread has begun one before this one's ended.
+            RuntimeError: another thread has begun a forward pass before this one's ended.
         """
         thread = threading.get_ident()
         if ordinal == 0:
@@ -189,7 +189,7 @@ class LayerStores:
 
     def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> KVStore:
         """
-        The store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
+        Make the store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
 
         Args:
             layer_idx: index in the model.
@@ -211,7 +211,7 @@ class LayerStores:
         if after_prefix:
             layout = layout.after_prefix
             if not on_cpu and not device_tokens and choice is None:
-                # Few tokens beside those of the prefix stay where they are used.
+                # Tails are short beside the prefix, so they stay on the device that uses them.
                 return ResidentStore(shape, self.capacity, self.budget)
         if not device_tokens:
             return self._in_one_place(ordinal, shape, choice, on_cpu, layout)
@@ -225,9 +225,9 @@ class LayerStores:
 
     def can_be_continued(self, store: KVStore, num_shareable: int, on_cpu: bool) -> bool:
         """
-        Whether several sequences can share the first tokens of `store`, and these are worth it.
+        Return whether several sequences can share the first tokens of `store`, and it saves enough.
 
-        On a device they share what is in full precision and in one place: streamed, or there.
+        On a device they can share tokens in full precision that are in one place, streamed or resident.
         """
         has_one_place = isinstance(store, BufferedStore) or (on_cpu and isinstance(store, LocalStore))
         if not has_one_place or self.cpu_fraction is not None or self.needs_states or self.attention.is_declined:
@@ -235,7 +235,7 @@ class LayerStores:
         return num_shareable >= max(_LEAST_SHARED_TOKENS, store.layout.sink_tokens)
 
     def make_tails(self, layer_idx: int, ordinal: int, shape: KVShape) -> LocalStore:
-        """A store for tokens of `shape` that follow a shared prefix, in which the sinks are."""
+        """Make a store for tokens of `shape` that follow a shared prefix, which holds the sinks."""
         made = self.make(layer_idx, ordinal, shape, after_prefix=True)
         assert isinstance(made, LocalStore)
         return made
@@ -244,7 +244,7 @@ class LayerStores:
         return on_cpu or (self.placement.offload and ordinal not in self._resident)
 
     def _cpu_fraction_for(self, shape: KVShape) -> CpuFraction | None:
-        """The fraction that the CPU attends to; `None` for all, which is best where the model is on the CPU, too."""
+        """Return the CPU fraction; `None` for all, which is best if the model is on the CPU, too."""
         is_all = self.cpu_fraction is not None and self.cpu_fraction.adapts and shape.device.type == "cpu"
         return None if is_all else self.cpu_fraction
 
@@ -254,13 +254,13 @@ class LayerStores:
     def _in_one_place(
         self, ordinal: int, shape: KVShape, choice: CodecChoice | None, on_cpu: bool, layout: Layout
     ) -> KVStore:
-        """A store for the tokens of `layout`: a whole layer, or its middle."""
+        """Make a store for the tokens of `layout`, which is that of a whole layer or of its middle."""
         if choice is None:
             store = self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
             store.layout = layout
             return store if self.peers is None else self._sharded(store, ordinal)
         of_full = InitialCapacity(layout.most_full_tokens, layout.most_full_tokens), self.ends_budget
-        # What is in full precision is small: without attention on the CPU it stays on the device.
+        # Tokens in full precision are few: without attention on the CPU they stay on the device.
         full = self._buffered(ordinal, shape, on_cpu, *of_full) if on_cpu else ResidentStore(shape, *of_full)
         packed = PackedStores(self, ordinal, on_cpu)
         scratch = self._scratch_of(shape)
@@ -269,14 +269,14 @@ class LayerStores:
         return self._sharded(QuantizedShard(shape, choice, full, packed, scratch, layout), ordinal)
 
     def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
-        """A store for packed blocks of this shape."""
+        """Make a store for packed blocks of this shape."""
         return self._buffered(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
 
     def note_holding(self, store: KVStore) -> None:
         """
-        Note that a layer may hold states until it sees queries, and let those that have held longest go.
+        Note that a layer may hold pending states, and let those be stored that have waited longest.
 
-        Where attention cannot be observed all layers would hold all of their states.
+        If attention cannot be observed, all layers would otherwise hold all of their states.
         """
         self._holding = [each for each in self._holding if each is not store and each.held_bytes]
         while self._holding and sum(each.held_bytes for each in self._holding) > MOST_HELD_BYTES:
@@ -312,7 +312,7 @@ class LayerStores:
 
 @dataclass(frozen=True)
 class PackedStores:
-    """Makes the stores for the packed blocks of one layer, whose size is known once its codec is chosen."""
+    """Makes the stores for the packed blocks of one layer, whose sizes are known once its codec is chosen."""
 
     stores: LayerStores
     ordinal: int

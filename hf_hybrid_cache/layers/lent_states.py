@@ -1,4 +1,4 @@
-"""Keys and values that a caller has read from a layer, and what the caller does to them."""
+"""Keys and values that a caller has read from a layer, and the caller's edits of them."""
 
 import weakref
 from typing import Protocol
@@ -10,7 +10,7 @@ class _Lent:
     """
     A tensor that a caller may write to.
 
-    Tensors made of it share its version counter, so a write to a slice counts, also one that is gone by now.
+    Its views share its version counter, so a write to a slice counts, even if the slice is gone by now.
     """
 
     def __init__(self, tensor: torch.Tensor):
@@ -43,7 +43,7 @@ class _Lent:
 
 class LentStates:
     """
-    Keys and values of a layer as a caller has them, and what was assigned instead.
+    Keys and values of a layer as a caller has them, and states that were assigned instead.
 
     Args:
         states: keys and values that were read, in memory of their own; `None` for those of an empty layer.
@@ -54,7 +54,7 @@ class LentStates:
         self._assigned: dict[int, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> None:
-        """A copy of the layer has lent nothing."""
+        """Return `None`, because a copy of the layer has lent nothing."""
 
     @property
     def is_edited(self) -> bool:
@@ -68,46 +68,46 @@ class LentStates:
 
     @property
     def assigned_tokens(self) -> int | None:
-        """Tokens of the keys that were assigned, else of the values; `None` if neither was."""
+        """Number of tokens of the assigned keys, else of the assigned values; `None` if there are neither."""
         for states in sorted(self._assigned.items()):
             return states[1].shape[-2]
         return None
 
     def assign(self, role: int, states: torch.Tensor) -> None:
-        """Have other keys (0) or values (1)."""
+        """Assign other keys (0) or values (1)."""
         self._assigned[role] = states
 
     def get(self, role: int) -> torch.Tensor | None:
-        """The keys (0) or the values (1); `None` if there are none, or nobody has kept them."""
+        """Return the keys (0) or the values (1); `None` if there are none, or nobody has kept them."""
         if role in self._assigned:
             return self._assigned[role]
         return self._lent[role].tensor if self._lent else None
 
     def edited(self, role: int, stored: torch.Tensor | None) -> torch.Tensor | None:
         """
-        The keys (0) or the values (1) as the caller wants them; `None` if they are gone.
+        Return the keys (0) or the values (1) with the caller's edits; `None` if they are gone.
 
         Args:
-            role: which.
-            stored: those that the layer has.
+            role: 0 or 1.
+            stored: states that the layer has.
         """
         if role in self._assigned:
             return self._assigned[role]
         return self._lent[role].tensor if self._lent and self._lent[role].is_edited else stored
 
     def forget_edits(self) -> None:
-        """Note that the layer has what the caller has written."""
+        """Note that the layer has stored the edits."""
         for each in self._lent:
             each.forget_edits()
 
     def let_go(self) -> None:
-        """Keep no memory for the caller any longer; what the caller keeps is still noticed when it is written to."""
+        """Keep no memory for the caller any longer; writes to tensors that the caller keeps still count as edits."""
         for each in self._lent:
             each.let_go()
 
 
 class LendingLayer(Protocol):
-    """What `RecentlyLent` asks of a layer."""
+    """Interface of a layer that `RecentlyLent` uses."""
 
     @property
     def is_lending(self) -> bool: ...
@@ -121,11 +121,11 @@ class RecentlyLent:
     """
     The layers of a cache that were read since tokens came.
 
-    They keep what they have lent, because an edit may come and its tensor go before the layer is used. Of all layers
-    that would be the whole cache once more, so those that were read last do.
+    They keep their lent states, because the edited tensor may be gone before the layer is used. All layers together
+    would keep the whole cache once more, so only those that were read last do.
 
     Args:
-        most_bytes: that are kept, beside those of the layer that was read last.
+        most_bytes: most bytes that are kept, beside those of the layer that was read last.
     """
 
     def __init__(self, most_bytes: int):
@@ -136,7 +136,7 @@ class RecentlyLent:
         return RecentlyLent(self._most_bytes)
 
     def note(self, layer: LendingLayer) -> None:
-        """Note that a layer has lent its states, and let those that did so long ago take the edits that were made."""
+        """Note that a layer has lent its states, and let the layers that did so longest ago store the edits."""
         others = [each for each in self._lending() if each is not layer]
         held = [each for each in others if each.lent_bytes]
         while held and sum(each.lent_bytes for each in held) > self._most_bytes:
@@ -144,7 +144,7 @@ class RecentlyLent:
         self._layers = [weakref.ref(each) for each in (*others, layer)]
 
     def take_edits(self) -> None:
-        """Let all of them store what callers have written, before a forward pass changes the first one."""
+        """Let all layers store the edits of callers, before a forward pass changes the first one."""
         if self._layers:
             for layer in self._lending():
                 layer.take_edits()

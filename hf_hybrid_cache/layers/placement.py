@@ -1,4 +1,4 @@
-"""Which layers stay on the device, are streamed to it, or are attended to on the CPU. Plain ints, no tensors."""
+"""The placement of layers: on the device, streamed to it, or attended to on the CPU. Plain ints, no tensors."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from typing import Any
 
 from ..scalars import as_float, as_integer
 
-# A block of 64 for the first ones, and one for the most recent ones.
+# A block of 64 first tokens, and one of recent tokens.
 LEAST_DEVICE_TOKENS = 128
 
 
 def checked_count(name: str, given: object) -> int:
     """
-    A number of layers or tokens that a user gave.
+    Return a number of layers or tokens that a user gave, checked.
 
     Raises:
         ValueError: it is not an integer of at least 0.
@@ -26,25 +26,26 @@ def checked_count(name: str, given: object) -> int:
 @dataclass(frozen=True)
 class Placement:
     """
-    Where the keys and values of the full-attention layers live.
+    The places where the keys and values of the full-attention layers live.
 
     Args:
         offload: keep them in host memory and stream them to the compute device; `False` keeps them on the device.
-        prefetch_layers: how many layers are on their way to the device while one is attended to.
-        resident_layers: how many layers keep a copy on the device, until it has no room for another layer in use.
+        prefetch_layers: number of layers that are on their way to the device while one is attended to.
+        resident_layers: number of layers that keep a copy on the device, until it lacks memory for a layer in use.
         pin_memory: page-lock the host memory, so that copies run beside the computation; `None` does so for CUDA.
         cpu_decode: keep layers in host memory and attend to them there, with a kernel, when few tokens come at once:
             `True` all layers, `False` none, `None` those of a model that is on the CPU itself, or the indices of some.
-            With a share between 0 and 1 the CPU attends to so many of each layer's tokens in host memory, the oldest,
-            and the others are streamed to the device, which attends to them meanwhile. Resident layers stay there.
-        device_tokens: of each layer that is in host memory, tokens that are on the device instead, at most: the first
-            and the most recent ones. What attention finds there is merged with what it finds in the others. 0 for none;
-            with a share in `cpu_decode` at least 128.
-        adapts: move that share while decoding, until CPU and device end together.
+            A number between 0 and 1 is the CPU fraction of each layer's tokens in host memory: the CPU attends to the
+            oldest, and the others are streamed to the device, which attends to them meanwhile. Resident layers stay
+            there.
+        device_tokens: most tokens of each layer in host memory that are on the device instead: the first and the most
+            recent ones. Attention to them is merged with attention to the others. 0 for none; at least 128 with a CPU
+            fraction in `cpu_decode`.
+        adapts: move the CPU fraction while decoding, until CPU and device end together.
 
     Raises:
-        ValueError: a negative count or index, a share that is none, or `device_tokens` that are too few, or of layers
-            that are on the device anyway.
+        ValueError: a negative count or index, a CPU fraction that is none, or `device_tokens` that are too few, or of
+            layers that are on the device anyway.
     """
 
     offload: bool = False
@@ -91,23 +92,23 @@ class Placement:
 
     @property
     def cpu_layers(self) -> frozenset[int]:
-        """Indices of layers that were named to be attended to on the CPU."""
+        """Indices of the layers that `cpu_decode` names."""
         return self.cpu_decode if isinstance(self.cpu_decode, frozenset) else frozenset()
 
     @property
     def cpu_fraction(self) -> float | None:
-        """The share of tokens in host memory that the CPU attends to; `None` where it is all or none of a layer's."""
+        """The CPU fraction; `None` if the CPU attends to all or none of a layer's tokens in host memory."""
         return self.cpu_decode if isinstance(self.cpu_decode, float) else None
 
     def attends_on_cpu(self, layer: int, computes_on_cpu: bool) -> bool:
-        """Whether `layer` is attended to on the CPU, in a model that computes there or elsewhere."""
+        """Return whether the CPU attends to `layer`, in a model that computes there or elsewhere."""
         if self.cpu_decode is None:
             return computes_on_cpu
         return layer in self.cpu_layers if isinstance(self.cpu_decode, frozenset) else bool(self.cpu_decode)
 
     def resident_ordinals(self, num_layers: int) -> frozenset[int]:
         """
-        Ordinals, among the `num_layers` layers that could be streamed, of those that stay on the device.
+        Return the ordinals of the layers that stay on the device, among `num_layers` that could be streamed.
 
         Layers are used in a cycle, so the least recently used one is always the next one needed: a fixed set beats any
         eviction policy. It is spread evenly, so that the bus works through the whole step instead of part of it.
@@ -124,7 +125,7 @@ class Placement:
 
 
 def layer_indices(given: object) -> frozenset[int] | None:
-    """A collection of indices of layers; `None` if it is none."""
+    """Return a user's collection of indices of layers as a set; `None` if it is no such collection."""
     members: Collection[Any] = given if isinstance(given, Collection) else [None]
     indices = [as_integer(member) for member in members]
     valid = [index for index in indices if index is not None and index >= 0]

@@ -1,4 +1,4 @@
-"""What a user lets attention leave out. Plain numbers, no tensors."""
+"""The user's options of top-p page selection. Plain numbers, no tensors."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ class Selection:
     """
     Reads an index of all keys, and then only the pages of 16 tokens that matter to the new tokens.
 
-    The index is a code of 2 bits for each number of a key, beside what is stored. At each step and for each KV head the
-    fewest pages are read that, with the first and the last tokens, carry a share of the attention (Lin et al., 2025,
-    https://arxiv.org/abs/2502.02770, choose by a share too). Nothing is forgotten: what is left out now can be read at
-    the next step.
+    The index is a code of 2 bits for each number of a key, beside the stored states. At each step and for each KV head
+    the fewest pages are read that, with the first and the last tokens, carry a share of the attention (Lin et al.,
+    2025, https://arxiv.org/abs/2502.02770, choose by a share too). Nothing is forgotten: a page that is skipped now can
+    be read at the next step.
 
     Args:
         top_p: the share, more than 0 and at most 1, on average over the query heads that share a KV head; 1 reads all.
-            `None` for what loses nothing that was looked for: 0.995 in full precision, 0.998 of codes.
-        most: the share of a layer's indexed tokens, more than 0 and at most 1, up to which a part is read. Where more
-            would have to be, all is, for some steps. `None` for what is faster: a quarter in full precision, an eighth
-            of codes. More pays where reading is slow, such as from a file.
+            `None` for shares without a measured loss: 0.995 in full precision, 0.998 of codes.
+        most: the largest share of a layer's indexed tokens, more than 0 and at most 1, that is read as a part. If more
+            is needed, all tokens are read for some steps. `None` for shares that are faster than reading all: a quarter
+            in full precision, an eighth of codes. More pays if reading is slow, such as from a file.
         dense_layers: indices of layers that read all.
 
     Raises:

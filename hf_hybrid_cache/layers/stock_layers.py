@@ -1,4 +1,4 @@
-"""Tensors that transformers' own layers keep."""
+"""The tensors that transformers' own layers keep."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAt
 
 
 def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a layer of transformers' own keeps, in attributes or in dicts of them."""
+    """Yield the tensors that a layer of transformers' own keeps, in attributes or in dicts of them."""
     for value in vars(layer).values():
         for item in value.values() if isinstance(value, dict) else (value,):
             if isinstance(item, torch.Tensor):
@@ -16,7 +16,7 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def batch_of(layer: Any) -> int | None:
-    """Sequences whose keys a layer of transformers' own keeps; `None` if it keeps none."""
+    """Return the number of sequences whose keys a layer of transformers' own keeps; `None` if it keeps none."""
     keys = getattr(layer, "keys", None)
     return len(keys) if isinstance(keys, torch.Tensor) and keys.numel() else None
 
@@ -32,7 +32,7 @@ def repeat_sequences_of(layer: Any, repeats: int) -> None:
 
 
 def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move those tensors to `device`, floating ones as `dtype`, and let the layer say so."""
+    """Move the layer's tensors to `device`, floating ones as `dtype`, and set the device and type that it reports."""
 
     def moved(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -48,7 +48,7 @@ def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None)
 
 
 def follow(layer: Any, device: torch.device) -> None:
-    """Move those tensors to where the layer's next states are."""
+    """Move the layer's tensors to the device of its next states."""
     if getattr(layer, "device", None) not in (None, device):
         move_tensors_of(layer, device, None)
 
@@ -57,8 +57,8 @@ def forget_states_of(layer: Any) -> None:
     """
     Drop the states of a layer that was reset, so that it takes other inputs.
 
-    `reset` of transformers keeps states of linear attention, which fit one batch size. With 5.17 it also keeps what a
-    layer grows by concatenation, as zeros that would be tokens of the next prompt.
+    `reset` of transformers keeps states of linear attention, which fit one batch size. With 5.17 it also keeps states
+    that a layer grows by concatenation, as zeros that would be tokens of the next prompt.
     """
     if isinstance(layer, DynamicLayer):
         layer.keys = layer.values = None

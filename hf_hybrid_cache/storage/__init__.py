@@ -1,4 +1,4 @@
-"""Where keys and values live: growing buffers, device staging, streams and events. Knows torch and nothing above it."""
+"""Storage of keys and values: growing buffers, device staging, streams and events. It knows torch and nothing above."""
 
 from .address_space import huge_page_memory
 from .block_buffer import kernel_array, kernel_element

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-# Linux: do not count the mapping against the overcommit heuristic, which refuses what exceeds RAM in one piece.
+# Linux: keep the mapping out of the overcommit heuristic, which refuses a single mapping larger than RAM.
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
@@ -16,7 +16,7 @@ _HUGE_PAGE = 2 * 2**20
 
 class AddressSpace:
     """
-    Anonymous memory that takes no room until it is written to, in pages of 4 KiB unless asked otherwise.
+    Anonymous memory that the system commits when it is written to, in pages of 4 KiB unless asked otherwise.
 
     Attributes:
         data: uint8 tensor, zeros, page aligned. Keeps the memory alive by itself.
@@ -30,7 +30,7 @@ class AddressSpace:
 
     def use_huge_pages(self, written: int, end: int) -> None:
         """
-        Let the first `end` bytes, of which `written` are written and the others soon will be, use pages of 2 MiB.
+        Use pages of 2 MiB for the first `end` bytes; `written` of them are written, the others soon will be.
 
         Reading them sequentially is up to twice as fast (docs/log.md). Only pages that lie inside `end` are made huge,
         so that no memory is taken that would not be used.
@@ -47,21 +47,21 @@ class AddressSpace:
 
     def map_file(self, file: int, offset: int, num_bytes: int, in_part: bool = False) -> bool:
         """
-        Let the first `num_bytes` be those of an open file, from `offset` on. What is written to them stays here.
+        Map the first `num_bytes` to an open file, from `offset` on. Writes to them do not reach the file.
 
         Args:
-            file: its descriptor.
-            offset: where a page begins.
-            num_bytes: of it.
-            in_part: only parts will be read, so that the system is not to read more than it is asked for.
+            file: descriptor of the file.
+            offset: start of a page in the file.
+            num_bytes: bytes to map.
+            in_part: only parts will be read: the system is told not to read ahead.
 
         Returns:
-            False where the system cannot do that (not Linux, or `offset` is not where a page begins). The space must
-            not be used then.
+            False if the system cannot do that (not Linux, or `offset` is not the start of a page). Do not use the space
+            then.
         """
         if sys.platform != "linux" or offset % mmap.ALLOCATIONGRANULARITY:
             return False
-        # Python's own mmap cannot be told where to.
+        # Python's mmap takes no address.
         map_memory = ctypes.CDLL(None).mmap
         map_memory.restype = ctypes.c_void_p
         map_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -71,12 +71,12 @@ class AddressSpace:
             return False
         if in_part:
             self._advise("MADV_RANDOM", 0, num_bytes)
-        # Pages of the file are shared with the system's cache of it; huge ones would be copies.
+        # Pages of the file are shared with the page cache; huge pages would be copies.
         self._huge_until = num_bytes + -(address + num_bytes) % _HUGE_PAGE
         return True
 
     def _advise(self, advice: str | int, start: int, num_bytes: int) -> None:
-        # It is advice: systems that do not know it, or have huge pages switched off, may ignore it.
+        # Systems that do not know this advice, or have huge pages switched off, may ignore it.
         number = getattr(mmap, advice, None) if isinstance(advice, str) else advice
         if sys.platform == "linux" and number is not None:
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def reserve(num_bytes: int) -> AddressSpace | None:
 
 
 def huge_page_memory(num_bytes: int) -> torch.Tensor:
-    """Uint8 `[num_bytes]`, for what is written once and read often: in pages of 2 MiB where the system has them."""
+    """Allocate uint8 `[num_bytes]` for data that is written once and read often, in pages of 2 MiB if there are any."""
     space = reserve(num_bytes) if num_bytes >= _HUGE_PAGE else None
     if space is None:
         return torch.empty(num_bytes, dtype=torch.uint8)

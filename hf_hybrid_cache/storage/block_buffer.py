@@ -11,20 +11,20 @@ from .token_buffer import TokenBuffer
 
 BLOCK = GRANULE
 _LANES = 16
-# Types for which Numba has no name go by their bits; the kernels tell bfloat16 and half precision by the sign.
+# Numba has no name for bfloat16 and half precision: kernels read them as unsigned and as signed 16-bit integers.
 _ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 
 def kernel_element(dtype: torch.dtype) -> np.dtype | None:
-    """What kernels see blocks of `dtype` as; `None` if there is no kernel for it."""
+    """Return the NumPy type by which kernels read blocks of `dtype`; `None` if there is no kernel for it."""
     return np.dtype(_ELEMENTS[dtype]) if dtype in _ELEMENTS else None
 
 
 def kernel_array(states: torch.Tensor) -> np.ndarray:
     """
-    States as the kernels take what they code: float32, or uint16 for bfloat16 bits, with contiguous rows.
+    Return states as the quantization kernels take them: float32, or uint16 for bfloat16 bits, with contiguous rows.
 
-    Not copied if they are float32 or bfloat16 and their rows are contiguous.
+    They are not copied if they are float32 or bfloat16 and their rows are contiguous.
     """
     if states.dtype not in (torch.float32, torch.bfloat16):
         states = states.float()
@@ -38,13 +38,13 @@ class BlockBuffer(RunBuffer):
     """
     States of one layer in blocks of 64 tokens, `[blocks, batch, heads, head_dim, 64]` or `[..., 64, head_dim]`.
 
-    Any run of blocks is one piece of memory, for kernels and for copies to a device. Values are filled up to a
-    multiple of 16 with zeros.
+    Any run of blocks is one piece of memory, for kernels and for copies to a device. Rows of values are padded with
+    zeros to a multiple of 16.
 
     Args:
         shape: `(batch, num_kv_heads, head_dim)`.
-        dtype: as stored.
-        transposed: tokens along the last axis, as the kernels want keys.
+        dtype: type of the stored states.
+        transposed: tokens along the last axis, as kernels read keys.
         expected_tokens: reserve address space for this many.
         pinned_for: see `RunBuffer`.
     """
@@ -64,7 +64,7 @@ class BlockBuffer(RunBuffer):
 
     @property
     def stored_dim(self) -> int:
-        """Elements of a stored row: head_dim, filled up for values."""
+        """Number of elements in a stored row, with the padding of values."""
         head_dim = self.shape[2]
         return head_dim if self.transposed else -(-head_dim // _LANES) * _LANES
 
@@ -75,7 +75,7 @@ class BlockBuffer(RunBuffer):
 
     def array(self) -> np.ndarray:
         """
-        What is stored, for a kernel: `[blocks, batch * heads, head_dim, 64]` or `[..., 64, head_dim]`, not a copy.
+        Return a view of the blocks for a kernel, `[blocks, batch * heads, head_dim, 64]` or `[..., 64, head_dim]`.
 
         bfloat16 is seen as uint16, half precision as int16.
         """
@@ -90,7 +90,7 @@ class BlockBuffer(RunBuffer):
             place.copy_(_like(place, states, first - start))
 
     def read_range(self, start: int, end: int) -> torch.Tensor:
-        """A copy of tokens `start` to `end`, `[batch, heads, end - start, head_dim]`."""
+        """Return a copy of tokens `start` to `end`, `[batch, heads, end - start, head_dim]`."""
         batch, heads, head_dim = self.shape
         with torch.inference_mode(False):
             states = torch.empty(batch, heads, end - start, head_dim, dtype=self.dtype)
@@ -105,12 +105,12 @@ class BlockBuffer(RunBuffer):
 
     def load(self, target: TokenBuffer, start: int, end: int) -> None:
         """
-        Copy tokens `start` to `end` to the begin of a buffer on a device, where the blocks are taken apart.
+        Copy tokens `start` to `end` to the start of a buffer on a device, and take the blocks apart there.
 
         Args:
             target: the buffer.
-            start: the first of a block.
-            end: any.
+            start: first token of a block.
+            end: any token.
         """
         for first, last in self._pieces(start // BLOCK, self.rows(end)):
             piece = self._data[first:last].to(target.device, non_blocking=True)
@@ -120,13 +120,13 @@ class BlockBuffer(RunBuffer):
 
     def save(self, source: TokenBuffer, start: int, end: int, first_there: int = 0) -> None:
         """
-        Copy the blocks that hold tokens `start` to `end` from a buffer on a device, where they are put together.
+        Put the blocks with tokens `start` to `end` together on the device of a buffer, and copy them from there.
 
         Args:
             source: the buffer.
-            start: any.
-            end: any.
-            first_there: the first token in the buffer, the first of a block.
+            start: any token.
+            end: any token.
+            first_there: first token in the buffer, which is the first of a block.
         """
         for first, last in self._pieces(start // BLOCK, self.rows(end)):
             piece = torch.zeros_like(self._data[first:last], device=source.device)
@@ -145,7 +145,7 @@ class BlockBuffer(RunBuffer):
         return target
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where tokens `start` to `end` are: the first of each run, and `[batch, heads, blocks, tokens, head_dim]`."""
+        """Yield each run in `start` to `end`: its first token and a view `[batch, heads, blocks, tokens, head_dim]`."""
         while start < end:
             block, offset = divmod(start, BLOCK)
             blocks = (end - start) // BLOCK if offset == 0 and end - start >= BLOCK else 1
@@ -172,12 +172,12 @@ class BlockBuffer(RunBuffer):
             self._array = bits.view(element)
 
     def _as_seen(self, data: torch.Tensor) -> torch.Tensor:
-        """`[batch, heads, blocks, 64, head_dim]`, whichever way it is stored."""
+        """Return a view `[batch, heads, blocks, 64, head_dim]`, whether blocks are stored transposed or not."""
         seen = data.permute(1, 2, 0, 4, 3) if self.transposed else data.permute(1, 2, 0, 3, 4)
         return seen[..., : self.shape[2]]
 
 
 def _like(place: torch.Tensor, states: torch.Tensor, start: int) -> torch.Tensor:
-    """The part of `states` from token `start` on that belongs in `place`, in its shape."""
+    """Return the part of `states` from token `start` on that fills `place`, in the shape of `place`."""
     blocks, tokens = place.shape[2:4]
     return states.narrow(2, start, blocks * tokens).unflatten(2, (blocks, tokens))

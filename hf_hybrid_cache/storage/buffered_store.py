@@ -24,7 +24,7 @@ class WholePart(NamedTuple):
         num_entries: number of tokens, or of packed blocks.
         form: a store of such entries.
         is_own: whether `form` is the store that holds them.
-        made: gives the store that holds them; it is put together first where no store holds them all.
+        made: returns the store that holds them, which it puts together first if no store holds them all.
     """
 
     num_entries: int
@@ -34,7 +34,7 @@ class WholePart(NamedTuple):
 
     @classmethod
     def own(cls, store: "BufferedStore") -> "WholePart":
-        """All entries of `store`."""
+        """Return all entries of `store`."""
         return cls(store.num_tokens, store, True, lambda: store)
 
 
@@ -43,22 +43,22 @@ class LocalStore(KVStore):
 
     @property
     def num_shareable(self) -> int:
-        """First tokens that stay as they are while others follow: whole blocks."""
+        """Number of first tokens, in whole blocks, that later tokens do not change."""
         self.take_pending()
         return self.layout.settled_tokens(self.num_tokens)
 
     def read_from(self, start: int) -> Pair:
-        """A copy of the states from token `start` on, at least `num_shareable`, on the compute device or the host."""
+        """Copy the states from token `start`, at least `num_shareable`, to memory of the compute device or the host."""
         keys, values = self.read()
         return keys[:, :, start:].clone(), values[:, :, start:].clone()
 
     @abstractmethod
     def whole_parts(self) -> dict[str, WholePart]:
-        """The stored entries by name; names are the same for all stores of the same states and codes."""
+        """Return the stored entries by name. Stores of the same states and codes have the same names."""
 
     @abstractmethod
     def take_parts(self, parts: "Mapping[str, BufferedStore]") -> None:
-        """Store such parts in this empty store; its own parts may be among them, filled already."""
+        """Store the entries of `parts` in this empty store; its own parts may be among them, already filled."""
 
     def take_from(self, other: KVStore) -> None:
         assert isinstance(other, LocalStore)
@@ -67,14 +67,14 @@ class LocalStore(KVStore):
 
 class BufferedStore(LocalStore):
     """
-    Keys and values of one layer in a buffer each. One subclass per place where they live.
+    Keys and values of one layer, each in a buffer. Each place of storage has a subclass.
 
-    Entries of the buffers are tokens, or, where states are packed blocks, these blocks.
+    An entry of the buffers is a token, or a packed block if states are packed blocks.
 
     Args:
         shape: of the states that are stored.
-        keys: the truth about the keys.
-        values: the truth about the values.
+        keys: buffer of the keys.
+        values: buffer of the values.
         budget: asked before host memory is used.
     """
 
@@ -104,7 +104,7 @@ class BufferedStore(LocalStore):
         return self.read_range(0, self.num_tokens)
 
     def read_range(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens `start` to `end`, where they are kept; `wait_for_copies` first."""
+        """Return keys and values of tokens `start` to `end` on their own device; call `wait_for_copies` first."""
         return self.keys.read_range(start, end), self.values.read_range(start, end)
 
     def whole_parts(self) -> dict[str, WholePart]:
@@ -145,7 +145,7 @@ class BufferedStore(LocalStore):
 
     def reserve(self, num_tokens: int) -> None:
         """
-        Let the capacity be at least `num_tokens` in all, asking for host memory a chunk ahead.
+        Grow the capacity to at least `num_tokens` in all; ask for host memory a chunk ahead.
 
         Raises:
             HostMemoryError: the host has no room for them; nothing has changed then.
@@ -162,7 +162,7 @@ class BufferedStore(LocalStore):
         self.values.ensure(num_tokens, self.num_tokens)
 
     def _duplicate(self, memo: dict) -> Self:
-        """A copy with buffers and a budget of its own, to be completed by `__deepcopy__`."""
+        """Return a copy with its own buffers and budget, which `__deepcopy__` completes."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._budget = copy.deepcopy(self._budget, memo)
@@ -170,7 +170,7 @@ class BufferedStore(LocalStore):
         if self.keys.device.type == "cpu":
             num_tokens = self.num_tokens * self.keys.entry_tokens
             require_host_bytes(self.num_tokens * self.bytes_per_token, f"A copy of {num_tokens:,} tokens needs")
-            # What the copy holds from the start must not be asked for again when it grows.
+            # The copy must not ask again for memory that it holds from the start.
             twin._approved_tokens = self.num_tokens
             twin._budget.note(twin, self.num_tokens, self.bytes_per_token)
         twin.keys = self.keys.duplicate(self.num_tokens)

@@ -1,4 +1,4 @@
-"""A chunk as it came, for attention to it as it came, while the layer's store makes codes of it."""
+"""The first chunk of a prompt in full precision: attention reads it while the layer's store quantizes it."""
 
 import torch
 
@@ -9,7 +9,7 @@ from .kv_store import KVStore, Pair
 
 
 class _Unlimited(HostBudget):
-    """Asks nobody: a chunk is little beside what a model computes of it, and to ask takes a millisecond."""
+    """A budget without checks: a chunk is small beside a model's activations, and a check takes a millisecond."""
 
     def grow(self, store: object, num_tokens: int, bytes_per_token: int, moved_bytes: int = 0) -> int:
         return num_tokens
@@ -19,28 +19,28 @@ class ChunkStore(HostStore):
     """
     Keys and values of a sequence's first tokens in full precision, in host memory, in the blocks that the kernels read.
 
-    It is stale when its layer's store has changed, and shows that one the queries that attend to it.
+    It is stale once the layer's store has changed. It passes the queries that attend to it on to that store.
 
     Args:
-        store: of the layer, which holds the same tokens, and nothing else.
+        store: store of the layer, which holds these tokens and no others.
         keys: `[batch, num_kv_heads, tokens, head_dim]`, on the CPU.
-        values: likewise.
+        values: the same, but for their own head_dim.
     """
 
     def __init__(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor):
-        # First, because its version counts as this one's.
+        # First, because the version of this store is read from it.
         self._store, self._states = store, (keys, values)
         super().__init__(store.shape, InitialCapacity(0, keys.shape[2]), _Unlimited(1))
         self.extend(keys, values)
 
     @property
     def version(self) -> int:
-        """That of the layer's store."""
+        """Version of the layer's store."""
         return self._store.version
 
     @version.setter
     def version(self, version: int) -> None:
-        """Its own does not count."""
+        """Ignore the version, because the layer's store counts changes."""
 
     @property
     def wants_queries(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a store needs of the form that quantized blocks have. The forms themselves are in `codecs/`."""
+"""Interface between a store and the form of its quantized blocks. The forms themselves are in `codecs/`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -11,29 +11,29 @@ from .growth import GRANULE
 
 class Codec(ABC):
     """
-    Codes blocks of 64 tokens of keys, or of values, as packed blocks of bytes, one for each block and head.
+    Quantizes blocks of 64 tokens of keys, or of values, to packed blocks, one for each block and head.
 
-    One subclass for each form. A packed block holds everything that is needed to read it, so that packed blocks can be
-    moved, selected and dropped by who knows nothing of their form.
+    Each form has a subclass. A packed block holds everything that is needed to read it, so code that does not know its
+    form can move, select and drop it.
 
     Attributes:
-        bits: of the code of a number.
+        bits: bits of a code.
     """
 
     bits: int
 
     @abstractmethod
     def packed_bytes(self, head_dim: int) -> int:
-        """Bytes of one packed block of states of this width."""
+        """Return the bytes of one packed block of states of this width."""
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it can code; a codec that is not has its form chosen by the first states, see `fitted`."""
+        """Whether the codec can quantize; otherwise the first states choose its form, see `fitted`."""
         return True
 
     def fitted(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> "Codec":
         """
-        The form of this codec for a layer, whose packed blocks have as many bytes.
+        Return the form of this codec for a layer. Its packed blocks have as many bytes.
 
         Args:
             states: of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`.
@@ -43,35 +43,35 @@ class Codec(ABC):
         return self
 
     def wider(self) -> "Codec | None":
-        """The codec of this kind with more bits, still to be chosen; `None` if there is none."""
+        """Return the codec of this kind with more bits, its form still to be chosen; `None` if there is none."""
         return None
 
     def excess(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> float:
         """
-        The error that this codec makes of `states` in attention, of the one that is usual with as many bits.
+        Return the error of attention with codes of `states`, as a multiple of the usual error with as many bits.
 
-        Arguments are those of `fitted`; 0 where there is no telling.
+        Arguments are those of `fitted`. The result is 0 if the error is unknown.
         """
         return 0.0
 
     def require_fit(self, num_kv_heads: int, head_dim: int) -> None:  # noqa: B027
         """
-        Check that it can code states of this shape.
+        Check that the codec can quantize states of this shape.
 
         Raises:
-            ValueError: it was chosen for another one.
+            ValueError: it was chosen for another shape.
         """
 
     @abstractmethod
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """
-        Code whole blocks; there may be none.
+        Quantize whole blocks; there may be none.
 
         Args:
             states: `[batch, num_kv_heads, blocks * 64, head_dim]`, of any floating type, on any device.
 
         Returns:
-            uint8 `[batch, num_kv_heads, blocks, packed_bytes]`, there.
+            uint8 `[batch, num_kv_heads, blocks, packed_bytes]`, on that device.
 
         Raises:
             ValueError: some of the states are infinite or not a number.
@@ -79,19 +79,19 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
-        """Write what `packed` stand for into `states`; shapes are those of `encode`."""
+        """Dequantize `packed` into `states`; shapes are those of `encode`."""
 
 
 @dataclass(frozen=True)
 class KVCodec:
     """
-    How a layer's keys and values are quantized.
+    The codecs of a layer's keys and values, and options of their quantization.
 
     Attributes:
-        keys: codes blocks of keys.
-        values: codes blocks of values.
+        keys: codec of blocks of keys.
+        values: codec of blocks of values.
         sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
-        auto_bits: give keys, or values, more bits where codes lose far more than is usual with so many.
+        auto_bits: give keys, or values, more bits if their codes lose far more than is usual with as many bits.
 
     Raises:
         ValueError: `sink_tokens` is not an integer of at least 0.
@@ -113,23 +113,23 @@ class KVCodec:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether both can code."""
+        """Whether both codecs can quantize."""
         return self.keys.is_fitted and self.values.is_fitted
 
 
 class Allowance:
     """
-    Memory that layers may take beyond what was asked for, shared by those of a cache.
+    Extra memory for more bits, which the layers of a cache share.
 
     Attributes:
-        left: in units of what a layer takes with the bits that were asked for.
+        left: memory that is left, in units of a layer with the bits that were asked for.
     """
 
     def __init__(self, num_layers: int):
         self.left = _MOST_MORE * num_layers
 
     def takes(self, more: float) -> bool:
-        """Whether there is room for that much more, which is taken then."""
+        """Take this much memory if it is left, and return whether it was."""
         if more > self.left:
             return False
         self.left -= more
@@ -138,14 +138,14 @@ class Allowance:
 
 class CodecChoice:
     """
-    How one layer is quantized: as given, or chosen when the first blocks are quantized, for good.
+    The codec of one layer: as given, or a form that is chosen once, with the first quantized blocks.
 
     Args:
-        codec: that was asked for.
-        allowance: for more bits.
+        codec: the codec that was asked for.
+        allowance: memory for more bits.
 
     Attributes:
-        codec: that one, or the form of it that was chosen.
+        codec: the codec that was asked for, or its chosen form.
     """
 
     def __init__(self, codec: KVCodec, allowance: Allowance):
@@ -162,7 +162,7 @@ class CodecChoice:
         """Take note of queries that attend to the layer's keys, `[batch, query_heads, query_length, head_dim]`."""
         step = -(-query.shape[2] // _MOST_QUERIES)
         seen = query.detach()[:, :, ::step].float().square()
-        # A query that is not finite makes a step useless, and must not make the choice so.
+        # A query that is not finite makes its step useless; it must not make the choice useless, too.
         squares = torch.nan_to_num(seen, 0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
         num_queries, known = query.shape[2], self._query_squares
         self._num_queries += num_queries
@@ -172,7 +172,7 @@ class CodecChoice:
             self._query_squares = known.lerp(squares.to(known.device), num_queries / self._num_queries)
 
     def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Choose by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
+        """Choose the codec by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
         codec, squares = self.codec, self._query_squares
         fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
         if codec.auto_bits:
@@ -186,7 +186,7 @@ class CodecChoice:
     def _wide_enough(
         self, codec: Codec, states: torch.Tensor, query_squares: torch.Tensor | None, layer_bytes: int
     ) -> Codec:
-        """The codec, or one with more bits if its error is too large and there is room."""
+        """Return the codec, or one with more bits if its error is too large and memory is left."""
         wider = codec.wider()
         if wider is None or codec.excess(states, query_squares) <= _MOST_EXCESS:
             return codec
@@ -197,5 +197,5 @@ class CodecChoice:
 
 
 _MOST_QUERIES = 512
-# Of the error that is usual; of the memory that was asked for.
+# A larger multiple of the usual error asks for more bits, which take at most this fraction of a layer's memory.
 _MOST_EXCESS, _MOST_MORE = 2.5, 0.5

@@ -1,17 +1,17 @@
-"""How much of the tokens in host memory the CPU attends to while others are streamed, and how that is found out."""
+"""The CPU fraction of the tokens in host memory, and its adaption while the others are streamed."""
 
 import copy
 
 from .stats import CacheStats
 
-# Layers are watched after a move: at first those whose tokens were on their way already, which do not count.
+# Calls of layers after a move: the tokens of the first ones were on their way before it, so they do not count.
 _NOT_COUNTED, _COUNTED = 64, 128
-# Of these, so many have to end one way for a move.
+# Fraction of the counted calls that has to end the same way for a move.
 _ONE_WAY = 0.75
 _FIRST_STEP, _LAST_STEP, _LATER_STEP = 1 / 4, 1 / 64, 1 / 16
-# With so many times as many tokens the equilibrium may be another one.
+# Factor of the context's length after which the equilibrium may be another one.
 _LONGER = 1.25
-# A CPU that attends to nothing would not be watched.
+# A fraction of 0 would leave nothing to measure on the CPU.
 LEAST_CPU_FRACTION = 1 / 32
 
 
@@ -19,14 +19,14 @@ class CpuFraction:
     """
     The fraction of each layer's tokens in host memory, oldest first, that the CPU attends to; the others are streamed.
 
-    A fraction that adapts is moved to where CPU and device end together, by steps that are halved at each turn. It soon
-    rests there, until the context is a quarter longer, with the CPU the last by a little: where both read all that
-    memory gives, more for the CPU costs nothing, and more for the bus does.
+    An adaptive fraction moves until CPU and device end together; each turn halves its steps. Then it rests until the
+    context is a quarter longer, with the CPU ending a little later: if both use all memory bandwidth, more tokens for
+    the CPU cost nothing, and more for the bus do.
 
     Args:
-        fraction: to begin with, more than 0 and at most 1.
-        adapts: whether it is moved.
-        stats: told what is decided, and why.
+        fraction: initial fraction, more than 0 and at most 1.
+        adapts: whether the fraction adapts.
+        stats: records decisions and their reasons.
     """
 
     def __init__(self, fraction: float, adapts: bool, stats: CacheStats):
@@ -42,11 +42,11 @@ class CpuFraction:
 
     @property
     def fraction(self) -> float:
-        """Of the tokens in host memory."""
+        """The fraction of the tokens in host memory."""
         return self._fraction
 
     def reset(self) -> None:
-        """Forget what was found out."""
+        """Return to the initial fraction and forget all measurements."""
         self._fraction = self._at_first
         self._is_moved = self.adapts
         self._step: float = _FIRST_STEP
@@ -55,7 +55,7 @@ class CpuFraction:
         self._seen = self._cpu_was_last = 0
 
     def blocks(self, num_blocks: int) -> int:
-        """Of so many blocks in host memory, those that the CPU attends to: the first ones."""
+        """Return how many of the blocks in host memory, from the first one on, the CPU attends to."""
         return int(self._fraction * num_blocks)
 
     def note(self, cpu_was_last: bool, num_tokens: int) -> None:
@@ -63,8 +63,8 @@ class CpuFraction:
         Note that attention to a layer has ended.
 
         Args:
-            cpu_was_last: the device had ended before; else the CPU had.
-            num_tokens: of the context.
+            cpu_was_last: the CPU ended after the device.
+            num_tokens: length of the context.
         """
         if not self._is_moved or num_tokens < self._rests_until:
             return
@@ -75,7 +75,7 @@ class CpuFraction:
             self._judge(num_tokens)
 
     def give_up_streaming(self, num_tokens: int) -> None:
-        """Let the CPU attend to all, from now on, because the device has no memory for what is streamed."""
+        """Let the CPU attend to all tokens from now on, because the device has no memory for streamed ones."""
         self._is_moved = False
         self._move_to(1.0, num_tokens, "the device has no memory for tokens that are streamed")
 

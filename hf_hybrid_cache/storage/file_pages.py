@@ -9,27 +9,27 @@ from collections.abc import Callable
 
 import torch
 
-# Of an entry of /proc/self/pagemap, as signed numbers: the highest bit says that a page is present.
+# Bits of an entry of /proc/self/pagemap. Entries are signed: the highest bit says that a page is present.
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 _ENTRY_BYTES = 8
 
 
 def give_back_file_pages(tensor: torch.Tensor) -> int:
     """
-    Let a tensor in a mapped file take no resident memory, until somebody reads it again: then it comes from the file.
+    Release the resident memory of a tensor in a mapped file. The next read takes it from the file again.
 
-    Pages that were written to since they were read, and memory that is no file, are left as they are. So nothing is
-    lost, whoever else holds the tensor.
+    Nothing is released if a page was written to, or is not the file's. So nothing is lost, whoever else holds the
+    tensor.
 
     Args:
         tensor: in host memory.
 
     Returns:
-        Bytes that were given back; 0 also where the system does not say what pages are.
+        Bytes that were released; 0 also if the system does not describe its pages.
     """
     if sys.platform != "linux" or not tensor.is_contiguous():
         return 0
-    # Pages that others have a part in stay.
+    # Keep pages that the tensor shares with other memory.
     first = -(-tensor.data_ptr() // mmap.PAGESIZE)
     last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
     if last <= first or not _are_as_in_file(first, last):
@@ -40,7 +40,7 @@ def give_back_file_pages(tensor: torch.Tensor) -> int:
 
 
 def _are_as_in_file(first: int, last: int) -> bool:
-    """Whether each of these pages that is present is the file's own."""
+    """Return whether all of these pages that are present are the file's, and none is swapped."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             entries = os.pread(pagemap.fileno(), (last - first) * _ENTRY_BYTES, first * _ENTRY_BYTES)
@@ -55,7 +55,7 @@ def _are_as_in_file(first: int, last: int) -> bool:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int]:
-    # Python's own is a method of mappings that Python made.
+    # Python's `madvise` is a method of mappings that Python made.
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return advise

@@ -1,4 +1,4 @@
-"""How much capacity a buffer gets: before the first token, and when it is full."""
+"""Capacity of buffers, before the first token and as they grow."""
 
 from dataclasses import dataclass
 
@@ -22,18 +22,18 @@ class InitialCapacity:
 
     @classmethod
     def expecting(cls, max_length: int | None, context: int | None) -> "InitialCapacity":
-        """For a cache of `max_length` tokens, if that is known, of a model with a context of so many, if that is."""
+        """Return the capacity for a cache of `max_length` tokens and a model's context, as far as they are known."""
         # A chunk more, because host memory is asked for a chunk ahead.
         return cls(max_length or 0, grown_capacity(max(cls.host_tokens, max_length or 0, context or 0)))
 
     def of_packed(self) -> "InitialCapacity":
-        """For packed blocks of blocks instead of tokens."""
+        """Return the capacity in blocks instead of tokens, for packed blocks."""
         return InitialCapacity(-(-self.device_tokens // GRANULE), -(-self.host_tokens // GRANULE))
 
 
 def grown_capacity(num_entries: int, entry_tokens: int = 1) -> int:
     """
-    New capacity, in entries, when `num_entries` are needed: an eighth more, at least 256 and at most 4,096 tokens.
+    Return a capacity of an eighth more than `num_entries`, but at least 256 and at most 4,096 tokens more.
 
     Short contexts waste little, and a buffer that has to be copied to grow is copied once in thousands of tokens.
     """
@@ -42,7 +42,7 @@ def grown_capacity(num_entries: int, entry_tokens: int = 1) -> int:
 
 
 def least_capacity(num_entries: int, entry_tokens: int = 1) -> int:
-    """The same where memory is short: whole blocks of 64 tokens."""
+    """Return the least capacity for `num_entries`, in whole blocks of 64 tokens, for when memory is short."""
     return _whole_granules(num_entries * entry_tokens) // entry_tokens
 
 

@@ -32,7 +32,7 @@ class HostBuffer(TokenBuffer):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that hold, or held, tokens: the reserved rest takes no memory."""
+        """Bytes of memory that hold, or held, tokens, without reserved address space."""
         return self._committed_tokens * self.bytes_per_token
 
     def ensure(self, num_tokens: int, keep: int) -> None:
@@ -43,16 +43,16 @@ class HostBuffer(TokenBuffer):
 
     def ensure_capacity(self, num_tokens: int, keep: int) -> None:
         """
-        Let the capacity be at least `num_tokens`, without memory yet; the first `keep` stay as they are.
+        Grow the capacity to at least `num_tokens` without committing memory; keep the first `keep` tokens.
 
         Raises:
-            HostMemoryError: the system refused it.
+            HostMemoryError: the system refused the memory.
         """
         if num_tokens > self.capacity:
             self._grow(num_tokens, keep)
 
     def moved_bytes(self, num_tokens: int) -> int:
-        """Bytes that are held twice while the capacity grows to `num_tokens`."""
+        """Return the bytes that are held twice while the capacity grows to `num_tokens`."""
         return self.num_bytes if num_tokens > self.capacity else 0
 
     def _memory_for(self, num_tokens: int) -> int:
@@ -68,7 +68,7 @@ class HostBuffer(TokenBuffer):
         self._commit(committed)
 
     def _take_memory(self, num_tokens: int, whole: int, keep: int) -> None:
-        """Move the first `keep` tokens to address space for `whole`, or memory for `num_tokens` where none is had."""
+        """Move the first `keep` tokens to address space for `whole`; if that is refused, to memory for `num_tokens`."""
         for size in [num_tokens] if address_space_is_limited() else [whole, num_tokens]:
             space = self._reserve(size)
             if space is not None:
@@ -83,10 +83,10 @@ class HostBuffer(TokenBuffer):
         self._space = space
 
     def _prepare(self, space: AddressSpace, num_tokens: int) -> None:
-        """Ready new address space for the first `num_tokens`, which are about to be copied into it."""
+        """Prepare new address space for the first `num_tokens`, which are copied into it next."""
 
     def _reserve(self, num_tokens: int) -> AddressSpace | None:
-        """Address space for so many tokens; `None` if there is none to be had."""
+        """Reserve address space for so many tokens; return `None` if the system refuses it."""
         num_bytes = self._stored_shape(num_tokens).numel() * self.dtype.itemsize
         if not 0 < num_bytes <= _MAX_RESERVED_BYTES:
             return None
@@ -96,7 +96,7 @@ class HostBuffer(TokenBuffer):
     def _allocate(self, num_tokens: int) -> torch.Tensor:
         try:
             return super()._allocate(num_tokens)
-        except RuntimeError as error:  # of torch, which has no type of its own for it
+        except RuntimeError as error:  # torch has no type of its own for it
             limit = tightest_limit()
             num_bytes = self._stored_shape(num_tokens).numel() * self.dtype.itemsize
             raise HostMemoryError(

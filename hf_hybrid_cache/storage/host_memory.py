@@ -1,4 +1,4 @@
-"""How much host memory is free, and the error that says so before it runs out."""
+"""The budget of host memory, and the error that is raised before memory runs out."""
 
 import copy
 import warnings
@@ -11,21 +11,21 @@ from .memory_limits import Limit, tightest_limit
 
 
 class HostMemoryError(HybridCacheError, MemoryError):
-    """Host memory would not suffice. Raised before anything is allocated or changed."""
+    """Host memory would not suffice. The error is raised before anything is allocated or changed."""
 
 
 def available_host_bytes() -> int:
     """
-    Bytes that can be allocated without swapping.
+    Return the bytes that can be allocated without swapping.
 
-    What the system reports free, or what a container or a limit on the process leaves.
+    They are the least of what the system reports free, and what a container and limits on the process leave.
     """
     return tightest_limit().free
 
 
 class ExpectedLength:
     """
-    How long a cache is expected to get, and whether its user has been told that memory ends before.
+    The expected length of a cache, and one warning if memory ends before it.
 
     Args:
         num_tokens: tokens that will be stored; 0 if that is not known.
@@ -36,7 +36,7 @@ class ExpectedLength:
         self.has_warned = False
 
     def warn(self, last_token: int, limit: Limit) -> None:
-        """Say that memory ends at `last_token`."""
+        """Warn that memory ends at `last_token`."""
         self.has_warned = True
         of_expected = f" of {self.num_tokens:,} (max_length)" if self.num_tokens > last_token else ""
         warnings.warn(
@@ -49,16 +49,16 @@ class ExpectedLength:
 
 class HostBudget:
     """
-    What the layers of one cache hold in host memory.
+    Host memory that the layers of one cache hold.
 
     A model's layers grow one after the other to the same length, so the first that grows asks for all of them: a
     context that does not fit is refused before its first layer is stored, not in the middle of the model.
 
     Args:
         num_stores: number of layers that will hold tokens in host memory.
-        entry_tokens: tokens that are counted as one: 64 where what is held are packed blocks.
-        expected_length: of the cache: what is expected is asked for with the first tokens, and looked at whenever
-            layers grow; `None` where layers soon stop growing.
+        entry_tokens: tokens of an entry, 64 for packed blocks.
+        expected_length: expected length of the cache. The first tokens ask for memory for all of it, and it is compared
+            with free memory whenever layers grow. `None` if layers soon stop growing.
     """
 
     def __init__(self, num_stores: int, entry_tokens: int = 1, expected_length: ExpectedLength | None = None):
@@ -68,26 +68,26 @@ class HostBudget:
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
-        """An empty budget: the copies of the layers note themselves in it."""
+        """Return an empty budget, in which the copies of the layers note themselves."""
         return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.expected_length, memo))
 
     def grow(self, store: object, num_tokens: int, bytes_per_token: int, moved_bytes: int = 0) -> int:
         """
-        Note that `store` will hold `num_tokens` and some more, once it is known that all layers could.
+        Check that all layers could hold `num_tokens` and some more, and note that `store` will.
 
         Args:
-            store: of one layer.
-            num_tokens: that it must hold.
-            bytes_per_token: of the whole batch.
-            moved_bytes: held twice while the store makes room.
+            store: store of one layer.
+            num_tokens: tokens that it must hold.
+            bytes_per_token: bytes of one token, over the whole batch.
+            moved_bytes: bytes that are held twice while the store grows.
 
         Returns:
             Tokens that there is memory for: a chunk more than `num_tokens`, or only what fills whole blocks. Where
             memory will end within one more chunk, or before what is expected, a warning says so, once for a cache.
 
         Raises:
-            HostMemoryError: they would need more than is free, or nothing is held yet and what is expected would;
-                nothing is noted then.
+            HostMemoryError: the layers would need more than is free, or nothing is held yet and the expected length
+                would; nothing is noted then.
         """
 
         def need(tokens: int) -> int:
@@ -113,7 +113,7 @@ class HostBudget:
         return granted
 
     def note(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
-        """Note what `store` holds, without asking."""
+        """Note how many tokens `store` holds, without a check."""
         self._held[store] = (num_tokens, bytes_per_token)
 
     def forget(self, store: object) -> None:
@@ -121,7 +121,7 @@ class HostBudget:
         self._held.pop(store, None)
 
     def _missing_bytes(self, store: object, num_tokens: int, bytes_per_token: int) -> int:
-        """What all layers lack to hold `num_tokens`."""
+        """Return the bytes that all layers lack to hold `num_tokens`."""
         held = {other: size for other, size in self._held.items() if other is not store}
         held_tokens, held_bytes_per_token = self._held.get(store, (0, bytes_per_token))
         need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token

@@ -14,7 +14,7 @@ from .packed_buffer import PackedBuffer
 
 class HostStore(BufferedStore):
     """
-    Keys and values in host memory, in the blocks that the kernels read, of a model that computes there too.
+    Keys and values in host memory, in the blocks that the kernels read, for attention on the CPU.
 
     Args:
         shape: of the states.
@@ -47,7 +47,7 @@ class HostStore(BufferedStore):
 
     @classmethod
     def like(cls, store: BufferedStore, num_tokens: int = 0) -> "HostStore":
-        """An empty store that can take what another one holds, or so many, and has a budget of its own."""
+        """Make an empty store for the tokens of `store`, or for `num_tokens`, with a budget of its own."""
         entry_tokens = store.keys.entry_tokens
         shape = store.shape._replace(device=torch.device("cpu"))
         return HostStore(
@@ -61,7 +61,7 @@ class HostStore(BufferedStore):
         return self._duplicate(memo)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new states; returns all, copied out of the blocks unless the new ones are all there are."""
+        """Store new states and return all, copied out of the blocks unless there are no others."""
         only_these = self.num_tokens == 0
         self.extend(keys, values)
         return (keys, values) if only_these else self.read()
@@ -71,39 +71,39 @@ class HostStore(BufferedStore):
         return self.read_range(start, self.num_tokens)
 
     def extend_to(self, sequence_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the own ones of new states, after which the sequence has `sequence_tokens`."""
+        """Store this shard's part of new states; the sequence then has `sequence_tokens`."""
         start = sequence_tokens - keys.shape[2]
         self.extend(*(self.layout.shard.part(states, start) for states in (keys, values)))
 
     def truncate_to(self, sequence_tokens: int) -> None:
-        """Keep the own ones of the first tokens of the sequence."""
+        """Keep this shard's part of the first `sequence_tokens`."""
         self.truncate(self.layout.shard.tokens(sequence_tokens))
 
     def expect(self, sequence_tokens: int, quantized_blocks: int) -> None:
-        """Make rows for the own ones of so many tokens; none are quantized."""
+        """Make rows for this shard's part of `sequence_tokens`; none are quantized."""
         self.make_rows(self.layout.shard.tokens(sequence_tokens))
 
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
-        """All states, copied out of the blocks about `size` tokens at a time, with the first token of each piece."""
+        """Yield pieces of about `size` tokens, copied out of the blocks, with the first token of each."""
         for start, end in ranges(0, self.num_tokens, size, cut):
             yield start, self.read_range(start, end)
 
     def block_keys(self, first: int, last: int) -> torch.Tensor:
-        """Keys of some blocks of 64, by number, `[batch, num_kv_heads, tokens, key_dim]`; `wait_for_copies` first."""
+        """Return keys of some blocks, `[batch, num_kv_heads, tokens, key_dim]`; call `wait_for_copies` first."""
         return self.keys.read_range(first * GRANULE, last * GRANULE)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as they are stored, in whole rows: views, also to be written to; `wait_for_copies` first."""
+        """Return writable views of keys and values in whole rows, as they are stored; call `wait_for_copies` first."""
         return self.keys.stored_rows(self.num_tokens), self.values.stored_rows(self.num_tokens)
 
     def clear_rest(self) -> None:
-        """Zero what the last row holds after the last entry, such as tokens that were removed."""
+        """Zero the last row after the last entry, where removed tokens may be."""
         for buffer in (self.keys, self.values):
             buffer.clear_rest(self.num_tokens)
 
     def make_rows(self, num_entries: int) -> None:
         """
-        Make rows for so many entries, which count as stored from then on, with any content.
+        Make rows with any content for so many entries, which count as stored from then on.
 
         Raises:
             HostMemoryError: the host has no capacity for them; nothing has changed then.
@@ -113,7 +113,7 @@ class HostStore(BufferedStore):
 
     def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int, in_part: bool) -> bool:
         """
-        Let the rows be those of an open file, keys and values from these offsets on, which count as stored then.
+        Map the rows of keys and values to an open file, from `offsets` on; the entries count as stored then.
 
         With `in_part` they are read in part: the system is told not to read ahead.
 
@@ -123,7 +123,7 @@ class HostStore(BufferedStore):
         pairs = zip((self.keys, self.values), offsets, strict=True)
         if not all(buffer.map_file(file, offset, num_entries, in_part) for buffer, offset in pairs):
             return False
-        # Not asked for: the pages are those of the file until they are written to.
+        # The budget is not asked: the pages are those of the file until they are written to.
         self._approved_tokens = num_entries
         self._budget.note(self, num_entries, self.bytes_per_token)
         self._set_length(num_entries)

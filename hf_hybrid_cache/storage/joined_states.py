@@ -5,11 +5,11 @@ import torch
 
 class JoinedStates:
     """
-    Two pieces of states seen as one; only what is asked for is copied.
+    Two pieces of states, seen as one sequence; a slice copies only its own tokens.
 
     Args:
         before: `[batch, num_kv_heads, tokens, head_dim]`.
-        after: likewise, of the tokens that follow.
+        after: states of the tokens that follow, in the same shape.
     """
 
     def __init__(self, before: torch.Tensor, after: torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a layer needs of the place where its keys and values are kept."""
+"""Interface between a layer and the place where its keys and values are kept."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +16,12 @@ from .token_buffer import TokenBuffer
 if TYPE_CHECKING:
     from .streamed_store import StreamedStore
 
-# Of keys and values.
+# Tensors of keys and of values.
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def ranges(start: int, end: int, size: int, cut: int) -> Iterator[tuple[int, int]]:
-    """Steps of `size` from `start`, a multiple of blocks, to `end`; one ends where the block of `cut` begins."""
+    """Yield ranges of `size`, whole blocks, from `start` to `end`; one ends where the block with `cut` begins."""
     cut = start + max(0, cut - start) // GRANULE * GRANULE
     while start < end:
         stop = min(start + size, end)
@@ -33,9 +33,9 @@ def ranges(start: int, end: int, size: int, cut: int) -> Iterator[tuple[int, int
 
 class KVShape(NamedTuple):
     """
-    What is constant about a layer's keys and values. They share batch and heads, not always width and dtype.
+    The shape and types of a layer's keys and values. They share batch and heads, not always width and type.
 
-    A tuple, because one is made and compared for every layer of every token.
+    It is a tuple, because one is made and compared for every layer of every token.
     """
 
     batch: int
@@ -48,12 +48,12 @@ class KVShape(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> "KVShape":
-        """The shape of states `[batch, num_kv_heads, tokens, head_dim]`."""
+        """Return the shape of states `[batch, num_kv_heads, tokens, head_dim]`."""
         batch, num_kv_heads, _, key_dim = keys.shape
         return cls(batch, num_kv_heads, key_dim, values.shape[3], keys.dtype, values.dtype, keys.device)
 
     def promoted_with(self, other: "KVShape") -> "KVShape":
-        """The same, with types that hold what is of its own and of another one's."""
+        """Return the shape with types that hold states of both shapes."""
         return self._replace(
             key_dtype=torch.promote_types(self.key_dtype, other.key_dtype),
             value_dtype=torch.promote_types(self.value_dtype, other.value_dtype),
@@ -69,7 +69,7 @@ class KVShape(NamedTuple):
 
     @property
     def element(self) -> np.dtype | None:
-        """What kernels see blocks of these states as; `None` if they cannot read them."""
+        """The NumPy type by which kernels read blocks of these states; `None` if they cannot."""
         return kernel_element(self.key_dtype) if self.key_dtype == self.value_dtype else None
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class KVShape(NamedTuple):
 
 class KVStore(ABC):
     """
-    Keys and values of one layer. One subclass for each place and form in which they are kept.
+    Keys and values of one layer. Each place and form of storage has a subclass.
 
     Args:
         shape: of the states that are stored.
@@ -101,22 +101,22 @@ class KVStore(ABC):
 
     @property
     def is_intact(self) -> bool:
-        """Whether what is stored is whole; not after something has ended a change half-way."""
+        """Whether the store is whole; it is not after a change that ended half-way."""
         return not self._is_changing
 
     @property
     def wants_queries(self) -> bool:
-        """Whether a codec is still to be chosen, by queries too."""
+        """Whether the store needs queries to choose its codec."""
         return False
 
     @property
     def held_bytes(self) -> int:
-        """Of states that are held as they came, until queries were seen."""
+        """Bytes of pending states."""
         return 0
 
     @property
     def streamed(self) -> "StreamedStore | None":
-        """What is streamed to the device, as tokens or packed blocks."""
+        """The store of the tokens, or packed blocks, that are streamed to the device."""
         return None
 
     def observe(self, query: torch.Tensor) -> None:  # noqa: B027
@@ -124,11 +124,11 @@ class KVStore(ABC):
 
     def take_pending(self) -> None:  # noqa: B027
         """
-        Store the states that were held, if there are any, after the codec was chosen.
+        Store the pending states, if there are any; choose the codec first.
 
         Raises:
             ValueError: there are no codes for some of them; they are not stored then.
-            HostMemoryError: likewise, the host has no room for them.
+            HostMemoryError: the host has no room for them; they are not stored then.
         """
 
     @abstractmethod
@@ -142,45 +142,45 @@ class KVStore(ABC):
         Raises:
             HostMemoryError: the host has no room for them; nothing has changed then.
 
-        Whatever else is raised, the tokens are those of before, or the new ones too, or `is_intact` is false.
+        After any other error the tokens are those of before, or the new ones too, or `is_intact` is false.
         """
 
     @abstractmethod
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states like `append`, without bringing the others to the device; any device and type will do."""
+        """Store new states, of any device and type, like `append`, but without bringing the others to the device."""
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states, and start the copies of `staged_range` to the device, without waiting for them."""
         self.extend(keys, values)
 
     def staged_range(self) -> tuple[int, int]:
-        """The first token, or packed block, that is used on the device now, and the one after the last."""
+        """Return the first token, or packed block, that is used on the device now, and the one after the last."""
         return 0, self.num_tokens
 
     def read_staged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entries of `staged_range`, on the device; once for each `stage`."""
+        """Return the entries of `staged_range`, on the device; call it once for each `stage`."""
         return self.read()
 
     @abstractmethod
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, on the compute device."""
+        """Return all keys and values, on the compute device."""
 
     def read_copy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same in memory that is not the store's."""
+        """Return all keys and values in memory that is not the store's."""
         keys, values = self.read()
         return keys.clone(), values.clone()
 
     @abstractmethod
     def take_from(self, other: "KVStore") -> None:
-        """Store, in this empty store, what is in another one of the same kind for another device or type."""
+        """Store the states of another store of the same kind, for another device or type, in this empty one."""
 
     @abstractmethod
     def buffers(self) -> Iterable[TokenBuffer]:
-        """Everything that holds memory for this layer alone."""
+        """Return all buffers that hold memory for this layer alone."""
 
     @abstractmethod
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        """What its buffers would hold, each on its device, once this empty store had grown to each of `lengths`."""
+        """Return the device and bytes of each buffer after this empty store had grown to each of `lengths`."""
 
     @abstractmethod
     def truncate(self, num_tokens: int) -> None:
@@ -191,23 +191,23 @@ class KVStore(ABC):
         """Make sequence `i` what sequence `indices[i]` was."""
 
     def wait_for_copies(self) -> None:  # noqa: B027
-        """Let the calling thread wait until no copy reads or writes the truth, and all of it is there."""
+        """Block the calling thread until no copy reads or writes the stored states, and all of them are there."""
 
     def wait_until_stored(self) -> None:
-        """Let the calling thread wait until all of the truth is there; others may still read it."""
+        """Block the calling thread until all stored states are there; copies may still read them."""
         self.wait_for_copies()
 
     def close(self) -> None:
-        """Give back what is shared with other layers. The store must not be used afterwards."""
+        """Give back memory that is shared with other layers. The store must not be used afterwards."""
         self.version += 1
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For changes that cannot be taken back."""
+        """Mark the store as not whole if the change inside ends half-way."""
         self._is_changing = True
         yield
         self._is_changing = False
 
     def _set_length(self, num_tokens: int) -> None:
-        self.version += 1  # first: ended between, nobody trusts what was handed out before
+        self.version += 1  # first: after an interruption here, earlier handles are stale
         self.num_tokens = num_tokens

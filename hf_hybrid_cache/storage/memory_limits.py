@@ -1,4 +1,4 @@
-"""What limits the host memory of this process: the system, a container, limits of the process itself."""
+"""Limits of the host memory of this process: the system's, a container's, and the process's own."""
 
 import sys
 from pathlib import Path
@@ -11,20 +11,20 @@ from ..control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 if sys.platform == "linux":
     import resource
 
-# Of a limit on the process: for what Python and torch allocate beside a cache that takes all the rest.
+# Part of a limit on the process that a cache leaves to other allocations of Python and torch.
 _SPARE_BYTES = 32 * 2**20
-# What is allowed, what is used, and what of it is page cache, by the version of control groups.
+# Names of a limit, of the usage, and of the page cache in it, by the version of control groups.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
-# What version 1 says instead of "max" is a little below this.
+# Version 1 has a larger number than this instead of "max".
 _NO_LIMIT = 2**62
 
 
 class Limit(NamedTuple):
     """
-    One limit.
+    One limit of memory.
 
     Attributes:
         free: bytes that it leaves.
@@ -36,7 +36,7 @@ class Limit(NamedTuple):
 
 
 def tightest_limit() -> Limit:
-    """The limit that leaves the least."""
+    """Return the limit that leaves the least."""
     limits = [Limit(psutil.virtual_memory().available, "")]
     limits += [Limit(free, " within the memory limit of its container (control group)") for free in _cgroup_headrooms()]
     limits += _process_limits()
@@ -45,12 +45,12 @@ def tightest_limit() -> Limit:
 
 
 def address_space_is_limited() -> bool:
-    """Whether address space that is reserved, and not used, counts against a limit on the process."""
+    """Return whether unused address space counts against a limit on the process."""
     return bool(_process_limits())
 
 
 def _process_limits() -> list[Limit]:
-    """Those of `ulimit`, which other systems have and do not enforce."""
+    """Return the limits of `ulimit` on Linux; other systems do not enforce theirs."""
     if sys.platform != "linux":
         return []
     names = [
@@ -66,7 +66,7 @@ def _process_limits() -> list[Limit]:
 
 
 def _cgroup_headrooms(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> list[int]:
-    """Bytes left under each memory limit on this process."""
+    """Return the bytes left under each memory limit on this process."""
     return [
         headroom
         for folder, version in control_groups("memory", root, membership)
@@ -77,7 +77,7 @@ def _cgroup_headrooms(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP
 def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
     try:
         limit = (folder / limit_name).read_text().strip()
-        # As most have it, without the half millisecond that the other files take.
+        # Most groups have no limit; reading the other files would take half a millisecond.
         if limit == "max" or int(limit) >= _NO_LIMIT:
             return []
         usage = int((folder / usage_name).read_text())

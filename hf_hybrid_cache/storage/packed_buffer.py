@@ -10,7 +10,7 @@ from .token_buffer import TokenBuffer
 
 class PackedBuffer(RunBuffer):
     """
-    Records of quantized blocks, `[packed, batch, num_kv_heads, bytes]`: an entry is one block of 64 tokens.
+    Packed blocks, `[packed, batch, num_kv_heads, bytes]`. An entry is one block of 64 tokens.
 
     Args:
         shape: `(batch, num_kv_heads, bytes)`.
@@ -22,11 +22,11 @@ class PackedBuffer(RunBuffer):
         super().__init__(shape, torch.uint8, True, expected_packed, GRANULE, pinned_for)
 
     def array(self) -> np.ndarray:
-        """What is stored, for a kernel: `[packed, batch * heads, bytes]`, not a copy."""
+        """Return a view of the packed blocks for a kernel, `[packed, batch * heads, bytes]`."""
         return self._array
 
     def load(self, target: TokenBuffer, start: int, end: int) -> None:
-        """Copy packed blocks `start` to `end` to the begin of a buffer on a device."""
+        """Copy packed blocks `start` to `end` to the start of a buffer on a device."""
         for first, last in self._pieces(start, end):
             target.write(first - start, self.read_range(first, last).to(target.device, non_blocking=True))
 

@@ -10,13 +10,13 @@ import torch
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 _has_warned = False
-# What could not be given back while CUDA recorded a graph: of each its addresses, its device and its memory.
+# Locks that could not be released while CUDA recorded a graph: addresses, device and memory of each.
 _kept: list[tuple[list[int], torch.device, torch.Tensor]] = []
 
 
 @functools.cache
 def can_page_lock(device_type: str) -> bool:
-    """Whether torch has page-locked memory for copies from and to devices of this type."""
+    """Return whether torch has page-locked memory for copies from and to devices of this type."""
     if device_type in ("cuda", "meta"):  # a meta device stands for a CUDA device that is planned for
         return True
     accelerator = torch.accelerator.current_accelerator()
@@ -29,7 +29,7 @@ def can_page_lock(device_type: str) -> bool:
 
 
 def locks_in_place(device: torch.device | None) -> bool:
-    """Whether memory that is there can be page-locked for copies from and to `device`: CUDA alone can."""
+    """Return whether existing memory can be page-locked for copies from and to `device`. Only CUDA can."""
     return device is not None and device.type in ("cuda", "meta")
 
 
@@ -37,7 +37,7 @@ class PageLock:
     """
     The page-locked part of one piece of memory, from its start on.
 
-    Whoever copies from or to the memory waits for the copies before it lets go of the lock.
+    The owner of the memory waits for copies from and to it before it drops the lock.
 
     Args:
         data: the memory, page aligned.
@@ -87,7 +87,7 @@ def _register(address: int, num_bytes: int, device: torch.device) -> int:
 
 
 def _warn_once(num_bytes: int, error: int) -> None:
-    """Of the first refusal in the process: every buffer of every layer is likely to be refused after it."""
+    """Warn of the first refusal in the process only: all later buffers are likely to be refused, too."""
     global _has_warned
     if _has_warned:
         return
@@ -101,7 +101,7 @@ def _warn_once(num_bytes: int, error: int) -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Let the error of a refused call end here: CUDA reports it again with the next kernel, whoever launches that."""
+    """Clear the error of a refused call, which CUDA would report again with the next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device=device).fill_(1)
 

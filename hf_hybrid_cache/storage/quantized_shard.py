@@ -1,4 +1,4 @@
-"""One process's share of the keys and values of a layer of which most are quantized."""
+"""The shard that one process keeps of a quantized layer."""
 
 from dataclasses import replace
 
@@ -13,15 +13,15 @@ from .quantized_store import QuantizedStore
 
 class QuantizedShard(QuantizedStore):
     """
-    Own blocks of a sequence, of which those are quantized that one process would have quantized.
+    The shard of a quantized layer. It quantizes the same blocks of a sequence as a single process would.
 
-    Until the codec is chosen every process keeps all tokens, so that all choose by the same ones.
+    Until the codec is chosen every process keeps all tokens, so that all choose by the same states.
 
     Arguments are those of `QuantizedStore`.
 
     Attributes:
-        layout: of the whole sequence, with what this process keeps now.
-        sequence_tokens: of the whole sequence.
+        layout: layout of the whole sequence, with the blocks that this process keeps now.
+        sequence_tokens: number of tokens of the whole sequence.
     """
 
     full: HostStore
@@ -33,7 +33,7 @@ class QuantizedShard(QuantizedStore):
         return super().is_intact and self.num_tokens == self.layout.shard.tokens(self.sequence_tokens)
 
     def extend_to(self, sequence_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the new states of a sequence that is `sequence_tokens` long then: whole, not only the own ones."""
+        """Store this shard's part of all new states; the sequence then has `sequence_tokens`."""
         self.take_pending()
         before, self.sequence_tokens = self.sequence_tokens, sequence_tokens
         try:
@@ -43,7 +43,7 @@ class QuantizedShard(QuantizedStore):
             raise
 
     def truncate_to(self, sequence_tokens: int) -> None:
-        """Keep what is among the first tokens of the sequence."""
+        """Keep this shard's part of the first `sequence_tokens`."""
         self.take_pending()
         self._truncate(self.layout.shard.tokens(sequence_tokens), self.layout.cropped(sequence_tokens))
         self.sequence_tokens = sequence_tokens
@@ -63,7 +63,7 @@ class QuantizedShard(QuantizedStore):
         self.layout, self.sequence_tokens = other.layout, other.sequence_tokens
 
     def expect(self, sequence_tokens: int, quantized_blocks: int) -> None:
-        """Make rows for the own ones of a sequence of so many tokens, of which so many blocks are quantized."""
+        """Make rows for this shard's part of so many tokens, of which so many blocks are quantized."""
         layout = replace(self.layout, quantized_blocks=quantized_blocks)
         self.full.make_rows(layout.shard.tokens(sequence_tokens) - layout.own_quantized_blocks * GRANULE)
         self.packed.make_rows(layout.own_quantized_blocks)
@@ -71,7 +71,7 @@ class QuantizedShard(QuantizedStore):
         self.layout, self.sequence_tokens = layout, sequence_tokens
 
     def _keep_own(self) -> None:
-        """Give up what others keep, before anything is quantized."""
+        """Drop the tokens of other shards, before anything is quantized."""
         start, version = self.full.num_tokens, self.version
         with self._changing():
             keys, values = (self._own.part(states, 0) for states in self.full.read_range(0, start))
@@ -80,7 +80,7 @@ class QuantizedShard(QuantizedStore):
             self.full.extend(keys, values)
             self.layout = replace(self.layout, shard=self._own)
             self._set_length(self._own.tokens(self.sequence_tokens))
-            self.version = version  # what `update` returned still stands for all of it
+            self.version = version  # handles still stand for the whole layer
 
     def _layout_with(self, new_tokens: int) -> Layout:
         return self.layout.after(self.sequence_tokens)

@@ -19,17 +19,17 @@ from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
 
 _QUANTIZED_AT_ONCE = 64 * GRANULE
-# By which a codec is chosen, spread over the first states that are quantized.
+# Blocks by which a codec is chosen, spread over the first states that are quantized.
 _SAMPLED_BLOCKS = 16
 
 Added = TypeVar("Added")
 _AddPacked = Callable[[torch.Tensor, torch.Tensor], object]
-# Of keys, or of values: `(batch, num_kv_heads, head_dim)`, and their type.
+# `(batch, num_kv_heads, head_dim)` and type, of keys or of values.
 _Form = tuple[tuple[int, int, int], torch.dtype]
 
 
 def packed_shape(shape: KVShape, codec: KVCodec) -> KVShape:
-    """The shape of the packed blocks of states of `shape`, seen as states themselves."""
+    """Return the shape of the packed blocks of these states, seen as states themselves."""
     return shape._replace(
         key_dim=codec.keys.packed_bytes(shape.key_dim),
         value_dim=codec.values.packed_bytes(shape.value_dim),
@@ -42,19 +42,19 @@ class QuantizedStore(LocalStore):
     """
     Keys and values of one layer, in full precision at both ends and as packed blocks between them.
 
-    A block is quantized once, when 64 tokens have come after it. Where tokens are removed up to the middle of a
-    quantized block, the rest of the block is in full precision again, as the codes have it.
+    A block is quantized once, when 64 tokens have come after it. If tokens are removed up to the middle of a quantized
+    block, the rest of the block is dequantized, and in full precision again.
 
-    Where the codec is still to be chosen, the first states to be quantized are held as they came until the queries that
-    attend to them were seen, or anything else is asked of the store.
+    Until the codec is chosen, states to be quantized are pending: they wait in full precision for the queries that
+    attend to them, or for another use of the store.
 
     Args:
         shape: of the states.
-        choice: how blocks are quantized.
-        full: for the tokens in full precision, the last ones after the first ones.
+        choice: the codec, given or still to be chosen.
+        full: store for the tokens in full precision, the last ones after the first ones.
         make_packed: makes the store for packed blocks of some shape, an entry for each block.
-        scratch: where all states are put together for attention on the device.
-        layout: of no tokens.
+        scratch: memory in which all states are put together for attention on the device.
+        layout: layout of the empty store.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class QuantizedStore(LocalStore):
 
     @property
     def codec(self) -> KVCodec:
-        """How blocks are quantized."""
+        """The codec of the blocks."""
         return self._choice.codec
 
     @property
@@ -100,7 +100,7 @@ class QuantizedStore(LocalStore):
 
     @property
     def sink_tokens(self) -> int:
-        """First tokens of this store that stay in full precision, whole blocks of 64."""
+        """Number of first tokens of this store that stay in full precision, in whole blocks of 64."""
         return self.layout.own_sink_tokens
 
     @property
@@ -130,17 +130,17 @@ class QuantizedStore(LocalStore):
         with self._changing():
             self.num_tokens -= self._pending_tokens
             self._pending = ()
-        self._store(self._plan_change(keys, values), self.packed.extend)
-        self.version = version  # what `update` returned for them still stands for them
+        self._store(self._quantize_due(keys, values), self.packed.extend)
+        self.version = version  # handles still stand for the same tokens
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new states and return all, dequantized; the new ones as they came if there are no others."""
+        """Store new states and return all, dequantized; return the new ones as they are if there are no others."""
         self.take_pending()
         only_these = self.num_tokens == 0
         if only_these and not self._choice.is_made and self._blocks_to_quantize(keys.shape[2]):
             self._hold(keys, values)
             return keys, values
-        change = self._plan_change(keys, values)
+        change = self._quantize_due(keys, values)
         # Memory that may be refused is taken before anything changes.
         states = None if only_these else self._scratch.lend_states(self.shape, self.num_tokens + keys.shape[2])
         packed = self._store(change, self.packed.append)
@@ -165,7 +165,7 @@ class QuantizedStore(LocalStore):
         return states
 
     def parts(self) -> tuple[Pair, Pair]:
-        """States in full precision, and packed blocks, on the compute device; computation waits for the copies."""
+        """Return states in full precision and packed blocks on the compute device; computation waits for copies."""
         self.take_pending()
         return self.full.read(), self.packed.read()
 
@@ -176,7 +176,7 @@ class QuantizedStore(LocalStore):
             self._hold(keys, values)
             return
         if is_due or self.packed.streamed is not None:
-            self._store(self._plan_change(keys, values), add_packed)
+            self._store(self._quantize_due(keys, values), add_packed)
             return
         num_full = self.full.num_tokens  # a decode step: few operations
         try:
@@ -187,7 +187,7 @@ class QuantizedStore(LocalStore):
         self._set_length(self.num_tokens + keys.shape[2])
 
     def read(self) -> Pair:
-        self.take_pending()  # of which a share is less
+        self.take_pending()  # a shard has fewer tokens afterwards
         return self.read_into(self._scratch.lend_states(self.shape, self.num_tokens))
 
     def read_copy(self) -> Pair:
@@ -195,7 +195,7 @@ class QuantizedStore(LocalStore):
         return self.read_into(Scratch(self.shape.device).lend_states(self.shape, self.num_tokens))
 
     def read_into(self, states: Pair) -> Pair:
-        """All states, written to `states` on the compute device, `[batch, num_kv_heads, num_tokens, head_dim]`."""
+        """Write all states to `states`, `[batch, num_kv_heads, num_tokens, head_dim]` on the compute device."""
         self.take_pending()
         return self._put_together(self.packed.read(), states)
 
@@ -205,7 +205,7 @@ class QuantizedStore(LocalStore):
         return keys.clone(), values.clone()
 
     def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
-        """All states, dequantized, about `size` tokens at a time, with the first token of each piece."""
+        """Yield all states, dequantized, about `size` tokens at a time, with the first token of each piece."""
         first = min(self.num_tokens, self.sink_tokens)
         last = first + self.packed.num_tokens * GRANULE
         if first:
@@ -278,7 +278,7 @@ class QuantizedStore(LocalStore):
         self._scratch.release()
 
     def _layout_with(self, new_tokens: int) -> Layout:
-        """The layout with so many new tokens; those that are pending count."""
+        """Return the layout with so many new tokens; pending tokens count."""
         return self.layout.after(self.num_tokens + new_tokens)
 
     def _blocks_to_quantize(self, new_tokens: int) -> int:
@@ -307,12 +307,12 @@ class QuantizedStore(LocalStore):
 
     def _require_finite(self, keys: torch.Tensor, values: torch.Tensor, num_blocks: int) -> None:
         for states in (keys, values):
-            # A sum is quick, and may be infinite where no number is.
+            # A sum is quick, but may be infinite although all numbers are finite.
             if not torch.isfinite(states.sum()) and not torch.isfinite(states).all():
                 raise self._not_finite(num_blocks, "infinite, or not a number")
 
     def _choose(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Choose the codec by the states from the first quantized block on, with new ones."""
+        """Choose the codec by all states from the first block to quantize on, new ones included."""
         self._require_finite(keys, values, self._blocks_to_quantize(keys.shape[2]))
         sequences = self._sequences(keys, values)
         blocks = len(sequences[0]) // GRANULE
@@ -325,7 +325,7 @@ class QuantizedStore(LocalStore):
         self._fit_packed()
 
     def _sequences(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[JoinedStates, JoinedStates]:
-        """States in full precision after the sink tokens, followed by new states."""
+        """Return the states in full precision after the sink tokens, followed by new states."""
         first, num_full = self.sink_tokens, self.full.num_tokens
         olds = self.full.read_range(min(first, num_full), num_full)
         pairs = zip(olds, (keys, values), strict=True)
@@ -350,11 +350,11 @@ class QuantizedStore(LocalStore):
             "precision, such as DynamicHybridCache."
         )
 
-    def _plan_change(self, keys: torch.Tensor, values: torch.Tensor) -> "_Change":
+    def _quantize_due(self, keys: torch.Tensor, values: torch.Tensor) -> "_Change":
         """
-        Quantize the blocks that are due with these new tokens, on their device, and return what is to be stored.
+        Quantize the blocks that are due with these new tokens, on their device, and return the change to store.
 
-        Nothing is stored yet; room is reserved.
+        Nothing is stored yet; memory is reserved.
         """
         first, num_full = self.sink_tokens, self.full.num_tokens
         layout = self._layout_with(keys.shape[2])
@@ -362,13 +362,13 @@ class QuantizedStore(LocalStore):
         self.full.wait_for_copies()
         self.full.reserve(layout.most_full_tokens)
         if not count:
-            # Not quantized from no states: this is every step but one of 64, and coding would wait for the device.
+            # 63 of 64 steps quantize nothing, and a call of the codec would wait for the device.
             shapes = self.packed.shape.keys, self.packed.shape.values
             nothing = [keys.new_empty((*heads, 0, size), dtype=torch.uint8) for *heads, size in shapes]
             return _Change((nothing[0], nothing[1]), num_full, (keys, values), keys.shape[2], layout)
         if not self._choice.is_made:
             self._choose(keys, values)
-        # After the first tokens come those that are kept in full precision so far, and then the new ones.
+        # The first tokens are followed by those in full precision so far, and then by the new ones.
         kept, missing = min(first, num_full), max(0, first - num_full)
         packed, full = [], []
         sequences, news = self._sequences(keys, values), (keys, values)
@@ -379,7 +379,7 @@ class QuantizedStore(LocalStore):
             except ValueError as error:
                 raise self._not_finite(count // GRANULE, str(error)) from None
             packed.append(torch.cat(pieces, dim=2))
-            # A copy, because it is stored where it comes from.
+            # A copy, because storing it overwrites its source.
             full.append(torch.cat([new[:, :, :missing], sequence[count:]], dim=2))
         return _Change((packed[0], packed[1]), kept, (full[0], full[1]), keys.shape[2], layout)
 
@@ -399,7 +399,7 @@ class QuantizedStore(LocalStore):
         return added
 
     def _put_together(self, packed: Pair, states: Pair) -> Pair:
-        """Write all states into lent ones."""
+        """Write all states into lent memory."""
         first = min(self.num_tokens, self.sink_tokens)
         last = first + self.packed.num_tokens * GRANULE
         for codec, full, quantized, target in zip(self._codecs, self.full.read(), packed, states, strict=True):
@@ -409,7 +409,7 @@ class QuantizedStore(LocalStore):
         return states
 
     def block_keys(self, first: int, last: int) -> torch.Tensor:
-        """Keys of some quantized blocks, by number, dequantized; `wait_for_copies` first."""
+        """Return dequantized keys of some quantized blocks, by number; call `wait_for_copies` first."""
         sinks = self.sink_tokens // GRANULE
         return self._decode(self.codec.keys, self._forms[0], self.packed.keys.read_range(first - sinks, last - sinks))
 
@@ -438,14 +438,14 @@ class QuantizedStore(LocalStore):
 
 class _Change(NamedTuple):
     """
-    What is to be stored for new states.
+    A change to store: new packed blocks, and states in full precision.
 
     Attributes:
-        packed: of keys and values, to be added to those that are there.
+        packed: new packed blocks of keys and values.
         kept: tokens in full precision that stay.
-        full: keys and values in full precision, to be added to these.
-        new_tokens: how many there are more in all.
-        layout: with these.
+        full: keys and values in full precision that follow these.
+        new_tokens: number of new tokens.
+        layout: layout with the new tokens.
     """
 
     packed: Pair

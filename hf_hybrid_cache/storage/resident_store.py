@@ -39,11 +39,11 @@ class ResidentStore(BufferedStore):
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is memory for."""
+        """Number of tokens that there is memory for."""
         return min(self.keys.capacity, self.values.capacity)
 
     def remove(self, start: int, end: int) -> None:
-        """Forget tokens `start` to `end`; those after them take their places, as many at a time as do not overlap."""
+        """Remove tokens `start` to `end` and move later ones into their places, in pieces that do not overlap."""
         count = end - start
         self._leave_to_holders(self.num_tokens)
         with self._changing():

@@ -1,4 +1,4 @@
-"""Host memory in rows of which any run is one piece: what kernels read, and what is copied to and from a device."""
+"""Host memory in contiguous rows, which kernels read, and copies to and from a device move."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ _COPY_ROWS = 64
 
 class RunBuffer(HostBuffer):
     """
-    States of one layer in rows that follow each other, with pages of 2 MiB, page-locked if asked for.
+    States of one layer in contiguous rows, in pages of 2 MiB, page-locked if asked for.
 
     Args:
-        shape: as `TokenBuffer`.
-        dtype: likewise.
-        token_major: likewise.
+        shape: see `TokenBuffer`.
+        dtype: see `TokenBuffer`.
+        token_major: see `TokenBuffer`.
         expected_tokens: reserve address space for this many.
-        entry_tokens: as `TokenBuffer`.
+        entry_tokens: see `TokenBuffer`.
         pinned_for: page-lock the memory for copies to and from this device. For CUDA chunk by chunk as it is used;
             where the system refuses, copies are slower, and one warning in the process says so. For other accelerators
             the memory is taken from torch, and what is stored is copied when it grows.
@@ -54,31 +54,31 @@ class RunBuffer(HostBuffer):
         return self._data.shape[0] * self.row_entries
 
     def rows(self, num_entries: int) -> int:
-        """Rows that hold this many entries."""
+        """Return the number of rows that hold this many entries."""
         return -(-num_entries // self.row_entries)
 
     def stored_shape(self, num_entries: int) -> torch.Size:
-        """The shape of the rows that hold this many entries."""
+        """Return the shape of the rows that hold this many entries."""
         return self._stored_shape(num_entries)
 
     def stored_rows(self, num_entries: int) -> torch.Tensor:
-        """These rows as they are stored, one piece of memory: a view, also to be written to."""
+        """Return a writable view of the rows that hold this many entries, one piece of memory."""
         return self._data[: self.rows(num_entries)]
 
     def clear_rest(self, num_entries: int) -> None:
-        """Zero what the last of these rows holds after the entries."""
+        """Zero the last row that holds one of this many entries after the last one."""
 
     def map_file(self, file: int, offset: int, num_entries: int, in_part: bool = False) -> bool:
         """
-        Let the rows of an empty buffer be those of an open file, from `offset` on; the file is never written to.
+        Map the rows of an empty buffer to an open file, from `offset` on; the file is never written to.
 
         With `in_part` only parts are read: the system is told not to read ahead.
-        Further entries come after them in memory, and entries of theirs that are written are from then on too.
+        Further entries, and entries of the file once they are written to, are in memory.
 
         Returns:
             False where the system cannot do that; nothing has changed then.
         """
-        # Room for as many again: what is mapped would have to be read to be moved.
+        # Twice the space, because mapped rows would have to be read to be moved.
         room = num_entries if address_space_is_limited() else 2 * num_entries
         reserved = max(room, self.expected_tokens)
         space = self._reserve(reserved)
@@ -101,7 +101,7 @@ class RunBuffer(HostBuffer):
         return twin
 
     def _pieces(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Rows `first` to `last` in pieces that one copy can move: not across separately page-locked ranges."""
+        """Split rows `first` to `last` into pieces that one copy can move, not across separately page-locked ranges."""
         regular = range(first, last, _COPY_ROWS)
         cuts = {row for cut in self._lock.cuts if first < (row := cut // self.row_entries) < last}
         return list(itertools.pairwise(sorted({*regular, *cuts, last})))
@@ -124,14 +124,14 @@ class RunBuffer(HostBuffer):
         return min(self._locked(num_tokens), reserved)
 
     def _locked(self, num_tokens: int) -> int:
-        """Entries that are page-locked when `num_tokens` are needed: a chunk more, up to where pages and rows end."""
+        """Return the entries to page-lock for `num_tokens`: a chunk more, up to where a page and a row end."""
         page_entries = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self.bytes_per_token)
         granule = math.lcm(self.row_entries, page_entries)
         return -(-grown_capacity(num_tokens, self.entry_tokens) // granule) * granule
 
     def _commit(self, num_tokens: int) -> None:
         start, end = self._committed_tokens, self.rows(num_tokens) * self.row_entries
-        # What was not reserved does not start at a page, and might share one with other memory.
+        # Memory that was not reserved does not start at a page, and might share one with other memory.
         if self.pinned_for is not None and self._space is not None and not self._lock.refused:
             end = min(self._locked(num_tokens), self.capacity)
         if self._space is not None:

@@ -31,12 +31,12 @@ class Scratch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held, lent or not."""
+        """Bytes that the scratch holds, lent or not."""
         return sum(piece.data.nbytes for piece in self._pieces)
 
     @staticmethod
     def planned_bytes(sizes: Iterable[int]) -> int:
-        """Bytes that would be held for one tensor after it was lent with each of `sizes`, in bytes, in turn."""
+        """Return the bytes that would be held after one tensor was lent with each of `sizes`, in bytes, in turn."""
         held = 0
         for num_bytes in sizes:
             if num_bytes > held:
@@ -45,7 +45,7 @@ class Scratch:
 
     def lend(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """
-        A tensor `[batch, num_kv_heads, tokens, head_dim]` with any content.
+        Lend a tensor `[batch, num_kv_heads, tokens, head_dim]` with any content.
 
         Raises:
             HostMemoryError: it would be in host memory, which has no room for it.
@@ -54,7 +54,7 @@ class Scratch:
         free = [piece for piece in self._pieces if piece.is_free]
         piece = next((piece for piece in free if piece.data.nbytes >= num_bytes), None)
         if piece is None:
-            # What is too small now will be too small again.
+            # Pieces that are too small now will be too small again.
             for small in free[:1]:
                 self._pieces.remove(small)
             if self._device.type == "cpu":
@@ -66,7 +66,7 @@ class Scratch:
             return piece.data[:num_bytes].view(dtype).view(shape)
 
     def lend_states(self, shape: KVShape, num_tokens: int) -> Pair:
-        """Room for the keys and the values of so many tokens of a layer, like `lend`."""
+        """Lend memory for the keys and the values of so many tokens of a layer, like `lend`."""
         keys, values = (
             self.lend(torch.Size((batch, heads, num_tokens, head_dim)), dtype)
             for (batch, heads, head_dim), dtype in ((shape.keys, shape.key_dtype), (shape.values, shape.value_dtype))
@@ -74,10 +74,10 @@ class Scratch:
         return keys, values
 
     def release(self) -> None:
-        """Give back what nobody holds."""
+        """Give back the memory that nobody holds."""
         self._pieces = [piece for piece in self._pieces if not piece.is_free]
 
 
 def _with_slack(num_bytes: int) -> int:
-    """An eighth more, so that a tensor that grows is rarely too large."""
+    """Add an eighth, so that a tensor that grows is rarely too large."""
     return num_bytes + num_bytes // 8

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are kept by which of several processes. Plain ints."""
+"""The distribution of a sequence's blocks over several processes, in plain ints."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,12 +13,12 @@ class Shard:
     """
     Every `size`-th block of 64 tokens: block `b` is kept by rank `b % size`.
 
-    So a new block goes to a process that has the least, wherever a sequence was cut off before, and each knows what the
-    others keep.
+    So a new block goes to a process that has the fewest, also after tokens were removed, and each process knows which
+    blocks the others keep.
 
     Attributes:
-        rank: whose share it is.
-        size: of the group.
+        rank: rank of the process.
+        size: number of processes.
     """
 
     rank: int
@@ -28,29 +28,29 @@ class Shard:
 
     @property
     def is_all(self) -> bool:
-        """Whether everything is kept."""
+        """Whether this process keeps all blocks."""
         return self.size == 1
 
     def owns(self, blocks: Any) -> Any:
-        """Whether a block, or each of a tensor of blocks, is kept; by number."""
+        """Return whether this process keeps the block of a number, or each block of a tensor of numbers."""
         return blocks % self.size == self.rank
 
     def blocks(self, num_blocks: int) -> int:
-        """Own blocks among the first `num_blocks`."""
+        """Return the number of own blocks among the first `num_blocks`."""
         return max(0, (num_blocks - self.rank + self.size - 1) // self.size)
 
     def tokens(self, num_tokens: int) -> int:
-        """Own tokens among the first `num_tokens`."""
+        """Return the number of own tokens among the first `num_tokens`."""
         block, rest = divmod(num_tokens, GRANULE)
         return self.blocks(block) * GRANULE + (rest if self.owns(block) else 0)
 
     def positions(self, start: int, end: int) -> torch.Tensor:
-        """Own tokens from `start` to `end`, int64."""
+        """Return the positions of own tokens from `start` to `end`, int64."""
         tokens = torch.arange(start, end)
         return tokens[self.owns(tokens // GRANULE)]
 
     def part(self, states: torch.Tensor, start: int) -> torch.Tensor:
-        """Own tokens of states `[batch, heads, tokens, head_dim]` whose first one is token `start` of the sequence."""
+        """Return own tokens of states `[batch, heads, tokens, head_dim]` that begin at token `start` of a sequence."""
         count = states.shape[2]
         if self.is_all:
             return states

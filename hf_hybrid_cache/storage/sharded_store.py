@@ -1,4 +1,4 @@
-"""Keys and values of one layer of which several processes keep a share each."""
+"""Keys and values of one layer in shards, one for each of several processes."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,18 +15,18 @@ from .quantized_shard import QuantizedShard
 from .shard import Shard
 from .token_buffer import TokenBuffer
 
-# Of what a process tells the others at once.
+# Largest message of a process to the others.
 _MESSAGE_BYTES = 16 * 2**20
-# By how much sums over new keys may differ, of the sum of their magnitudes: processors round differently.
+# Tolerance of sums over new keys, relative to the sum of their magnitudes: processors round differently.
 _SAME = 0.01
-# Numbers that tell how far a process has come.
+# Numbers that identify the tokens of a process.
 MARK_SIZE = 4
 _HALF_OF_COUNT = 2**20
 
 
 class Part(NamedTuple):
     """
-    Rows of 64 tokens, or packed blocks, that a share is made of.
+    The rows of 64 tokens, or the packed blocks, of a shard.
 
     Attributes:
         store: holds own rows.
@@ -41,16 +41,16 @@ class Part(NamedTuple):
 
 class ShardedStore(KVStore):
     """
-    A sequence whose blocks are shared out to the processes of a group; `num_tokens` are those of all of it.
+    A sequence whose blocks are distributed over the processes of a group; `num_tokens` counts all of its tokens.
 
-    All of them store the same new tokens in the same order, and each keeps its own (see `Shard`). To read all states,
-    or rows, is for all processes to do at once.
+    All processes store the same new tokens in the same order, and each keeps its own (see `Shard`). All processes must
+    read all states, or rows, at the same time.
 
     Args:
         shape: of the states.
-        local: for the own share, empty.
+        local: empty store for the own shard.
         peers: the processes of the group.
-        is_compared: whether to compare with others what new keys are like; enough for one layer of a model.
+        is_compared: whether to compare new keys with those of other processes; one layer of a model is enough.
     """
 
     def __init__(self, shape: KVShape, local: HostStore | QuantizedShard, peers: Peers, is_compared: bool = False):
@@ -72,7 +72,7 @@ class ShardedStore(KVStore):
 
     @property
     def shard(self) -> Shard:
-        """What this process keeps: everything while a codec is still to be chosen."""
+        """The blocks that this process keeps, which are all until a codec is chosen."""
         return self.layout.shard
 
     @property
@@ -95,7 +95,7 @@ class ShardedStore(KVStore):
         self.local.take_pending()
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new states; returns all, which others are asked for unless the new ones are all there are."""
+        """Store new states and return all, which all processes gather unless there are no others."""
         only_these = self.num_tokens == 0
         self.extend(keys, values)
         return (keys, values) if only_these else self.read()
@@ -146,18 +146,18 @@ class ShardedStore(KVStore):
         self.local.close()
 
     def mark(self) -> list[float]:
-        """What tells the others how far this process has come: `MARK_SIZE` numbers that float32 has."""
+        """Return `MARK_SIZE` numbers that float32 has, by which processes compare their tokens."""
         return [*divmod(self.num_tokens, _HALF_OF_COUNT), *self._likeness]
 
     def require_same(self, marks: Sequence[Sequence[float]]) -> None:
         """
-        Check that all processes have come as far.
+        Check that all processes have the same tokens.
 
         Args:
-            marks: of all, in the order of ranks.
+            marks: marks of all processes, in the order of ranks.
 
         Raises:
-            OutOfStepError: another one has more or fewer tokens, or others.
+            OutOfStepError: another process has more, fewer or different tokens.
         """
         own, self._likeness = marks[self.peers.rank], (0.0, 0.0)
         for rank, mark in enumerate(marks):
@@ -177,7 +177,7 @@ class ShardedStore(KVStore):
                 )
 
     def parts(self) -> dict[str, Part]:
-        """Own rows, by the names that they have in a file."""
+        """Return own rows by their names in a file."""
         own = self.local.whole_parts()
         parts = {}
         for name, (entries, runs) in self.layout.parts(self.num_tokens).items():
@@ -187,15 +187,15 @@ class ShardedStore(KVStore):
         return parts
 
     def own_rows(self, part: Part) -> list[bool]:
-        """Of the rows that one process would have, whether this one keeps it."""
+        """Return, for each row that a single process would have, whether this one keeps it."""
         return [self.shard.owns(block) for run in part.runs for block in run]
 
     def expect(self, entries: Mapping[str, int]) -> None:
         """
-        Make rows, in this empty store, for the own ones of so many entries in all parts, with any content.
+        Make own rows in this empty store, with any content, for so many entries in all parts.
 
         Raises:
-            ValueError: the parts are others, or no sequence has so many.
+            ValueError: the parts have other names, or no sequence has so many entries.
             HostMemoryError: the host has no capacity for them; nothing has changed then.
         """
         if entries.keys() != self.parts().keys():
@@ -209,7 +209,7 @@ class ShardedStore(KVStore):
 
     def rows_together(self, part: Part, role: int) -> Iterator[torch.Tensor]:
         """
-        The rows of all processes as one would have them, some at a time; all processes do this at once.
+        Yield the rows as a single process would have them, some at a time; all processes call this at once.
 
         Args:
             part: one of `parts`.
@@ -237,7 +237,7 @@ class ShardedStore(KVStore):
                 done += count
 
     def _read_together(self, own: torch.Tensor) -> torch.Tensor:
-        """States `[batch, heads, tokens, head_dim]` of the whole sequence; `own` are those of this process."""
+        """Return states `[batch, heads, tokens, head_dim]` of the whole sequence; `own` are those of this process."""
         batch, heads, _, head_dim = own.shape
         size = self.shard.size
         states = own.new_empty(batch, heads, self.num_tokens, head_dim)
@@ -248,7 +248,7 @@ class ShardedStore(KVStore):
             message = own.new_zeros(batch, heads, step, head_dim)
             message[:, :, : piece.shape[2]] = piece
             received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
-            # [size, batch, heads, blocks, 64, head_dim], where blocks of all take turns
+            # [size, batch, heads, blocks, 64, head_dim]; consecutive blocks are of consecutive ranks
             in_order = received.unflatten(3, (-1, GRANULE)).permute(1, 2, 3, 0, 4, 5).flatten(2, 4)
             target = states[:, :, start * size : start * size + in_order.shape[2]]
             target.copy_(in_order[:, :, : target.shape[2]])
@@ -256,5 +256,5 @@ class ShardedStore(KVStore):
 
 
 def _blocks_at_once(block_bytes: int, size: int) -> int:
-    """Of each process, in a message that it sends to all others."""
+    """Return the number of blocks of each process in a message to all others."""
     return max(1, _MESSAGE_BYTES // max(1, block_bytes) // size)

@@ -19,7 +19,7 @@ _COPIED_TOKENS = 4096
 
 class SharedPrefixStore(LocalStore):
     """
-    Sequences of which several begin with the same tokens: a prefix for each group of them, and a tail for each.
+    Groups of sequences that begin with the same tokens, with a prefix for each group and a tail for each sequence.
 
     Example, two prompts of 200 tokens with three continuations each:
         prefix [2, heads, 192, head_dim]   tails [6, heads, 8 and more, head_dim]
@@ -31,7 +31,7 @@ class SharedPrefixStore(LocalStore):
         tails: the tokens after them, of all sequences, in the order of groups.
 
     Attributes:
-        is_staged: everything is on the device, or on its way, to be attended to there.
+        is_staged: all states are on the device, or on their way, to be attended to there.
     """
 
     def __init__(self, prefix: LocalStore, tails: LocalStore):
@@ -43,11 +43,11 @@ class SharedPrefixStore(LocalStore):
     @classmethod
     def continuing(cls, store: LocalStore, tails: LocalStore) -> "SharedPrefixStore":
         """
-        Let several sequences continue each sequence of `store`, which becomes the prefix: its last tokens are copied.
+        Make `store` the prefix, and let several sequences continue each of its sequences; copy its last tokens.
 
         Args:
             store: with whole blocks to share (`num_shareable`).
-            tails: for the tokens after the first blocks, empty.
+            tails: empty store for the tokens after these blocks.
 
         Raises:
             HostMemoryError: the host has no room for the copies; nothing has changed then.
@@ -70,7 +70,7 @@ class SharedPrefixStore(LocalStore):
 
     @property
     def continuations(self) -> int:
-        """Sequences that share a prefix."""
+        """Number of sequences that share a prefix."""
         return self.shape.batch // self.prefix.shape.batch
 
     @property
@@ -79,7 +79,7 @@ class SharedPrefixStore(LocalStore):
 
     @property
     def least_tokens(self) -> int:
-        """The least tokens that can be left where some are removed: a block, and all sinks."""
+        """Least number of tokens that a removal may leave, which is a block and all sinks."""
         return max(GRANULE, self.prefix.layout.sink_tokens)
 
     @property
@@ -88,12 +88,12 @@ class SharedPrefixStore(LocalStore):
         return super().is_intact and self.prefix.is_intact and self.tails.is_intact and whole
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new states; returns all, those of the prefix copied for each sequence."""
+        """Store new states and return all, with the prefix copied for each sequence."""
         self.extend(keys, values)
         return self.read()
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states; what is in host memory is on its way to the device then."""
+        """Store new states, and start the copies of states in host memory to the device."""
         self.is_staged = True
         if isinstance(self.prefix, StreamedStore):
             self.prefix.stage(keys[: self.prefix.shape.batch, :, :0], values[: self.prefix.shape.batch, :, :0])
@@ -116,7 +116,7 @@ class SharedPrefixStore(LocalStore):
         return self.read()
 
     def read_prefix(self, num_tokens: int) -> Pair:
-        """The first tokens of all sequences, at most those of the prefix."""
+        """Return the first tokens of all sequences, at most those of the prefix."""
         keys, values = (
             shared[:, :, :num_tokens].repeat_interleave(self.continuations, dim=0) for shared in self.prefix.read()
         )
@@ -151,7 +151,7 @@ class SharedPrefixStore(LocalStore):
         self._set_length(num_tokens)
 
     def selected_prefixes(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """The prefixes of the sequences `indices`, each for as many of them; `None` if they are those of now."""
+        """Return the prefixes of the sequences `indices`, one for each new group; `None` if they stay as they are."""
         groups = [index // self.continuations for index in indices.tolist()]
         each, rest = divmod(len(groups), self.prefix.shape.batch)
         if not rest and groups == [index // each for index in range(len(groups))]:
@@ -178,7 +178,7 @@ class SharedPrefixStore(LocalStore):
         self.tails.close()
 
     def _joined(self, shared: WholePart, own: WholePart) -> WholePart:
-        """Entries of the prefix, copied for each sequence, and those of the tails, in one store in host memory."""
+        """Join entries of the prefix, copied for each sequence, and those of the tails in one store in host memory."""
         num_entries = shared.num_entries + own.num_entries
         form = HostStore.like(own.form, 0)
 

@@ -28,21 +28,21 @@ class SplitStore(LocalStore):
     """
     Keys and values of one layer: the first and the most recent tokens on the device, those between in host memory.
 
-    Tokens leave the device once, in whole blocks of 64, when there would be more than `device_tokens` on it. Where
-    tokens are removed that were in host memory, those that follow are on the device again.
+    Tokens leave the device once, in whole blocks of 64, when there would be more than `device_tokens` on it. If tokens
+    in host memory are removed, those that follow are on the device again.
 
     Args:
         shape: of the states.
-        device: for both ends, empty; the last tokens follow the first ones.
-        host: for the middle, empty.
-        layout: of no tokens.
-        scratch: where all states are put together.
-        stats: told where fewer tokens are on the device than there should be.
-        cpu_fraction: of what is in host memory, if the CPU attends to a part of it, and the others are streamed.
+        device: empty store for both ends; the last tokens follow the first ones.
+        host: empty store for the middle.
+        layout: layout of the empty store.
+        scratch: memory in which all states are put together.
+        stats: records if fewer tokens are on the device than there should be.
+        cpu_fraction: fraction of the middle that the CPU attends to, if the rest is streamed.
 
     Attributes:
-        is_staged: what is in host memory, or what of it is streamed, is on the device too, or on its way, to be
-            attended to there.
+        is_staged: the tokens in host memory, or those of them that are streamed, are on the device too, or on their
+            way, to be attended to there.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SplitStore(LocalStore):
 
     @property
     def first_tokens(self) -> int:
-        """Tokens on the device that come before those in host memory."""
+        """Number of tokens on the device that come before those in host memory."""
         return min(self.layout.first_tokens, self.device.num_tokens)
 
     @property
@@ -101,7 +101,7 @@ class SplitStore(LocalStore):
         self.host.take_pending()
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new states; returns all, put together, or the new ones as they are if they are all."""
+        """Store new states and return all, put together; return the new ones as they are if there are no others."""
         only_these, new_tokens = self.num_tokens == 0, keys.shape[2]
         if not self.layout.after(self.num_tokens + new_tokens).host_tokens:
             self._add(keys, values, self.host.extend)
@@ -116,26 +116,26 @@ class SplitStore(LocalStore):
         middle = self._add(keys, values, add_to_host)
         if states is None:
             return keys, values
-        if was_empty and not self.held_bytes:  # what comes first is returned as it came, not quantized
+        if was_empty and not self.held_bytes:  # the first states are returned as they came, not quantized
             middle = None
         return self._put_together(states, middle)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._scratch.release()
-        # It gives up what it has on the device.
+        # The host store gives up its copies on the device.
         was_staged, self.is_staged = self.is_staged, False
         self._add(keys, values, self.host.extend, in_any_case=was_staged)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._scratch.release()
-        # Memory that may be refused is taken before anything changes, and is there when it is asked for again.
+        # Memory that may be refused is taken before anything changes, and lent again when it is used.
         room = self._room_for_staged(keys.shape[2])
         self.is_staged = True
         self._add(keys, values, self.host.stage, in_any_case=True)
         del room
 
     def staged_range(self) -> tuple[int, int]:
-        """The tokens in host memory that are used on the device now, counted from the first of them."""
+        """Return the range of tokens in host memory that the device uses now, counted from the first of them."""
         return (0, self.host.num_tokens) if self.cpu_fraction is None else self.host.staged_range()
 
     def read_staged(self) -> Pair:
@@ -147,7 +147,7 @@ class SplitStore(LocalStore):
         return states
 
     def _room_for_staged(self, new_tokens: int) -> Pair | None:
-        """Where codes that are streamed will be put together."""
+        """Lend memory in which streamed blocks will be dequantized; return `None` if none are."""
         if not self.layout.is_quantized or self.held_bytes:
             return None
         start, end = self.staged_range()
@@ -156,11 +156,11 @@ class SplitStore(LocalStore):
 
     @property
     def is_split(self) -> bool:
-        """Whether the CPU attends to a part of what is in host memory, and the others are streamed."""
+        """Whether the CPU attends to a part of the tokens in host memory, and the others are streamed."""
         return self.cpu_fraction is not None and self.cpu_fraction.fraction < 1
 
     def note_ended(self, cpu_was_last: bool) -> None:
-        """Note whether the CPU was the last to end, where its share adapts."""
+        """Note whether the CPU was the last to end, if the CPU fraction adapts."""
         assert self.cpu_fraction is not None
         self.cpu_fraction.note(cpu_was_last, self.num_tokens)
 
@@ -178,7 +178,7 @@ class SplitStore(LocalStore):
 
     def whole_parts(self) -> dict[str, WholePart]:
         parts = self.host.whole_parts()
-        name = "full" if "packed" in parts else "states"  # of the part with the tokens on the device
+        name = "full" if "packed" in parts else "states"  # the part with the tokens on the device
         on_host = parts[name].form
         num_tokens = self.device.num_tokens + on_host.num_tokens
         return parts | {name: WholePart(num_tokens, on_host, False, lambda: self._whole(on_host, num_tokens))}
@@ -235,9 +235,9 @@ class SplitStore(LocalStore):
         self, keys: torch.Tensor, values: torch.Tensor, add_to_host: _AddToHost, in_any_case: bool = False
     ) -> Pair | None:
         """
-        Store new states; what does not fit on the device goes to the host, in the way that is given.
+        Store new states; those that do not fit on the device go to the host by `add_to_host`.
 
-        The host is told `in_any_case`, also where nothing goes there.
+        It is called `in_any_case`, even if nothing goes there.
         """
         new_tokens = keys.shape[2]
         layout = self._make_room(new_tokens)
@@ -252,14 +252,14 @@ class SplitStore(LocalStore):
             JoinedStates(old[:, :, first:], new[:, :, missing:])[:count]
             for old, new in zip(self.device.read(), (keys, values), strict=True)
         ]
-        if count <= held - first:  # they may be on their way for a while, and others will take their places
+        if count <= held - first:  # their copy may still run when others take their places
             leaving = [states.clone() for states in leaving]
         try:
             middle = add_to_host(leaving[0], leaving[1])
         except BaseException:
             has_quantized = self.layout.is_quantized and self.host.num_tokens != before
             if has_quantized or not self.host.is_intact:
-                self._is_changing = True  # what was quantized on the way is not taken back
+                self._is_changing = True  # quantization on the way cannot be undone
             else:
                 self.host.truncate(before)  # these tokens are on the device, or new
             raise
@@ -276,7 +276,7 @@ class SplitStore(LocalStore):
 
     def _make_room(self, new_tokens: int) -> Layout:
         """
-        Let the device have capacity for what stays there; where it has none fewer tokens stay, from now on.
+        Grow the device's store for the tokens that stay there. If memory is refused, fewer stay from now on.
 
         Returns:
             The layout with the new tokens.
@@ -302,7 +302,7 @@ class SplitStore(LocalStore):
                 self._stats.note_decision(self.num_tokens, "device_tokens", fewer, reason)
 
     def _put_together(self, states: Pair, middle: Pair | None = None) -> Pair:
-        """All states, written into those that were lent; what is in host memory is read, or is `middle`."""
+        """Write all states into `states`, which were lent; read the middle from host memory unless it is given."""
         first, last = self.first_tokens, self.first_tokens + self.host.num_tokens
         between = states[0][:, :, first:last], states[1][:, :, first:last]
         if middle is None and isinstance(self.host, QuantizedStore):
@@ -316,7 +316,7 @@ class SplitStore(LocalStore):
         return states
 
     def _whole(self, on_host: BufferedStore, num_tokens: int) -> BufferedStore:
-        """The tokens of both ends and those of `on_host` between them, in one store in host memory."""
+        """Join the tokens of both ends and those of `on_host` between them in one store in host memory."""
         whole, first = HostStore.like(on_host, num_tokens), self.first_tokens
         whole.extend_from(self.device, 0, first)
         whole.extend_from(on_host, 0, on_host.num_tokens)

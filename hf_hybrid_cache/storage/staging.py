@@ -23,8 +23,8 @@ class HostCopies:
     The copies that read or write the host memory of one store.
 
     Attributes:
-        saved: the newest of those to the host.
-        fetched: the newest of those to the device.
+        saved: the newest copy to the host.
+        fetched: the newest copy to the device.
     """
 
     def __init__(self, streams: Streams):
@@ -33,27 +33,27 @@ class HostCopies:
         self.fetched: Event = None
 
     def wait(self) -> None:
-        """Let the calling thread wait for all of them."""
+        """Block the calling thread until all copies are done."""
         self.wait_for_saved()
         self._streams.wait(self.fetched)
 
     def wait_for_saved(self) -> None:
-        """Let it wait for those that write."""
+        """Block the calling thread until the copies to the host are done."""
         self._streams.wait(self.saved)
 
 
 class Slot:
     """
-    Room on the device for one layer's keys and values, reused for one layer after another.
+    Memory on the device for one layer's keys and values, reused for one layer after another.
 
     Attributes:
         first: first token of its owner that is here, or on its way.
-        num_tokens: and up to which one.
+        num_tokens: the token after the last one that is here, or on its way.
         arrived: the copy that brings them.
         saved: the copy that takes the newest of them to the host.
     """
 
-    # Of the class, for a slot whose making was interrupted.
+    # Class attributes, for a slot whose construction was interrupted.
     arrived: Event = None
     saved: Event = None
 
@@ -86,11 +86,11 @@ class Slot:
         self.shape, self.keys, self.values = shape, keys, values
 
     def holds_past_of(self, store: "StreamedStore") -> bool:
-        """Whether all tokens of its owner that are used on the device are here, or on their way."""
+        """Return whether all tokens of `store` that are used on the device are here, or on their way."""
         return self.first <= store.streamed_from and self.num_tokens >= store.num_tokens
 
     def ensure_capacity(self, shape: KVShape, num_tokens: int, keep: int) -> None:
-        """Have room up to token `num_tokens` of `shape`, of which those before `keep` are here and stay."""
+        """Grow the slot for tokens of `shape` up to `num_tokens`; those before `keep` are here and stay."""
         num_tokens, keep = num_tokens - self.first, max(0, keep - self.first)
         # Memory that is given back is reused by computation at once, so computation waits for copies that use it.
         if shape != self.shape or num_tokens > min(self.keys.capacity, self.values.capacity):
@@ -103,13 +103,13 @@ class Slot:
         self.values.ensure(num_tokens, keep)
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens from `start` on, once the copy to the host of what was there is done."""
+        """Store new tokens from `start` on, after the old ones were copied to the host."""
         self._streams.compute_after(self.saved)
         self.keys.write(start - self.first, keys)
         self.values.write(start - self.first, values)
 
     def lend(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of tokens `start` to `end`. The slot keeps its content as long as anyone holds a part of one."""
+        """Return views of tokens `start` to `end`. The slot keeps its content as long as anyone holds a part of one."""
         start, end = start - self.first, end - self.first
         return self.keys.read_range(start, end), self.values.read_range(start, end)
 
@@ -179,7 +179,7 @@ class Staging:
 
     def slot_with_past(self, store: "StreamedStore", num_tokens: int, orders_computation: bool = True) -> Slot:
         """
-        A slot with the past tokens of `store`, fetched if they are not there, and room up to token `num_tokens`.
+        Return a slot with the past tokens of `store`, fetched if they are not there, and memory up to `num_tokens`.
 
         The calling thread never waits for the bus: computation on the device that is issued from now on runs after the
         copy. Without `orders_computation` it does not; ask again before the tokens are used.
@@ -194,7 +194,7 @@ class Staging:
         return slot
 
     def save(self, store: "StreamedStore", slot: Slot, start: int, end: int) -> None:
-        """Copy tokens `start` to `end` from the slot to the host, as the whole blocks that they are part of."""
+        """Copy the whole blocks with tokens `start` to `end` from the slot to the host."""
 
         def copy_both() -> None:
             store_keys.save(slot_keys, start, end, first)
@@ -223,13 +223,13 @@ class Staging:
                     return
 
     def planned_bytes(self, shape: KVShape, num_layers: int, sizes: Sequence[int]) -> int:
-        """Bytes of the slots for layers of `shape`, none of them resident, after growing to each of `sizes`."""
+        """Return the bytes of the slots for layers of `shape`, none resident, after growing to each of `sizes`."""
         slot = Slot(shape, self.streams)
         num_slots = min(self.prefetch_layers + 1, num_layers)
         return num_slots * (slot.keys.planned_bytes(sizes) + slot.values.planned_bytes(sizes))
 
     def invalidate(self, store: "StreamedStore") -> None:
-        """The device copy of `store` is no longer what the host holds."""
+        """Note that the device copy of `store` differs from host memory."""
         slot = self._slot_of(store)
         if slot is not None:
             slot.first = slot.num_tokens = 0
@@ -237,7 +237,7 @@ class Staging:
                 self._let_go(slot)
 
     def truncate(self, store: "StreamedStore") -> None:
-        """The device copy of `store` ends where it does: other tokens may follow on the host alone."""
+        """Cut the device copy of `store` to its length: other tokens may follow on the host alone."""
         slot = self._slot_of(store)
         if slot is not None and slot.num_tokens > store.num_tokens:
             slot.num_tokens = store.num_tokens
@@ -273,7 +273,7 @@ class Staging:
         return bool(given_up)
 
     def _let_go(self, slot: Slot) -> None:
-        """Leave a slot to those who hold what is in it."""
+        """Leave the memory of a slot to those who hold tensors in it."""
         if slot.owner is not None and slot.owner.resident:
             self.slots.remove(slot)
         slot.owner = None
@@ -299,7 +299,7 @@ class Staging:
         return slot
 
     def _claim(self, store: "StreamedStore", current: "StreamedStore") -> Slot:
-        """The slot of `store`, else a free one, else that of the layer that is needed last, counted from `current`."""
+        """Return the slot of `store`, else a free one, else that of the layer needed last, counted from `current`."""
         slot = self._slot_of(store)
         if slot is not None:
             slot.first = slot.num_tokens = 0
@@ -316,7 +316,7 @@ class Staging:
         return slot
 
     def _steps_until(self, owner: "StreamedStore | None", current: "StreamedStore") -> int:
-        """Layers until `owner` is used; an unowned slot is never used."""
+        """Return the number of layers until `owner` is used; a slot without an owner is never used."""
         stores = self._stores
         if owner is None:
             return len(stores)

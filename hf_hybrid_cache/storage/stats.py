@@ -1,4 +1,4 @@
-"""Counters of what moved between host and device, and of what was attended to on the host."""
+"""Counters of copies between host and device, and of attention on the host."""
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 class Decision(NamedTuple):
     """
-    Where tokens are from some moment on, as the cache has decided.
+    A decision of the cache on the place of tokens.
 
     Attributes:
         num_tokens: of each sequence at that moment.
-        option: which argument of the cache would have said so: `cpu_decode` or `device_tokens`.
+        option: argument of the cache that would have asked for it: `cpu_decode` or `device_tokens`.
         value: its value.
         reason: why.
     """
@@ -37,7 +37,7 @@ class CacheStats:
         tokens_held: by index of the layer, what attention with a selection could have read: tokens of all its calls,
             counted for each KV head.
         tokens_read: what it has read of these.
-        decisions: what was decided about the place of tokens, and why, in turn.
+        decisions: decisions about the place of tokens, in order.
     """
 
     bytes_to_device: int = 0
@@ -52,7 +52,7 @@ class CacheStats:
 
     @property
     def share_read(self) -> dict[int, float]:
-        """Of the tokens, that attention with a selection has read, by index of the layer."""
+        """Fraction of the tokens that attention with a selection has read, by index of the layer."""
         return {index: self.tokens_read[index] / held for index, held in self.tokens_held.items()}
 
     def note_read(self, layer_idx: int, read: int, held: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether memory is seen by tensors beside those of its owner."""
+"""A count of the tensors that share memory with its owner."""
 
 import torch
 

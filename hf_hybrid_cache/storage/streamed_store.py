@@ -21,7 +21,7 @@ class StreamedStore(HostStore):
     """
     Keys and values in host memory, which is the truth about them; the device holds copies in staging slots.
 
-    What `append` and `read` return stays valid as long as it, or a slice of it, is held.
+    States that `append` and `read` return stay valid as long as they, or slices of them, are held.
 
     Args:
         shape: of the states.
@@ -36,7 +36,7 @@ class StreamedStore(HostStore):
         is_streamed: the next use is expected on the device; `False` while tokens are only added and attended to on the
             host.
         streamed_from: first token that the next use on the device needs, the first of a row.
-        copies: those of the host memory that may be under way.
+        copies: copies from and to the host memory that may be under way.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StreamedStore(HostStore):
         self.is_streamed = True
         self.streamed_from = 0
         self._watch_copies()
-        # Tokens on their way to the host that must be put into their blocks after it.
+        # Tokens on their way to the host, where they must then be put into their blocks.
         self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         staging.register(self)
 
@@ -68,7 +68,7 @@ class StreamedStore(HostStore):
         return twin
 
     def _watch_copies(self) -> None:
-        """Let copies end before the memory does that they read or write, also when the store is dropped."""
+        """Let copies end before the memory that they use is freed, also when the store is dropped."""
         self.copies = HostCopies(self.staging.streams)
         weakref.finalize(self, _end_copies, self.copies).atexit = False
 
@@ -120,11 +120,11 @@ class StreamedStore(HostStore):
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks that are stored, as such or as packed blocks."""
+        """Number of whole blocks that are stored, packed or not."""
         return self.num_tokens // self.keys.row_entries
 
     def stream_from(self, block: int) -> None:
-        """Let the next use on the device need what is stored from `block` on, one of the whole ones or after them."""
+        """Let the next use on the device need tokens, or packed blocks, only from `block` on."""
         self.streamed_from = block * self.keys.row_entries
 
     def staged_range(self) -> tuple[int, int]:
@@ -146,7 +146,7 @@ class StreamedStore(HostStore):
         if torch.equal(indices, torch.arange(self.shape.batch)):
             return
         self.wait_for_copies()
-        # First: ended between, nothing on the device is what it was before.
+        # First: after an interruption, the device copy is stale.
         self.staging.invalidate(self)
         super().select_batch(indices)
 
@@ -168,7 +168,7 @@ class StreamedStore(HostStore):
         self.staging.release(self)
 
     def _retried_with_less_on_device(self, use: Callable[[], Used]) -> Used:
-        """The result of `use`, tried again with other layers' device copies given up if the device has no capacity."""
+        """Return the result of `use`; if the device has no memory, give up others' device copies and try again."""
         held = self.num_tokens
         try:
             return use()

@@ -1,4 +1,4 @@
-"""Running copies beside the computation, in an order that is always stated. Nothing here knows what is copied."""
+"""Streams of copies beside the computation, which events order. Nothing here knows the data that is copied."""
 
 import os
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ class Streams(ABC):
     """
     The three timelines of one device: the computation, copies to the device, and copies to the host.
 
-    Work on one timeline runs in order; between timelines only events order it. One subclass per way to run a copy.
+    Work on one timeline runs in order; between timelines only events order it. Each way to run a copy has a subclass.
     """
 
     @abstractmethod
@@ -24,11 +24,11 @@ class Streams(ABC):
 
     @abstractmethod
     def copy_to_host(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
-        """Like `copy_to_device`, on the timeline of the other direction."""
+        """Run `copy` like `copy_to_device`, on the timeline of the other direction."""
 
     @abstractmethod
     def computed(self) -> Event:
-        """Happens when all computation issued so far is done."""
+        """Return an event that happens when all computation issued so far is done."""
 
     @abstractmethod
     def compute_after(self, event: Event) -> None:
@@ -36,11 +36,11 @@ class Streams(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let the calling thread wait for `event`."""
+        """Block the calling thread until `event` has happened."""
 
 
 class SynchronousStreams(Streams):
-    """For the CPU: a copy is done when the call returns."""
+    """Streams of the CPU: a copy is done when the call returns."""
 
     def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
         copy()
@@ -59,7 +59,7 @@ class SynchronousStreams(Streams):
 
 
 class OneQueue(Streams):
-    """For an accelerator without streams: all work is in one order, and only the host has to wait."""
+    """The one queue of an accelerator without streams: all work is in one order, and only the host has to wait."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -93,7 +93,7 @@ class AcceleratorStreams(Streams):
         self._process = os.getpid()
 
     def __deepcopy__(self, memo: dict) -> "AcceleratorStreams":
-        # What `with stream` restores may be kept on the stream, so that two threads must not share one.
+        # `with stream` may keep on the stream the state that it restores, so two threads must not share one.
         return AcceleratorStreams(self.device)
 
     def copy_to_device(self, copy: Callable[[], None], after: Iterable[Event]) -> Event:
@@ -123,13 +123,13 @@ class AcceleratorStreams(Streams):
             with stream:
                 copy()
         except BaseException:
-            stream.synchronize()  # what was started has no event, and must not outlive the memory it uses
+            stream.synchronize()  # the started work has no event, and must not outlive its memory
             raise
         return stream.record_event()
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of `device`."""
+    """Return the streams of `device`."""
     if not is_accelerator(device):
         return SynchronousStreams()
     try:
@@ -139,7 +139,7 @@ def streams_for(device: torch.device) -> Streams:
 
 
 class Issued:
-    """What this thread has issued on an accelerator by now, for any thread to ask about."""
+    """Work that this thread has issued on an accelerator by now; any thread may wait for it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -149,7 +149,7 @@ class Issued:
             self._event = None
 
     def wait(self) -> None:
-        """Let the calling thread wait for it."""
+        """Block the calling thread until the work is done."""
         if self._event is None:
             torch.accelerator.synchronize(self._device)
         else:
@@ -157,11 +157,11 @@ class Issued:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is done; not where that cannot be known without waiting."""
+        """Whether the work is known to be done, without waiting."""
         return self._event is not None and self._event.query()
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether torch computes on `device` beside this thread."""
+    """Return whether torch computes on `device` beside this thread."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type

@@ -23,12 +23,12 @@ class TokenBuffer:
 
     Args:
         shape: `(batch, num_kv_heads, head_dim)`.
-        dtype: as stored.
-        device: where.
+        dtype: type of the stored states.
+        device: device of the memory.
         token_major: store as `[tokens, batch, heads, head_dim]`, so that any run of tokens is contiguous (for copies
             between devices), instead of `[batch, heads, tokens, head_dim]` (for attention).
-        expected_tokens: capacity to begin with.
-        entry_tokens: tokens that one entry stands for; 64 where an entry is the packed block. Sizes are in
+        expected_tokens: initial capacity.
+        entry_tokens: tokens that one entry stands for; 64 if an entry is a packed block. Sizes are in
             entries everywhere.
 
     Attributes:
@@ -55,7 +55,7 @@ class TokenBuffer:
 
     @property
     def capacity(self) -> int:
-        """Tokens that can be written without growing."""
+        """Number of tokens that can be written without growing."""
         return self._seen.shape[2]
 
     @property
@@ -69,12 +69,12 @@ class TokenBuffer:
         return self._data.numel() * self._data.element_size()
 
     def ensure(self, num_tokens: int, keep: int) -> None:
-        """Let the capacity be at least `num_tokens`; the first `keep` stay as they are."""
+        """Grow the capacity to at least `num_tokens`; keep the first `keep` tokens."""
         if num_tokens > self.capacity:
             self._move_to(self._allocate(self._memory_for(num_tokens)), keep)
 
     def planned_bytes(self, sizes: Iterable[int]) -> int:
-        """Bytes that the buffer, empty now, would hold once it had grown to each of `sizes`; nothing is allocated."""
+        """Return the bytes that the empty buffer would hold after growing to each of `sizes`; nothing is allocated."""
         capacity = 0
         for num_tokens in sizes:
             if num_tokens > capacity:
@@ -86,11 +86,11 @@ class TokenBuffer:
         self._seen.narrow(2, start, states.shape[2]).copy_(states)
 
     def read_range(self, start: int, end: int) -> torch.Tensor:
-        """Tokens `start` to `end`, `[batch, heads, end - start, head_dim]`: a view where the layout allows one."""
+        """Return tokens `start` to `end`, `[batch, heads, end - start, head_dim]`; a view if the layout allows one."""
         return self._seen.narrow(2, start, end - start)
 
     def read(self, num_tokens: int) -> torch.Tensor:
-        """The first `num_tokens`, like `read_range`."""
+        """Return the first `num_tokens`, like `read_range`."""
         return self.read_range(0, num_tokens)
 
     @property
@@ -99,16 +99,16 @@ class TokenBuffer:
         return self._uses.is_shared
 
     def leave_to_holders(self, keep: int) -> None:
-        """Before tokens are replaced: go on in other memory, with the first `keep`, if somebody holds what was read."""
+        """Move to other memory, with the first `keep` tokens, if somebody holds a tensor in this one."""
         if self.is_lent:
             self._take_other_memory(keep)
 
     def select_batch(self, indices: torch.Tensor, num_tokens: int) -> "TokenBuffer":
         """
-        The buffer whose sequence `i` is this one's sequence `indices[i]`, for the first `num_tokens`.
+        Return a buffer of the first `num_tokens`, whose sequence `i` is sequence `indices[i]` of this one.
 
-        Works in place, a few MiB at a time, when the batch size stays and nobody holds what was read; this buffer must
-        not be used afterwards.
+        It works in place, a few MiB at a time, if the batch size stays and nobody holds a tensor in this memory. This
+        buffer must not be used afterwards.
         """
         batch, heads, head_dim = self.shape
         target = self
@@ -122,14 +122,14 @@ class TokenBuffer:
         return target
 
     def duplicate(self, num_tokens: int) -> "TokenBuffer":
-        """An independent copy of the first `num_tokens`."""
+        """Return an independent copy of the first `num_tokens`."""
         twin = self._emptied(self.shape)
         twin.ensure(num_tokens, keep=0)
         twin.write(0, self.read(num_tokens))
         return twin
 
     def _memory_for(self, num_tokens: int) -> int:
-        """Tokens that there is memory for after growing to `num_tokens`."""
+        """Return the number of tokens that there is memory for after growing to `num_tokens`."""
         return max(grown_capacity(num_tokens, self.entry_tokens), self.expected_tokens)
 
     def _emptied(self, shape: tuple[int, int, int]) -> Self:

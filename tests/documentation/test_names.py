@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("docs", "experiments", "hf_hybrid_cache", "hub", "notebooks", "tests")
-# Their docstrings still open with these words.
-EXCEPTED = {f"hf_hybrid_cache/{name}" for name in ("attention", "kernels", "layers", "storage")}
 OPENINGS = re.compile(r"(What|Of|That of|Those|Likewise|How|Whether it|As|By|For|In|On|To|Which|Where|Why|With)\b")
 LONGEST_NAME = 70
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -47,17 +43,8 @@ def fragments() -> Iterator[str]:
             yield f"{path}:{node.body[0].lineno}: {text.splitlines()[0]}"
 
 
-def is_excepted(place: str) -> bool:
-    return any(place.startswith(f"{folder}/") for folder in EXCEPTED)
-
-
 def test_docstrings_when_opening_then_stand_alone():
-    assert [each for each in fragments() if not is_excepted(each)] == []
-
-
-@pytest.mark.parametrize("folder", sorted(EXCEPTED))
-def test_excepted_folder_when_its_docstrings_are_sentences_then_is_removed(folder: str):
-    assert any(each.startswith(f"{folder}/") for each in fragments())
+    assert list(fragments()) == []
 
 
 def test_names_of_tests_when_written_then_have_at_most_70_characters():

@@ -544,15 +544,20 @@ def test_the_page_of_results_states_what_the_records_of_prompts_hold():
                 assert f"| {cell['tokens']:,} | {seconds} |" in page
 
 
-def test_the_page_of_results_states_the_record_of_continuations():
+def test_the_pages_state_the_record_of_continuations():
     page = (REPOSITORY / "docs" / "results.md").read_text()
     (record,) = report.load_records("continuations").values()
-    for cell in record["steps"]:
+    for cell in record["cells"]:
         shared, alone = (cell["median_seconds"][name] * 1e3 for name in ("one prompt", "a prompt each"))
         times = f"{shared:.0f} ms | {alone:.0f} ms"
         row = f"| {cell['cache']} | {cell['context']:,} | {times} | {cell['memory_of_one']:.2f}x |"
         assert row in page
+    guide, gains = (REPOSITORY / "docs" / "continuations.md").read_text(), record["beams"]["times_as_fast_as_stock"]
     questions = record["questions"]
+    together = questions["times_as_fast_as_one_after_the_other"]
+    assert f"| {together['8']:.1f}x and {together['32']:.1f}x |" in guide
+    assert f"| {gains['ours']:.1f}x, a quarter of the memory; with 4 bits {gains['ours, 4 bits']:.1f}x" in guide
+    assert all(questions["same_answers"].values())
     for name, seconds in questions["median_seconds"].items():
         assert f"| {name} | {seconds:.1f} s | {questions['times_as_fast_as_one_after_the_other'][name]:.1f}x |" in page
     beams = record["beams"]

@@ -72,7 +72,7 @@ def scaled_page_tile(
     totals: Any,
     page_sums: Any,
 ) -> Any:
-    """Do what `scale_scores` and then `page_tile` do, without writing the scores."""
+    """Run `scale_scores` and then `page_tile`, without writing the scores."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         _add_up_pages(context, builder, _scores(context, builder, *arguments[:6]), *arguments[6:])
@@ -125,7 +125,7 @@ def _add_up_pages(
     totals: ir.Value,
     page_sums: ir.Value,
 ) -> None:
-    """Do what `page_tile` does, for scores by row and page."""
+    """Sum up pages as `page_tile` does, for scores by row and page."""
     factor = vec.splat(builder, factor)
     base = vec.load_four(builder, bases)
     added = []

@@ -99,7 +99,7 @@ def weigh_and_fold_scores(
     folded_sums: Any,
 ) -> Any:
     """
-    Do what `weigh_scores` and then `fold_rows` with a limit do, without writing the weights.
+    Run `weigh_scores` and then `fold_rows` with a limit, without writing the weights.
 
     scales, minima, middle: of the values; folded: address of float32 `[ROWS, BLOCK]`, written; highest, folded_sums: of
     float32 `[ROWS, LANES]`, written.

@@ -27,7 +27,7 @@ from .quantized_blocks import BITS, CHUNK
 
 # Codes of at most these bits are multiplied four at a time, with folded numbers of 8 bits.
 MOST_BITS_OF_QUADS = 4
-# As many slots as fill a vector with their rows.
+# The rows of this many slots fill a vector.
 SLOTS = LANES // ROWS
 _PAIR_ORDER = [lane // 2 + lane % 2 * 8 for lane in range(CHUNK)]
 # Chunks to fold together, if they divide the inner axis.

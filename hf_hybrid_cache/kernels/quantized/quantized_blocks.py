@@ -67,7 +67,7 @@ class PackedLayout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a packed block: a multiple of 64, because inner and lanes are multiples of 16."""
+        """Bytes of a packed block, a multiple of 64, because inner and lanes are multiples of 16."""
         return 4 * (self.words * self.lanes + self.groups * self.inner)
 
 

@@ -75,9 +75,9 @@ def taking_numbers(kernel: Kernel, **others: Any) -> tuple[Any, ...]:
 
 
 _njit: Callable[..., Any] = numba.njit
-# For functions that other compiled functions call.
+# Decorates functions that other compiled functions call.
 jit_function: Callable[..., Any] = _njit(fastmath=_FAST, **_UNWRAPPED)
-# For functions that are called for each block or row: LLVM inlines them, so arguments are not passed.
+# Decorates functions that are called for each block or row: LLVM inlines them, so arguments are not passed.
 jit_inlined: Callable[..., Any] = _njit(fastmath=_FAST, forceinline=True, **_UNWRAPPED)
-# For loops over finite numbers, or whose result is then thrown away: minimum and maximum become vector instructions.
+# Decorates loops over finite numbers, or whose result is then dropped: minimum and maximum are vector instructions.
 jit_finite: Callable[..., Any] = _njit(fastmath={*_FAST, "nnan", "ninf"}, forceinline=True, **_UNWRAPPED)

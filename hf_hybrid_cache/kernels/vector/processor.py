@@ -1,5 +1,5 @@
 """
-Which instructions the processor has.
+Instructions that the processor has.
 
 Numba compiles for the processor of this machine, or for the one that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` name.
 """
