@@ -36,12 +36,18 @@ def random_states(config: PreTrainedConfig, num_tokens: int, dtype: torch.dtype,
 
 
 def fill(
-    cache: Cache, config: PreTrainedConfig, num_tokens: int, dtype: torch.dtype, device: str = "cpu", chunk: int = 2048
+    cache: Cache,
+    config: PreTrainedConfig,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    chunk: int = 2048,
+    batch: int = 1,
 ) -> None:
-    """Append `num_tokens` random tokens to every layer, `chunk` at a time, as a chunked prefill would."""
+    """Append `num_tokens` random tokens to every layer, `chunk` at a time, the same to each of `batch` sequences."""
     torch.manual_seed(0)
     for start in range(0, num_tokens, chunk):
-        states = random_states(config, min(chunk, num_tokens - start), dtype, device)
+        states = random_states(config, min(chunk, num_tokens - start), dtype, device).repeat(batch, 1, 1, 1)
         for layer in range(config.get_text_config(decoder=True).num_hidden_layers):
             cache.update(states, states, layer)
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from experiments.common import records
 from experiments.common.decoding import prefill
-from experiments.common.synthetic import fill, llama_1b_config, random_states
+from experiments.common.synthetic import fill, llama_1b_config
 from experiments.common.texts import english_ids
 from experiments.common.timing import in_turns, medians
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache
@@ -45,14 +45,6 @@ def held_bytes(cache: Any) -> int:
     return memory.host_bytes + memory.device_bytes
 
 
-def fill_each(cache: HybridCache, config: Any, num_tokens: int, batch: int, chunk: int = 2048) -> None:
-    """Append random tokens of `batch` sequences to every layer."""
-    for start in range(0, num_tokens, chunk):
-        states = torch.cat([random_states(config, min(chunk, num_tokens - start), torch.bfloat16)] * batch)
-        for layer in range(config.num_hidden_layers):
-            cache.update(states, states, layer)
-
-
 def measure_steps(context: int, continuations: int, num_layers: int, rounds: int) -> list[dict[str, Any]]:
     """Seconds of a step, and bytes of the caches, for each type of the cache."""
     config = llama_1b_config(num_layers)
@@ -63,7 +55,7 @@ def measure_steps(context: int, continuations: int, num_layers: int, rounds: int
         fill(shared, config, context, torch.bfloat16)
         of_one = held_bytes(shared)
         shared.batch_repeat_interleave(continuations)
-        fill_each(alone, config, context, continuations)
+        fill(alone, config, context, torch.bfloat16, batch=continuations)
         ids = torch.randint(5, config.vocab_size, (continuations, 1), generator=torch.Generator().manual_seed(0))
 
         @torch.inference_mode()

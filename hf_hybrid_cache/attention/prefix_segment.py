@@ -3,7 +3,7 @@
 import torch
 
 from .merging import PartialAttention
-from .segment import AttentionSegment
+from .segment import AttentionSegment, Queries
 
 
 def folded_queries(states: torch.Tensor, continuations: int) -> torch.Tensor:
@@ -35,12 +35,13 @@ class PrefixSegment(AttentionSegment):
     (Juravsky et al., 2024, https://arxiv.org/abs/2402.05099).
 
     Args:
-        segment: attends with the folded queries of all sequences.
+        queries: of all sequences.
+        segment: attends with these queries folded.
         continuations: sequences that share a prefix.
     """
 
-    def __init__(self, segment: AttentionSegment, continuations: int):
-        super().__init__(segment.queries, None)
+    def __init__(self, queries: Queries, segment: AttentionSegment, continuations: int):
+        super().__init__(queries, None)
         self._segment, self._continuations = segment, continuations
 
     def begin(self) -> None:

@@ -38,11 +38,6 @@ class AttentionSegment(ABC):
     def __init__(self, queries: Queries, mask: torch.Tensor | None):
         self._queries, self._mask = queries, mask
 
-    @property
-    def queries(self) -> Queries:
-        """That attend."""
-        return self._queries
-
     def begin(self) -> None:  # noqa: B027
         """Start work that runs beside this thread, if there is any."""
 

@@ -128,9 +128,10 @@ class StoredAttention:
         seen = self._prefix_mask(of_prefix, continuations, length)
         if store.is_staged:
             on_device = DeviceSegment(folded, seen, store.prefix.read)
-            return [PrefixSegment(on_device, continuations), DeviceSegment(queries, of_tails, store.tails.read)]
+            of_all = PrefixSegment(queries, on_device, continuations)
+            return [of_all, DeviceSegment(queries, of_tails, store.tails.read)]
         segments: list[AttentionSegment] = [
-            PrefixSegment(each, continuations)
+            PrefixSegment(queries, each, continuations)
             for each in self._segments_of(store.prefix, folded, seen, selection, self._prefix_kernel)
         ]
         if not own:

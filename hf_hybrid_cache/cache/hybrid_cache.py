@@ -717,8 +717,8 @@ class HybridCache(DynamicCache, metaclass=_ClassOfCaches):
         """
         Repeat every sequence `repeats` times, side by side.
 
-        Where layers are attended to on the CPU, the copies share all whole blocks of 64 tokens: these are stored once,
-        and a decode step reads them once. Otherwise they are copied.
+        Where layers are attended to on the CPU, or are in full precision, the copies share all whole blocks of 64
+        tokens: these are stored once, and a decode step reads them once. docs/continuations.md says what is copied.
 
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.

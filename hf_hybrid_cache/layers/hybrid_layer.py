@@ -317,7 +317,7 @@ class HybridLayer(CacheLayerMixin):
         self._select_batch(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times, side by side; in host memory they share whole blocks."""
+        """Repeat every sequence `repeats` times, side by side; they share whole blocks where `shares_copies`."""
         store = self._usable_store()
         if store is None:
             return

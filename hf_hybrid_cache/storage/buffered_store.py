@@ -16,6 +16,14 @@ from .token_buffer import TokenBuffer
 _MOVED_TOKENS = 4096
 
 
+def repeated(states: Pair, repeats: int) -> Pair:
+    """Return keys and values with each sequence `repeats` times, side by side; themselves if that is once."""
+    if repeats == 1:
+        return states
+    keys, values = (each.repeat_interleave(repeats, dim=0) for each in states)
+    return keys, values
+
+
 class WholePart(NamedTuple):
     """
     All entries that a store keeps in one form, as one sequence.
@@ -115,12 +123,12 @@ class BufferedStore(LocalStore):
         if other is not self:
             self.extend_from(other, 0, other.num_tokens)
 
-    def extend_from(self, other: "BufferedStore", start: int, end: int) -> None:
-        """Store tokens `start` to `end` of another store, a few thousand at a time."""
+    def extend_from(self, other: "BufferedStore", start: int, end: int, repeats: int = 1) -> None:
+        """Store tokens `start` to `end` of another store, each sequence `repeats` times, a few thousand at a time."""
         other.wait_for_copies()
         self.reserve(self.num_tokens + end - start)
         for at in range(start, end, _MOVED_TOKENS):
-            keys, values = other.read_range(at, min(at + _MOVED_TOKENS, end))
+            keys, values = repeated(other.read_range(at, min(at + _MOVED_TOKENS, end)), repeats)
             self.extend(keys.to(self.keys.device), values.to(self.values.device))
         self.wait_for_copies()
 

@@ -7,14 +7,12 @@ from math import gcd
 
 import torch
 
-from .buffered_store import BufferedStore, LocalStore, WholePart
+from .buffered_store import BufferedStore, LocalStore, WholePart, repeated
 from .growth import GRANULE
 from .host_store import HostStore
 from .kv_store import Pair
 from .streamed_store import StreamedStore
 from .token_buffer import TokenBuffer
-
-_COPIED_TOKENS = 4096
 
 
 class SharedPrefixStore(LocalStore):
@@ -53,9 +51,8 @@ class SharedPrefixStore(LocalStore):
             HostMemoryError: the host has no room for the copies; nothing has changed then.
         """
         num_shared = store.num_shareable
-        repeats = tails.shape.batch // store.shape.batch
         try:
-            tails.extend(*(states.repeat_interleave(repeats, dim=0) for states in store.read_from(num_shared)))
+            tails.extend(*repeated(store.read_from(num_shared), tails.shape.batch // store.shape.batch))
         except BaseException:
             tails.close()
             raise
@@ -106,10 +103,8 @@ class SharedPrefixStore(LocalStore):
         self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
 
     def read(self) -> Pair:
-        keys, values = (
-            torch.cat([shared.repeat_interleave(self.continuations, dim=0), own], dim=2)
-            for shared, own in zip(self.prefix.read(), self.tails.read(), strict=True)
-        )
+        pairs = zip(self.read_prefix(self.prefix.num_tokens), self.tails.read(), strict=True)
+        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return keys, values
 
     def read_copy(self) -> Pair:
@@ -117,10 +112,8 @@ class SharedPrefixStore(LocalStore):
 
     def read_prefix(self, num_tokens: int) -> Pair:
         """Return the first tokens of all sequences, at most those of the prefix."""
-        keys, values = (
-            shared[:, :, :num_tokens].repeat_interleave(self.continuations, dim=0) for shared in self.prefix.read()
-        )
-        return keys, values
+        keys, values = self.prefix.read()
+        return repeated((keys[:, :, :num_tokens], values[:, :, :num_tokens]), self.continuations)
 
     def whole_parts(self) -> dict[str, WholePart]:
         tails = self.tails.whole_parts()
@@ -147,7 +140,7 @@ class SharedPrefixStore(LocalStore):
                 whole = self.prefix.num_shareable
                 rest = self.prefix.read_from(whole)
                 self.prefix.truncate(whole)
-                self.tails.extend(*(states.repeat_interleave(self.continuations, dim=0) for states in rest))
+                self.tails.extend(*repeated(rest, self.continuations))
         self._set_length(num_tokens)
 
     def selected_prefixes(self, indices: torch.Tensor) -> torch.Tensor | None:
@@ -180,15 +173,11 @@ class SharedPrefixStore(LocalStore):
     def _joined(self, shared: WholePart, own: WholePart) -> WholePart:
         """Join entries of the prefix, copied for each sequence, and those of the tails in one store in host memory."""
         num_entries = shared.num_entries + own.num_entries
-        form = HostStore.like(own.form, 0)
 
         def made() -> HostStore:
-            whole, prefix, tails = HostStore.like(own.form, num_entries), shared.made(), own.made()
-            prefix.wait_for_copies()
-            for start in range(0, shared.num_entries, _COPIED_TOKENS):
-                states = prefix.read_range(start, min(start + _COPIED_TOKENS, shared.num_entries))
-                whole.extend(*(each.repeat_interleave(self.continuations, dim=0) for each in states))
-            whole.extend_from(tails, 0, own.num_entries)
+            whole = HostStore.like(own.form, num_entries)
+            whole.extend_from(shared.made(), 0, shared.num_entries, self.continuations)
+            whole.extend_from(own.made(), 0, own.num_entries)
             return whole
 
-        return WholePart(num_entries, form, False, made)
+        return WholePart(num_entries, HostStore.like(own.form), False, made)

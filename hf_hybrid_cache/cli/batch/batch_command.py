@@ -68,8 +68,9 @@ def batch(
         int,
         typer.Option(
             help="Questions about one document that are answered together, at most: a step reads the weights once for "
-            "all of them. Each takes memory for its own tokens, and where the CPU does not attend for a copy of the "
-            "document. The default is 1, because in 16 bits, and with sampling, answers depend on those beside them."
+            "all of them. Each takes memory for its own tokens, and for a copy of the document where it is not shared: "
+            "quantized, on a device. The default is 1, because in 16 bits, and with sampling, answers depend on those "
+            "beside them."
         ),
     ] = 1,
     prefill_chunk_size: PrefillChunkSize = PREFILL_CHUNK_SIZE,
