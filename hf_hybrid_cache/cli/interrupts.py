@@ -1,9 +1,12 @@
 """Ctrl-C ends a command with exit code 130 and no traceback; in a conversation it ends only the current answer."""
 
+import _thread
 import contextlib
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -18,9 +21,30 @@ def end_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def as_exceptions() -> AbstractContextManager[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile."""
-    return _exchanged(_end, signal.default_int_handler)
+@contextlib.contextmanager
+def as_exceptions() -> Iterator[None]:
+    """
+    Let Ctrl-C raise `KeyboardInterrupt` meanwhile, also where it meets a destructor.
+
+    An object that Ctrl-C left half-made says nothing when it goes.
+    """
+    report = sys.unraisablehook
+
+    def judge(unraisable: "sys.UnraisableHookArgs") -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):  # which Python drops: once more, after the destructor
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        elif not issubclass(unraisable.exc_type, AttributeError):
+            report(unraisable)
+
+    sys.unraisablehook = judge
+    try:
+        with _exchanged(_end, signal.default_int_handler):
+            yield
+    except KeyboardInterrupt as interrupt:
+        traceback.clear_frames(interrupt.__traceback__)  # half-made objects go here, not when the process ends
+        raise
+    finally:
+        sys.unraisablehook = report
 
 
 def ignoring_interrupts() -> AbstractContextManager[None]:
