@@ -27,11 +27,14 @@ def in_turns(
 
 
 def samples_in_turns(
-    measures: Mapping[str, Callable[[], float]], rounds: int, before: Callable[[str], object]
+    measures: Mapping[str, Callable[[], float]],
+    rounds: int,
+    before: Callable[[str], object],
+    warm_up: bool = True,
 ) -> dict[str, list[float]]:
-    """Collect samples as `in_turns` does, of functions that return their own seconds."""
+    """Collect samples as `in_turns` does, of functions that return their own seconds; `warm_up`: once more before."""
     samples: dict[str, list[float]] = {name: [] for name in measures}
-    for turn in range(rounds + 1):
+    for turn in range(0 if warm_up else 1, rounds + 1):
         for name in list(measures)[:: 1 if turn % 2 else -1]:
             before(name)
             seconds = measures[name]()

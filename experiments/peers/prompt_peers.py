@@ -2,7 +2,8 @@
 Whole prompts beside llama.cpp and ik_llama.cpp: the same model, weights and keys and values in as many bits, in turns.
 
 llama.cpp reads in batches of 512 tokens, as it does by default, with flash attention; weights repacked or not,
-whichever reads 512 tokens faster. A library starts anew for each prompt, and reads 256 tokens before the timed ones.
+whichever reads 512 tokens faster. A library starts anew for each prompt, and reads 256 tokens before the timed ones;
+ours and `stock` read 512 once. A row that would take longer than a limit, if a prompt costs its square, is left out.
 `stock` is transformers' `DynamicCache`, in one piece; ours read in chunks of 2,048. Token ids are random. Either
 library may be installed for another Python.
 """
@@ -32,7 +33,7 @@ from hf_hybrid_cache import get_num_threads, set_num_threads
 from hf_hybrid_cache.models import load
 from hf_hybrid_cache.planning import default_chunk
 
-CONTEXTS = {"smollm2-135m": [512, 2048, 8000], "llama-3.2-1b-random": [512, 2048, 8192]}
+CONTEXTS = {"smollm2-135m": [512, 2048, 8000], "llama-3.2-1b-random": [512, 2048, 8192, 32768]}
 _BITS = ((16, 16), (8, 8), (4, 4))
 ROWS = {
     row.name: row
@@ -40,6 +41,7 @@ ROWS = {
         Row("stock", 16, 16),
         Row("ours", 16, 8),
         *(Row(engine, *bits) for engine in ("ours", *LIBRARIES) for bits in _BITS),
+        *(Row(engine, 8, 16) for engine in LIBRARIES),
     ]
 }
 CHUNK = default_chunk(on_gpu=False)
@@ -103,8 +105,17 @@ class Bench:
     def measure(self, rows: list[Row], tokens: int, rounds: int) -> dict[str, Any]:
         """A cell, with raw samples in seconds."""
         measures = {row.name: partial(self.seconds, row, tokens) for row in rows}
-        samples = samples_in_turns(measures, rounds, lambda name: None)
+        samples = samples_in_turns(measures, rounds, lambda name: None, warm_up=False)
         return {"tokens": tokens, "median_seconds": medians(samples), "samples_seconds": samples}
+
+
+def within(limit: float, rows: list[Row], tokens: int, cells: list[dict[str, Any]]) -> list[Row]:
+    """The rows that the last cell lets expect to read `tokens` in `limit` seconds, if a prompt costs its square."""
+    if not cells:
+        return rows
+    last = cells[-1]
+    expected = {name: seconds * (tokens / last["tokens"]) ** 2 for name, seconds in last["median_seconds"].items()}
+    return [row for row in rows if expected.get(row.name, limit + 1) <= limit]
 
 
 def print_cell(cell: dict[str, Any]) -> None:
@@ -119,6 +130,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", help="(default: by --model)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=1000.0, help="seconds of a prompt (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=get_num_threads())
     add_python_options(parser)
     return parser.parse_args()
@@ -140,14 +152,19 @@ def main() -> None:
     bench = Bench(ours, files, pythons, arguments.threads, {})
     tried = {row.name: bench.choose_order(row) for row in theirs}
     rows = [row for row in rows if row not in theirs or row.name in bench.orders]
-    cells = []
-    for tokens in arguments.tokens or CONTEXTS[arguments.model]:
-        cells.append(bench.measure(rows, tokens, arguments.rounds))
-        print_cell(cells[-1])
+    for row in rows:
+        if row not in theirs:
+            bench.seconds(row, TRIED_TOKENS)
+    cells: list[dict[str, Any]] = []
+    for tokens in sorted(arguments.tokens or CONTEXTS[arguments.model]):
+        if measured := within(arguments.limit, rows, tokens, cells):
+            cells.append(bench.measure(measured, tokens, arguments.rounds))
+            print_cell(cells[-1])
     record = {
         "model": arguments.model,
         "dtype": str(DTYPE),
         "chunk": CHUNK,
+        "limit_seconds": arguments.limit,
         "threads": arguments.threads,
         "cells": cells,
         "orders": bench.orders,
