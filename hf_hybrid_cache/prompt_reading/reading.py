@@ -44,8 +44,9 @@ def prefill(
         cache: for the model; empty, or with the first tokens of the prompt.
         attention_mask: `[batch, tokens]`, 0 where a prompt is filled up on the left; `None` for none.
         chunk_size: tokens in a forward pass.
-        progress: show a bar, on a terminal and in a notebook: tokens, tokens a second, and the time that is left. Or
-            what is called with the number of tokens of each chunk.
+        progress: show tokens, tokens a second, and the time that is left: in a bar on a terminal and in a notebook;
+            elsewhere in lines on standard error, the first after half a minute, then one a minute. Or what is called
+            with the number of tokens of each chunk.
         checkpoint: file to keep the cache in while the prompt is read, and at the end. If it is there already, what it
             holds is taken from it: use the cache that is returned. Writing takes about 3% of the time at most; what was
             read since the last time is lost with the process.
@@ -77,11 +78,11 @@ def prefill(
         )
     _warn_beyond_context(model, end)
     inputs = _Inputs(model, token_ids, attention_mask)
-    with PrefillProgress(start, end, progress is True) as bar, finishing() as is_interrupted:
+    with PrefillProgress(start, end, progress is True) as shown, finishing() as is_interrupted:
         while start < end and not is_interrupted():
             following = min(start + chunk, end)
             model(**inputs.of(start, following), **cache_argument(cache), use_cache=True)
-            bar.reach(following)
+            shown.reach(following)
             if callable(progress):
                 progress(following - start)
             start = following

@@ -1,6 +1,7 @@
 """The progress that `hf-hybrid-cache batch` shows."""
 
 import io
+from itertools import accumulate
 
 import pytest
 from rich.console import Console
@@ -8,32 +9,30 @@ from rich.console import Console
 from hf_hybrid_cache.cli.batch.batch_progress import shown_progress
 
 
-def said_of(num_tokens: int, chunk: int) -> list[str]:
-    """Return the lines in a file while the document of the third of four questions is read."""
+def said_of(chunk_seconds: list[float]) -> list[str]:
+    """Return the lines in a file while a document is read in chunks of 1,000 tokens, then its last token."""
     file = io.StringIO()
-    with shown_progress(Console(file=file, soft_wrap=True), num_questions=4, done=2) as progress:
-        with progress.reading("some/report.txt", num_tokens) as advance:
-            for start in range(0, num_tokens - 1, chunk):
-                advance(min(chunk, num_tokens - 1 - start))
+    times = accumulate([*chunk_seconds, 0.1], initial=0.0)
+    notes = Console(file=file, soft_wrap=True)
+    with shown_progress(notes, num_questions=4, done=2, clock=lambda: next(times)) as progress:
+        with progress.reading("some/[b]report.txt", 1000 * len(chunk_seconds) + 1) as advance:
+            for _ in chunk_seconds:
+                advance(1000)
         progress.answered(3)
     return file.getvalue().splitlines()
 
 
-def test_progress_when_document_is_long_then_has_line_at_each_tenth():
-    *document, questions = said_of(20_000, 500)
-    assert questions == "3 of 4 questions"
-    assert [line.partition(" of ")[0] for line in document] == [
-        f"some/report.txt: {tokens:,}" for tokens in range(2000, 20_001, 2000)
+def test_progress_when_document_takes_long_then_has_line_a_minute():
+    assert said_of([20.0] * 6) == [
+        "some/[b]report.txt: 2,000 of 6,001 tokens, 50 tokens/s, 80.0 s left",
+        "some/[b]report.txt: 5,000 of 6,001 tokens, 50 tokens/s, 20.0 s left",
+        "some/[b]report.txt: all 6,001 tokens are read in 2 min, 50 tokens/s",
+        "3 of 4 questions",
     ]
-    assert all(line.endswith(" left; 2 of 4 questions") for line in document[:-1])
-    assert document[-1] == "some/report.txt: 20,000 of 20,000 tokens are read; 2 of 4 questions"
 
 
-@pytest.mark.parametrize(("num_tokens", "num_lines"), [(2, 0), (1000, 0), (5000, 1), (8000, 1)])
-def test_a_document_of_few_thousand_tokens_is_a_line_at_most(num_tokens: int, num_lines: int):
-    *document, questions = said_of(num_tokens, 100)
-    assert questions == "3 of 4 questions"
-    assert len(document) == num_lines
+def test_progress_when_document_is_read_soon_then_has_no_line_of_it():
+    assert said_of([1.0] * 20) == ["3 of 4 questions"]
 
 
 def test_a_terminal_has_bars_of_tokens_and_questions_and_no_lines():
@@ -52,7 +51,7 @@ def test_a_terminal_has_bars_of_tokens_and_questions_and_no_lines():
     assert "3 of 4" in file.getvalue()
     assert "2 answers" in file.getvalue()
     assert " of 100 tokens" in file.getvalue()
-    assert "are read" not in file.getvalue()
+    assert "tokens/s" not in file.getvalue()
 
 
 def test_a_document_that_fails_is_not_said_to_be_read():

@@ -9,7 +9,8 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, minmax, prefill
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prompt_reading import checkpoint
-from hf_hybrid_cache.prompt_reading.progress import PrefillProgress, TimeLeft
+from hf_hybrid_cache.prompt_reading.progress import PrefillProgress
+from hf_hybrid_cache.prompt_reading.times import TimeLeft
 
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -253,3 +255,48 @@ def test_a_bar_says_how_many_tokens_are_read_and_what_is_left(monkeypatch: pytes
     assert "100 of 300 tokens" in shown.decode()
     assert "20.0 s left" in shown.decode()
     assert "300 of 300 tokens" in shown.decode()
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], start: int, chunk_seconds: list[float], is_shown: bool = True) -> str:
+    """Return what standard error, which is no terminal, gets while chunks of 1,000 tokens take so many seconds."""
+    times = accumulate(chunk_seconds, initial=0.0)
+    end = start + 1000 * len(chunk_seconds)
+    with PrefillProgress(start, end, is_shown, lambda: next(times)) as progress:
+        for reached in range(start + 1000, end + 1, 1000):
+            progress.reach(reached)
+    return capsys.readouterr().err
+
+
+def test_a_log_gets_a_line_after_half_a_minute_and_then_a_minute(capsys: pytest.CaptureFixture[str]):
+    assert lines_of(capsys, 0, [10.0] * 14).splitlines() == [
+        "prompt: 3,000 of 14,000 tokens, 100 tokens/s, 2 min left",
+        "prompt: 9,000 of 14,000 tokens, 100 tokens/s, 50.0 s left",
+        "prompt: all 14,000 tokens are read in 2 min, 100 tokens/s",
+    ]
+
+
+def test_log_lines_when_chunks_take_minutes_then_have_their_rate(capsys: pytest.CaptureFixture[str]):
+    assert lines_of(capsys, 2000, [100.0, 200.0, 400.0]).splitlines() == [
+        "prompt: 3,000 of 5,000 tokens, 10 tokens/s, 3 min left",
+        "prompt: 4,000 of 5,000 tokens, 5.0 tokens/s, 3 min left",
+        "prompt: all 5,000 tokens are read in 12 min, 4.3 tokens/s",
+    ]
+
+
+@pytest.mark.parametrize(("chunk_seconds", "is_shown"), [([7.0] * 4, True), ([100.0] * 4, False)])
+def test_a_log_gets_no_line_of_a_short_prompt_or_of_one_not_shown(
+    capsys: pytest.CaptureFixture[str], chunk_seconds: list[float], is_shown: bool
+):
+    assert not lines_of(capsys, 0, chunk_seconds, is_shown)
+
+
+def test_a_prompt_is_read_on_when_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch):
+    reader, writer = os.pipe()
+    times = iter([0.0, 60.0, 120.0])
+    os.close(reader)
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with PrefillProgress(0, 200, True, lambda: next(times)) as progress:
+            progress.reach(100)
+            progress.reach(200)
+    assert next(times, None) is None

@@ -1,5 +1,6 @@
 """Showing the progress of a batch: bars on a terminal, and lines elsewhere."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,12 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from ...durations import duration_text
 from ..console import note
 from ..runs.prefill_bar import PrefillBar, progress_bars
-
-# Without a terminal, a document of at least this many tokens has one line, or a line for each tenth.
-_ONE_LINE, _TEN_LINES = 1024, 8192
 
 
 class BatchProgress:
@@ -24,10 +21,11 @@ class BatchProgress:
         notes: receives lines if it is not a terminal.
         num_questions: all questions.
         done: the questions that are answered already.
+        clock: seconds.
     """
 
-    def __init__(self, bars: Progress, notes: Console, num_questions: int, done: int):
-        self._bars, self._notes = bars, notes
+    def __init__(self, bars: Progress, notes: Console, num_questions: int, done: int, clock: Callable[[], float]):
+        self._bars, self._notes, self._clock = bars, notes, clock
         self._num_questions, self.done = num_questions, done
         self._questions = bars.add_task("questions", total=num_questions, completed=done, unit="")
 
@@ -35,27 +33,19 @@ class BatchProgress:
         """Show that so many questions are answered in all."""
         before, self.done = self.done, done
         self._bars.update(self._questions, completed=done)
-        if _passes(before, done, self._num_questions, 10):
+        if done * 10 // self._num_questions > before * 10 // self._num_questions:
             self._say(self._questions_text)
 
     @contextmanager
     def reading(self, document: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
         """Show a document that is read; yields the function to call with the number of tokens of each chunk."""
-        bar = PrefillBar(self._bars, Path(document).name, num_tokens)
-        num_lines = 10 if num_tokens >= _TEN_LINES else 1 if num_tokens >= _ONE_LINE else 0
-
-        def advance(chunk: int) -> None:
-            before = bar.num_read
-            bar.advance(chunk)
-            if _passes(before, bar.num_read, num_tokens, num_lines):
-                rest = f", {duration_text(bar.seconds_left or 0.0)} left" if bar.num_read < num_tokens else ""
-                read = f"{bar.num_read:,} of {num_tokens:,} tokens are read"
-                self._say(f"{document}: {read}{rest}; {self._questions_text}")
-
+        # A line has room for a path.
+        title = Path(document).name if self._notes.is_interactive else document
+        bar = PrefillBar(self._bars, title, num_tokens, clock=self._clock)
         try:
-            yield advance
+            yield bar.advance
             if bar.num_read < num_tokens:
-                advance(num_tokens - bar.num_read)  # the last token is read on its own, and not reported
+                bar.advance(num_tokens - bar.num_read)  # the last token is read on its own, and not reported
         finally:
             bar.remove()
 
@@ -79,12 +69,9 @@ class BatchProgress:
 
 
 @contextmanager
-def shown_progress(notes: Console, num_questions: int, done: int) -> Iterator[BatchProgress]:
+def shown_progress(
+    notes: Console, num_questions: int, done: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[BatchProgress]:
     """Show the progress of a batch in which so many questions are answered already."""
     with progress_bars(notes, is_transient=False) as bars:
-        yield BatchProgress(bars, notes, num_questions, done)
-
-
-def _passes(before: int, now: int, total: int, parts: int) -> bool:
-    """Whether another of so many equal parts of the total is complete."""
-    return now * parts // total > before * parts // total
+        yield BatchProgress(bars, notes, num_questions, done, clock)

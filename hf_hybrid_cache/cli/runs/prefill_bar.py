@@ -1,14 +1,17 @@
-"""Bars on a terminal for the prompts that are read, with the time that is left."""
+"""Bars on a terminal for the prompts that are read, and lines elsewhere, with the time that is left."""
 
 import sys
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from ...durations import duration_text
-from ...prompt_reading.progress import TimeLeft
+from ...prompt_reading.lines import PrefillLines
+from ...prompt_reading.times import PrefillTimes
+from ..console import note
 
 
 def progress_bars(notes: Console, *, is_transient: bool) -> Progress:
@@ -34,34 +37,39 @@ def progress_bars(notes: Console, *, is_transient: bool) -> Progress:
 
 class PrefillBar:
     """
-    The bar of one prompt.
+    The bar of one prompt; the lines of a long one if `bars` are not shown.
 
     Args:
         bars: show it.
         title: stands before it.
         num_tokens: tokens that are to be read.
         num_cached: tokens before them, which the cache holds already.
-
-    Attributes:
-        num_read: tokens that were read.
-        seconds_left: an estimate for the other tokens; `None` before the first chunk.
+        clock: seconds.
     """
 
-    def __init__(self, bars: Progress, title: str, num_tokens: int, num_cached: int = 0):
-        self.num_read = 0
-        self.seconds_left: float | None = None
-        self._bars, self._num_tokens, self._num_cached = bars, num_tokens, num_cached
-        self._time_left, self._last = TimeLeft(num_cached), time.monotonic()
+    def __init__(
+        self,
+        bars: Progress,
+        title: str,
+        num_tokens: int,
+        num_cached: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._bars, self._times = bars, PrefillTimes(num_cached, num_cached + num_tokens, clock)
+        self._lines = PrefillLines(self._times, lambda line: note(bars.console, f"{title}: {line}"))
         self._task = bars.add_task(title, total=num_tokens, unit=" tokens", end=None)
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens that were read."""
+        return self._times.reached - self._times.start
 
     def advance(self, num_tokens: int) -> None:
         """Show that a chunk of tokens was read."""
-        now = time.monotonic()
-        self.num_read += num_tokens
-        self._time_left.note(self._num_cached + self.num_read, now - self._last)
-        self._last = now
-        self.seconds_left = self._time_left.until(self._num_cached + self._num_tokens)
-        end = now + (self.seconds_left or 0.0)
+        self._times.reach(self._times.reached + num_tokens)
+        if self._bars.disable:
+            self._lines.chunk_read()
+        end = time.monotonic() + (self._times.seconds_left or 0.0)
         self._bars.update(self._task, completed=self.num_read, end=end, refresh=True)
 
     def remove(self) -> None:
