@@ -1,6 +1,7 @@
 """The caches to choose from: the code that makes each, and the memory that a model with it needs."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from .prediction import Division, Strategy
 
 # Python and its libraries in host memory, CUDA and its libraries on the GPU.
 RUNTIME_BYTES = 2**29
+# Of a token of each sequence: its id, position and mask, copied as answers grow; and of each pair of tokens, its masks.
+_ID_BYTES, _PAIR_BYTES = 32, 4
 # Bits of keys and values by name of a cache, the best quality first.
 BITS: Mapping[str, int | tuple[int, int] | None] = {
     "dynamic": None,
@@ -130,6 +133,27 @@ class Candidate:
             # The original weights stay in host memory beside the codes, because they go back to the GPU.
             host += weights + (0 if quantized is None else quantized.quantized_bytes)
         return Held(weights + RUNTIME_BYTES + max(cost.prefill.device + working, cost.decode.device), host)
+
+    def most_continuations(self, model: ModelCost, context: int, free: Held, most: int) -> int:
+        """
+        Count the sequences that can continue a prompt together in free memory; at least 1, and at most `most`.
+
+        Args:
+            model: its cost; `chunk` tokens of each sequence are read at once, and `own_tokens` follow the prompt.
+            context: number of tokens of each sequence.
+            free: bytes besides those of the model, and of the cache with the prompt.
+            most: sequences at most.
+        """
+        prompt = self.cost(replace(model, continuations=1), max(1, context - model.own_tokens)).decode
+        of_each = model.least_working_bytes + context * (_ID_BYTES + model.chunk * _PAIR_BYTES)
+
+        def is_too_much(number: int) -> bool:
+            held, working = self.cost(replace(model, continuations=number), context).decode, number * of_each
+            on_device, on_host = (0, working) if self.strategy == Strategy.CPU else (working, 0)
+            is_short_of_host = held.host - prompt.host + on_host > free.host
+            return is_short_of_host or held.device - prompt.device + on_device > free.device
+
+        return 1 + bisect_left(range(2, most + 1), True, key=is_too_much)
 
     def code(self, model: ModelCost) -> str:
         """A Python program that loads the model and generates with the cache."""

@@ -8,18 +8,10 @@ from ..storage import InitialCapacity, KVCodec
 from .cost import HOST, CacheCost, Held, cache_cost, stock_cost
 from .model_cost import ModelCost
 
-# Tokens at the end of a context that each sequence has for itself; the tokens before them are the prompt.
-ANSWER_TOKENS = 512
-
-
-def prompt_tokens(context: int) -> int:
-    """Tokens of the prompt in a context of so many tokens."""
-    return max(1, context - ANSWER_TOKENS)
-
 
 def continued_stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
     """The cost of transformers' `DynamicCache`, which copies the prompt for each sequence."""
-    prompt = stock_cost(model, prompt_tokens(context), on_cpu)
+    prompt = stock_cost(model, model.prompt_tokens(context), on_cpu)
     return replace(prompt, decode=stock_cost(model.repeated(), context, on_cpu).decode)
 
 
@@ -33,7 +25,7 @@ def continued_cost(
     copied for each sequence.
     All but `decode` is of the prompt. The arguments are those of `cache_cost`; layers are not divided.
     """
-    prompt = prompt_tokens(context)
+    prompt = model.prompt_tokens(context)
     cost = cache_cost(model, placement, codec, prompt, on_cpu)
     own = _own_bytes(model, placement, codec, context, on_cpu)
     if own is None:
@@ -56,7 +48,7 @@ def _own_bytes(
     for meta_shape, num_layers in Counter(model.shapes.values()).items():
         index = next(index for index, shape in model.shapes.items() if shape == meta_shape)
         shape = meta_shape._replace(device=HOST) if on_cpu else meta_shape
-        prompt, store = prompt_tokens(context), stores.make(index, 0, shape)
+        prompt, store = model.prompt_tokens(context), stores.make(index, 0, shape)
         shared = store.layout.growing(model.lengths(prompt))[-1].settled_tokens(prompt)
         if not stores.can_be_continued(store, shared, stores.attends_on_cpu(index, 0, shape)):
             return None

@@ -124,15 +124,20 @@ def default_chunk(on_gpu: bool) -> int:
     return 512 if on_gpu else PREFILL_CHUNK_SIZE
 
 
-def free_device_bytes() -> int:
-    """Free bytes on the current accelerator, torch's reserve included; 0 without one, or if it does not say."""
+def free_device_bytes(index: int | None = None) -> int:
+    """
+    Free bytes on an accelerator, torch's reserve included; 0 without one, or if it does not say.
+
+    Args:
+        index: of the accelerator; `None` for the current one.
+    """
     if not torch.accelerator.is_available():
         return 0
     try:
-        free, _ = torch.accelerator.get_memory_info()
+        free, _ = torch.accelerator.get_memory_info(index)
     except RuntimeError:
         return 0
-    return free + torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+    return free + torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
 
 
 def accelerator_name() -> str | None:

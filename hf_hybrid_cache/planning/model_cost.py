@@ -96,6 +96,8 @@ class ModelCost:
         least_working_bytes: working memory of a chunk, besides weights and cache, with nothing before it.
         working_bytes_line: constant and slope of a chunk's working memory in the context length, for long contexts.
         continuations: sequences that continue each prompt.
+        own_tokens: tokens at the end of a context that each of several continuations has for itself; the tokens before
+            them are the prompt.
     """
 
     name: str
@@ -117,6 +119,11 @@ class ModelCost:
     least_working_bytes: int
     working_bytes_line: tuple[float, float]
     continuations: int = 1
+    own_tokens: int = 512
+
+    def prompt_tokens(self, context: int) -> int:
+        """Tokens of the prompt in a context of so many tokens."""
+        return context if self.continuations == 1 else max(1, context - self.own_tokens)
 
     def repeated(self) -> "ModelCost":
         """Keys and values of all continuations, as if each were a sequence of its own."""

@@ -12,7 +12,6 @@ from ..errors import HybridCacheError
 from ..storage import available_host_bytes
 from ..weights import WEIGHT_BITS
 from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, expert_candidates, gpu_candidates
-from .continuations import prompt_tokens
 from .divided import divided_candidates
 from .expert_prediction import seconds_per_token_with_experts, seconds_to_first_token_with_experts
 from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
@@ -102,7 +101,7 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
     is_continued = model.continuations > 1
-    read = prompt_tokens(context) if is_continued else context
+    read = model.prompt_tokens(context)
     speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
     arguments = model, cost, speed_name, candidate.strategy, machine.speeds
     if candidate.experts_on_host:

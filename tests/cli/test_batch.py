@@ -1,5 +1,6 @@
 """`hf-hybrid-cache batch`: every question is answered once, whatever happens in between."""
 
+import io
 import json
 import os
 import shutil
@@ -12,15 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
+from hf_hybrid_cache import DynamicHybridCache, prefill
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.batch.answers import RESULT_FIELDS
+from hf_hybrid_cache.cli.batch.at_once import QuestionsAtOnce
+from hf_hybrid_cache.cli.batch.batch_options import BatchOptions
 from hf_hybrid_cache.cli.batch.following_questions import FollowingQuestion, prompts_together
 from hf_hybrid_cache.cli.batch.questions import Question
+from hf_hybrid_cache.cli.loading.model_options import ModelOptions
 from hf_hybrid_cache.cli.runs import timed_run
+from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
 
-from models.tiny_models import VOCAB_SIZE
+from models.tiny_models import VOCAB_SIZE, random_prompt, tiny_model
 from models.word_tokenizer import word_model_in
 
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="ends processes by signals")
@@ -254,6 +261,58 @@ def test_questions_at_once_get_the_answers_of_each_alone(batch: Batch, options: 
             assert [each[name] for each in together.values()] == [each[name] for each in alone.values()]
 
 
+def test_answers_when_number_at_once_is_auto_then_are_those_alone(batch: Batch):
+    questions_of_different_lengths(batch)
+    assert batch.run().exit_code == 0
+    alone = batch.by_question()
+    batch.out.unlink()
+    result = batch.run("--at-once", "auto")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("--at-once auto: at most 32 questions about a document together\n") == 1
+    together = batch.by_question()
+    assert {answer["at_once"] for answer in together.values()} == {len(LENGTHS)}
+    for name in ("answer", "finish_reason", "settings"):
+        assert [each[name] for each in together.values()] == [each[name] for each in alone.values()]
+
+
+def test_number_at_once_when_auto_then_is_at_most_what_was_measured(batch: Batch):
+    document = batch.document("short.txt", 20)
+    batch.ask(*({"document": document, "question": f"w{number}"} for number in range(40)))
+    assert batch.run("--at-once", "auto").exit_code == 0
+    assert [answer["at_once"] for answer in batch.answers()] == 32 * [32] + 8 * [8]
+
+
+def test_number_at_once_when_memory_is_short_then_is_lower_and_said(batch: Batch, monkeypatch: pytest.MonkeyPatch):
+    questions_of_different_lengths(batch)
+    monkeypatch.setattr("hf_hybrid_cache.planning.machine.available_host_bytes", lambda: 0)
+    result = batch.run("--at-once", "auto")
+    assert result.exit_code == 0, result.stderr
+    for name in ("long.txt", "short.txt"):
+        assert result.stderr.count(f"{name}: memory has room for 1 of 6 questions at once\n") == 1
+    assert "--at-once auto: at most" not in result.stderr
+    assert {answer["at_once"] for answer in batch.answers()} == {1}
+
+
+def test_number_at_once_when_jobs_share_memory_then_fits_a_part(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama")
+    cache = prefill(model, random_prompt(1, 200), DynamicHybridCache(model.config), progress=False)
+    following = [FollowingQuestion(Question(1, {"document": "a", "question": "b"}), [7] * 20, 99) for _ in range(12)]
+    options = BatchOptions(ModelOptions("tiny"), "dynamic", None, AnswerOptions(50), None, None, at_once=None)
+
+    def numbers(num_jobs: int) -> list[int]:
+        at_once = QuestionsAtOnce(model, options, num_jobs, Console(file=io.StringIO()))
+        found = []
+        for power in range(16, 26):
+            monkeypatch.setattr("hf_hybrid_cache.planning.machine.available_host_bytes", lambda: 2**power)  # noqa: B023
+            found.append(at_once.most(following, cache))
+        return found
+
+    alone, two, four = numbers(1), numbers(2), numbers(4)
+    assert {1, 12} < set(alone) <= set(range(1, 13))
+    assert two[1:] == alone[:-1]
+    assert four[2:] == alone[:-2]
+
+
 def test_padding_has_no_token_that_the_prompt_has_not():
     questions = [Question(1, {"document": "a", "question": "b"}) for _ in range(2)]
     following = [
@@ -339,10 +398,11 @@ def test_answers_go_on_with_another_number_at_once(batch: Batch):
     assert batch.texts() == texts
 
 
-def test_one_question_at_a_time_is_asked_where_padding_counts(batch: Batch, tmp_path: Path):
+@pytest.mark.parametrize("at_once", ["4", "auto"])
+def test_one_question_at_a_time_is_asked_where_padding_counts(batch: Batch, tmp_path: Path, at_once: str):
     batch.model = word_model_in(tmp_path / "gemma3", "gemma3")
     questions_of_different_lengths(batch)
-    result = batch.run("--at-once", "4")
+    result = batch.run("--at-once", at_once)
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count("its questions are answered one at a time") == 1
     assert {answer["at_once"] for answer in batch.answers()} == {1}
@@ -429,6 +489,7 @@ def test_questions_when_file_is_missing_then_error_is_a_sentence(batch: Batch):
         (["--cache", "stock"], "--cache 'stock' is not one of"),
         (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
         (["--at-once", "0"], "--at-once must be at least 1, got 0; 1 answers one question at a time."),
+        (["--at-once", "all"], "--at-once must be a number or auto, got 'all'."),
         (["--jobs", "2"], "--jobs and --job-option are for jobs"),
         (["--out", "-", "--executor", "local"], "--out - is standard output"),
         (["--executor", "cloud"], "--executor 'cloud' is not one of local, slurm, debug"),

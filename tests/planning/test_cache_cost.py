@@ -14,8 +14,8 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
 from hf_hybrid_cache.planning import Machine, model_cost
 from hf_hybrid_cache.planning.candidates import Candidate
-from hf_hybrid_cache.planning.continuations import ANSWER_TOKENS, continued_cost
-from hf_hybrid_cache.planning.cost import cache_cost, stock_cost
+from hf_hybrid_cache.planning.continuations import continued_cost
+from hf_hybrid_cache.planning.cost import Held, cache_cost, stock_cost
 from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import predict
 from hf_hybrid_cache.planning.prediction import Strategy
@@ -103,16 +103,51 @@ def test_bytes_of_continuations_are_those_of_a_repeated_cache(
     made = ON_CPU[placement], CODECS.get(codec or "")
     cost = continued_cost(replace(costs, continuations=3), *made, context, on_cpu=True)
     cache = HybridCache(model.config, made[0], codec=made[1])
-    fill(model, cache, context - ANSWER_TOKENS)
+    fill(model, cache, context - costs.own_tokens)
     at_prompt = cache.memory()
     cache.batch_repeat_interleave(3)
     with torch.inference_mode():
-        for ids in torch.ones(3, ANSWER_TOKENS, dtype=torch.long).split(64, dim=1):
+        for ids in torch.ones(3, costs.own_tokens, dtype=torch.long).split(64, dim=1):
             model(ids, **cache_argument(cache), logits_to_keep=1)
     report = cache.memory()
     assert report.num_tokens == context
     assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
     assert cost.prefill.host == pytest.approx(at_prompt.host_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "quantized-8"])
+def test_most_continuations_when_memory_ends_then_have_room_in_it(name: str):
+    model, one = model_and_cost("llama")
+    number, prompt, own = 5, 600, 100
+    candidate, costs = Candidate(name, Strategy.CPU), replace(one, own_tokens=own)
+    cache = HybridCache(model.config, candidate.placement, codec=candidate.codec)
+    fill(model, cache, prompt)
+    held = cache.memory().host_bytes
+    cache.batch_repeat_interleave(number)
+    with torch.inference_mode():
+        model(torch.ones(number, own, dtype=torch.long), **cache_argument(cache), logits_to_keep=1)
+    of_states = cache.memory().host_bytes - held
+
+    def most(free: int) -> int:
+        return candidate.most_continuations(costs, prompt + own, Held(0, free), 32)
+
+    assert most(0) == 1
+    assert most(int(0.97 * of_states)) < number
+    by_room = [most(2**power) for power in range(10, 30)]
+    assert by_room == sorted(by_room)
+    assert (by_room[0], by_room[-1]) == (1, 32)
+    # Beside the states there are activations.
+    assert most(of_states + number * (costs.least_working_bytes + 2**20)) >= number
+
+
+def test_most_continuations_when_prompt_is_copied_then_are_fewer():
+    _, one = model_and_cost("llama")
+    free = Held(2**23, 2**23)
+    shared, copied = (
+        Candidate("quantized-4", strategy).most_continuations(replace(one, own_tokens=64), 4096, free, 32)
+        for strategy in (Strategy.CPU, Strategy.GPU)
+    )
+    assert copied < shared
 
 
 def test_continuations_are_planned_to_share_what_caches_share():

@@ -44,10 +44,11 @@ def answer_all(options: BatchOptions, files: BatchFiles, job_options: JobOptions
     unanswered = sheet.settle()
     _report_old_answers(sheet, questions, unanswered, notes)
     folder, kept_caches = files.questions.parent.absolute(), files.keep_caches and files.keep_caches.absolute()
-    work = BatchWork(options, folder, kept_caches)
+    num_jobs = job_options.num_jobs or 1
+    work = BatchWork(options, folder, kept_caches, num_jobs if job_options.executor == "local" else 1)
     jobs = None
     if job_options.executor is not None and isinstance(sheet, AnswerSheet) and unanswered:
-        jobs = Jobs(job_options.executor, sheet.jobs_folder / "logs", job_options.num_jobs or 1, parameters)
+        jobs = Jobs(job_options.executor, sheet.jobs_folder / "logs", num_jobs, parameters)
     try:
         _answer(work, jobs, sheet, questions, unanswered, notes)
     except KeyboardInterrupt:

@@ -65,14 +65,15 @@ def batch(
         typer.Option(min=1, help="Read only so many tokens of each document. Default: all; too many are an error."),
     ] = None,
     at_once: Annotated[
-        int,
+        str,
         typer.Option(
+            metavar="NUMBER|auto",
             help="Questions about one document that are answered together, at most: a step reads the weights once for "
             "all of them. Each takes memory for its own tokens, and for a copy of the document where it is not shared: "
-            "quantized, on a device. The default is 1, because in 16 bits, and with sampling, answers depend on those "
-            "beside them."
+            "quantized, on a device. auto: 32, or as many as memory has room for. The default is 1, because in 16 "
+            "bits, and with sampling, answers depend on those beside them.",
         ),
-    ] = 1,
+    ] = "1",
     prefill_chunk_size: PrefillChunkSize = PREFILL_CHUNK_SIZE,
     system: System = None,
     temperature: Temperature = 0.0,
@@ -97,7 +98,7 @@ def batch(
     from ..runs.answer_options import AnswerOptions
     from ..runs.sampling import Sampling
     from .batch import answer_all
-    from .batch_options import BatchFiles, BatchOptions, JobOptions
+    from .batch_options import BatchFiles, BatchOptions, JobOptions, parsed_at_once
 
     _, notes = consoles()
     with exit_codes(notes):
@@ -111,7 +112,7 @@ def batch(
             ),
             context=context,
             system=system,
-            at_once=at_once,
+            at_once=parsed_at_once(at_once),
         )
         job_options = JobOptions(executor, jobs, tuple(job_option or ()))
         answer_all(options, BatchFiles(questions, out, keep_caches), job_options, notes)

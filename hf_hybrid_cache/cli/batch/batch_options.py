@@ -77,7 +77,7 @@ class BatchOptions:
         answer: how answers are generated.
         context: tokens of a document in the prompt at most; `None` for all, and an error where they do not fit.
         system: system message; `None` for the one of the chat template.
-        at_once: questions about one document that are answered together, at most.
+        at_once: questions about one document that are answered together, at most; `None` to choose by memory.
 
     Raises:
         UsageError: no question would be answered at once.
@@ -89,10 +89,10 @@ class BatchOptions:
     answer: AnswerOptions
     context: int | None
     system: str | None
-    at_once: int = 1
+    at_once: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.at_once < 1:
+        if self.at_once is not None and self.at_once < 1:
             raise UsageError(f"--at-once must be at least 1, got {self.at_once}; 1 answers one question at a time.")
 
     @property
@@ -121,3 +121,16 @@ class BatchOptions:
         """The settings that the cache of given tokens depends on; their order goes into the name of its file."""
         of_answers = ("max_new_tokens", "context", "system", "sampling")
         return {name: value for name, value in self.settings().items() if name not in of_answers}
+
+
+def parsed_at_once(text: str) -> int | None:
+    """
+    The number that `--at-once` names; `None` for auto.
+
+    Raises:
+        UsageError: the text is no number.
+    """
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise UsageError(f"--at-once must be a number or auto, got {text!r}.") from None

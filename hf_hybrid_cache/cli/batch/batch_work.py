@@ -7,6 +7,7 @@ from rich.console import Console
 
 from ..console import UsageError, note
 from ..loading.device import compile_kernels, load_model
+from .at_once import QuestionsAtOnce
 from .batch_options import BatchOptions
 from .document_questions import DocumentQuestions
 from .following_questions import can_answer_together
@@ -21,11 +22,13 @@ class BatchWork:
         options: how questions are answered.
         folder: names of documents are relative to it.
         kept_caches: a folder for the caches of documents; `None` keeps none.
+        num_jobs: jobs that share the memory of this machine.
     """
 
     options: BatchOptions
     folder: Path
     kept_caches: Path | None
+    num_jobs: int = 1
 
     def reader(self, notes: Console) -> DocumentQuestions:
         """
@@ -40,7 +43,8 @@ class BatchWork:
             raise UsageError(f"{self.options.model.name} has no tokenizer, so it takes no text.")
         compile_kernels(ready.model, self.options.cache == "quantized", notes)
         options = self.options
-        if options.at_once > 1 and not can_answer_together(ready.model):
+        if options.at_once != 1 and not can_answer_together(ready.model):
             note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")
             options = replace(options, at_once=1)
-        return DocumentQuestions(ready.model, ready.tokenizer, options, self.folder, self.kept_caches, notes)
+        at_once = QuestionsAtOnce(ready.model, options, self.num_jobs, notes)
+        return DocumentQuestions(ready.model, ready.tokenizer, options, at_once, self.folder, self.kept_caches, notes)

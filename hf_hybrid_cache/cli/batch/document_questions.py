@@ -25,6 +25,7 @@ from ..runs.going_back import can_go_back
 from ..runs.prompts import PromptError, context_length, document_prompt
 from ..runs.timed_run import CacheOptions, generate_rows, new_cache, timed_generate
 from .answers import Answer
+from .at_once import QuestionsAtOnce
 from .batch_options import BatchOptions
 from .batch_progress import BatchProgress
 from .following_questions import FollowingQuestion, number_together, prompts_together
@@ -40,6 +41,7 @@ class DocumentQuestions:
         model: answers.
         tokenizer: of the model.
         options: how questions are answered.
+        at_once: how many of them together.
         folder: names of documents are relative to it.
         kept_caches: a folder for the caches of documents, for the next run; `None` keeps none.
         notes: receives remarks.
@@ -48,6 +50,7 @@ class DocumentQuestions:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     options: BatchOptions
+    at_once: QuestionsAtOnce
     folder: Path
     kept_caches: Path | None
     notes: Console
@@ -91,7 +94,7 @@ class DocumentQuestions:
         progress: BatchProgress,
     ) -> Iterator[Answer]:
         """Answer questions, as many together as asked for, or as memory has room for."""
-        at_once, max_new_tokens = self.options.at_once, self.options.answer.max_new_tokens
+        at_once, max_new_tokens = self.at_once.most(following, cache), self.options.answer.max_new_tokens
         while following:
             number = number_together(following, at_once, max_new_tokens)
             together, others = following[:number], following[number:]

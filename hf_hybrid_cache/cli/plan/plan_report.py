@@ -18,7 +18,6 @@ from ...models import load_config
 from ...planning import Machine, Plan, default_chunk, make_plans, model_cost, this_machine
 from ...planning.calibration import calibrate
 from ...planning.candidates import RUNTIME_BYTES
-from ...planning.continuations import ANSWER_TOKENS
 from ...planning.machine import DeviceSpeed, Speeds, SpeedsFileError, WeightSpeed, load_speeds, save_speeds
 from ...planning.model_cost import ModelCost
 from ...planning.plans import farthest, has_room, missing_for_weights, much_faster, recommendations, with_2_bits
@@ -168,7 +167,7 @@ def _print_costs(cost: ModelCost, machine: Machine, plans: Sequence[Plan], out: 
     context, working = plans[0].context, _gibibytes(cost.working_bytes(plans[0].context))
     _say(out, f"{context:,} tokens, the prompt in chunks of {cost.chunk:,}, which take {working} GiB besides")
     if cost.continuations > 1:
-        own = min(context - 1, ANSWER_TOKENS)
+        own = context - cost.prompt_tokens(context)
         _say(out, f"{cost.continuations} sequences continue one prompt; the last {own} tokens are each one's own")
     _say(
         out,
