@@ -1,7 +1,5 @@
 """
-Reading the length of a prompt from the frames of transformers' functions, which do not pass it to a cache.
-
-Where a function is not as expected, nothing is read.
+Reading from the frames of functions that call a cache what they do not pass to it, such as the length of a prompt.
 
 A cache is asked how long it is, and never what for. Where a function is not as it is here, nothing is read.
 """
@@ -16,13 +14,9 @@ _BETWEEN = (f"{__package__}.", "torch.", "functools", "transformers.cache_utils"
 
 def length_of_whole_prompt(step: str) -> int | None:
     """
-    Return the number of tokens of the whole prompt that `generate` is about to compute, stored tokens included.
+    Return the tokens of the whole prompt that `step`, a function of `generate`, is about to compute, stored ones too.
 
-    Args:
-        step: the function of `generate` that does so.
-
-    Returns:
-        `None` where something else asks, or only the new tokens were given.
+    `None` where something else asks, or only the new tokens were given.
     """
     frame = _caller()
     if frame is None or frame.f_code.co_name != step:
@@ -46,9 +40,6 @@ def border_that_drops_the_cache(num_tokens: int) -> int | None:
 
     Models with two forms of rotary embedding, such as Phi-3 with a long context, do so: what they have computed with
     the form for short contexts does not fit the one for long ones.
-
-    Args:
-        num_tokens: that are stored.
     """
     frame = _caller()
     if frame is None or "original_max_position_embeddings" not in frame.f_code.co_names:
@@ -67,3 +58,11 @@ def _caller() -> FrameType | None:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
     return frame
+
+
+def stack_level() -> int:
+    """Return the `stacklevel` of the code that called this package's caches, for a warning of the caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
+        level, frame = level + 1, frame.f_back
+    return level

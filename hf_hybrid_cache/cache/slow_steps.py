@@ -47,13 +47,7 @@ class SlowSteps:
         self._restart(0, 0)
 
     def begin(self, num_tokens: int, batch: int) -> None:
-        """
-        Note that a step comes to the first layer.
-
-        Args:
-            num_tokens: that are stored.
-            batch: sequences.
-        """
+        """Note that a step of `batch` sequences comes to the first layer, with `num_tokens` stored."""
         threads = torch.get_num_threads()
         if not self._shortest <= num_tokens <= self._longest or self._conditions != (batch, threads):
             self._restart(num_tokens, batch)

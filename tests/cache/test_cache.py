@@ -137,7 +137,7 @@ def test_a_cache_that_is_dropped_gives_memory_back_at_once(cache: HybridCache):
     try:
         while layers:
             del layers[-1]
-        cache._stores = None
+        vars(cache).clear()
         assert [reference() for reference in gone] == [None] * len(gone)
     finally:
         gc.enable()

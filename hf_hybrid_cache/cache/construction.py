@@ -1,0 +1,149 @@
+"""Making the layers of a new cache, with all arguments checked."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..cache_argument import CACHE_ARGUMENT
+from ..layers import HybridLayer, LayerStores, Placement, Selection, checked_count
+from ..processes import Peers
+from ..scalars import as_integer
+from ..storage import InitialCapacity, KVCodec, can_page_lock
+from .callers import stack_level
+from .contents import Contents
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _refuse_class() -> NoReturn:
+    raise TypeError(
+        f"{CACHE_ARGUMENT} is a class of caches, not a cache. Make one with the model's config: "
+        f"{CACHE_ARGUMENT}=DynamicHybridCache(model.config)."
+    )
+
+
+def of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate the first method that models call, so that it refuses a class of caches passed for a cache."""
+
+    @wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not args:
+            _refuse_class()
+        return method(*args, **kwargs)
+
+    return checked
+
+
+class ClassOfCaches(type):
+    """A metaclass that refuses a class passed for a cache, at the first property that transformers 5.24 reads."""
+
+    @property
+    def is_linear(cls) -> NoReturn:
+        _refuse_class()
+
+
+def new_contents(
+    config: PreTrainedConfig,
+    placement: Placement | None,
+    max_length: int | None,
+    codec: KVCodec | Mapping[int, KVCodec] | None,
+    peers: Peers | None,
+    selection: Selection | None,
+) -> Contents:
+    """Make the layers of a cache; see `HybridCache` for the arguments, and for the errors."""
+    _require_instance("placement", placement, Placement, "Placement(offload=True)")
+    _require_instance("selection", selection, Selection, "Selection(top_p=0.995)")
+    for each in codec.values() if isinstance(codec, Mapping) else [codec]:
+        _require_instance("codec", each, KVCodec, "minmax(4)")
+    if max_length is not None:
+        max_length = checked_count("max_length", max_length)
+    placement = _checked_placement(placement or Placement(), peers, selection)
+    text_config = config.get_text_config(decoder=True)
+    layers: list[Any] = DynamicCache(config=config).layers
+    # For encoder-decoder models with different numbers of layers, transformers makes the encoder's number.
+    del layers[getattr(text_config, "num_decoder_layers", None) or len(layers) :]
+    ours = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    given = codec if isinstance(codec, Mapping) else dict.fromkeys(ours, codec)
+    codecs = {
+        index if (number := as_integer(index)) is None else number: each
+        for index, each in given.items()
+        if each is not None
+    }
+    dense_layers = () if selection is None else selection.dense_layers
+    named = {"cpu_decode": placement.cpu_layers, "codec": codecs, "selection": dense_layers}
+    for argument, indices in named.items():
+        if unknown := sorted(set(indices).difference(ours)):
+            raise ValueError(f"{argument} names layers {unknown}; the model's full-attention layers are {ours}.")
+    if not ours:
+        _warn_of_nothing_to_do(text_config, layers)
+    capacity = InitialCapacity.expecting(max_length, getattr(text_config, "max_position_embeddings", None))
+    stores = LayerStores(placement, capacity, len(ours), codecs, text_config, peers, selection)
+    for ordinal, index in enumerate(ours):
+        layers[index] = HybridLayer(index, ordinal, stores)
+    return Contents(layers, stores)
+
+
+def require_config(config: object) -> None:
+    """Raise a `TypeError` unless a config is one of transformers'."""
+    if isinstance(config, Iterator):
+        raise TypeError(
+            "torch.nn.DataParallel makes one cache of those of its replicas, which is not possible here. Use one "
+            "process for each device (torch.nn.parallel.DistributedDataParallel) with a cache of its own, or "
+            "use_cache=False."
+        )
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config must be a transformers config such as model.config, got {_kind_of(config)}.")
+
+
+def _require_instance(argument: str, value: object, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{argument} must be a {kind.__name__} such as {example}, or None, got {_kind_of(value)}.")
+
+
+def _kind_of(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _checked_placement(placement: Placement, peers: Peers | None, selection: Selection | None) -> Placement:
+    """Return the placement; for shards, and for page selection, with attention on the CPU."""
+    if peers is not None and (placement.offload or placement.device_tokens or placement.cpu_decode not in (None, True)):
+        raise ValueError(
+            "With group= all layers are kept in host memory and attended to there: leave out offload, device_tokens, "
+            "and cpu_decode unless it is True."
+        )
+    if selection is not None:
+        if peers is not None:
+            raise ValueError("selection= and group= cannot be used together: each process reads all of its share.")
+        if placement.cpu_decode is False:
+            raise ValueError("selection= is for attention on the CPU: leave out cpu_decode=False.")
+        if placement.cpu_fraction is not None:
+            raise ValueError(
+                "selection= is for attention on the CPU to all tokens in host memory, and with a share some are "
+                "streamed: use cpu_decode=True."
+            )
+    accelerator = torch.accelerator.current_accelerator()
+    if placement.pin_memory and (accelerator is None or not can_page_lock(accelerator.type)):
+        raise ValueError(
+            "pin_memory=True needs CUDA, or another accelerator for which torch page-locks memory, which is not "
+            "available here. Use pin_memory=None to decide by device."
+        )
+    is_for_cpu = peers is not None or selection is not None
+    return replace(placement, cpu_decode=True) if is_for_cpu and not placement.cpu_decode else placement
+
+
+def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -> None:
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+    window = getattr(config, "sliding_window", None)
+    reason = f" (a sliding window of {window:,} tokens)" if isinstance(window, int) else ""
+    warnings.warn(
+        f"No layer of this model attends to its whole context{reason}: its layers are transformers' own ({kinds}), and "
+        "this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
+        stacklevel=stack_level(),
+    )

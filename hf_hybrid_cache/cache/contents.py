@@ -1,0 +1,73 @@
+"""The layers of a cache, which the other modules of this folder check, report, move and save."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.cache_utils import CacheLayerMixin
+
+from ..layers import HybridLayer, LayerStores, forget_states_of
+
+
+class Contents:
+    """
+    All layers of a cache.
+
+    Attributes:
+        layers: in the order of the model; the types of those of transformers' own differ between its versions.
+        stores: where ours get their stores.
+        ours: layers of full attention.
+        of_text: layers of attention by index, without those that store images.
+    """
+
+    def __init__(self, layers: list[Any], stores: LayerStores):
+        self.layers, self.stores = layers, stores
+        self.ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
+        of_images = getattr(stores.config, "cross_attention_layers", None) or ()
+        self.of_text = {
+            index: layer
+            for index, layer in enumerate(layers)
+            if isinstance(layer, CacheLayerMixin) and index not in of_images
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the first layer of attention, also while others hold more or less; 0 without one."""
+        return next((layer.get_seq_length() for layer in self.of_text.values()), 0)
+
+    def lengths_of_ends(self) -> tuple[int, int]:
+        """
+        Return the tokens in the first and the last layer of attention, which differ if something did not reach all.
+
+        The last one is the last that holds any: models may have fewer layers than their config says.
+        """
+        from_last = (layer.get_seq_length() for layer in reversed(self.of_text.values()))
+        return self.num_tokens, next(filter(None, from_last), 0)
+
+    def require_whole(self) -> None:
+        """Raise `IncompleteCacheError` if something has ended a change half-way."""
+        for layer in self.ours:
+            layer.require_whole()
+
+    def forget(self) -> None:
+        """Drop what layers that were reset still hold, and the note of an operation that ended half-way."""
+        for layer in self.layers:
+            forget_states_of(layer)
+        self.stores.unfinished = None
+        if self.stores.cpu_fraction is not None:
+            self.stores.cpu_fraction.reset()
+
+    @contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """Mark the cache as not whole if an operation on all layers is interrupted after it has changed some."""
+        before = self._versions()
+        try:
+            yield
+        except BaseException:
+            # Layers of transformers' own do not tell whether they have changed.
+            if len(self.ours) < len(self.layers) or self._versions() != before:
+                self.stores.unfinished = operation
+            raise
+
+    def _versions(self) -> list[int | None]:
+        return [None if layer.store is None else layer.store.version for layer in self.ours]
