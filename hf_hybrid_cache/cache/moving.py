@@ -30,7 +30,7 @@ def move(contents: Contents, *args: Any, **kwargs: Any) -> None:
         for each in before:
             _move(*each)
         if isinstance(error, HostMemoryError):
-            changes: dict[str, object] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
+            changes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
             if device is not None:
                 changes["device"] = device
             raise advised(error, contents, contents.num_tokens, **changes) from None
