@@ -167,7 +167,7 @@ def test_kernel_package_when_importing_then_imports_only_lower_ones(room: str):
         assert imported & KERNEL_ROOMS.keys() <= KERNEL_ROOMS[room], f"{path.name} imports {imported}"
 
 
-@pytest.mark.parametrize("room", ["decode_phase", "planning", "storage", "weights"])
+@pytest.mark.parametrize("room", ["cache", "decode_phase", "planning", "storage", "weights"])
 def test_modules_when_importing_then_have_no_cycle(room: str):
     paths = {f"{PACKAGE.name}.{room}.{path.stem}": path for path in (PACKAGE / room).glob("*.py")}
     imports = {

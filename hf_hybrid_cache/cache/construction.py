@@ -22,33 +22,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _refuse_class() -> NoReturn:
-    raise TypeError(
-        f"{CACHE_ARGUMENT} is a class of caches, not a cache. Make one with the model's config: "
-        f"{CACHE_ARGUMENT}=DynamicHybridCache(model.config)."
-    )
-
-
-def of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate the first method that models call, so that it refuses a class of caches passed for a cache."""
-
-    @wraps(method)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not args:
-            _refuse_class()
-        return method(*args, **kwargs)
-
-    return checked
-
-
-class ClassOfCaches(type):
-    """A metaclass that refuses a class passed for a cache, at the first property that transformers 5.24 reads."""
-
-    @property
-    def is_linear(cls) -> NoReturn:
-        _refuse_class()
-
-
 def new_contents(
     config: PreTrainedConfig,
     placement: Placement | None,
@@ -147,3 +120,30 @@ def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -
         "this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
         stacklevel=stack_level(),
     )
+
+
+def _refuse_class() -> NoReturn:
+    raise TypeError(
+        f"{CACHE_ARGUMENT} is a class of caches, not a cache. Make one with the model's config: "
+        f"{CACHE_ARGUMENT}=DynamicHybridCache(model.config)."
+    )
+
+
+def of_an_instance(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate the first method that models call, so that it refuses a class of caches passed for a cache."""
+
+    @wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not args:
+            _refuse_class()
+        return method(*args, **kwargs)
+
+    return checked
+
+
+class ClassOfCaches(type):
+    """A metaclass that refuses a class passed for a cache, at the first property that transformers 5.24 reads."""
+
+    @property
+    def is_linear(cls) -> NoReturn:
+        _refuse_class()

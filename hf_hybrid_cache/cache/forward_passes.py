@@ -101,8 +101,9 @@ class ForwardPasses:
                 "back to what all of them hold, or cache.reset()."
             )
 
-    def require_all_reached(self) -> None:
-        """Raise `IncompleteCacheError` if the last layers hold nothing, and others do."""
+    def require_complete(self) -> None:
+        """Raise `IncompleteCacheError` as `require_finished`, or if the last layers hold nothing."""
+        self.require_finished()
         if self._may_lack_layers:
             raise IncompleteCacheError(
                 "The last layers hold nothing: something ended a forward pass half-way, or the model has fewer layers "

@@ -209,9 +209,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             >>> prefill(model, document_ids, cache)
             >>> cache.save("document.kv", document_ids)
         """
-        self._passes.require_finished()
+        self._passes.require_complete()
         self._contents.require_whole()
-        self._passes.require_all_reached()
         save(self._contents, self._model_traits, path, token_ids, document_tokens)
 
     @staticmethod

@@ -60,14 +60,10 @@ def advised(
     error: HostMemoryError, contents: Contents, num_tokens: int, shape: KVShape | None = None, **changes: Any
 ) -> HostMemoryError:
     """
-    Return the error with advice on caches that would fit.
+    Return the error with advice on caches that would fit `num_tokens`.
 
-    Args:
-        error: what it says so far.
-        contents: of the cache.
-        num_tokens: that do not fit.
-        shape: of the states of layers that hold none; `None` for that of another layer.
-        **changes: of the shapes, that made it too much.
+    `shape` is that of the states of layers that hold none yet, or `None` for that of another layer. `changes` of the
+    shapes made them too much.
     """
     stores = contents.stores
     if stores.peers is not None:

@@ -32,8 +32,8 @@ def in_lines(name: str, contents: Contents) -> str:
 
 def _forms(contents: Contents) -> Iterator[str]:
     """Yield the number of layers of each kind, and their place."""
-    codecs, placement, peers = contents.stores.codecs, contents.stores.placement, contents.stores.peers
-    widths = {index: (codec.keys.bits, codec.values.bits) for index, codec in codecs.items()}
+    placement, peers = contents.stores.placement, contents.stores.peers
+    widths = {index: (codec.keys.bits, codec.values.bits) for index, codec in contents.stores.codecs.items()}
     for bits, number in Counter(widths.get(layer.layer_idx) for layer in contents.ours).items():
         kind = "in full precision" if bits is None else f"of {' and '.join(map(str, dict.fromkeys(bits)))} bits"
         yield f"{number} layer{'' if number == 1 else 's'} {kind}"

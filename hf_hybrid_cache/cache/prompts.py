@@ -31,8 +31,7 @@ class Prompts:
         """Refuse a prompt of `generate` that is not longer than what is stored; warn if the model leaves the cache."""
         prompt = length_of_whole_prompt("_prefill") if num_tokens else None
         if prompt is not None and prompt <= num_tokens:
-            self._passes.require_finished()
-            self._passes.require_all_reached()
+            self._passes.require_complete()
             self.refuse(f"the prompt of {prompt:,} tokens")
         border = border_that_drops_the_cache(num_tokens) if self._may_leave_border else None
         if border is not None:
