@@ -1,4 +1,4 @@
-"""What Ctrl-C leaves behind while a command runs."""
+"""Ctrl-C while a command runs, and the objects that it leaves half-made."""
 
 import signal
 import sys
