@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..storage import HostStore, KVStore, QuantizedStore
+from ..storage import LayerStore, middle_in_pieces
 from .merging import MergedAttention, PartialAttention
 from .segment import rows_of_mask
 from .torch_attention import attend_by_torch
@@ -13,7 +13,7 @@ PIECE_TOKENS = 4096
 
 
 def attend_to_chunk(
-    query: torch.Tensor, store: HostStore | QuantizedStore, group: int, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, store: LayerStore, group: int, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """
     Attend with many queries, the last tokens of `store`, to all of its tokens.
@@ -24,20 +24,20 @@ def attend_to_chunk(
         `[batch, query_heads, query_length, value_dim]`, of the query's type.
     """
     if has_lse(store, mask):
-        out, _ = attend_in_pieces(query, store, group, mask, scale, store.num_tokens - query.shape[2])
+        out, _ = attend_in_pieces(query, store, group, mask, scale, store.middle_tokens - query.shape[2])
         return out.to(query.dtype)
     keys, values = (states.repeat_interleave(group, dim=1) for states in store.read())
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
-def has_lse(store: KVStore, mask: torch.Tensor | None) -> bool:
+def has_lse(store: LayerStore, mask: torch.Tensor | None) -> bool:
     """Return whether torch's fast attention returns the lse of the rows of `attend_in_pieces`."""
     return store.shape.key_dim == store.shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
 def attend_in_pieces(
     query: torch.Tensor,
-    store: HostStore | QuantizedStore,
+    store: LayerStore,
     group: int,
     mask: torch.Tensor | None,
     scale: float | None,
@@ -64,7 +64,7 @@ def attend_in_pieces(
     batch, heads, length, head_dim = query.shape
     rows = query.reshape(batch, heads // group, group * length, head_dim)
     merged = MergedAttention()
-    for start, (keys, values) in store.pieces(PIECE_TOKENS, first_of_chunk):
+    for start, (keys, values) in middle_in_pieces(store, PIECE_TOKENS, first_of_chunk):
         seen = None if mask is None else mask[..., start : start + keys.shape[2]]
         if seen is not None:
             hides = seen.dtype != torch.bool or not seen.all()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..codecs import as_written
 from ..errors import HybridCacheError
-from ..storage import KVStore
+from ..storage import Store
 from .graph_breaks import outside_of_graphs
 from .layer_selection import LayerSelection
 from .observed_keys import OBSERVED, observed
@@ -32,7 +32,7 @@ class HandledAttention(Protocol):
     def __call__(
         self,
         query: torch.Tensor,
-        store: KVStore,
+        store: Store,
         group: int,
         mask: torch.Tensor | None,
         scale: float | None,
@@ -41,7 +41,7 @@ class HandledAttention(Protocol):
     ) -> torch.Tensor:
         """See `StoredAttention`."""
 
-    def takes_prompts(self, store: KVStore) -> bool:
+    def takes_prompts(self, store: Store) -> bool:
         """Return whether queries may be causal."""
 
     def decline(self) -> None:
@@ -58,7 +58,7 @@ class LayerView:
         selection: lets attention skip pages; `None` to read all.
     """
 
-    def __init__(self, store: KVStore, attention: HandledAttention, selection: LayerSelection | None = None):
+    def __init__(self, store: Store, attention: HandledAttention, selection: LayerSelection | None = None):
         self.attention = attention
         self.selection = selection
         self._store = store
@@ -66,7 +66,7 @@ class LayerView:
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
-    def store(self) -> KVStore:
+    def store(self) -> Store:
         """
         The layer's store.
 
@@ -172,7 +172,7 @@ class KVHandle(torch.Tensor):
 
 
 def handles_of(
-    store: KVStore, attention: HandledAttention, selection: LayerSelection | None = None
+    store: Store, attention: HandledAttention, selection: LayerSelection | None = None
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
     layer, shape = LayerView(store, attention, selection), store.shape

@@ -10,7 +10,7 @@ import torch
 
 from ..codecs import MinMaxCodec
 from ..kernels import QuantizedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
-from ..storage import GRANULE, CacheStats, HostStore, KVShape, QuantizedStore, kernel_element
+from ..storage import GRANULE, BlockSegment, CacheStats, KVShape, LayerStore, kernel_element
 from .kernel_thread import KernelThread
 from .layer_selection import LayerSelection
 from .masks import Arrays, LastMask, SeenTokens, mask_arrays, seen_tokens
@@ -69,7 +69,7 @@ class HostKernel:
     def attend(
         self,
         queries: Queries,
-        store: HostStore | QuantizedStore,
+        store: LayerStore,
         mask: Arrays,
         selection: LayerSelection | None = None,
         elsewhere: tuple[int, int] | None = None,
@@ -93,14 +93,14 @@ class HostKernel:
         store.wait_until_stored()
         workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
         num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]
-        full, quantized = _parts_of(store, num_elsewhere // GRANULE)
-        num_tokens = store.num_tokens - num_elsewhere
+        keys, values, quantized = _arrays_of(store, 0 if store.quantized is None else num_elsewhere // GRANULE)
+        num_tokens = store.middle_tokens - num_elsewhere
         top_p, most = (1.0, 1.0) if selection is None else (selection.top_p_for(group * query_length), selection.most)
         indexed = selection.index.of(store) if selection is not None and top_p < 1 else None
         start = time.perf_counter()
         workspace.kernel.attend(
-            full.keys.array(),
-            full.values.array(),
+            keys,
+            values,
             num_tokens,
             head_dim**-0.5 if scale is None else scale,
             visible=visible,
@@ -119,7 +119,7 @@ class HostKernel:
         return workspace
 
     def attend_many(
-        self, queries: Queries, store: HostStore | QuantizedStore, seen: SeenTokens, dtype: torch.dtype
+        self, queries: Queries, store: LayerStore, seen: SeenTokens, dtype: torch.dtype
     ) -> PartialAttention:
         """
         Attend to the tokens of `store`, which are in host memory, with any number of queries.
@@ -133,14 +133,14 @@ class HostKernel:
         query, _, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
         store.wait_until_stored()
-        full, quantized = _parts_of(store)
+        keys, values, quantized = _arrays_of(store)
         query = query if query.dtype == torch.bfloat16 else query.float()
         query = query if query.stride(3) == 1 else query.contiguous()
         partial = dtype if dtype == torch.bfloat16 else torch.float32
         # In memory a token follows the other, as transformers wants it next.
         out = torch.empty(batch, query_length, query_heads, store.shape.value_dim, dtype=partial).transpose(1, 2)
         lse = torch.empty(batch, query_heads, query_length)
-        tokens = store.num_tokens
+        tokens = store.middle_tokens
         everything = np.array([[[[0, tokens]]]]) if seen.ranges is None else seen.ranges
         start = time.perf_counter()
         attend_many(
@@ -148,8 +148,8 @@ class HostKernel:
             _strided(out),
             partial == torch.bfloat16,
             lse.numpy(),
-            full.keys.array(),
-            full.values.array(),
+            keys,
+            values,
             tokens,
             head_dim,
             store.shape.value_dim,
@@ -199,23 +199,22 @@ def _strided(states: torch.Tensor) -> Strided:
     return Strided(states.data_ptr(), (sequence, head, token))
 
 
-def _parts_of(store: HostStore | QuantizedStore, num_left_out: int = 0) -> tuple[HostStore, QuantizedBlocks | None]:
-    """Return the tokens in full precision and the quantized blocks, if there are any, without the last ones."""
-    if isinstance(store, HostStore):
-        return store, None
-    full, packed, keys, values = store.full, store.packed, store.codec.keys, store.codec.values
-    assert isinstance(full, HostStore)
-    assert isinstance(packed, HostStore)
+def _arrays_of(store: LayerStore, num_left_out: int = 0) -> tuple[np.ndarray, np.ndarray, QuantizedBlocks | None]:
+    """Return blocks of keys and values in full precision, and the quantized ones, if any, without the last ones."""
+    full = store.full
+    assert isinstance(full, BlockSegment)
+    arrays = full.keys.array(), full.values.array()
+    if store.quantized is None or store.quantized.num_blocks == num_left_out:
+        return *arrays, None
+    packed, keys, values = store.bulk, store.quantized.codec.keys, store.quantized.codec.values
+    assert isinstance(packed, BlockSegment)
     assert isinstance(keys, MinMaxCodec)
     assert isinstance(values, MinMaxCodec)
-    number = packed.num_tokens - num_left_out
-    if not number:
-        return full, None
-    return full, QuantizedBlocks(
+    return *arrays, QuantizedBlocks(
         packed.keys.array(),
         packed.values.array(),
         store.sink_tokens // GRANULE,
-        number,
+        packed.num_tokens - num_left_out,
         keys.layout(store.shape.key_dim),
         values.layout(store.shape.value_dim),
         None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,

@@ -5,7 +5,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from ..storage import HostStore, Issued, QuantizedStore, can_page_lock
+from ..storage import Issued, LayerStore, can_page_lock
 from .chunk_attention import attend_in_pieces, attend_to_chunk
 from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace, has_kernel_for_many
 from .layer_selection import LayerSelection
@@ -16,7 +16,7 @@ from .segment import AttentionSegment, Queries
 
 class HostSegment(AttentionSegment):
     """
-    Tokens of a store in host memory.
+    Tokens of a layer in host memory, which are those of the middle if both ends are elsewhere.
 
     Queries and results cross between a device and the host through page-locked memory. While an accelerator attends to
     other segments the kernel runs on a thread of its own.
@@ -37,7 +37,7 @@ class HostSegment(AttentionSegment):
         self,
         queries: Queries,
         mask: torch.Tensor | None,
-        store: HostStore | QuantizedStore,
+        store: LayerStore,
         kernel: HostKernel,
         selection: LayerSelection | None = None,
         first_of_chunk: int = 0,
@@ -145,7 +145,7 @@ class HostSegment(AttentionSegment):
         """Attend with many queries by the kernel; the output has `dtype`."""
         query, store = self._queries.states, self._store
         is_causal = self._queries.are_causal
-        seen = causal_tokens(query.shape[2], store.num_tokens) if is_causal else self._kernel.seen.of(self._mask)
+        seen = causal_tokens(query.shape[2], store.middle_tokens) if is_causal else self._kernel.seen.of(self._mask)
         return self._kernel.attend_many(self._queries, store, seen, dtype)
 
 

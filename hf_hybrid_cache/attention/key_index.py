@@ -10,11 +10,11 @@ from ..kernels import IndexedBlocks, index_bytes, quantize_index
 from ..storage import (
     GRANULE,
     HostBudget,
-    HostStore,
     InitialCapacity,
+    LayerStore,
     PackedBuffer,
-    QuantizedStore,
     TokenBuffer,
+    block_keys,
     grown_capacity,
     kernel_array,
 )
@@ -43,14 +43,14 @@ class KeyIndex:
         """Return an empty index, which is made again when attention asks for it."""
         return KeyIndex(copy.deepcopy(self._budget, memo), self._capacity)
 
-    def of(self, store: HostStore | QuantizedStore) -> IndexedBlocks | None:
+    def of(self, store: LayerStore) -> IndexedBlocks | None:
         """
         Return the index of the blocks that are stored now; `None` if none is to be indexed.
 
         Raises:
             HostMemoryError: the host has no room for it.
         """
-        blocks = _blocks(store)
+        blocks = store.indexed_blocks
         if not blocks:
             return None
         first, count = blocks.start, len(blocks)
@@ -59,16 +59,16 @@ class KeyIndex:
         assert self._packed is not None
         return IndexedBlocks(self._packed.array(), first, count)
 
-    def form(self, store: HostStore | QuantizedStore) -> torch.Size:
+    def form(self, store: LayerStore) -> torch.Size:
         """Return the shape of rows in a file, uint8 `[blocks, batch, num_kv_heads, bytes]`."""
-        return self._made(store).stored_shape(len(_blocks(store)))
+        return self._made(store).stored_shape(len(store.indexed_blocks))
 
-    def rows(self, store: HostStore | QuantizedStore) -> torch.Tensor:
+    def rows(self, store: LayerStore) -> torch.Tensor:
         """Return a view of all packed blocks, as a file stores them."""
         indexed = self.of(store)
         return self._made(store).stored_rows(0 if indexed is None else indexed.num_blocks)
 
-    def map_rows(self, store: HostStore | QuantizedStore, file: int, offset: int) -> bool:
+    def map_rows(self, store: LayerStore, file: int, offset: int) -> bool:
         """
         Map the rows to an open file, from `offset` on.
 
@@ -76,7 +76,7 @@ class KeyIndex:
             False where the system cannot do that; use `make_rows` then.
         """
         self.clear()
-        packed, blocks = self._made(store), _blocks(store)
+        packed, blocks = self._made(store), store.indexed_blocks
         count = len(blocks)
         if not packed.map_file(file, offset, count):
             return False
@@ -84,7 +84,7 @@ class KeyIndex:
         self._budget.note(self, count, packed.bytes_per_token)
         return True
 
-    def make_rows(self, store: HostStore | QuantizedStore) -> torch.Tensor:
+    def make_rows(self, store: LayerStore) -> torch.Tensor:
         """
         Make rows for all blocks, to be written to.
 
@@ -92,7 +92,7 @@ class KeyIndex:
             HostMemoryError: the host has no room for them.
         """
         self.clear()
-        packed, blocks = self._made(store), _blocks(store)
+        packed, blocks = self._made(store), store.indexed_blocks
         self._reserve(packed, len(blocks))
         self._first, self._blocks = blocks.start, len(blocks)
         return packed.stored_rows(len(blocks))
@@ -125,17 +125,17 @@ class KeyIndex:
         """Return the buffers that hold memory."""
         return [] if self._packed is None else [self._packed]
 
-    def _extend(self, store: HostStore | QuantizedStore, first: int, count: int) -> None:
+    def _extend(self, store: LayerStore, first: int, count: int) -> None:
         """Index the blocks that are still to be, up to `count` of them."""
         packed, self._first = self._made(store), first
         while self._blocks < count:
             end = min(self._blocks + _INDEXED_AT_ONCE, count)
             self._reserve(packed, end)
-            keys = kernel_array(store.block_keys(first + self._blocks, first + end))
+            keys = kernel_array(block_keys(store, first + self._blocks, first + end))
             quantize_index(keys, packed.array()[self._blocks : end])
             self._blocks = end
 
-    def _made(self, store: HostStore | QuantizedStore) -> PackedBuffer:
+    def _made(self, store: LayerStore) -> PackedBuffer:
         shape = store.shape
         wanted = (shape.batch, shape.num_kv_heads, index_bytes(shape.key_dim))
         if self._packed is None or self._packed.shape != wanted:
@@ -150,8 +150,3 @@ class KeyIndex:
             packed.ensure_capacity(approved, self._blocks)
             self._approved_blocks = approved
         packed.ensure(num_blocks, self._blocks)
-
-
-def _blocks(store: HostStore | QuantizedStore) -> range:
-    """Return the numbers of the blocks that are indexed."""
-    return store.layout.indexed_blocks(store.num_tokens)

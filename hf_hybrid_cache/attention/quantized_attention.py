@@ -4,7 +4,7 @@ import torch
 
 from ..codecs import MinMaxCodec, as_written, is_foldable, map_to_states
 from ..device_kernels import LONGEST_HEAD, Codes, attend_in_splits, merged, runs_on
-from ..storage import KVCodec, KVShape, KVStore, QuantizedStore
+from ..storage import KVCodec, KVShape, LayerStore, Store
 from .layer_selection import LayerSelection
 
 
@@ -34,14 +34,14 @@ class QuantizedAttention:
         self._query_map: torch.Tensor | None = None
         self._result_map: torch.Tensor | None = None
 
-    def takes_prompts(self, store: KVStore) -> bool:
+    def takes_prompts(self, store: Store) -> bool:
         """Return false, because the states of a prompt are there in full precision."""
         return False
 
     def __call__(
         self,
         query: torch.Tensor,
-        store: KVStore,
+        store: Store,
         group: int,
         mask: torch.Tensor | None,
         scale: float | None,
@@ -53,12 +53,15 @@ class QuantizedAttention:
 
         Arguments and result are those of `StoredAttention`; the query and what is stored are on one device.
         """
-        assert isinstance(store, QuantizedStore)
+        assert isinstance(store, LayerStore)
+        assert store.on_device is None
         assert not are_causal
         if store.wants_queries:
             store.observe(query)
-        (keys, values), packed = store.parts()
-        codec, shape = store.codec, store.shape
+        store.take_pending()
+        assert store.quantized is not None
+        (keys, values), packed = store.full.read(), store.bulk.read()
+        codec, shape = store.quantized.codec, store.shape
         assert isinstance(codec.keys, MinMaxCodec)
         assert isinstance(codec.values, MinMaxCodec)
         self._follow(codec, store)
@@ -89,7 +92,7 @@ class QuantizedAttention:
         with as_written(rows.device):
             return rows.float() @ self._query_map
 
-    def _follow(self, codec: KVCodec, store: QuantizedStore) -> None:
+    def _follow(self, codec: KVCodec, store: LayerStore) -> None:
         """Copy the maps of `codec` to the device; it changes once, when it is chosen."""
         device = store.shape.device
         if self._codec is codec and self._device == device:

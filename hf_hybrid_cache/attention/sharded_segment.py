@@ -49,19 +49,19 @@ class ShardedSegment(AttentionSegment):
     def _attend_to_shard(self, partial: "ShardedRows") -> None:
         """Write the partial result of the own shard."""
         (query, group, scale, _), store, mask = self._queries, self._store, self._mask
-        local, length = store.local, query.shape[2]
-        if not local.num_tokens:
+        length = query.shape[2]
+        if not store.middle_tokens:
             partial.out.zero_()
             partial.lse.fill_(-torch.inf)
             return
         if length > MAX_QUERIES and has_kernel_for_many(store.shape):
-            out, lse = self._kernel.attend_many(self._queries, local, self._kernel.seen.of(mask), torch.float32)
+            out, lse = self._kernel.attend_many(self._queries, store, self._kernel.seen.of(mask), torch.float32)
             partial.out.copy_(out)
             partial.lse.copy_(lse)
             return
         if length > MAX_QUERIES and has_lse(store, mask):
             cut = store.shard.tokens(store.num_tokens - length)
-            out, lse = attend_in_pieces(query, local, group, mask, scale, cut)
+            out, lse = attend_in_pieces(query, store, group, mask, scale, cut)
             partial.out.copy_(out)
             partial.lse.copy_(lse)
             return
@@ -69,7 +69,7 @@ class ShardedSegment(AttentionSegment):
             few = slice(start, start + MAX_QUERIES)
             seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, few]
             arrays = self._kernel.masks.of(seen) if length <= MAX_QUERIES else mask_arrays(seen)
-            workspace = self._kernel.attend(Queries(query[:, :, few], group, scale), local, arrays)
+            workspace = self._kernel.attend(Queries(query[:, :, few], group, scale), store, arrays)
             partial.out[:, :, few].copy_(workspace.out.flatten(1, 2))
             partial.lse[:, :, few].copy_(workspace.lse.flatten(1, 2))
 

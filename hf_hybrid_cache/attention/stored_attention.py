@@ -10,16 +10,15 @@ import torch
 from ..codecs import is_foldable
 from ..kernels import compile_in_background
 from ..storage import (
+    BlockSegment,
     CacheStats,
-    HostStore,
     KVCodec,
     KVShape,
-    KVStore,
-    QuantizedStore,
+    LayerStore,
     Shard,
     ShardedStore,
     SharedPrefixStore,
-    SplitStore,
+    Store,
 )
 from .device_segment import DeviceSegment
 from .host_kernel import HostKernel, has_kernel_for_many
@@ -70,12 +69,17 @@ class StoredAttention:
         """Return whether many queries attend to states of this shape by a kernel on the CPU."""
         return has_kernel_for_many(shape)
 
-    def takes_prompts(self, store: KVStore) -> bool:
+    def takes_prompts(self, store: Store) -> bool:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
-        if isinstance(store, ShardedStore) and store.shard.is_all:
-            store = store.local
-        is_on_host = isinstance(store, HostStore) and store.streamed is None
-        return is_on_host and store.shape.device.type == "cpu" and has_kernel_for_many(store.shape)
+        return (
+            isinstance(store, LayerStore)
+            and store.segments == [store.full]
+            and isinstance(store.full, BlockSegment)
+            and store.streamed is None
+            and store.layout.shard.is_all
+            and store.shape.device.type == "cpu"
+            and has_kernel_for_many(store.shape)
+        )
 
     def prepare(self, element: np.dtype, is_quantized: bool, is_selected: bool) -> None:
         """Compile the kernel for blocks of `element`, quantized blocks and selected pages ahead of its first use."""
@@ -84,7 +88,7 @@ class StoredAttention:
     def __call__(
         self,
         query: torch.Tensor,
-        store: KVStore,
+        store: Store,
         group: int,
         mask: torch.Tensor | None,
         scale: float | None,
@@ -148,45 +152,33 @@ class StoredAttention:
 
     def _segments_of(
         self,
-        store: KVStore,
-        queries: Queries,
-        mask: torch.Tensor | None,
-        selection: LayerSelection | None,
-        kernel: HostKernel,
-    ) -> list[AttentionSegment]:
-        if isinstance(store, SplitStore):
-            return self._segments_of_split(store, queries, mask, selection, kernel)
-        if isinstance(store, ShardedStore):
-            if not store.shard.is_all:
-                return [ShardedSegment(queries, mask, store, kernel, self._own_masks)]
-            store = store.local
-        assert isinstance(store, HostStore | QuantizedStore)
-        return [HostSegment(queries, mask, store, kernel, selection)]
-
-    def _segments_of_split(
-        self,
-        store: SplitStore,
+        store: LayerStore,
         queries: Queries,
         mask: torch.Tensor | None,
         selection: LayerSelection | None,
         kernel: HostKernel,
     ) -> list[AttentionSegment]:
         """Put segments on the device first: merging writes to the first partial result."""
-        on_host = store.host.num_tokens
+        if isinstance(store, ShardedStore) and not store.shard.is_all:
+            return [ShardedSegment(queries, mask, store, kernel, self._own_masks)]
+        if store.on_device is None:
+            return [HostSegment(queries, mask, store, kernel, selection)]
+        store.take_pending()
+        on_host = store.middle_tokens
         first, last = store.first_tokens, store.first_tokens + on_host
         of_ends = of_middle = None
         if mask is not None:
             of_ends = torch.cat([mask[..., :first], mask[..., last:]], dim=-1)
             of_middle = mask[..., first:last]
         segments: list[AttentionSegment] = []
-        if store.device.num_tokens:
-            segments.append(DeviceSegment(queries, of_ends, store.device.read))
+        if store.on_device.num_tokens:
+            segments.append(DeviceSegment(queries, of_ends, store.on_device.read))
         if not on_host:
             return segments
         on_end = store.note_ended if store.cpu_fraction is not None and store.cpu_fraction.adapts else None
         if not store.is_staged:
             first_of_chunk = max(0, min(last, store.num_tokens - queries.states.shape[2]) - first)
-            middle = HostSegment(queries, of_middle, store.host, kernel, selection, first_of_chunk, on_end=on_end)
+            middle = HostSegment(queries, of_middle, store, kernel, selection, first_of_chunk, on_end=on_end)
             return [*segments, middle]
         start, end = store.staged_range()
         if start < end:
@@ -196,7 +188,7 @@ class StoredAttention:
             of_others = None
             if of_middle is not None:
                 of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
-            others = HostSegment(queries, of_others, store.host, kernel, elsewhere=(start, end), on_end=on_end)
+            others = HostSegment(queries, of_others, store, kernel, elsewhere=(start, end), on_end=on_end)
             segments.append(others)
         return segments
 

@@ -10,7 +10,7 @@ from .memory import measured
 def in_one_line(name: str, contents: Contents) -> str:
     """Return the kinds of the layers, their places and sizes, after the name of the cache's class."""
     stores = [layer.store for layer in contents.ours]
-    if any(store is not None and store.held_bytes for store in stores):
+    if any(store is not None and store.pending_bytes for store in stores):
         # To ask for the memory would be to have them quantized.
         content = f"{contents.num_tokens:,} tokens, some to be quantized"
     else:

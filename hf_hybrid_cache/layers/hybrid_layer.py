@@ -11,13 +11,10 @@ from ..storage import (
     GRANULE,
     ChunkStore,
     KVShape,
-    KVStore,
-    LocalStore,
+    LayerStore,
     Pair,
-    QuantizedStore,
-    ShardedStore,
     SharedPrefixStore,
-    SplitStore,
+    Store,
     TokenBuffer,
 )
 from .errors import DeviceMemoryError, IncompleteCacheError
@@ -56,11 +53,11 @@ class HybridLayer(CacheLayerMixin):
         self._selection = stores.selection_of(layer_idx)
         self._quantized_attention = QuantizedAttention()
         self.is_attended_on_cpu = self.is_attended_quantized = False
-        self._store: KVStore | None = None
+        self._store: Store | None = None
         self._lent: LentStates | None = None
 
     @property
-    def store(self) -> KVStore | None:
+    def store(self) -> Store | None:
         """The layer's store, with the edits that a caller has made; `None` before the first states."""
         self.take_edits()
         return self._store
@@ -154,11 +151,11 @@ class HybridLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
 
-    def start(self, shape: KVShape) -> KVStore:
+    def start(self, shape: KVShape) -> LayerStore:
         """Make the layer's store, empty, for states of this shape."""
-        self._adopt(*self._make_store(shape))
-        assert self._store is not None
-        return self._store
+        store, is_attended_on_cpu = self._make_store(shape)
+        self._adopt(store, is_attended_on_cpu)
+        return store
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -195,11 +192,11 @@ class HybridLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self._store is not None
         needs_states = self._stores.needs_states
-        if needs_states and (self.is_attended_on_cpu or isinstance(self._store, SharedPrefixStore)):
-            self._stores.attention.decline()
-        is_attended_in_place = self.is_attended_on_cpu or isinstance(self._store, SharedPrefixStore)
-        if is_attended_in_place and self._stores.attention.is_declined:
-            self._move(self._store.shape)
+        if self.is_attended_on_cpu or self._store.is_continued:  # where it is
+            if needs_states:
+                self._stores.attention.decline()
+            if self._stores.attention.is_declined:
+                self._move(self._store.shape)
         store = self._store
         watched = store if store.wants_queries else None
         if watched is not None:
@@ -210,47 +207,53 @@ class HybridLayer(CacheLayerMixin):
             self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
         try:
-            if as_handles and isinstance(store, SharedPrefixStore):
+            in_segments = store.is_continued or (are_few and self._is_attended_in_segments(store, key_states.shape[2]))
+            if as_handles and in_segments:
                 store.stage(key_states, value_states)
                 return handles_of(store, self._stores.attention)
-            if as_handles and are_few and self._is_attended_in_segments(store, key_states.shape[2]):
-                store.stage(key_states, value_states)
-                return handles_of(store, self._stores.attention)
-            if as_handles and are_few and self.is_attended_quantized and not self._quantized_attention.is_declined:
+            if as_handles and are_few and self._is_attended_quantized_now(store):
                 store.stage(key_states, value_states)
                 return handles_of(store, self._quantized_attention)
-            is_first = store.num_tokens == 0
+            is_long_first = store.num_tokens == 0 and not are_few
             keys, values = store.append(key_states, value_states)
-            if is_first and not needs_states and not are_few and self._takes_prompts_to_quantize(store):
+            if is_long_first and not needs_states and self._takes_prompts_to_quantize(store):
                 return handles_of(ChunkStore(store, key_states, value_states), self._stores.attention)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
 
-    def _takes_prompts(self, store: KVStore) -> bool:
+    def _is_attended_quantized_now(self, store: Store) -> bool:
+        """Return whether a kernel on the device attends to all of the store, quantized as it is."""
+        in_one_place = isinstance(store, LayerStore) and store.on_device is None
+        return in_one_place and self.is_attended_quantized and not self._quantized_attention.is_declined
+
+    def _takes_prompts(self, store: Store) -> bool:
         """Return whether attention of the first tokens runs over the store, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
-    def _takes_prompts_to_quantize(self, store: KVStore) -> bool:
+    def _takes_prompts_to_quantize(self, store: Store) -> bool:
         """Return whether the store is quantized, and the kernel could attend to its tokens in full precision."""
         return (
             self.is_attended_on_cpu
-            and isinstance(store, QuantizedStore)
+            and isinstance(store, LayerStore)
+            and store.quantized is not None
+            and store.on_device is None
             and store.streamed is None
+            and self._stores.peers is None
             and store.shape.device.type == "cpu"
             and self._stores.attention.has_kernel_for_many(store.shape)
         )
 
-    def _store_for_cpu(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _store_for_cpu(self, store: Store, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU to all or a part of the tokens in host memory."""
         held = store.num_tokens
         has_middle = store.layout.after(held + keys.shape[2]).host_tokens > 0
-        if has_middle and isinstance(store, SplitStore) and store.is_split:
+        if has_middle and store.cpu_fraction is not None and store.cpu_fraction.fraction < 1:
             try:
                 store.stage(keys, values)
                 return
             except torch.OutOfMemoryError:
-                if store.num_tokens != held or not store.is_intact or store.cpu_fraction is None:
+                if store.num_tokens != held or not store.is_intact:
                     raise
                 store.cpu_fraction.give_up_streaming(held)
         store.extend(keys, values)
@@ -321,21 +324,20 @@ class HybridLayer(CacheLayerMixin):
         store = self._usable_store()
         if store is None:
             return
-        if repeats == 1 or isinstance(store, SharedPrefixStore) or not self.shares_copies:
-            self._select_batch(torch.arange(store.shape.batch).repeat_interleave(repeats))
-        else:
+        if repeats > 1 and isinstance(store, LayerStore) and self.shares_copies:
             self._lent = None
-            assert isinstance(store, LocalStore)
             tails = self.make_tails(repeats * store.shape.batch)
             self._adopt(SharedPrefixStore.continuing(store, tails), self.is_attended_on_cpu)
+        else:
+            self._select_batch(torch.arange(store.shape.batch).repeat_interleave(repeats))
 
-    def make_tails(self, batch: int) -> LocalStore:
+    def make_tails(self, batch: int) -> LayerStore:
         """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
         assert self._store is not None
         shape = self._store.shape._replace(batch=batch)
-        return self._stores.make_tails(self.layer_idx, self._ordinal, shape)
+        return self._stores.make(self.layer_idx, self._ordinal, shape, after_prefix=True)
 
-    def continue_with(self, tails: LocalStore) -> None:
+    def continue_with(self, tails: LayerStore) -> None:
         """
         Make the stored sequences prefixes of the sequences in `tails`, several for each.
 
@@ -344,7 +346,7 @@ class HybridLayer(CacheLayerMixin):
             HostMemoryError: they have to be copied for each sequence, and host memory would not suffice.
         """
         store = self._store
-        assert isinstance(store, LocalStore)
+        assert isinstance(store, LayerStore)
         if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
             raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
         shared = SharedPrefixStore(store, tails)
@@ -357,11 +359,9 @@ class HybridLayer(CacheLayerMixin):
     def shares_copies(self) -> bool:
         """Whether copies of a sequence share its blocks."""
         store = self._store
-        if store is None or isinstance(store, SharedPrefixStore):
-            return store is not None
-        if not isinstance(store, LocalStore):
-            return False
-        return self._stores.can_be_continued(store, store.num_shareable, self.is_attended_on_cpu)
+        if isinstance(store, LayerStore):
+            return self._stores.can_be_continued(store, store.num_shareable, self.is_attended_on_cpu)
+        return store is not None
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
@@ -469,22 +469,21 @@ class HybridLayer(CacheLayerMixin):
             lent.forget_edits()
             self._lent = lent
 
-    def _require_own(self, store: KVStore | None) -> None:
-        if isinstance(store, ShardedStore):
+    def _require_own(self, store: Store | None) -> None:
+        if store is not None and self._stores.peers is not None:
             self._lent = None
             raise RuntimeError(
                 f"Layer {self.layer_idx} is shared by {self._stores.num_processes} processes, and its states cannot be "
                 "set, or edited in place. Edit a cache without group=, save it, and load it with group=."
             )
 
-    def _truncate(self, store: KVStore, num_tokens: int) -> None:
+    def _truncate(self, store: Store, num_tokens: int) -> None:
         if isinstance(store, SharedPrefixStore) and num_tokens < store.least_tokens:
             states = store.read_prefix(num_tokens)
             self._replace_store(store.shape, lambda new: new.extend(*states))
             return
         if self._selection is not None:
-            indexed = store.prefix if isinstance(store, SharedPrefixStore) else store
-            tokens, layout = min(num_tokens, indexed.num_tokens), indexed.layout
+            layout, tokens = store.indexed.layout, min(num_tokens, store.indexed.num_tokens)
             self._selection.index.truncate(layout.cropped(tokens).host_tokens if layout.device_tokens else tokens)
         store.truncate(num_tokens)
 
@@ -494,7 +493,7 @@ class HybridLayer(CacheLayerMixin):
         assert old is not None
         self._replace_store(shape, lambda new: new.take_from(old))
 
-    def _replace_store(self, shape: KVShape, fill: Callable[[KVStore], None]) -> None:
+    def _replace_store(self, shape: KVShape, fill: Callable[[LayerStore], None]) -> None:
         """Replace the store, if there is one, by a store for `shape` that `fill` fills."""
         old = self._store
         new, is_attended_on_cpu = self._make_store(shape)
@@ -510,7 +509,7 @@ class HybridLayer(CacheLayerMixin):
         if old is not None:
             old.close()
 
-    def _make_store(self, shape: KVShape) -> tuple[KVStore, bool]:
+    def _make_store(self, shape: KVShape) -> tuple[LayerStore, bool]:
         """Make a store; return it, and whether attention to it runs on the CPU."""
         on_cpu = self._stores.attends_on_cpu(self.layer_idx, self._ordinal, shape)
         if on_cpu:
@@ -519,14 +518,14 @@ class HybridLayer(CacheLayerMixin):
             self._stores.attention.prepare(shape.element, is_quantized, is_selected)
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
-    def _adopt(self, store: KVStore, is_attended_on_cpu: bool) -> None:
+    def _adopt(self, store: Store, is_attended_on_cpu: bool) -> None:
         is_attended_quantized = self._stores.attends_quantized(self.layer_idx, self._ordinal, store.shape)
         # Nothing is called between these, so that no interruption comes between them.
         self._store = store
         self.is_attended_on_cpu = is_attended_on_cpu
         self.is_attended_quantized = is_attended_quantized
 
-    def _usable_store(self) -> KVStore | None:
+    def _usable_store(self) -> Store | None:
         """Return the store if it is whole."""
         self.take_edits()
         store = self._store
@@ -537,7 +536,7 @@ class HybridLayer(CacheLayerMixin):
             )
         return store
 
-    def _is_attended_in_segments(self, store: KVStore, new_tokens: int) -> bool:
+    def _is_attended_in_segments(self, store: Store, new_tokens: int) -> bool:
         """Return whether the device attends in segments: to its own tokens, and to those streamed from host memory."""
         attends_elsewhere = self.is_attended_on_cpu or self._stores.attention.is_declined
         return not attends_elsewhere and store.layout.after(store.num_tokens + new_tokens).host_tokens > 0
@@ -558,11 +557,11 @@ class HybridLayer(CacheLayerMixin):
         store = self._usable_store()
         self._lent = None
         if store is not None and store.num_tokens > 0:
-            indexed = store.selected_prefixes(indices) if isinstance(store, SharedPrefixStore) else indices
-            if self._selection is None or indexed is None:
+            of_indexed = store.indices_of_indexed(indices)
+            if self._selection is None or of_indexed is None:
                 store.select_batch(indices)
                 return
-            with self._selection.index.following(indexed):
+            with self._selection.index.following(of_indexed):
                 store.select_batch(indices)
 
     @staticmethod

@@ -12,28 +12,26 @@ from ..processes import Peers
 from ..storage import (
     GRANULE,
     Allowance,
-    BufferedStore,
+    BlockSegment,
     CacheStats,
     CodecChoice,
     CpuFraction,
     ExpectedLength,
     HostBudget,
-    HostStore,
     InitialCapacity,
     KVCodec,
     KVShape,
-    KVStore,
+    LayerStore,
     Layout,
-    LocalStore,
-    QuantizedShard,
-    QuantizedStore,
-    ResidentStore,
+    QuantizedSegment,
+    ResidentSegment,
     Scratch,
+    Segment,
     Shard,
     ShardedStore,
-    SplitStore,
     Staging,
-    StreamedStore,
+    Store,
+    StreamedSegment,
     can_page_lock,
     streams_for,
 )
@@ -106,7 +104,7 @@ class LayerStores:
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
         self.needs_states = False
-        self._holding: list[KVStore] = []
+        self._holding: list[Store] = []
         self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
@@ -187,7 +185,7 @@ class LayerStores:
                 "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
             )
 
-    def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> KVStore:
+    def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> LayerStore:
         """
         Make the store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
 
@@ -210,35 +208,30 @@ class LayerStores:
         layout = Layout(sink_tokens, choice is not None, device_tokens, self._shard)
         if after_prefix:
             layout = layout.after_prefix
-            if not on_cpu and not device_tokens and choice is None:
-                # Tails are short beside the prefix, so they stay on the device that uses them.
-                return ResidentStore(shape, self.capacity, self.budget)
+        scratch = self.scratches.setdefault(shape.device, Scratch(shape.device))
+        full = self._full_segment(ordinal, shape, on_cpu, layout, after_prefix)
+        quantized = None if choice is None else QuantizedSegment(shape, choice, PackedSegments(self, ordinal, on_cpu))
+        if self.peers is not None:
+            assert isinstance(full, BlockSegment)
+            return ShardedStore(shape, layout, full, scratch, quantized, self.peers, is_compared=ordinal == 0)
         if not device_tokens:
-            return self._in_one_place(ordinal, shape, choice, on_cpu, layout)
+            return LayerStore(shape, layout, full, scratch, quantized)
         capacity = InitialCapacity(min(self.capacity.device_tokens, device_tokens), device_tokens)
-        device = ResidentStore(shape, capacity, self.device_budget)
-        host = self._in_one_place(ordinal, shape, choice, on_cpu, layout.middle)
-        assert isinstance(host, HostStore | QuantizedStore)
+        on_device = ResidentSegment(shape, capacity, self.device_budget)
         cpu_fraction = self._cpu_fraction_for(shape) if on_cpu else None
-        shared = self._scratch_of(shape), self.stats
-        return SplitStore(shape, device, host, layout, *shared, cpu_fraction)
+        return LayerStore(shape, layout, full, scratch, quantized, on_device, cpu_fraction, self.stats)
 
-    def can_be_continued(self, store: KVStore, num_shareable: int, on_cpu: bool) -> bool:
+    def can_be_continued(self, store: LayerStore, num_shareable: int, on_cpu: bool) -> bool:
         """
         Return whether several sequences can share the first tokens of `store`, and it saves enough.
 
         On a device they can share tokens in full precision that are in one place, streamed or resident.
         """
-        has_one_place = isinstance(store, BufferedStore) or (on_cpu and isinstance(store, LocalStore))
-        if not has_one_place or self.cpu_fraction is not None or self.needs_states or self.attention.is_declined:
+        has_one_place = on_cpu or store.segments == [store.full]
+        is_shared_out = self.peers is not None or self.cpu_fraction is not None
+        if not has_one_place or is_shared_out or self.needs_states or self.attention.is_declined:
             return False
         return num_shareable >= max(_LEAST_SHARED_TOKENS, store.layout.sink_tokens)
-
-    def make_tails(self, layer_idx: int, ordinal: int, shape: KVShape) -> LocalStore:
-        """Make a store for tokens of `shape` that follow a shared prefix, which holds the sinks."""
-        made = self.make(layer_idx, ordinal, shape, after_prefix=True)
-        assert isinstance(made, LocalStore)
-        return made
 
     def _is_in_host_memory(self, ordinal: int, on_cpu: bool) -> bool:
         return on_cpu or (self.placement.offload and ordinal not in self._resident)
@@ -248,47 +241,34 @@ class LayerStores:
         is_all = self.cpu_fraction is not None and self.cpu_fraction.adapts and shape.device.type == "cpu"
         return None if is_all else self.cpu_fraction
 
-    def _scratch_of(self, shape: KVShape) -> Scratch:
-        return self.scratches.setdefault(shape.device, Scratch(shape.device))
+    def _full_segment(self, ordinal: int, shape: KVShape, on_cpu: bool, layout: Layout, after_prefix: bool) -> Segment:
+        """Make the segment of the tokens in full precision that are not kept on the device as ends of a layer."""
+        if layout.is_quantized:
+            most = layout.most_full_tokens
+            of_ends = InitialCapacity(most, most), self.ends_budget
+            # Tokens in full precision are few: without attention on the CPU they stay on the device.
+            return self._segment(ordinal, shape, on_cpu, *of_ends) if on_cpu else ResidentSegment(shape, *of_ends)
+        if after_prefix and not on_cpu and not layout.device_tokens:
+            # Tails are short beside the prefix, so they stay on the device that uses them.
+            return ResidentSegment(shape, self.capacity, self.budget)
+        return self._segment(ordinal, shape, on_cpu, self.capacity, self.budget)
 
-    def _in_one_place(
-        self, ordinal: int, shape: KVShape, choice: CodecChoice | None, on_cpu: bool, layout: Layout
-    ) -> KVStore:
-        """Make a store for the tokens of `layout`, which is that of a whole layer or of its middle."""
-        if choice is None:
-            store = self._buffered(ordinal, shape, on_cpu, self.capacity, self.budget)
-            store.layout = layout
-            return store if self.peers is None else self._sharded(store, ordinal)
-        of_full = InitialCapacity(layout.most_full_tokens, layout.most_full_tokens), self.ends_budget
-        # Tokens in full precision are few: without attention on the CPU they stay on the device.
-        full = self._buffered(ordinal, shape, on_cpu, *of_full) if on_cpu else ResidentStore(shape, *of_full)
-        packed = PackedStores(self, ordinal, on_cpu)
-        scratch = self._scratch_of(shape)
-        if self.peers is None:
-            return QuantizedStore(shape, choice, full, packed, scratch, layout)
-        return self._sharded(QuantizedShard(shape, choice, full, packed, scratch, layout), ordinal)
+    def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> Segment:
+        """Make a segment for packed blocks of this shape."""
+        return self._segment(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
 
-    def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> BufferedStore:
-        """Make a store for packed blocks of this shape."""
-        return self._buffered(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
-
-    def note_holding(self, store: KVStore) -> None:
+    def note_holding(self, store: Store) -> None:
         """
         Note that a layer may hold pending states, and let those be stored that have waited longest.
 
         If attention cannot be observed, all layers would otherwise hold all of their states.
         """
-        self._holding = [each for each in self._holding if each is not store and each.held_bytes]
-        while self._holding and sum(each.held_bytes for each in self._holding) > MOST_HELD_BYTES:
+        self._holding = [each for each in self._holding if each is not store and each.pending_bytes]
+        while self._holding and sum(each.pending_bytes for each in self._holding) > MOST_HELD_BYTES:
             self._holding.pop(0).take_pending()
         self._holding.append(store)
 
-    def _sharded(self, local: KVStore, ordinal: int) -> ShardedStore:
-        assert self.peers is not None
-        assert isinstance(local, HostStore | QuantizedShard)
-        return ShardedStore(local.shape, local, self.peers, is_compared=ordinal == 0)
-
-    def _buffered(
+    def _segment(
         self,
         ordinal: int,
         shape: KVShape,
@@ -296,27 +276,28 @@ class LayerStores:
         capacity: InitialCapacity,
         budget: HostBudget,
         packed: bool = False,
-    ) -> BufferedStore:
+    ) -> Segment:
+        """Make a segment where the placement says."""
         stays_on_host = shape.device.type == "cpu" or self.peers is not None
         if on_cpu and stays_on_host and self._cpu_fraction_for(shape) is None:
-            return HostStore(shape, capacity, budget, packed)
+            return BlockSegment(shape, capacity, budget, packed)
         if not on_cpu and not self.placement.offload:
-            return ResidentStore(shape, capacity, budget, packed)
+            return ResidentSegment(shape, capacity, budget, packed)
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
         pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
         resident = ordinal in self._resident and not on_cpu
-        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
+        return StreamedSegment(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
 
 
 @dataclass(frozen=True)
-class PackedStores:
-    """Makes the stores for the packed blocks of one layer, whose sizes are known once its codec is chosen."""
+class PackedSegments:
+    """Makes the segments for the packed blocks of one layer, whose sizes are known once its codec is chosen."""
 
     stores: LayerStores
     ordinal: int
     on_cpu: bool
 
-    def __call__(self, shape: KVShape) -> BufferedStore:
+    def __call__(self, shape: KVShape) -> Segment:
         return self.stores.make_packed(self.ordinal, shape, self.on_cpu)

@@ -52,7 +52,7 @@ def _own_bytes(
         shared = store.layout.growing(model.lengths(prompt))[-1].settled_tokens(prompt)
         if not stores.can_be_continued(store, shared, stores.attends_on_cpu(index, 0, shape)):
             return None
-        tails = stores.make_tails(index, 0, shape._replace(batch=model.continuations * shape.batch))
+        tails = stores.make(index, 0, shape._replace(batch=model.continuations * shape.batch), after_prefix=True)
         for device, num_bytes in tails.planned_bytes(range(prompt - shared, context - shared + 1)):
             own[device.type] += num_layers * num_bytes
     return own

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import BufferedStore, HostStore, KVCodec, KVStore, LocalStore, QuantizedStore, ShardedStore
+from ..storage import BlockSegment, KVCodec, LayerStore, Segment, ShardedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, TAILS, VERSION, CacheDescription, LayerDescription, named_dtype
 from .errors import CacheFileError
@@ -233,25 +233,20 @@ class CacheFile:
                 f"mmap=True leaves a layer where it is in the file, and of layer {index} some tokens are to be on the "
                 "device. Pass a placement without device_tokens, or mmap=False"
             )
-        assert isinstance(store, LocalStore)
         stores = {"": store}
         if saved.states.is_shared:
             stores[TAILS] = layer.make_tails(saved.states.batch)
         name, entries = layer_name(index), saved.states.entries
-        parts = {
-            f"{prefix}{name}": part for prefix, each in stores.items() for name, part in each.whole_parts().items()
-        }
+        parts = {f"{prefix}{name}": part for prefix, each in stores.items() for name, part in each.parts().items()}
         if parts.keys() != entries.keys():
             raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
         in_part = layer.always_chooses and len(self._header.section(index_name(index))) > 0
         rows: dict[str, torch.Tensor] = {}
         mapped: set[str] = set()
-        filled: dict[str, BufferedStore] = {}
-        for part, whole in parts.items():
+        filled: dict[str, Segment] = {}
+        for part, empty in parts.items():
             names = part_names(name, part)
-            is_in_place = whole.is_own and isinstance(whole.form, HostStore)
-            host = whole.form if is_in_place else HostStore.like(whole.form, entries[part])
-            assert isinstance(host, HostStore)
+            host = empty.own_segment or BlockSegment.like(empty.form, entries[part])
             filled[part] = host
             placed = self._placed(names, forms_of(host, entries[part]))
             offsets = placed[0].start + self._data_start, placed[1].start + self._data_start
@@ -262,16 +257,16 @@ class CacheFile:
             rows |= dict(zip(names, host.rows(), strict=True))
         self._read_section(name, rows, mapped, verify)
         for prefix, each in stores.items():
-            each.take_parts({name: filled[f"{prefix}{name}"] for name in each.whole_parts()})
+            each.take_parts({name: filled[f"{prefix}{name}"] for name in each.parts()})
         self._fill_index(index, layer, store, mmap, verify)
         if saved.states.is_shared:
             layer.continue_with(stores[TAILS])
 
-    def _fill_index(self, index: int, layer: HybridLayer, store: KVStore, mmap: bool, verify: bool) -> None:
+    def _fill_index(self, index: int, layer: HybridLayer, store: LayerStore, mmap: bool, verify: bool) -> None:
         """Fill a layer's key index, if the file has one and it is needed; the keys give it otherwise."""
         name, of_keys = index_name(index), layer.index
         placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
-        if of_keys is None or not placed or not isinstance(store, HostStore | QuantizedStore):
+        if of_keys is None or not placed or store.on_device is not None:
             if verify:  # every byte of a file is looked at
                 self._read_section(name, {tensor.name: _empty(tensor.form) for tensor in placed})
             return
@@ -292,11 +287,11 @@ class CacheFile:
         store.expect(entries)
         name = layer_name(index)
         rows: dict[str, OwnRows] = {}
-        for part, of_part in store.parts().items():
+        for part, of_part in store.shared_parts().items():
             names = part_names(name, part)
-            self._placed(names, forms_of(of_part.store, of_part.entries))
+            self._placed(names, forms_of(of_part.segment, of_part.entries))
             own = store.own_rows(of_part)
-            rows |= {each: OwnRows(states, own) for each, states in zip(names, of_part.store.rows(), strict=True)}
+            rows |= {each: OwnRows(states, own) for each, states in zip(names, of_part.segment.rows(), strict=True)}
         self._read_section(name, rows, verify=verify)
 
     def _read_header(self) -> None:

@@ -9,14 +9,12 @@ import torch
 from ..codecs import weights_of
 from ..layers import HybridLayer
 from ..storage import (
-    HostStore,
+    BlockSegment,
     KVCodec,
-    KVStore,
-    LocalStore,
-    QuantizedStore,
+    LayerStore,
+    Part,
     ShardedStore,
     SharedPrefixStore,
-    WholePart,
 )
 from .container import TensorForm
 from .description import TAILS, LayerDescription, States
@@ -72,11 +70,9 @@ def index_section(index: int, layer: Any) -> Section | None:
     """Return the section with a layer's key index, if it has one."""
     if not isinstance(layer, HybridLayer) or layer.index is None:
         return None
-    store, of_keys = layer.store, layer.index
-    if isinstance(store, SharedPrefixStore):
-        store = store.prefix
-    if not isinstance(store, HostStore | QuantizedStore):  # the index of the middle is not that of the whole
+    if layer.store is None or layer.store.indexed.on_device is not None:  # that of the middle is not that of the whole
         return None
+    store, of_keys = layer.store.indexed, layer.index
     store.wait_for_copies()
     form = TensorForm(torch.uint8, tuple(of_keys.form(store)))
     if not form.num_bytes:
@@ -89,10 +85,10 @@ def part_names(section: str, part: str) -> tuple[str, str]:
     return f"{section}/{part}.keys", f"{section}/{part}.values"
 
 
-def forms_of(store: HostStore, num_entries: int) -> tuple[TensorForm, TensorForm]:
-    """Return the dtypes and shapes of keys and values in a file, as a store in host memory has them."""
+def forms_of(segment: BlockSegment, num_entries: int) -> tuple[TensorForm, TensorForm]:
+    """Return the dtypes and shapes of keys and values in a file, as a segment in host memory has them."""
     keys, values = (
-        TensorForm(buffer.dtype, tuple(buffer.stored_shape(num_entries))) for buffer in (store.keys, store.values)
+        TensorForm(buffer.dtype, tuple(buffer.stored_shape(num_entries))) for buffer in (segment.keys, segment.values)
     )
     return keys, values
 
@@ -111,7 +107,7 @@ def described_layer(layer: Any) -> LayerDescription:
         return LayerDescription(name)
     store, prefixes = layer.store, None
     if isinstance(store, ShardedStore):
-        entries = {name: part.entries for name, part in store.parts().items()}
+        entries = {name: part.entries for name, part in store.shared_parts().items()}
     else:
         entries = {name: part.num_entries for name, part in _parts_of(store).items()}
     if isinstance(store, SharedPrefixStore):
@@ -131,18 +127,16 @@ def section_of(index: int, layer: Any) -> Section:
     parts = {} if layer.store is None else _parts_of(layer.store)
     forms = {}
     for name, part in parts.items():
-        form = part.form if isinstance(part.form, HostStore) else HostStore.like(part.form)
+        form = part.form if isinstance(part.form, BlockSegment) else BlockSegment.like(part.form)
         forms |= dict(zip(part_names(section, name), forms_of(form, part.num_entries), strict=True))
     return Section(section, forms, lambda: _rows_of(parts))
 
 
-def _parts_of(store: KVStore) -> dict[str, WholePart]:
+def _parts_of(store: LayerStore | SharedPrefixStore) -> dict[str, Part]:
     """The parts of a store that one process has, by their names in a file."""
-    assert isinstance(store, LocalStore)
-    if not isinstance(store, SharedPrefixStore):
-        return store.whole_parts()
-    tails = store.tails.whole_parts()
-    return store.prefix.whole_parts() | {f"{TAILS}{name}": part for name, part in tails.items()}
+    if isinstance(store, LayerStore):
+        return store.parts()
+    return store.prefix.parts() | {f"{TAILS}{name}": part for name, part in store.tails.parts().items()}
 
 
 def token_section(token_ids: torch.Tensor) -> Section:
@@ -153,21 +147,17 @@ def token_section(token_ids: torch.Tensor) -> Section:
 
 def _section_of_shares(section: str, store: ShardedStore) -> Section:
     """Return the section of a layer whose blocks several processes keep, which make the pieces together."""
-    parts = store.parts()
+    parts = store.shared_parts()
     forms: dict[str, TensorForm] = {}
     for name, part in parts.items():
-        forms |= dict(zip(part_names(section, name), forms_of(part.store, part.entries), strict=True))
+        forms |= dict(zip(part_names(section, name), forms_of(part.segment, part.entries), strict=True))
     both = [(part, role) for part in parts.values() for role, _ in enumerate(ROLES)]
     return Section(section, forms, lambda: (store.rows_together(part, role) for part, role in both))
 
 
-def _rows_of(parts: Mapping[str, WholePart]) -> Iterator[Iterable[torch.Tensor]]:
+def _rows_of(parts: Mapping[str, Part]) -> Iterator[Iterable[torch.Tensor]]:
     for part in parts.values():
-        store = part.made()
-        store.wait_for_copies()
-        rows = store
-        if not isinstance(rows, HostStore):
-            rows = HostStore.like(store)
-            rows.take_from(store)
-        rows.clear_rest()
-        yield from ([states] for states in rows.rows())
+        segment = part.in_host_memory()
+        segment.wait_for_copies()
+        segment.clear_rest()
+        yield from ([states] for states in segment.rows())

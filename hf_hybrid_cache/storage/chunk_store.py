@@ -2,10 +2,13 @@
 
 import torch
 
+from .block_segment import BlockSegment
 from .growth import InitialCapacity
 from .host_memory import HostBudget
-from .host_store import HostStore
 from .kv_store import KVStore, Pair
+from .layer_store import LayerStore
+from .layout import Layout
+from .scratch import Scratch
 
 
 class _Unlimited(HostBudget):
@@ -15,7 +18,7 @@ class _Unlimited(HostBudget):
         return num_tokens
 
 
-class ChunkStore(HostStore):
+class ChunkStore(LayerStore):
     """
     Keys and values of a sequence's first tokens in full precision, in host memory, in the blocks that the kernels read.
 
@@ -30,7 +33,8 @@ class ChunkStore(HostStore):
     def __init__(self, store: KVStore, keys: torch.Tensor, values: torch.Tensor):
         # First, because the version of this store is read from it.
         self._store, self._states = store, (keys, values)
-        super().__init__(store.shape, InitialCapacity(0, keys.shape[2]), _Unlimited(1))
+        full = BlockSegment(store.shape, InitialCapacity(0, keys.shape[2]), _Unlimited(1))
+        super().__init__(store.shape, Layout(), full, Scratch(store.shape.device))
         self.extend(keys, values)
 
     @property

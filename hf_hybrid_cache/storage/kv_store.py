@@ -1,4 +1,4 @@
-"""Interface between a layer and the place where its keys and values are kept."""
+"""Interface of what keeps keys and values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,26 +9,13 @@ import numpy as np
 import torch
 
 from .block_buffer import kernel_element
-from .growth import GRANULE
-from .layout import Layout
 from .token_buffer import TokenBuffer
 
 if TYPE_CHECKING:
-    from .streamed_store import StreamedStore
+    from .streamed_segment import StreamedSegment
 
 # Tensors of keys and of values.
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def ranges(start: int, end: int, size: int, cut: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of `size`, whole blocks, from `start` to `end`; one ends where the block with `cut` begins."""
-    cut = start + max(0, cut - start) // GRANULE * GRANULE
-    while start < end:
-        stop = min(start + size, end)
-        if start < cut < stop:
-            stop = cut
-        yield start, stop
-        start = stop
 
 
 class KVShape(NamedTuple):
@@ -80,7 +67,7 @@ class KVShape(NamedTuple):
 
 class KVStore(ABC):
     """
-    Keys and values of one layer. Each place and form of storage has a subclass.
+    Keys and values that grow at their end: those of a layer, or a segment of them.
 
     Args:
         shape: of the states that are stored.
@@ -88,10 +75,7 @@ class KVStore(ABC):
     Attributes:
         num_tokens: tokens stored.
         version: counts changes of what is stored.
-        layout: borders between these tokens.
     """
-
-    layout = Layout()
 
     def __init__(self, shape: KVShape):
         self.shape = shape
@@ -105,19 +89,19 @@ class KVStore(ABC):
         return not self._is_changing
 
     @property
+    def streamed(self) -> "StreamedSegment | None":
+        """The segment of the tokens, or packed blocks, that are streamed to the device."""
+        return None
+
+    @property
     def wants_queries(self) -> bool:
         """Whether the store needs queries to choose its codec."""
         return False
 
     @property
-    def held_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """Bytes of pending states."""
         return 0
-
-    @property
-    def streamed(self) -> "StreamedStore | None":
-        """The store of the tokens, or packed blocks, that are streamed to the device."""
-        return None
 
     def observe(self, query: torch.Tensor) -> None:  # noqa: B027
         """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
@@ -127,12 +111,12 @@ class KVStore(ABC):
         Store the pending states, if there are any; choose the codec first.
 
         Raises:
-            ValueError: there are no codes for some of them; they are not stored then.
-            HostMemoryError: the host has no room for them; they are not stored then.
+            ValueError: there are no codes for some of them.
+            HostMemoryError: the host has no room for them.
         """
 
     @abstractmethod
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """
         Store the states of new tokens, `[batch, num_kv_heads, new_tokens, head_dim]`.
 
@@ -149,30 +133,18 @@ class KVStore(ABC):
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states, of any device and type, like `append`, but without bringing the others to the device."""
 
+    @abstractmethod
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states, and start the copies of `staged_range` to the device, without waiting for them."""
-        self.extend(keys, values)
-
-    def staged_range(self) -> tuple[int, int]:
-        """Return the first token, or packed block, that is used on the device now, and the one after the last."""
-        return 0, self.num_tokens
-
-    def read_staged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the entries of `staged_range`, on the device; call it once for each `stage`."""
-        return self.read()
+        """Store new states, and start the copies to the device of those that it uses, without waiting for them."""
 
     @abstractmethod
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self) -> Pair:
         """Return all keys and values, on the compute device."""
 
-    def read_copy(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_copy(self) -> Pair:
         """Return all keys and values in memory that is not the store's."""
         keys, values = self.read()
         return keys.clone(), values.clone()
-
-    @abstractmethod
-    def take_from(self, other: "KVStore") -> None:
-        """Store the states of another store of the same kind, for another device or type, in this empty one."""
 
     @abstractmethod
     def buffers(self) -> Iterable[TokenBuffer]:

@@ -43,24 +43,28 @@ class Layout:
         """Return the layout for `num_tokens`: itself, unless a block is quantized or tokens leave the device."""
         if num_tokens < self._changes_at:
             return self
-        host_tokens, quantized_blocks = self.host_tokens, self.quantized_blocks
-        if self.device_tokens:
-            too_many = num_tokens - host_tokens - self.device_tokens
-            host_tokens += -(-too_many // self._leaving_at_once) * self._leaving_at_once
-            num_tokens = self.first_tokens + host_tokens
-        if self.is_quantized:
-            due = (num_tokens - self.sink_tokens - RECENT_TOKENS) // GRANULE
-            quantized_blocks = max(quantized_blocks, due)
-        return replace(self, host_tokens=host_tokens, quantized_blocks=quantized_blocks)
+        if not self.device_tokens:
+            return self.with_due_blocks(num_tokens)
+        too_many = num_tokens - self.host_tokens - self.device_tokens
+        leaving = -(-too_many // self._leaving_at_once) * self._leaving_at_once
+        return replace(self, host_tokens=self.host_tokens + leaving).with_due_blocks(num_tokens)
+
+    def with_due_blocks(self, num_tokens: int) -> "Layout":
+        """Return the layout in which all blocks are quantized that are due after `num_tokens`."""
+        if not self.is_quantized:
+            return self
+        end = self.first_tokens + self.host_tokens if self.device_tokens else num_tokens
+        due = (end - self.sink_tokens - RECENT_TOKENS) // GRANULE
+        return replace(self, quantized_blocks=due) if due > self.quantized_blocks else self
 
     def growing(self, lengths: Iterable[int]) -> "list[Layout]":
         """Return the layouts after growing to each of `lengths` in turn."""
         return list(accumulate(lengths, Layout.after, initial=self))[1:]
 
     def holding(self, full_tokens: int, quantized_blocks: int) -> "Layout":
-        """Return the layout of a split layer that holds so many tokens in full precision and quantized blocks."""
+        """Return the layout of a layer that holds so many tokens in full precision and quantized blocks."""
         host_tokens = self.after(full_tokens).host_tokens
-        if quantized_blocks:
+        if self.device_tokens and quantized_blocks:
             # Recent tokens follow the quantized blocks, as they did when these were quantized.
             recent = self.middle.sink_tokens + RECENT_TOKENS
             host_tokens = max(host_tokens, min(recent, full_tokens - self.first_tokens)) + quantized_blocks * GRANULE
@@ -94,8 +98,8 @@ class Layout:
 
     @property
     def most_full_tokens(self) -> int:
-        """Largest number of tokens of a quantized layer that are in full precision at once."""
-        return self.sink_tokens + RECENT_TOKENS + GRANULE
+        """Largest number of tokens beside quantized blocks that are in full precision at once."""
+        return self.sink_tokens - self.first_tokens + RECENT_TOKENS + GRANULE
 
     def parts(self, num_tokens: int) -> dict[str, tuple[int, tuple[range, ...]]]:
         """Return the entries of all processes and the numbers of their blocks in order, by names of parts in a file."""
@@ -109,7 +113,9 @@ class Layout:
 
     @property
     def middle(self) -> "Layout":
-        """The layout of the tokens in host memory alone, as if there were no others."""
+        """The layout of the tokens that are not on the device, as if there were no others."""
+        if not self.device_tokens:
+            return self
         return replace(self, sink_tokens=self.sink_tokens - self.first_tokens, device_tokens=0, host_tokens=0)
 
     @property
@@ -120,8 +126,8 @@ class Layout:
 
     @cached_property
     def own_sink_tokens(self) -> int:
-        """Number of sink tokens that this process keeps."""
-        return self.shard.tokens(self.sink_tokens)
+        """Number of sink tokens that this process keeps beside quantized blocks."""
+        return self.shard.tokens(self.sink_tokens - self.first_tokens)
 
     @cached_property
     def own_quantized_blocks(self) -> int:

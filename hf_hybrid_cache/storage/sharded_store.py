@@ -1,19 +1,23 @@
 """Keys and values of one layer in shards, one for each of several processes."""
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..processes import OutOfStepError, Peers
+from .block_segment import BlockSegment
 from .growth import GRANULE
-from .host_store import HostStore
-from .kv_store import KVShape, KVStore, Pair
+from .kv_store import KVShape, Pair
+from .layer_store import LayerStore
 from .layout import Layout
-from .quantized_shard import QuantizedShard
+from .quantized_segment import QuantizedSegment
+from .scratch import Scratch
 from .shard import Shard
-from .token_buffer import TokenBuffer
+
+if TYPE_CHECKING:
+    from .shared_prefix_store import Store
 
 # Largest message of a process to the others.
 _MESSAGE_BYTES = 16 * 2**20
@@ -24,75 +28,59 @@ MARK_SIZE = 4
 _HALF_OF_COUNT = 2**20
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """
     The rows of 64 tokens, or the packed blocks, of a shard.
 
     Attributes:
-        store: holds own rows.
+        segment: holds own rows.
         entries: tokens, or packed blocks, of the whole sequence.
         runs: numbers of the blocks of the whole sequence, in the order of rows.
     """
 
-    store: HostStore
+    segment: BlockSegment
     entries: int
     runs: tuple[range, ...]
 
 
-class ShardedStore(KVStore):
+class ShardedStore(LayerStore):
     """
-    A sequence whose blocks are distributed over the processes of a group; `num_tokens` counts all of its tokens.
+    A sequence whose blocks are distributed over the processes of a group.
 
     All processes store the same new tokens in the same order, and each keeps its own (see `Shard`). All processes must
     read all states, or rows, at the same time.
 
     Args:
         shape: of the states.
-        local: empty store for the own shard.
+        layout: layout of the empty store, with the shard of this process.
+        full: segment of tokens in full precision.
+        scratch: memory in which own states are put together.
+        quantized: segment of quantized blocks.
         peers: the processes of the group.
         is_compared: whether to compare new keys with those of other processes; one layer of a model is enough.
     """
 
-    def __init__(self, shape: KVShape, local: HostStore | QuantizedShard, peers: Peers, is_compared: bool = False):
-        super().__init__(shape)
-        self.local = local
+    full: BlockSegment
+
+    def __init__(
+        self,
+        shape: KVShape,
+        layout: Layout,
+        full: BlockSegment,
+        scratch: Scratch,
+        quantized: QuantizedSegment | None,
+        peers: Peers,
+        is_compared: bool = False,
+    ):
+        super().__init__(shape, layout, full, scratch, quantized)
         self.peers = peers
         self._is_compared = is_compared
         self._likeness = (0.0, 0.0)
-
-    def __deepcopy__(self, memo: dict) -> "ShardedStore":
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin.local = copy.deepcopy(self.local, memo)
-        return twin
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        return self.local.layout
 
     @property
     def shard(self) -> Shard:
         """The blocks that this process keeps, which are all until a codec is chosen."""
         return self.layout.shard
-
-    @property
-    def is_intact(self) -> bool:
-        whole = self.local.num_tokens == self.shard.tokens(self.num_tokens)
-        return super().is_intact and self.local.is_intact and whole
-
-    @property
-    def wants_queries(self) -> bool:
-        return self.local.wants_queries
-
-    @property
-    def held_bytes(self) -> int:
-        return self.local.held_bytes
-
-    def observe(self, query: torch.Tensor) -> None:
-        self.local.observe(query)
-
-    def take_pending(self) -> None:
-        self.local.take_pending()
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states and return all, which all processes gather unless there are no others."""
@@ -101,49 +89,28 @@ class ShardedStore(KVStore):
         return (keys, values) if only_these else self.read()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        end = self.num_tokens + keys.shape[2]
-        self.local.extend_to(end, keys, values)
+        self.take_pending()
+        super().extend(keys, values)
         if self._is_compared:
             total, magnitude = self._likeness
             numbers = keys[:, :, -1:].float()
             self._likeness = total + float(numbers.sum()), magnitude + float(numbers.abs().sum())
-        self._set_length(end)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.extend(keys, values)
 
     def read(self) -> Pair:
-        states = self.local.read()
+        states = super().read()
         if not self.shard.is_all:
             states = self._read_together(states[0]), self._read_together(states[1])
         keys, values = (each.to(self.shape.device) for each in states)
         return keys, values
 
-    def take_from(self, other: KVStore) -> None:
+    def take_from(self, other: "Store") -> None:
         assert isinstance(other, ShardedStore)
-        self.local.take_from(other.local)
-        self._likeness = other._likeness
+        super().take_from(other)
+        self.layout, self._likeness = other.layout, other._likeness
         self._set_length(other.num_tokens)
-
-    def buffers(self) -> Iterable[TokenBuffer]:
-        return self.local.buffers()
-
-    def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        return self.local.planned_bytes(lengths)
-
-    def truncate(self, num_tokens: int) -> None:
-        self.local.truncate_to(num_tokens)
-        self._set_length(num_tokens)
-
-    def select_batch(self, indices: torch.Tensor) -> None:
-        with self._changing():
-            self.local.select_batch(indices)
-            self.shape = self.shape._replace(batch=len(indices))
-            self.version += 1
-
-    def wait_for_copies(self) -> None:
-        self.local.wait_for_copies()
-
-    def close(self) -> None:
-        super().close()
-        self.local.close()
 
     def mark(self) -> list[float]:
         """Return `MARK_SIZE` numbers that float32 has, by which processes compare their tokens."""
@@ -176,17 +143,16 @@ class ShardedStore(KVStore):
                     "the same inputs and options; to sample, call transformers.set_seed in all with the same number."
                 )
 
-    def parts(self) -> dict[str, Part]:
+    def shared_parts(self) -> dict[str, SharedPart]:
         """Return own rows by their names in a file."""
-        own = self.local.whole_parts()
-        parts = {}
+        own, parts = self.parts(), {}
         for name, (entries, runs) in self.layout.parts(self.num_tokens).items():
-            store = own[name].form
-            assert isinstance(store, HostStore)
-            parts[name] = Part(store, entries, runs)
+            segment = own[name].own_segment
+            assert segment is not None
+            parts[name] = SharedPart(segment, entries, runs)
         return parts
 
-    def own_rows(self, part: Part) -> list[bool]:
+    def own_rows(self, part: SharedPart) -> list[bool]:
         """Return, for each row that a single process would have, whether this one keeps it."""
         return [self.shard.owns(block) for run in part.runs for block in run]
 
@@ -203,21 +169,28 @@ class ShardedStore(KVStore):
         full, quantized = entries.get("full", entries.get("states", 0)), entries.get("packed", 0)
         if quantized and full < self.layout.sink_tokens:
             raise ValueError(f"there are {quantized:,} quantized blocks after {full:,} tokens")
+        layout = replace(self.layout, quantized_blocks=quantized)
         num_tokens = full + quantized * GRANULE
-        self.local.expect(num_tokens, quantized)
+        self.full.make_rows(layout.shard.tokens(num_tokens) - layout.own_quantized_blocks * GRANULE)
+        if self.quantized is not None:
+            self.quantized.fit()
+            packed = self.quantized.packed
+            assert isinstance(packed, BlockSegment)
+            packed.make_rows(layout.own_quantized_blocks)
+        self.layout = layout
         self._set_length(num_tokens)
 
-    def rows_together(self, part: Part, role: int) -> Iterator[torch.Tensor]:
+    def rows_together(self, part: SharedPart, role: int) -> Iterator[torch.Tensor]:
         """
         Yield the rows as a single process would have them, some at a time; all processes call this at once.
 
         Args:
-            part: one of `parts`.
+            part: one of `shared_parts`.
             role: 0 for keys, 1 for values.
         """
-        part.store.wait_for_copies()
-        part.store.clear_rest()
-        own = part.store.rows()[role]
+        part.segment.wait_for_copies()
+        part.segment.clear_rest()
+        own = part.segment.rows()[role]
         at_once = _blocks_at_once(own.shape[1:].numel() * own.itemsize, self.shard.size)
         done = 0
         for run in part.runs:

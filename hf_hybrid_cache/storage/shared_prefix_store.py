@@ -1,21 +1,24 @@
 """Keys and values of several continuations of a prompt, which is stored once."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import gcd
 
 import torch
 
-from .buffered_store import BufferedStore, LocalStore, WholePart, repeated
 from .growth import GRANULE
-from .host_store import HostStore
-from .kv_store import Pair
-from .streamed_store import StreamedStore
+from .kv_store import KVStore, Pair
+from .layer_reading import copy_from
+from .layer_store import LayerStore
+from .layout import Layout
+from .part import Part
+from .segment import repeated
+from .streamed_segment import StreamedSegment
 from .token_buffer import TokenBuffer
 
 
-class SharedPrefixStore(LocalStore):
+class SharedPrefixStore(KVStore):
     """
     Groups of sequences that begin with the same tokens, with a prefix for each group and a tail for each sequence.
 
@@ -32,14 +35,16 @@ class SharedPrefixStore(LocalStore):
         is_staged: all states are on the device, or on their way, to be attended to there.
     """
 
-    def __init__(self, prefix: LocalStore, tails: LocalStore):
+    is_continued = True
+
+    def __init__(self, prefix: LayerStore, tails: LayerStore):
         super().__init__(prefix.shape._replace(batch=tails.shape.batch))
         self.prefix, self.tails = prefix, tails
         self.is_staged = False
         self._set_length(prefix.num_tokens + tails.num_tokens)
 
     @classmethod
-    def continuing(cls, store: LocalStore, tails: LocalStore) -> "SharedPrefixStore":
+    def continuing(cls, store: LayerStore, tails: LayerStore) -> "SharedPrefixStore":
         """
         Make `store` the prefix, and let several sequences continue each of its sequences; copy its last tokens.
 
@@ -52,7 +57,7 @@ class SharedPrefixStore(LocalStore):
         """
         num_shared = store.num_shareable
         try:
-            tails.extend(*repeated(store.read_from(num_shared), tails.shape.batch // store.shape.batch))
+            tails.extend(*repeated(copy_from(store, num_shared), tails.shape.batch // store.shape.batch))
         except BaseException:
             tails.close()
             raise
@@ -71,7 +76,21 @@ class SharedPrefixStore(LocalStore):
         return self.shape.batch // self.prefix.shape.batch
 
     @property
-    def streamed(self) -> StreamedStore | None:
+    def indexed(self) -> LayerStore:
+        """The store whose keys a key index covers."""
+        return self.prefix
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the prefix."""
+        return self.prefix.layout
+
+    @property
+    def cpu_fraction(self) -> None:
+        """The CPU attends to all or nothing."""
+
+    @property
+    def streamed(self) -> StreamedSegment | None:
         return self.prefix.streamed
 
     @property
@@ -92,7 +111,7 @@ class SharedPrefixStore(LocalStore):
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states, and start the copies of states in host memory to the device."""
         self.is_staged = True
-        if isinstance(self.prefix, StreamedStore):
+        if self.prefix.segments == [self.prefix.streamed]:
             self.prefix.stage(keys[: self.prefix.shape.batch, :, :0], values[: self.prefix.shape.batch, :, :0])
         self.tails.append(keys, values)
         self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
@@ -115,12 +134,13 @@ class SharedPrefixStore(LocalStore):
         keys, values = self.prefix.read()
         return repeated((keys[:, :, :num_tokens], values[:, :, :num_tokens]), self.continuations)
 
-    def whole_parts(self) -> dict[str, WholePart]:
-        tails = self.tails.whole_parts()
-        return {name: self._joined(shared, tails[name]) for name, shared in self.prefix.whole_parts().items()}
-
-    def take_parts(self, parts: Mapping[str, BufferedStore]) -> None:
-        raise AssertionError("what is taken over is stored for each sequence")
+    def parts(self) -> dict[str, Part]:
+        """Return the entries of all sequences by name, with those of the prefix repeated for each sequence."""
+        tails = self.tails.parts()
+        return {
+            name: Part(tails[name].form, (*shared.repeated(self.continuations).runs, *tails[name].runs))
+            for name, shared in self.prefix.parts().items()
+        }
 
     def buffers(self) -> Iterable[TokenBuffer]:
         return *self.prefix.buffers(), *self.tails.buffers()
@@ -138,12 +158,12 @@ class SharedPrefixStore(LocalStore):
                 self.prefix.truncate(num_tokens)
                 # Blocks are counted from the first token, so a block that was cut goes on in the tails.
                 whole = self.prefix.num_shareable
-                rest = self.prefix.read_from(whole)
+                rest = copy_from(self.prefix, whole)
                 self.prefix.truncate(whole)
                 self.tails.extend(*repeated(rest, self.continuations))
         self._set_length(num_tokens)
 
-    def selected_prefixes(self, indices: torch.Tensor) -> torch.Tensor | None:
+    def indices_of_indexed(self, indices: torch.Tensor) -> torch.Tensor | None:
         """Return the prefixes of the sequences `indices`, one for each new group; `None` if they stay as they are."""
         groups = [index // self.continuations for index in indices.tolist()]
         each, rest = divmod(len(groups), self.prefix.shape.batch)
@@ -153,7 +173,7 @@ class SharedPrefixStore(LocalStore):
         return torch.tensor(groups[::run])
 
     def select_batch(self, indices: torch.Tensor) -> None:
-        prefixes = self.selected_prefixes(indices)
+        prefixes = self.indices_of_indexed(indices)
         with self._changing():
             self.tails.select_batch(indices)
             if prefixes is not None:
@@ -170,14 +190,6 @@ class SharedPrefixStore(LocalStore):
         self.prefix.close()
         self.tails.close()
 
-    def _joined(self, shared: WholePart, own: WholePart) -> WholePart:
-        """Join entries of the prefix, copied for each sequence, and those of the tails in one store in host memory."""
-        num_entries = shared.num_entries + own.num_entries
 
-        def made() -> HostStore:
-            whole = HostStore.like(own.form, num_entries)
-            whole.extend_from(shared.made(), 0, shared.num_entries, self.continuations)
-            whole.extend_from(own.made(), 0, own.num_entries)
-            return whole
-
-        return WholePart(num_entries, HostStore.like(own.form), False, made)
+# What a layer keeps its states in.
+Store = LayerStore | SharedPrefixStore

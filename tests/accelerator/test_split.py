@@ -13,7 +13,7 @@ from hf_hybrid_cache.attention.device_segment import DeviceSegment
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.host_segment import HostSegment
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import SplitStore, cpu_fraction
+from hf_hybrid_cache.storage import LayerStore, cpu_fraction
 
 from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order
@@ -73,7 +73,7 @@ def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device begins when the kernel has ended."""
-    ended, note, note_issued = threading.Event(), SplitStore.note_ended, HostSegment.note_issued
+    ended, note, note_issued = threading.Event(), LayerStore.note_ended, HostSegment.note_issued
 
     def noting(*arguments):
         note(*arguments)
@@ -84,7 +84,7 @@ def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.clear()
         note_issued(part)
 
-    monkeypatch.setattr(SplitStore, "note_ended", noting)
+    monkeypatch.setattr(LayerStore, "note_ended", noting)
     monkeypatch.setattr(HostSegment, "note_issued", waiting)
 
 

@@ -14,7 +14,7 @@ from hf_hybrid_cache.attention import chunk_attention
 from hf_hybrid_cache.attention.chunk_attention import attend_to_chunk
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.segment import Queries
-from hf_hybrid_cache.storage import CacheStats, HostStore, QuantizedStore
+from hf_hybrid_cache.storage import CacheStats, LayerStore, middle_in_pieces
 
 from common.soak import count, search_at_random
 
@@ -29,7 +29,7 @@ BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
 def attend_by_kernel(
-    query: torch.Tensor, store: HostStore | QuantizedStore, group: int, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, store: LayerStore, group: int, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     kernel = HostKernel(CacheStats())
     return kernel.attend_many(Queries(query, group, scale), store, kernel.seen.of(mask), query.dtype).out
@@ -50,13 +50,11 @@ def filled(cache: HybridCache, tokens: int, dims: tuple[int, int], dtype: torch.
     keys, values = (torch.randn(*shape, dim, generator=generator).to(dtype) for dim in dims)
     cache.update(keys, values, 0)
     store = cache.layers[0].store
-    assert isinstance(store, HostStore | QuantizedStore)
+    assert isinstance(store, LayerStore)
     return store, [states.double().numpy() for states in store.read()]
 
 
-def check(
-    way: str, store: HostStore | QuantizedStore, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks
-) -> None:
+def check(way: str, store: LayerStore, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks) -> None:
     causal, visible, bias = masks.get("causal", False), masks.get("visible"), masks.get("bias")
     mask = None
     if bias is not None:
@@ -141,11 +139,11 @@ def test_what_is_not_finite_does_not_become_plausible(way: str):
 
 def test_chunk_attention_when_unpacking_then_holds_one_piece():
     store, _ = filled(QuantizedHybridCache(CONFIG, 4), 1000, (16, 16), torch.float32)
-    pieces = list(store.pieces(128, cut=930))
+    pieces = list(middle_in_pieces(store, 128, cut=930))
     assert [start for start, _ in pieces] == [0, 64, 192, 320, 448, 576, 704, 832, 896]
     assert all(keys.shape == values.shape and keys.shape[2] <= 128 for _, (keys, values) in pieces)
     for index, whole in enumerate(store.read()):
         assert torch.equal(torch.cat([states[index] for _, states in pieces], dim=2), whole)
     full, _ = filled(DynamicHybridCache(CONFIG), 1000, (16, 16), torch.float32)
     # All queries of the chunk see the tokens before it, so these need no mask.
-    assert [start for start, _ in full.pieces(512, cut=930)] == [0, 512, 896]
+    assert [start for start, _ in middle_in_pieces(full, 512, cut=930)] == [0, 512, 896]

@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import HybridCache, KVCodec, OffloadedHybridCache, Placement, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import layer_stores
-from hf_hybrid_cache.storage import QuantizedStore
 
 from common.modes import MODES, NOT_IN_TRANSFORMERS
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -288,11 +287,12 @@ def test_a_chosen_codec_says_so_and_equals_itself():
     cache = QuantizedHybridCache(CONFIG, bits=4)
     fill(cache, 300)
     store = cache.layers[0].store
-    assert isinstance(store, QuantizedStore)
+    assert store is not None
+    assert store.quantized is not None
     assert isinstance(cache.codecs[0], KVCodec)
     assert cache.memory().num_tokens == 300
-    assert cache.codecs[0] == store.codec
-    assert store.codec.keys.channel_scaling is not None
+    assert cache.codecs[0] == store.quantized.codec
+    assert store.quantized.codec.keys.channel_scaling is not None
 
 
 def test_printing_a_cache_tells_how_its_layers_are_coded():

@@ -6,7 +6,7 @@ import torch
 
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.layers import LayerStores
-from hf_hybrid_cache.storage import BufferedStore, HostBudget, InitialCapacity, KVShape, Staging, StreamedStore, Streams
+from hf_hybrid_cache.storage import HostBudget, InitialCapacity, KVShape, Segment, Staging, StreamedSegment, Streams
 
 
 class Job:
@@ -62,7 +62,7 @@ class LazyStreams(Streams):
 class StreamsOnCpu(LayerStores):
     """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
 
-    def _buffered(
+    def _segment(
         self,
         ordinal: int,
         shape: KVShape,
@@ -70,10 +70,10 @@ class StreamsOnCpu(LayerStores):
         capacity: InitialCapacity,
         budget: HostBudget,
         packed: bool = False,
-    ) -> BufferedStore:
+    ) -> Segment:
         if not on_cpu:
-            return super()._buffered(ordinal, shape, on_cpu, capacity, budget, packed)
-        return StreamedStore(shape, capacity, budget, self.stagings[shape.device], packed=packed)
+            return super()._segment(ordinal, shape, on_cpu, capacity, budget, packed)
+        return StreamedSegment(shape, capacity, budget, self.stagings[shape.device], packed=packed)
 
 
 def copy_late(cache: HybridCache) -> None:

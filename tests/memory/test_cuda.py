@@ -176,11 +176,11 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
     for layer in range(8):
         cache.update(states(4096, layer), states(4096, layer), layer)
     torch.cuda.synchronize()
-    store = cache.layers[3].store
-    assert store.keys._data[:1].is_pinned()
+    streamed = cache.layers[3].store.streamed
+    assert streamed.keys._data[:1].is_pinned()
     torch.cuda._sleep(2_000_000_000)
-    store.staging.save(store, store.staging.slot_with_past(store, store.num_tokens), 0, 1)
-    saved = store.copies.saved
+    streamed.staging.save(streamed, streamed.staging.slot_with_past(streamed, streamed.num_tokens), 0, 1)
+    saved = streamed.copies.saved
     # The call came back although the copy still stands behind a second of other work.
     assert not saved.query()
     torch.cuda.synchronize()
@@ -193,7 +193,7 @@ def test_pageable_memory_gives_the_same_states():
         for layer in range(8):
             ours = [cache.update(states(300, layer), states(300, layer), layer)[0] for cache in (pinned, pageable)]
             assert torch.equal(*ours)
-    assert not pageable.layers[0].store.keys._data[:1].is_pinned()
+    assert not pageable.layers[0].store.full.keys._data[:1].is_pinned()
 
 
 def test_device_memory_when_layers_are_offloaded_then_lacks_their_bytes():

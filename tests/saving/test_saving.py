@@ -109,7 +109,7 @@ def test_file_when_saved_from_any_placement_then_is_the_same(bits: int | None, t
         for saved in paths
         for place, placement in (("whole", whole), ("split", split), ("streamed", Placement(True, cpu_decode=False)))
     }
-    assert read["whole", "split"].layers[0].store.device.num_tokens <= 192
+    assert read["whole", "split"].layers[0].store.on_device.num_tokens <= 192
     question = random_prompt(2, 3, seed=1)
     for saved in paths:
         first, *others = (read[saved, place] for place in ("whole", "split", "streamed"))

@@ -11,19 +11,17 @@ from hf_hybrid_cache import minmax
 from hf_hybrid_cache.storage import (
     GRANULE,
     Allowance,
-    CacheStats,
+    BlockSegment,
     CodecChoice,
     HostBudget,
-    HostStore,
     InitialCapacity,
     KVShape,
+    LayerStore,
     Layout,
-    QuantizedShard,
-    QuantizedStore,
-    ResidentStore,
+    QuantizedSegment,
+    ResidentSegment,
     Scratch,
     Shard,
-    SplitStore,
 )
 
 CPU = torch.device("cpu")
@@ -41,64 +39,33 @@ COUNTS = st.sampled_from([1, 2, 63, 64, 65, 130, 257]) | st.integers(1, 600)
 HISTORIES = st.lists(st.one_of(COUNTS, COUNTS, COUNTS.map(lambda count: -count), st.just(-10_000)), max_size=12)
 
 
-def in_host_memory(shape: KVShape = SHAPE, packed: bool = False) -> HostStore:
-    return HostStore(shape, InitialCapacity(0, 4096), HostBudget(1), packed)
+def in_host_memory(shape: KVShape = SHAPE, packed: bool = False) -> BlockSegment:
+    return BlockSegment(shape, InitialCapacity(0, 4096), HostBudget(1), packed)
 
 
-def packed_in_host_memory(shape: KVShape) -> HostStore:
+def packed_in_host_memory(shape: KVShape) -> BlockSegment:
     return in_host_memory(shape, packed=True)
 
 
-class Stored:
-    """
-    A store that is kept by a layout, and what is where in it.
+def store_of(layout: Layout) -> LayerStore:
+    quantized = on_device = None
+    if layout.is_quantized:
+        choice = CodecChoice(minmax(8, sink_tokens=layout.sink_tokens, rotate=True), Allowance(1))
+        quantized = QuantizedSegment(SHAPE, choice, packed_in_host_memory)
+    if layout.device_tokens:
+        on_device = ResidentSegment(SHAPE, InitialCapacity(0, 1024), HostBudget(1))
+    return LayerStore(SHAPE, layout, in_host_memory(), Scratch(CPU), quantized, on_device)
 
-    Attributes:
-        num_tokens: of the sequence.
-    """
 
-    def __init__(self, layout: Layout):
-        self.num_tokens = 0
-        codec = minmax(8, sink_tokens=layout.sink_tokens, rotate=True)
-        arguments = SHAPE, CodecChoice(codec, Allowance(1)), in_host_memory(), packed_in_host_memory, Scratch(CPU)
-        self.whole: HostStore | QuantizedStore | SplitStore
-        if not layout.is_quantized:
-            self.whole = in_host_memory()
-            self.whole.layout = layout
-        elif layout.device_tokens:
-            self.whole = QuantizedStore(*arguments, layout.middle)
-        else:
-            self.whole = QuantizedShard(*arguments, layout)
-        self.middle = self.whole
-        if layout.device_tokens:
-            device = ResidentStore(SHAPE, InitialCapacity(0, 1024), HostBudget(1))
-            self.whole = SplitStore(SHAPE, device, self.middle, layout, Scratch(CPU), CacheStats())
-
-    def change(self, count: int) -> None:
-        """Add so many tokens, or remove them."""
-        self.num_tokens = max(0, self.num_tokens + count)
-        states = torch.randn(1, 1, max(0, count), 16)
-        if isinstance(self.whole, HostStore | QuantizedShard):
-            if count > 0:
-                self.whole.extend_to(self.num_tokens, states, states)
-            else:
-                self.whole.truncate_to(self.num_tokens)
-        elif count > 0:
-            self.whole.extend(states, states)
-        else:
-            self.whole.truncate(self.num_tokens)
-
-    def assert_kept_by(self, layout: Layout) -> None:
-        assert self.whole.is_intact
-        assert self.whole.layout == layout
-        assert self.whole.num_tokens == layout.shard.tokens(self.num_tokens)
-        if isinstance(self.whole, SplitStore):
-            assert self.middle.num_tokens == layout.host_tokens
-            assert self.whole.first_tokens == min(self.num_tokens, layout.first_tokens)
-        if isinstance(self.middle, QuantizedStore):
-            assert self.middle.packed.num_tokens == layout.own_quantized_blocks
-            of_middle = layout.middle if layout.device_tokens else layout
-            assert self.middle.sink_tokens == of_middle.own_sink_tokens
+def assert_kept_by(layout: Layout, store: LayerStore) -> None:
+    assert store.is_intact
+    assert store.layout == layout
+    assert store.sink_tokens == layout.middle.own_sink_tokens
+    own = layout.shard.tokens(store.num_tokens)
+    assert store.middle_tokens == (layout.host_tokens if layout.device_tokens else own)
+    assert store.first_tokens == (min(store.num_tokens, layout.first_tokens) if layout.device_tokens else 0)
+    if store.quantized is not None:
+        assert store.quantized.num_blocks == layout.own_quantized_blocks
 
 
 def plainly(layout: Layout, num_tokens: int) -> tuple[int, int]:
@@ -116,13 +83,19 @@ def plainly(layout: Layout, num_tokens: int) -> tuple[int, int]:
 
 @given(layout=LAYOUTS, history=HISTORIES)
 def test_stores_keep_their_tokens_where_the_layout_says(layout: Layout, history: list[int]):
-    stored = Stored(layout)
+    store = store_of(layout)
     for count in history:
-        stored.change(count)
-        before, layout = layout, layout.after(stored.num_tokens) if count > 0 else layout.cropped(stored.num_tokens)
+        before, num_tokens = layout, max(0, store.num_tokens + count)
         if count > 0:
-            assert (layout.host_tokens, layout.quantized_blocks) == plainly(before, stored.num_tokens)
-        stored.assert_kept_by(layout)
+            states = torch.randn(1, 1, count, 16)
+            store.extend(states, states)
+            layout = layout.after(num_tokens)
+            assert (layout.host_tokens, layout.quantized_blocks) == plainly(before, num_tokens)
+        else:
+            store.truncate(num_tokens)
+            layout = layout.cropped(num_tokens)
+        assert store.num_tokens == num_tokens
+        assert_kept_by(layout, store)
 
 
 @given(layout=LAYOUTS, lengths=st.lists(st.integers(0, 3000), max_size=6).map(sorted))
@@ -141,9 +114,9 @@ def test_tokens_that_are_not_quantized_or_on_the_device_are_few(layout: Layout, 
     after = layout.after(length)
     if layout.device_tokens:
         assert length - after.host_tokens <= layout.device_tokens
-    in_one_place = after.first_tokens + after.host_tokens if layout.device_tokens else length
+    in_middle = after.host_tokens if layout.device_tokens else length
     if layout.is_quantized:
-        assert in_one_place - after.quantized_blocks * GRANULE < layout.most_full_tokens or not after.host_tokens
+        assert in_middle - after.quantized_blocks * GRANULE < layout.most_full_tokens or not after.host_tokens
 
 
 @given(layout=LAYOUTS, lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=4).map(sorted), left=st.integers(0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_cache.storage import CacheStats, HostBudget, InitialCapacity, KVShape, Staging, StreamedStore
+from hf_hybrid_cache.storage import CacheStats, HostBudget, InitialCapacity, KVShape, Staging, StreamedSegment
 from hf_hybrid_cache.storage.streams import SynchronousStreams
 
 from common.lazy_streams import LazyStreams
@@ -19,10 +19,12 @@ def make_stores(num_layers: int, prefetch_layers: int, resident: set[int] = froz
     staging = Staging(streams(), prefetch_layers, CacheStats())
     shape = KVShape.of(states(0, 1), states(0, 1))
     budget = HostBudget(num_layers)
-    return staging, [StreamedStore(shape, InitialCapacity(), budget, staging, i in resident) for i in range(num_layers)]
+    return staging, [
+        StreamedSegment(shape, InitialCapacity(), budget, staging, i in resident) for i in range(num_layers)
+    ]
 
 
-def step(stores: list[StreamedStore], num_tokens: int) -> None:
+def step(stores: list[StreamedSegment], num_tokens: int) -> None:
     for layer, store in enumerate(stores):
         store.append(states(layer, num_tokens), states(layer, num_tokens))
 

@@ -7,7 +7,7 @@ from contracts.stores import CONFIG, Pair, StoreContract
 from torch import distributed
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
-from hf_hybrid_cache.storage import BufferedStore, KVStore, QuantizedStore, ShardedStore, SplitStore
+from hf_hybrid_cache.storage import LayerStore, Segment
 from hf_hybrid_cache.storage.token_buffer import TokenBuffer
 
 from common.caches import group_of_one
@@ -19,24 +19,24 @@ def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
     return torch.stack(found, 2) if found else buffer._data.new_empty(*buffer.shape[:2], 0, buffer.shape[2])
 
 
-def plain(store: BufferedStore) -> Pair:
-    return entries(store.keys, store.num_tokens), entries(store.values, store.num_tokens)
+def plain(segment: Segment) -> Pair:
+    return entries(segment.keys, segment.num_tokens), entries(segment.values, segment.num_tokens)
 
 
-def quantized(store: QuantizedStore) -> Pair:
+def middle(store: LayerStore) -> Pair:
     """Decode the packed blocks by the codec, which has tests of its own."""
-    whole = []
-    for codec, full, packed in zip(
-        (store.codec.keys, store.codec.values), plain(store.full), plain(store.packed), strict=True
-    ):
+    if store.quantized is None:
+        return plain(store.full)
+    codec, whole = store.quantized.codec, []
+    for each, full, packed in zip((codec.keys, codec.values), plain(store.full), plain(store.bulk), strict=True):
         decoded = full.new_empty(*full.shape[:2], packed.shape[2] * 64, full.shape[3])
-        codec.decode(packed, decoded)
+        each.decode(packed, decoded)
         first = min(store.sink_tokens, full.shape[2])
         whole.append(torch.cat([full[:, :, :first], decoded, full[:, :, first:]], 2))
     return whole[0], whole[1]
 
 
-def around(device: BufferedStore, middle: Pair, first: int) -> Pair:
+def around(device: Segment, middle: Pair, first: int) -> Pair:
     """The last tokens on a device follow the first ones there."""
     keys, values = (
         torch.cat([ends[:, :, :first], between, ends[:, :, first:]], 2)
@@ -45,72 +45,55 @@ def around(device: BufferedStore, middle: Pair, first: int) -> Pair:
     return keys, values
 
 
-class TestOnTheDevice(StoreContract):
+class EverySegment(StoreContract):
+    def in_memory(self, store: LayerStore) -> Pair:
+        found = middle(store)
+        return found if store.on_device is None else around(store.on_device, found, store.first_tokens)
+
+
+class TestOnTheDevice(EverySegment):
     placement = Placement(cpu_decode=False)
 
-    def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, BufferedStore)
-        return plain(store)
 
-
-class TestInHostMemory(TestOnTheDevice):
+class TestInHostMemory(EverySegment):
     placement = Placement(cpu_decode=True)
 
 
-class TestStreamed(TestOnTheDevice):
+class TestStreamed(EverySegment):
     placement = Placement(offload=True, cpu_decode=False)
 
 
-class TestSplit(StoreContract):
+class TestSplit(EverySegment):
     placement = Placement(cpu_decode=True, device_tokens=192)
 
-    def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, SplitStore)
-        assert isinstance(store.host, BufferedStore)
-        return around(store.device, plain(store.host), store.first_tokens)
 
-
-class TestSplitAndStreamed(TestSplit):
+class TestSplitAndStreamed(EverySegment):
     placement = Placement(offload=True, cpu_decode=False, device_tokens=130)
 
 
-class TestQuantizedOnTheDevice(StoreContract):
+class TestQuantizedOnTheDevice(EverySegment):
     placement = Placement(cpu_decode=False)
     codec = minmax(4, rotate=True)
 
-    def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, QuantizedStore)
-        return quantized(store)
 
-
-class TestQuantizedInHostMemory(TestQuantizedOnTheDevice):
+class TestQuantizedInHostMemory(EverySegment):
     placement = Placement(cpu_decode=True)
     codec = minmax(8, sink_tokens=0, rotate=True)
 
 
-class TestQuantizedAndStreamed(TestQuantizedOnTheDevice):
+class TestQuantizedAndStreamed(EverySegment):
     placement = Placement(offload=True, cpu_decode=False)
     codec = minmax((8, 4), rotate=False)
 
 
-class TestQuantizedAndSplit(StoreContract):
+class TestQuantizedAndSplit(EverySegment):
     placement = Placement(cpu_decode=True, device_tokens=192)
     codec = minmax(8, rotate=True)
 
-    def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, SplitStore)
-        assert isinstance(store.host, QuantizedStore)
-        return around(store.device, quantized(store.host), store.first_tokens)
-
 
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
-class TestSharedWithNobody(StoreContract):
+class TestSharedWithNobody(EverySegment):
     placement = Placement(cpu_decode=True)
 
     def cache(self) -> HybridCache:
         return HybridCache(CONFIG, self.placement, group=group_of_one())
-
-    def in_memory(self, store: KVStore) -> Pair:
-        assert isinstance(store, ShardedStore)
-        assert isinstance(store.local, BufferedStore)
-        return plain(store.local)

@@ -1,16 +1,16 @@
-"""Keys and values kept on the compute device."""
+"""Keys and values on the compute device."""
 
 import torch
 
-from .buffered_store import BufferedStore
 from .growth import GRANULE, InitialCapacity
 from .host_buffer import HostBuffer
 from .host_memory import HostBudget
-from .kv_store import KVShape
+from .kv_store import KVShape, Pair
+from .segment import Segment
 from .token_buffer import TokenBuffer
 
 
-class ResidentStore(BufferedStore):
+class ResidentSegment(Segment):
     """
     Keys and values on the compute device, in the layout that attention reads.
 
@@ -34,7 +34,7 @@ class ResidentStore(BufferedStore):
 
         super().__init__(shape, buffer(shape.keys, shape.key_dtype), buffer(shape.values, shape.value_dtype), budget)
 
-    def __deepcopy__(self, memo: dict) -> "ResidentStore":
+    def __deepcopy__(self, memo: dict) -> "ResidentSegment":
         return self._duplicate(memo)
 
     @property
@@ -62,6 +62,6 @@ class ResidentStore(BufferedStore):
         for buffer in self.buffers():
             buffer.leave_to_holders(keep)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         self.extend(keys, values)
         return self.read()

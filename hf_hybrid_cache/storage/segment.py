@@ -1,9 +1,8 @@
-"""Stores of all tokens of a layer; each keeps them in one or more pairs of growing buffers."""
+"""A segment of a layer: some of its keys and values in one place and one form, in a pair of growing buffers."""
 
 import copy
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 import torch
 
@@ -24,58 +23,9 @@ def repeated(states: Pair, repeats: int) -> Pair:
     return keys, values
 
 
-class WholePart(NamedTuple):
+class Segment(KVStore):
     """
-    All entries that a store keeps in one form, as one sequence.
-
-    Attributes:
-        num_entries: number of tokens, or of packed blocks.
-        form: a store of such entries.
-        is_own: whether `form` is the store that holds them.
-        made: returns the store that holds them, which it puts together first if no store holds them all.
-    """
-
-    num_entries: int
-    form: "BufferedStore"
-    is_own: bool
-    made: "Callable[[], BufferedStore]"
-
-    @classmethod
-    def own(cls, store: "BufferedStore") -> "WholePart":
-        """Return all entries of `store`."""
-        return cls(store.num_tokens, store, True, lambda: store)
-
-
-class LocalStore(KVStore):
-    """Keys and values of all tokens of one layer, which another store of the same form, or a file, can take over."""
-
-    @property
-    def num_shareable(self) -> int:
-        """Number of first tokens, in whole blocks, that later tokens do not change."""
-        self.take_pending()
-        return self.layout.settled_tokens(self.num_tokens)
-
-    def read_from(self, start: int) -> Pair:
-        """Copy the states from token `start`, at least `num_shareable`, to memory of the compute device or the host."""
-        keys, values = self.read()
-        return keys[:, :, start:].clone(), values[:, :, start:].clone()
-
-    @abstractmethod
-    def whole_parts(self) -> dict[str, WholePart]:
-        """Return the stored entries by name. Stores of the same states and codes have the same names."""
-
-    @abstractmethod
-    def take_parts(self, parts: "Mapping[str, BufferedStore]") -> None:
-        """Store the entries of `parts` in this empty store; its own parts may be among them, already filled."""
-
-    def take_from(self, other: KVStore) -> None:
-        assert isinstance(other, LocalStore)
-        self.take_parts({name: part.made() for name, part in other.whole_parts().items()})
-
-
-class BufferedStore(LocalStore):
-    """
-    Keys and values of one layer, each in a buffer. Each place of storage has a subclass.
+    Some keys and values of one layer, one after the other. Each place has a subclass; no segment knows another.
 
     An entry of the buffers is a token, or a packed block if states are packed blocks.
 
@@ -84,6 +34,9 @@ class BufferedStore(LocalStore):
         keys: buffer of the keys.
         values: buffer of the values.
         budget: asked before host memory is used.
+
+    Attributes:
+        num_tokens: number of entries.
     """
 
     def __init__(self, shape: KVShape, keys: TokenBuffer, values: TokenBuffer, budget: HostBudget):
@@ -108,23 +61,27 @@ class BufferedStore(LocalStore):
         self.values.write(self.num_tokens, values)
         self._set_length(end)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new entries, and start the copies of `staged_range` to the device, without waiting for them."""
+        self.extend(keys, values)
+
+    def staged_range(self) -> tuple[int, int]:
+        """Return the first entry that is used on the device now, and the one after the last."""
+        return 0, self.num_tokens
+
+    def read_staged(self) -> Pair:
+        """Return the entries of `staged_range`, on the device; call it once for each `stage`."""
+        return self.read()
+
+    def read(self) -> Pair:
         return self.read_range(0, self.num_tokens)
 
-    def read_range(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of tokens `start` to `end` on their own device; call `wait_for_copies` first."""
+    def read_range(self, start: int, end: int) -> Pair:
+        """Return entries `start` to `end` on their own device; call `wait_for_copies` first."""
         return self.keys.read_range(start, end), self.values.read_range(start, end)
 
-    def whole_parts(self) -> dict[str, WholePart]:
-        return {"states": WholePart.own(self)}
-
-    def take_parts(self, parts: "Mapping[str, BufferedStore]") -> None:
-        other = parts["states"]
-        if other is not self:
-            self.extend_from(other, 0, other.num_tokens)
-
-    def extend_from(self, other: "BufferedStore", start: int, end: int, repeats: int = 1) -> None:
-        """Store tokens `start` to `end` of another store, each sequence `repeats` times, a few thousand at a time."""
+    def extend_from(self, other: "Segment", start: int, end: int, repeats: int = 1) -> None:
+        """Store entries `start` to `end` of another segment in pieces, each sequence `repeats` times."""
         other.wait_for_copies()
         self.reserve(self.num_tokens + end - start)
         for at in range(start, end, _MOVED_TOKENS):
@@ -136,8 +93,7 @@ class BufferedStore(LocalStore):
         return self.keys, self.values
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
-        own = [self.layout.shard.tokens(length) for length in lengths]
-        return ((buffer.device, buffer.planned_bytes(own)) for buffer in self.buffers())
+        return ((buffer.device, buffer.planned_bytes(lengths)) for buffer in self.buffers())
 
     def truncate(self, num_tokens: int) -> None:
         self._set_length(num_tokens)

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import torch
 
+from .block_segment import BlockSegment
 from .growth import InitialCapacity
 from .host_memory import HostBudget
-from .host_store import HostStore
 from .kv_store import KVShape, Pair
 from .page_lock import can_page_lock
 from .staging import HostCopies, Staging
@@ -17,7 +17,7 @@ from .staging import HostCopies, Staging
 Used = TypeVar("Used")
 
 
-class StreamedStore(HostStore):
+class StreamedSegment(BlockSegment):
     """
     Keys and values in host memory, which is the truth about them; the device holds copies in staging slots.
 
@@ -59,7 +59,7 @@ class StreamedStore(HostStore):
         self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         staging.register(self)
 
-    def __deepcopy__(self, memo: dict) -> "StreamedStore":
+    def __deepcopy__(self, memo: dict) -> "StreamedSegment":
         self.wait_for_copies()
         twin = self._duplicate(memo)
         twin._arriving = []
@@ -73,7 +73,7 @@ class StreamedStore(HostStore):
         weakref.finalize(self, _end_copies, self.copies).atexit = False
 
     @property
-    def streamed(self) -> "StreamedStore":
+    def streamed(self) -> "StreamedSegment":
         return self
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:

@@ -1,18 +1,16 @@
 """Keys and values kept in host memory in blocks, for attention on the CPU."""
 
-from collections.abc import Iterator
-
 import torch
 
 from .block_buffer import BlockBuffer
-from .buffered_store import BufferedStore
 from .growth import GRANULE, InitialCapacity
 from .host_memory import HostBudget
-from .kv_store import KVShape, Pair, ranges
+from .kv_store import KVShape, Pair
 from .packed_buffer import PackedBuffer
+from .segment import Segment
 
 
-class HostStore(BufferedStore):
+class BlockSegment(Segment):
     """
     Keys and values in host memory, in the blocks that the kernels read, for attention on the CPU.
 
@@ -46,51 +44,25 @@ class HostStore(BufferedStore):
         super().__init__(shape, keys, values, budget)
 
     @classmethod
-    def like(cls, store: BufferedStore, num_tokens: int = 0) -> "HostStore":
-        """Make an empty store for the tokens of `store`, or for `num_tokens`, with a budget of its own."""
-        entry_tokens = store.keys.entry_tokens
-        shape = store.shape._replace(device=torch.device("cpu"))
-        return HostStore(
+    def like(cls, segment: Segment, num_tokens: int = 0) -> "BlockSegment":
+        """Make an empty segment for the entries of `segment`, or for `num_tokens`, with a budget of its own."""
+        entry_tokens = segment.keys.entry_tokens
+        shape = segment.shape._replace(device=torch.device("cpu"))
+        return BlockSegment(
             shape,
-            InitialCapacity(0, max(num_tokens, store.num_tokens)),
+            InitialCapacity(0, max(num_tokens, segment.num_tokens)),
             HostBudget(1, entry_tokens),
             entry_tokens == GRANULE,
         )
 
-    def __deepcopy__(self, memo: dict) -> "HostStore":
+    def __deepcopy__(self, memo: dict) -> "BlockSegment":
         return self._duplicate(memo)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states and return all, copied out of the blocks unless there are no others."""
         only_these = self.num_tokens == 0
         self.extend(keys, values)
         return (keys, values) if only_these else self.read()
-
-    def read_from(self, start: int) -> Pair:
-        self.wait_for_copies()
-        return self.read_range(start, self.num_tokens)
-
-    def extend_to(self, sequence_tokens: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store this shard's part of new states; the sequence then has `sequence_tokens`."""
-        start = sequence_tokens - keys.shape[2]
-        self.extend(*(self.layout.shard.part(states, start) for states in (keys, values)))
-
-    def truncate_to(self, sequence_tokens: int) -> None:
-        """Keep this shard's part of the first `sequence_tokens`."""
-        self.truncate(self.layout.shard.tokens(sequence_tokens))
-
-    def expect(self, sequence_tokens: int, quantized_blocks: int) -> None:
-        """Make rows for this shard's part of `sequence_tokens`; none are quantized."""
-        self.make_rows(self.layout.shard.tokens(sequence_tokens))
-
-    def pieces(self, size: int, cut: int) -> Iterator[tuple[int, Pair]]:
-        """Yield pieces of about `size` tokens, copied out of the blocks, with the first token of each."""
-        for start, end in ranges(0, self.num_tokens, size, cut):
-            yield start, self.read_range(start, end)
-
-    def block_keys(self, first: int, last: int) -> torch.Tensor:
-        """Return keys of some blocks, `[batch, num_kv_heads, tokens, key_dim]`; call `wait_for_copies` first."""
-        return self.keys.read_range(first * GRANULE, last * GRANULE)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return writable views of keys and values in whole rows, as they are stored; call `wait_for_copies` first."""
