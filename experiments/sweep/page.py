@@ -173,13 +173,15 @@ def _environment(found: list[dict[str, Any]]) -> str:
     dates = sorted(environment["date"][:10] for environment in environments)
     models = ", ".join(sorted({record["cell"]["model"] for record in found}))
     middle = rates[len(rates) // 2] / 1e9
+    has_synthetic = any(record["cell"]["prefill"] == "synthetic" for record in found)
     return (
         f"{last['cpu']}, {last['cores']} cores, {last['threads']} threads, {last['memory_bytes'] / GIB:.0f} GiB, read "
         f"at {middle:.1f} GB/s (median of the cells, {rates[0] / 1e9:.1f} to {rates[-1] / 1e9:.1f}); GPU: "
         f"{last['gpu'] or 'none'}. {models}; torch {last['versions']['torch']}, transformers "
         f"{last['versions']['transformers']}; {dates[0]} to {dates[-1]}. Cells run one after the other, so the speed "
         "of a shared machine drifts between them: small differences mean nothing. How many times as fast ours are, "
-        "with both taking turns, is in [the results](../docs/results.md). Long contexts have a synthetic prefill.\n"
+        "with both taking turns, is in [the results](../docs/results.md)."
+        + (" Long contexts have a synthetic prefill.\n" if has_synthetic else " All prompts are real.\n")
     )
 
 
