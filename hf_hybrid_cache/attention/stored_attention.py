@@ -73,7 +73,7 @@ class StoredAttention:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         return (
             isinstance(store, LayerStore)
-            and store.segments == [store.full]
+            and store.has_one_segment
             and isinstance(store.full, BlockSegment)
             and store.streamed is None
             and store.layout.shard.is_all

@@ -26,7 +26,7 @@ def as_exceptions() -> Iterator[None]:
     """
     Let Ctrl-C raise `KeyboardInterrupt` meanwhile, also where it meets a destructor.
 
-    An object that Ctrl-C left half-made says nothing when it goes.
+    An object that Ctrl-C left half-made says nothing when it goes: no `AttributeError` of a destructor is reported.
     """
     report = sys.unraisablehook
 

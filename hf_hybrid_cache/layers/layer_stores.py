@@ -227,7 +227,7 @@ class LayerStores:
 
         On a device they can share tokens in full precision that are in one place, streamed or resident.
         """
-        has_one_place = on_cpu or store.segments == [store.full]
+        has_one_place = on_cpu or store.has_one_segment
         is_shared_out = self.peers is not None or self.cpu_fraction is not None
         if not has_one_place or is_shared_out or self.needs_states or self.attention.is_declined:
             return False

@@ -88,7 +88,7 @@ class Arrival(NamedTuple):
             return self._replace(bulk=nothing, moves=False, kept=full.num_tokens, recent=self.bulk)
         if not quantized.is_chosen:
             choose_codec(store, keys, values)
-        if not quantized.num_blocks:
+        if not quantized.num_blocks:  # something may have ended the choice before it did so
             quantized.fit()
         # The sinks are followed by the other tokens in full precision so far, and then by the new ones.
         first, num_full = store.sink_tokens, full.num_tokens

@@ -107,6 +107,11 @@ class LayerStore(KVStore):
         return [segment for segment in (self.on_device, self.full, packed) if segment is not None]
 
     @property
+    def has_one_segment(self) -> bool:
+        """Whether all tokens are in one segment, so that nothing is put together."""
+        return self.quantized is None and self.on_device is None
+
+    @property
     def bulk(self) -> Segment:
         """The segment that grows with the sequence, which is streamed if any is."""
         return self.full if self.quantized is None else self.quantized.packed
@@ -167,7 +172,7 @@ class LayerStore(KVStore):
         """Store new states and return all, put together; return the new ones as they are if there are no others."""
         self.take_pending()
         only_these, num_tokens = self.num_tokens == 0, self.num_tokens + keys.shape[2]
-        if self.on_device is None and self.quantized is None:
+        if self.has_one_segment:
             self.is_staged = True
             with self._shortened_after_errors(self.full):
                 everything = self.full.append(*self._own_part(keys, values))
@@ -240,7 +245,7 @@ class LayerStore(KVStore):
 
     def read(self) -> Pair:
         self.take_pending()  # a shard has fewer tokens afterwards
-        if self.on_device is None and self.quantized is None:
+        if self.has_one_segment:
             return self.full.read()
         if self.on_device is not None and not self.middle_tokens:
             return self.on_device.read()
@@ -373,7 +378,7 @@ class LayerStore(KVStore):
         self._release_scratch()
 
     def _release_scratch(self) -> None:
-        if len(self.segments) > 1:  # others put no states together
+        if not self.has_one_segment:
             self._scratch.release()
 
     def _own_part(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
@@ -384,9 +389,10 @@ class LayerStore(KVStore):
         self, keys: torch.Tensor, values: torch.Tensor, add_to_bulk: Callable[[], _Add], in_any_case: bool
     ) -> None:
         """
-        Store new states; what goes to the bulk segment is added by `add_to_bulk`.
+        Store new states; what goes to the bulk segment is added by what `add_to_bulk` returns.
 
-        It is called `in_any_case`, even if nothing goes there.
+        It is added `in_any_case`, even if nothing goes there. `add_to_bulk` is asked late, because a codec that was
+        chosen replaces the segment.
         """
         newest = self.full if self.on_device is None else self.on_device
         if newest is self.bulk:

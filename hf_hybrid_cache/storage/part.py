@@ -48,7 +48,7 @@ class Part(NamedTuple):
     @property
     def own_segment(self) -> BlockSegment | None:
         """The segment in host memory that holds these entries and no others, if there is one."""
-        return self.form if len(self.runs) == 1 and isinstance(self.form, BlockSegment) else None
+        return self.form if self._is_one_run and isinstance(self.form, BlockSegment) else None
 
     def repeated(self, repeats: int) -> "Part":
         """Return the same entries with each sequence so often, side by side."""
@@ -56,8 +56,7 @@ class Part(NamedTuple):
 
     def in_one_segment(self) -> Segment:
         """Return a segment with these entries and no others: the one that holds them, or a copy in host memory."""
-        is_whole = len(self.runs) == 1 and self.runs[0].repeats == 1
-        return self.form if is_whole else self.in_host_memory()
+        return self.form if self._is_one_run else self.in_host_memory()
 
     def in_host_memory(self) -> BlockSegment:
         """Return a segment in host memory with these entries and no others: the own one, or a copy."""
@@ -67,3 +66,7 @@ class Part(NamedTuple):
         for segment, start, end, repeats in self.runs:
             made.extend_from(segment, start, end, repeats)
         return made
+
+    @property
+    def _is_one_run(self) -> bool:
+        return len(self.runs) == 1 and self.runs[0].repeats == 1

@@ -111,7 +111,7 @@ class SharedPrefixStore(KVStore):
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states, and start the copies of states in host memory to the device."""
         self.is_staged = True
-        if self.prefix.segments == [self.prefix.streamed]:
+        if self.prefix.has_one_segment and self.prefix.streamed is not None:
             self.prefix.stage(keys[: self.prefix.shape.batch, :, :0], values[: self.prefix.shape.batch, :, :0])
         self.tails.append(keys, values)
         self._set_length(self.prefix.num_tokens + self.tails.num_tokens)

@@ -167,9 +167,11 @@ class TwoCaches:
 
     def repeat(self) -> None:
         if self.batch < 4:
+            indices = torch.arange(self.batch).repeat_interleave(2)
             self.batch *= 2
-            for cache in self.caches:
-                cache.batch_repeat_interleave(2)
+            ours, theirs = self.caches
+            ours.batch_repeat_interleave(2)
+            theirs.batch_select_indices(indices)  # one process would share a prompt, and a group copies it
 
     def select(self) -> None:
         for cache in self.caches:
