@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .decode_phase import DecodeOnCPU
     from .errors import HybridCacheError
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
-    from .layers import DeviceMemoryError, IncompleteCacheError, Placement, Selection
+    from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
+    from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
     from .saving import CacheFileError, saved_token_ids
@@ -43,14 +44,19 @@ __all__ = [
     "HybridCacheError",
     "IncompleteCacheError",
     "KVCodec",
+    "KeptPrompt",
     "KernelsDisabledError",
     "LostProcessError",
     "MemoryReport",
+    "NoCheckpointError",
     "OffloadedHybridCache",
     "OutOfStepError",
     "Placement",
+    "PrefixStore",
+    "PrefixStoreError",
     "QuantizedHybridCache",
     "QuantizedWeightsConfig",
+    "Reuse",
     "SameLogits",
     "Selection",
     "StaleHandleError",
@@ -82,7 +88,8 @@ __getattr__ = lazy_names(
         "decode_phase": ("DecodeOnCPU",),
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
-        "layers": ("DeviceMemoryError", "IncompleteCacheError", "Placement", "Selection"),
+        "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
+        "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),
         "saving": ("CacheFileError", "saved_token_ids"),

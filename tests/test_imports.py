@@ -44,6 +44,7 @@ ALLOWED = {
         "weights",
     },
     "saving": {"_version", "codecs", "errors", "layers", "processes", "saving", "storage", "torch", "transformers"},
+    "prefix_folder": {"errors", "prefix_folder"},
     "cache": {
         "attention",
         "cache",
@@ -59,6 +60,18 @@ ALLOWED = {
         "token_ids",
         "torch",
         "transformers",
+    },
+    "model_identity": {
+        "cache",
+        "codecs",
+        "errors",
+        "kernels",
+        "layers",
+        "model_identity",
+        "storage",
+        "torch",
+        "transformers",
+        "weights",
     },
     "prompt_reading": {
         "cache",
@@ -95,6 +108,8 @@ ALLOWED = {
         "other_processes",
         "planning",
         "prefill_chunks",
+        "prefix_folder",
+        "prefix_store",
         "processes",
         "prompt_reading",
         "saving",
@@ -107,13 +122,22 @@ ALLOWED = {
 WATCHED = {"torch", "transformers", "numba", "triton"}
 
 
-# Rooms of the kernels, and those of them that each may import.
-KERNEL_ROOMS = {
-    "vector": {"vector"},
-    "quantized": {"quantized", "vector"},
-    "attention": {"attention", "quantized", "vector"},
-    "selection": {"attention", "quantized", "selection", "vector"},
-    "weights": {"quantized", "vector", "weights"},
+# Rooms within a room, and those of them that each may import.
+INNER = {
+    "kernels": {
+        "vector": {"vector"},
+        "quantized": {"quantized", "vector"},
+        "attention": {"attention", "quantized", "vector"},
+        "selection": {"attention", "quantized", "selection", "vector"},
+        "weights": {"quantized", "vector", "weights"},
+    },
+    "storage": {
+        "memory": {"memory"},
+        "buffers": {"buffers", "memory"},
+        "segments": {"buffers", "memory", "segments"},
+        "streaming": {"buffers", "memory", "segments", "streaming"},
+        "stores": {"buffers", "memory", "segments", "stores", "streaming"},
+    },
 }
 
 
@@ -159,17 +183,21 @@ def test_package_when_importing_then_imports_only_lower_ones(room: str):
         assert imported <= ALLOWED[room], f"{path.name} imports {imported - ALLOWED[room]}"
 
 
-@pytest.mark.parametrize("room", KERNEL_ROOMS)
-def test_kernel_package_when_importing_then_imports_only_lower_ones(room: str):
-    for path in (PACKAGE / "kernels" / room).glob("*.py"):
+@pytest.mark.parametrize(("outer", "room"), [(outer, room) for outer in INNER for room in INNER[outer]])
+def test_inner_package_when_importing_then_imports_only_lower_ones(outer: str, room: str):
+    rooms = INNER[outer]
+    assert rooms.keys() == {path.parent.name for path in (PACKAGE / outer).glob("*/__init__.py")}
+    for path in (PACKAGE / outer / room).glob("*.py"):
         modules = [module.split(".") for module in imported_modules(path)]
-        imported = {parts[2] for parts in modules if parts[:2] == [PACKAGE.name, "kernels"] and len(parts) > 3}
-        assert imported & KERNEL_ROOMS.keys() <= KERNEL_ROOMS[room], f"{path.name} imports {imported}"
+        imported = {parts[2] for parts in modules if parts[:2] == [PACKAGE.name, outer] and len(parts) > 3}
+        assert imported & rooms.keys() <= rooms[room], f"{path.name} imports {imported}"
 
 
-@pytest.mark.parametrize("room", ["cache", "decode_phase", "planning", "storage", "weights"])
+@pytest.mark.parametrize(
+    "room", ["cache", "decode_phase", "model_identity", "planning", "prefix_folder", "storage", "weights"]
+)
 def test_modules_when_importing_then_have_no_cycle(room: str):
-    paths = {f"{PACKAGE.name}.{room}.{path.stem}": path for path in (PACKAGE / room).glob("*.py")}
+    paths = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in modules_of(room)}
     imports = {
         module: {other for name in imported_modules(path, False) for other in (name, name.rpartition(".")[0])}
         & paths.keys()
@@ -187,6 +215,7 @@ FOR_EXPERIMENTS = {
     "cache_argument",
     "jobs",
     "kernels.integer_kernels",  # to measure both ways
+    "model_identity",
     "models",
     "models.random_weights",
     "planning",
@@ -198,6 +227,7 @@ FOR_EXPERIMENTS = {
     "planning.plans",
     "planning.sizes",
     "planning.prediction",
+    "prefix_folder",
     "storage",
     "user_folder",
     "weights",

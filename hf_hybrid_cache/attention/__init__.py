@@ -2,7 +2,7 @@
 
 from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
-from .host_kernel import compile_kernels
+from .host_kernel import MAX_QUERIES, compile_kernels
 from .key_index import KeyIndex
 from .layer_selection import LayerSelection
 from .observed_keys import observed
@@ -10,6 +10,7 @@ from .quantized_attention import QuantizedAttention, has_quantized_kernel
 from .stored_attention import StoredAttention
 
 __all__ = [
+    "MAX_QUERIES",
     "KeyIndex",
     "LayerSelection",
     "QuantizedAttention",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..storage.kv_store import Pair
+from ..storage import Pair
 from .merging import PartialAttention
 from .segment import AttentionSegment, Queries, rows_of_mask
 from .torch_attention import attend_by_torch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..codecs import MinMaxCodec
+from ..codecs import folded_codecs
 from ..kernels import QuantizedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
 from ..storage import GRANULE, BlockSegment, CacheStats, KVShape, LayerStore, kernel_element
 from .kernel_thread import KernelThread
@@ -206,10 +206,8 @@ def _arrays_of(store: LayerStore, num_left_out: int = 0) -> tuple[np.ndarray, np
     arrays = full.keys.array(), full.values.array()
     if store.quantized is None or store.quantized.num_blocks == num_left_out:
         return *arrays, None
-    packed, keys, values = store.bulk, store.quantized.codec.keys, store.quantized.codec.values
+    packed, (keys, values) = store.bulk, folded_codecs(store.quantized.codec)
     assert isinstance(packed, BlockSegment)
-    assert isinstance(keys, MinMaxCodec)
-    assert isinstance(values, MinMaxCodec)
     return *arrays, QuantizedBlocks(
         packed.keys.array(),
         packed.values.array(),

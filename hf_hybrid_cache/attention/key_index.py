@@ -111,10 +111,8 @@ class KeyIndex:
         blocks, self._blocks = self._blocks, 0
         yield
         if self._packed is not None:
-            packed = self._packed.select_batch(indices, blocks)
-            assert isinstance(packed, PackedBuffer)
-            self._packed, self._blocks = packed, blocks
-            self._budget.note(self, self._approved_blocks, packed.bytes_per_token)
+            self._packed, self._blocks = self._packed.select_batch(indices, blocks), blocks
+            self._budget.note(self, self._approved_blocks, self._packed.bytes_per_token)
 
     def clear(self) -> None:
         """Give the memory back."""

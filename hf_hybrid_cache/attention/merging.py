@@ -7,6 +7,7 @@ https://arxiv.org/abs/2205.14135).
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -81,3 +82,19 @@ class MergedAttention:
             weight.masked_fill_(last.lse.isneginf(), 0)
         dtype = widest(self.partial.out, last.out)
         return self.partial.out.to(dtype).lerp_(last.out.to(dtype), weight.unsqueeze(-1).to(dtype))
+
+
+def merged_in_place(first: PartialAttention, last: PartialAttention) -> torch.Tensor:
+    """
+    Return the output of two segments on the CPU; both outputs are overwritten.
+
+    The bits of a row depend on that row alone. Those of torch's exponentials depend on where in a tensor a number is:
+    the last numbers of a thread do not fill a vector, and are computed in another way.
+    """
+    with np.errstate(all="ignore"):
+        ratio = np.exp(last.lse.numpy() - first.lse.numpy())
+        weights = 1 / (1 + ratio), 1 / (1 + 1 / ratio)
+    for (out, lse), weight in zip((first, last), weights, strict=True):
+        weight[np.isneginf(lse.numpy())] = 0  # no token of the segment is seen
+        out.mul_(torch.from_numpy(weight).unsqueeze(-1))
+    return first.out.add_(last.out)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..codecs import MinMaxCodec, as_written, is_foldable, map_to_states
+from ..codecs import as_written, folded_codecs, is_foldable, map_to_states
 from ..device_kernels import LONGEST_HEAD, Codes, attend_in_splits, merged, runs_on
 from ..storage import KVCodec, KVShape, LayerStore, Store
 from .layer_selection import LayerSelection
@@ -53,7 +53,7 @@ class QuantizedAttention:
 
         Arguments and result are those of `StoredAttention`; the query and what is stored are on one device.
         """
-        assert isinstance(store, LayerStore)
+        assert not store.is_continued
         assert store.on_device is None
         assert not are_causal
         if store.wants_queries:
@@ -62,16 +62,15 @@ class QuantizedAttention:
         assert store.quantized is not None
         (keys, values), packed = store.full.read(), store.bulk.read()
         codec, shape = store.quantized.codec, store.shape
-        assert isinstance(codec.keys, MinMaxCodec)
-        assert isinstance(codec.values, MinMaxCodec)
+        of_keys, of_values = folded_codecs(codec)
         self._follow(codec, store)
         batch, query_heads, length, key_dim = query.shape
         rows = query.reshape(batch, query_heads // group, group * length, key_dim)
         codes = Codes(
             *packed,
             min(store.num_tokens, store.sink_tokens),
-            codec.keys.layout(key_dim),
-            codec.values.layout(shape.value_dim),
+            of_keys.layout(key_dim),
+            of_values.layout(shape.value_dim),
         )
         scale = key_dim**-0.5 if scale is None else scale
         parts = attend_in_splits(rows, self._turned(rows), keys, values, codes, length, mask, scale)
@@ -97,10 +96,9 @@ class QuantizedAttention:
         device = store.shape.device
         if self._codec is codec and self._device == device:
             return
-        assert isinstance(codec.keys, MinMaxCodec)
-        assert isinstance(codec.values, MinMaxCodec)
-        of_keys = map_to_states(codec.keys, store.shape.key_dim)
-        of_values = map_to_states(codec.values, store.shape.value_dim)
+        keys, values = folded_codecs(codec)
+        of_keys = map_to_states(keys, store.shape.key_dim)
+        of_values = map_to_states(values, store.shape.value_dim)
         # A product with a mapped key is one of the key with the query mapped by the transpose.
         self._query_map = None if of_keys is None else of_keys.mT.contiguous().to(device)
         self._result_map = None if of_values is None else of_values.to(device)

@@ -12,6 +12,7 @@ from ..kernels import compile_in_background
 from ..storage import (
     BlockSegment,
     CacheStats,
+    ChunkStore,
     KVCodec,
     KVShape,
     LayerStore,
@@ -23,6 +24,7 @@ from ..storage import (
 from .device_segment import DeviceSegment
 from .host_kernel import HostKernel, has_kernel_for_many
 from .host_segment import HostSegment
+from .later_chunks import attend_to_later_chunk, is_later_chunk
 from .layer_selection import LayerSelection
 from .masks import LastMask
 from .merging import MergedAttention
@@ -72,7 +74,7 @@ class StoredAttention:
     def takes_prompts(self, store: Store) -> bool:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         return (
-            isinstance(store, LayerStore)
+            not store.is_continued
             and store.has_one_segment
             and isinstance(store.full, BlockSegment)
             and store.streamed is None
@@ -114,7 +116,11 @@ class StoredAttention:
         if store.wants_queries:
             store.observe(query)
         queries = Queries(query, group, scale, are_causal)
-        if isinstance(store, SharedPrefixStore):
+        if isinstance(store, ChunkStore) and store.tokens_before:
+            if is_later_chunk(store, query.shape[2]):
+                return attend_to_later_chunk(queries, mask, store, self._kernel)
+            store = store.stored
+        if store.is_continued:
             segments = self._segments_of_continuations(store, queries, mask, selection)
         else:
             segments = self._segments_of(store, queries, mask, selection, self._kernel)

@@ -1,14 +1,17 @@
 """The caches that `generate` takes."""
 
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from .hybrid_cache import HybridCache, MemoryReport
+from .contents import Contents
+from .hybrid_cache import HybridCache, MemoryReport, contents_of
 from .same_logits import SameLogits
 
 __all__ = [
+    "Contents",
     "DynamicHybridCache",
     "HybridCache",
     "MemoryReport",
     "OffloadedHybridCache",
     "QuantizedHybridCache",
     "SameLogits",
+    "contents_of",
 ]

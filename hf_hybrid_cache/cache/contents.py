@@ -7,6 +7,7 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin
 
 from ..layers import HybridLayer, LayerStores, forget_states_of
+from .checkpoints import Checkpoints
 
 
 class Contents:
@@ -18,10 +19,12 @@ class Contents:
         stores: where ours get their stores.
         ours: layers of full attention.
         of_text: layers of attention by index, without those that store images.
+        checkpoints: of the layers, at lengths that the cache can go back to.
     """
 
     def __init__(self, layers: list[Any], stores: LayerStores):
         self.layers, self.stores = layers, stores
+        self.checkpoints = Checkpoints(layers)
         self.ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
         of_images = getattr(stores.config, "cross_attention_layers", None) or ()
         self.of_text = {

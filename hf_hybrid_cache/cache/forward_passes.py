@@ -111,6 +111,11 @@ class ForwardPasses:
                 "config that has the number of layers in num_hidden_layers."
             )
 
+    def note_put_back(self) -> None:
+        """Note that all layers are what they were at a checkpoint, whatever the last pass has reached."""
+        if self._is_unfinished:
+            self.reset()
+
     def take_back(self) -> bool:
         """
         Remove tokens that not all layers hold; return `False` if all of them would have to go, and nothing has changed.
@@ -125,9 +130,11 @@ class ForwardPasses:
             return True
         theirs = [layer for layer in self._contents.layers if not isinstance(layer, HybridLayer)]
         if others := {type(layer).__name__ for layer in theirs if list(tensors_of(layer))}:
+            lengths = ", ".join(f"{length:,}" for length in self._contents.checkpoints.lengths)
+            way_out = f"cache.go_back(n) to a checkpoint ({lengths}), or cache.reset()" if lengths else "cache.reset()"
             raise IncompleteCacheError(
                 f"An error or an interruption ended a forward pass half-way, and layers of type "
-                f"{', '.join(sorted(others))} cannot go back. Call cache.reset(), or use a new cache."
+                f"{', '.join(sorted(others))} cannot go back. Call {way_out}, or use a new cache."
             )
         for layer in self._contents.ours:
             if layer.get_seq_length() == longer:

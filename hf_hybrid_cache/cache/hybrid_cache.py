@@ -10,15 +10,25 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..attention import outside_of_graphs
-from ..layers import HybridLayer, Placement, Selection, batch_of, checked_count, follow, repeat_sequences_of
+from ..layers import (
+    HybridLayer,
+    Placement,
+    Selection,
+    batch_of,
+    checked_count,
+    follow,
+    repeat_sequences_of,
+    select_sequences_of,
+)
 from ..planning.plans import choose
 from ..planning.prediction import Strategy
 from ..planning.sizes import parse_bytes
 from ..processes import Peers
-from ..saving import CacheFileError, traits_of
+from ..saving import CacheFileError, Checkpoint, traits_of
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
 from ..token_ids import TokenIds
 from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
+from .contents import Contents
 from .files import opened_for, save
 from .forward_passes import ForwardPasses
 from .memory import MemoryReport, advised, measured, require_room_for_copies
@@ -188,8 +198,9 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         Keep what is stored in a file, a safetensors file with a checksum for each layer.
 
         It is written beside `path` and takes its place when it is complete; what was there stays until then. States
-        that are on a device pass through host memory layer by layer. Where processes keep a share each all of them
-        call it, and the first one writes what one process would have written.
+        that are on a device pass through host memory layer by layer. Where processes keep a shard each all of them
+        call it, and the first one writes the whole file. It is that of one process, but for sequences that were
+        repeated: one process may share their first blocks, and writes these once; a group copies them.
 
         Args:
             path: of the file, in a folder that exists.
@@ -292,6 +303,11 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         return self._stores.codecs
 
     @property
+    def asked_codecs(self) -> dict[int, KVCodec]:
+        """The codecs of quantized layers as this cache was made with them, by index in the model."""
+        return self._stores.asked_codecs
+
+    @property
     def group(self) -> "ProcessGroup | None":
         """The group of processes that keep a share each; `None` where there is one process."""
         return None if self._stores.peers is None else self._stores.peers.group
@@ -307,7 +323,7 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         return self._stores.stats
 
     def memory(self) -> MemoryReport:
-        """Measure the bytes that the cache holds now, layers of transformers' own included."""
+        """Measure the bytes that the cache holds now, layers of transformers' own and checkpoints included."""
         return measured(self._contents)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -388,18 +404,114 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens and give their memory back; the cache can be used again."""
+        """Forget all tokens and checkpoints and give their memory back; the cache can be used again."""
+        self._contents.checkpoints.drop_after(0)  # first: after an interruption other tokens may come
         super().reset()
         self._contents.forget()
         self._passes.reset()
         self._prompts.token_ids = None
         self.stats.clear()
 
+    def checkpoint(self) -> None:
+        """
+        Keep what layers will forget of the stored tokens, so that `crop` and `go_back` can return to this length.
+
+        That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
+        layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
+        follow a change of sequences, are dropped by `reset` and by going back beyond them, and are not kept in files.
+
+        Raises:
+            ValueError: nothing is stored, or several processes keep shares of quantized layers.
+            IncompleteCacheError: something ended a change of the cache half-way.
+
+        Example:
+            >>> prefill(model, document_ids, cache)
+            >>> cache.checkpoint()
+            >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache)
+            >>> cache.go_back(document_ids.shape[1])
+        """
+        self._passes.require_complete()
+        self._contents.require_whole()
+        num_tokens = self._contents.num_tokens
+        if not num_tokens:
+            raise ValueError("There is nothing to keep: the cache holds no tokens. Read a prompt into it first.")
+        if self._stores.peers is not None and self._stores.codecs:
+            raise ValueError(
+                "Several processes keep shares of quantized layers, of which there are no checkpoints. Use a cache in "
+                "full precision, or keep a file with cache.save."
+            )
+        with torch.inference_mode(False):
+            self._contents.checkpoints.take(num_tokens)
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """The lengths at which there are checkpoints, in order."""
+        return self._contents.checkpoints.lengths
+
+    def drop_checkpoint(self, num_tokens: int) -> None:
+        """Forget the checkpoint at a length, if there is one, and give its memory back."""
+        self._contents.checkpoints.drop(num_tokens)
+
+    def go_back(self, num_tokens: int) -> int:
+        """
+        Go back to the first `num_tokens`, or to the last checkpoint before them where not all layers can be cropped.
+
+        The next `generate` with the whole prompt computes what lies between.
+
+        Returns:
+            The tokens that are stored now, at most `num_tokens`.
+
+        Raises:
+            ValueError: `num_tokens` is not from 0 to the stored tokens.
+            NoCheckpointError: a layer cannot be cropped, and there is no checkpoint.
+            IncompleteCacheError: something ended a change of the cache half-way.
+        """
+        self._contents.require_whole()
+        held, checkpoints = self._contents.num_tokens, self._contents.checkpoints
+        if not 0 <= num_tokens <= held:
+            raise ValueError(f"go_back({num_tokens}) takes a length from 0 to the {held:,} tokens that are stored.")
+        checkpoint = checkpoints.last(num_tokens)
+        if num_tokens < held and not checkpoints.can_crop(num_tokens, held):
+            if checkpoint is None:
+                checkpoints.refuse(num_tokens, held)
+            num_tokens = checkpoint.num_tokens
+        if checkpoint is not None and checkpoint.num_tokens == num_tokens:
+            self._put_back(checkpoint)
+        elif num_tokens < held:
+            self.crop(num_tokens - held)
+        return num_tokens
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of each sequence, or all if there are not that many."""
+        """
+        Remove the last `-tokens_to_remove` tokens of each sequence, exactly, or all if there are not that many.
+
+        Where there is a checkpoint at the length that is left, all layers are what they were then, to the bit.
+
+        Raises:
+            NoCheckpointError: a layer of transformers' own has forgotten what it held then, and there is no checkpoint
+                at that length. Nothing has changed; `go_back` goes to the last checkpoint before it.
+        """
+        checkpoints, tokens_to_remove = self._contents.checkpoints, int(tokens_to_remove)
+        if tokens_to_remove < 0:
+            held = self._contents.num_tokens
+            left = max(0, held + tokens_to_remove)
+            checkpoint = checkpoints.at(left)
+            if checkpoint is not None:
+                self._put_back(checkpoint)
+                return
+            if not checkpoints.can_crop(left, held):
+                checkpoints.refuse(left, held)
+            checkpoints.drop_after(left)
         super().crop(tokens_to_remove)
-        if self._prompts.token_ids is not None:
-            self._prompts.token_ids = self._prompts.token_ids[:, : self._contents.num_tokens]
+        self._prompts.keep_stored()
+
+    def _put_back(self, checkpoint: Checkpoint) -> None:
+        """Make all layers what they were when the checkpoint was taken."""
+        self._contents.checkpoints.drop_after(checkpoint.num_tokens)
+        with self._contents.changing("crop"), torch.inference_mode(False):
+            checkpoint.put_back(self.layers)
+        self._passes.note_put_back()
+        self._prompts.keep_stored()
 
     def require_prefix(self, token_ids: torch.Tensor) -> None:
         """
@@ -431,12 +543,18 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         self._prompts.token_ids = None
         with self._contents.changing("reorder_cache"):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            self._contents.checkpoints.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
         self._prompts.token_ids = None
         with self._contents.changing("batch_select_indices"):
-            super().batch_select_indices(indices)
+            for layer in self.layers:
+                if isinstance(layer, HybridLayer):
+                    layer.batch_select_indices(indices)
+                else:
+                    select_sequences_of(layer, indices)
+            self._contents.checkpoints.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """
@@ -453,7 +571,11 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             require_room_for_copies(self._contents, repeats, copied, are_shared=True)
         with self._contents.changing("batch_repeat_interleave"):
             for layer in self.layers:
-                repeat_sequences_of(layer, repeats)
+                if isinstance(layer, HybridLayer):
+                    layer.batch_repeat_interleave(repeats)
+                else:
+                    repeat_sequences_of(layer, repeats)
+            self._contents.checkpoints.repeat(repeats)
         if self._prompts.token_ids is not None:
             self._prompts.token_ids = self._prompts.token_ids.repeat_interleave(repeats, dim=0)
 
@@ -470,3 +592,8 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             f"A {type(self).__name__} cannot be pickled, or copied without what it holds: use cache.save(path) and "
             "HybridCache.load(path, model.config) to keep it, copy.deepcopy(cache) for a copy."
         )
+
+
+def contents_of(cache: HybridCache) -> Contents:
+    """Return the layers of a cache, and what their stores share, for rooms that keep them."""
+    return cache._contents

@@ -34,9 +34,10 @@ class MemoryReport:
 
 
 def measured(contents: Contents) -> MemoryReport:
-    """Measure the bytes that a cache holds, layers of transformers' own included."""
+    """Measure the bytes that a cache holds, layers of transformers' own and checkpoints included."""
     sizes = {"host": 0, "device": 0}
-    for device, num_bytes in _buffers(contents.stores, contents.layers):
+    kept = ((tensor.device, tensor.nbytes) for tensor in contents.checkpoints.tensors())
+    for device, num_bytes in (*_buffers(contents.stores, contents.layers), *kept):
         sizes["host" if device.type == "cpu" else "device"] += num_bytes
     return MemoryReport(sizes["device"], sizes["host"], contents.num_tokens)
 

@@ -22,7 +22,8 @@ def move(contents: Contents, *args: Any, **kwargs: Any) -> None:
         raise ValueError("Keys and values cannot be moved to meta, which holds nothing. Use cache.reset().")
     if device is not None:
         device = torch.empty(0, device=device).device  # with its index, as the states of the model have it
-    before = [(layer, *place) for layer in contents.layers if (place := _place_of(layer)) is not None]
+    layers = (*contents.layers, *contents.checkpoints.stock_layers())
+    before = [(layer, *place) for layer in layers if (place := _place_of(layer)) is not None]
     try:
         for layer, held_on, _ in before:
             _move(layer, device or held_on, dtype)

@@ -81,6 +81,11 @@ class Prompts:
                 "(counted from 0). Pass the whole conversation as the prompt, or use a new cache, or cache.reset()."
             )
 
+    def keep_stored(self) -> None:
+        """Forget the tokens after those that are stored, which others may follow."""
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[:, : self._contents.num_tokens]
+
     def note_tokens(self, token_ids: torch.Tensor | None) -> None:
         """Note which tokens a generation has computed; warn if it left the cache empty, and no warning told why."""
         self.token_ids = None if token_ids is None else token_ids.detach().to("cpu", torch.long)

@@ -98,6 +98,8 @@ def exit_codes(notes: Console) -> Iterator[None]:
     from ..jobs import JobsError
     from ..models import ModelLoadError
     from ..planning import CostError, PlanError
+    from ..prefix_folder import NodeFileError, NodeInUseError, PrefixFolderError
+    from ..prefix_store import PrefixStoreError
     from ..processes import LostProcessError, OutOfStepError
     from ..saving import CacheFileError
     from .runs.prompts import PromptError
@@ -115,6 +117,10 @@ def exit_codes(notes: Console) -> Iterator[None]:
         PlanError,
         CacheFileError,
         JobsError,
+        PrefixStoreError,
+        PrefixFolderError,
+        NodeFileError,
+        NodeInUseError,
         LostProcessError,
         OutOfStepError,
     ) as error:

@@ -1,6 +1,7 @@
 """Options that several subcommands declare, and `run_on_node`, which binds the process before torch is imported."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,6 +48,15 @@ ExpertBits = Annotated[
 ]
 PrefillChunkSize = Annotated[
     int, typer.Option(min=1, help="Tokens of the prompt per forward pass.", rich_help_panel=MACHINE)
+]
+Keep = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Keep what is read in this folder, and take from it what was read before; it is made if there is none. "
+        "Forward passes of a prompt have their default size then.",
+        rich_help_panel=DOCUMENT,
+    ),
 ]
 Temperature = Annotated[
     float,

@@ -2,7 +2,7 @@
 
 from .channel_scaling import ChannelScaling
 from .description import describe, described_codec, weights_of
-from .folding import is_foldable, map_to_states
+from .folding import folded_codecs, is_foldable, map_to_states
 from .minmax import MinMaxCodec, Rotate, minmax
 from .precision import as_written
 from .quanto import quanto
@@ -14,6 +14,7 @@ __all__ = [
     "as_written",
     "describe",
     "described_codec",
+    "folded_codecs",
     "is_foldable",
     "map_to_states",
     "minmax",

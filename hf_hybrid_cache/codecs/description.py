@@ -8,7 +8,7 @@ import torch
 
 from ..storage import KVCodec
 from .channel_scaling import ChannelScaling
-from .minmax import MinMaxCodec, minmax
+from .minmax import minmax, minmax_codecs
 from .quanto import QuantoCodec, quanto
 
 _MAKERS: dict[str, Callable[..., KVCodec]] = {"minmax": minmax, "quanto": quanto}
@@ -21,9 +21,9 @@ def describe(codec: KVCodec) -> dict[str, Any]:
     Raises:
         ValueError: none of them does.
     """
-    keys, values = codec.keys, codec.values
     tree: dict[str, Any] = {}
-    if isinstance(keys, MinMaxCodec) and isinstance(values, MinMaxCodec):
+    if (both := minmax_codecs(codec)) is not None:
+        keys, values = both
         tree = {
             "name": "minmax",
             "bits": [keys.bits, values.bits],
@@ -32,8 +32,8 @@ def describe(codec: KVCodec) -> dict[str, Any]:
             "rotate": keys.is_rotated if codec.is_fitted else "auto",
             "auto_bits": codec.auto_bits,
         }
-    elif isinstance(keys, QuantoCodec):
-        tree = {"name": "quanto", "bits": keys.bits, "sink_tokens": codec.sink_tokens}
+    elif isinstance(codec.keys, QuantoCodec):
+        tree = {"name": "quanto", "bits": codec.keys.bits, "sink_tokens": codec.sink_tokens}
     if not tree or described_codec(tree, weights_of(codec)) != codec:
         raise ValueError(f"There is no way to describe {codec}: only what {' and '.join(_MAKERS)} make can be saved.")
     return tree
@@ -41,11 +41,11 @@ def describe(codec: KVCodec) -> dict[str, Any]:
 
 def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
     """Return the channel scaling of keys and values, float32, by name; empty where channels are not scaled."""
-    found = {}
-    for role, each in (("keys", codec.keys), ("values", codec.values)):
-        if isinstance(each, MinMaxCodec) and each.channel_scaling is not None:
-            found[role] = each.channel_scaling.weights
-    return found
+    both = minmax_codecs(codec)
+    if both is None:
+        return {}
+    scalings = {role: each.channel_scaling for role, each in zip(("keys", "values"), both, strict=True)}
+    return {role: scaling.weights for role, scaling in scalings.items() if scaling is not None}
 
 
 def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> KVCodec:

@@ -3,23 +3,31 @@
 import torch
 
 from ..storage import KVCodec
-from .minmax import MinMaxCodec
+from .minmax import MinMaxCodec, minmax_codecs
 from .precision import as_written
 from .torch_quantization import rotated
 
 
 def is_foldable(codec: KVCodec) -> bool:
     """Whether kernels attend to blocks that are quantized like this."""
-    keys, values = codec.keys, codec.values
+    both = minmax_codecs(codec)
+    if both is None:
+        return False
+    keys, values = both
     # Scales of channels fold into the query, scales of tokens into the weights.
     return (
-        isinstance(keys, MinMaxCodec)
-        and keys.per_channel
-        and isinstance(values, MinMaxCodec)
+        keys.per_channel
         and not values.per_channel
         and (keys.channel_scaling is None or not keys.channel_scaling.is_matrix)
         and (values.channel_scaling is None or values.channel_scaling.is_matrix)
     )
+
+
+def folded_codecs(codec: KVCodec) -> tuple[MinMaxCodec, MinMaxCodec]:
+    """Return the codecs of keys and values of a codec that `is_foldable`."""
+    both = minmax_codecs(codec)
+    assert both is not None
+    return both
 
 
 def map_to_states(codec: MinMaxCodec, head_dim: int) -> torch.Tensor | None:

@@ -138,6 +138,12 @@ class MinMaxCodec(Codec):
             states[:, :, start * GRANULE : (start + step) * GRANULE] = numbers
 
 
+def minmax_codecs(codec: KVCodec) -> tuple[MinMaxCodec, MinMaxCodec] | None:
+    """Return the codecs of keys and values if both are of this form."""
+    keys, values = codec.keys, codec.values
+    return (keys, values) if isinstance(keys, MinMaxCodec) and isinstance(values, MinMaxCodec) else None
+
+
 def minmax(
     bits: int | tuple[int, int] = 4,
     group_size: int = GRANULE,

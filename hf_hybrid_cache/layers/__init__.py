@@ -1,16 +1,21 @@
 """One layer of a cache, which joins storage, codecs and attention as its placement says."""
 
-from .errors import DeviceMemoryError, IncompleteCacheError
+from .errors import DeviceMemoryError, IncompleteCacheError, NoCheckpointError
 from .hybrid_layer import HybridLayer
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .placement import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .selection import Selection
 from .stock_layers import (
     batch_of,
+    can_be_cropped,
+    copy_of,
     follow,
     forget_states_of,
     move_tensors_of,
+    num_sequences_of,
+    put_back,
     repeat_sequences_of,
+    select_sequences_of,
     tensors_of,
 )
 
@@ -21,13 +26,19 @@ __all__ = [
     "HybridLayer",
     "IncompleteCacheError",
     "LayerStores",
+    "NoCheckpointError",
     "Placement",
     "Selection",
     "batch_of",
+    "can_be_cropped",
     "checked_count",
+    "copy_of",
     "follow",
     "forget_states_of",
     "move_tensors_of",
+    "num_sequences_of",
+    "put_back",
     "repeat_sequences_of",
+    "select_sequences_of",
     "tensors_of",
 ]

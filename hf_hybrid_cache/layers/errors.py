@@ -11,3 +11,7 @@ class IncompleteCacheError(HybridCacheError, RuntimeError):
 
 class DeviceMemoryError(HybridCacheError, torch.OutOfMemoryError):
     """The device has no room for the keys and values of a layer; the message says what to use instead."""
+
+
+class NoCheckpointError(HybridCacheError, RuntimeError):
+    """A cache cannot go back to so many tokens; the message names the checkpoints that there are."""

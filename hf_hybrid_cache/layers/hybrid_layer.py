@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import KeyIndex, QuantizedAttention, handles_of, observed
+from ..attention import MAX_QUERIES, KeyIndex, QuantizedAttention, handles_of, observed
 from ..storage import (
     GRANULE,
     ChunkStore,
     KVShape,
     LayerStore,
     Pair,
+    RecentStates,
     SharedPrefixStore,
     Store,
     TokenBuffer,
@@ -203,6 +204,10 @@ class HybridLayer(CacheLayerMixin):
             self._stores.note_holding(watched)
         are_few = key_states.shape[2] <= _FEW_TOKENS
         as_handles = not needs_states and (store.num_tokens > 0 or self._takes_prompts(store))
+        chunk = None if needs_states else self._chunk_to_quantize(store, key_states, value_states)
+        if chunk is not None and store.num_tokens > 0:
+            store.extend(key_states, value_states)
+            return handles_of(chunk, self._stores.attention)
         if as_handles and self.is_attended_on_cpu and (are_few or store.streamed is None):
             self._store_for_cpu(store, key_states, value_states)
             return handles_of(store, self._stores.attention, self._selection)
@@ -214,35 +219,39 @@ class HybridLayer(CacheLayerMixin):
             if as_handles and are_few and self._is_attended_quantized_now(store):
                 store.stage(key_states, value_states)
                 return handles_of(store, self._quantized_attention)
-            is_long_first = store.num_tokens == 0 and not are_few
             keys, values = store.append(key_states, value_states)
-            if is_long_first and not needs_states and self._takes_prompts_to_quantize(store):
-                return handles_of(ChunkStore(store, key_states, value_states), self._stores.attention)
+            if chunk is not None:
+                return handles_of(chunk, self._stores.attention)
             return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
 
     def _is_attended_quantized_now(self, store: Store) -> bool:
         """Return whether a kernel on the device attends to all of the store, quantized as it is."""
-        in_one_place = isinstance(store, LayerStore) and store.on_device is None
+        in_one_place = not store.is_continued and store.on_device is None
         return in_one_place and self.is_attended_quantized and not self._quantized_attention.is_declined
 
     def _takes_prompts(self, store: Store) -> bool:
         """Return whether attention of the first tokens runs over the store, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
-    def _takes_prompts_to_quantize(self, store: Store) -> bool:
-        """Return whether the store is quantized, and the kernel could attend to its tokens in full precision."""
-        return (
+    def _chunk_to_quantize(self, store: Store, keys: torch.Tensor, values: torch.Tensor) -> ChunkStore | None:
+        """Return new tokens to attend to in full precision, if `store`, which takes them next, quantizes them."""
+        if store.is_continued or (store.num_tokens and not self._stores.sees_as_alone):
+            return None
+        fewest = MAX_QUERIES if store.num_tokens else _FEW_TOKENS
+        takes_chunks = (
             self.is_attended_on_cpu
-            and isinstance(store, LayerStore)
+            and keys.shape[2] > fewest
             and store.quantized is not None
+            and not store.pending_bytes
             and store.on_device is None
             and store.streamed is None
             and self._stores.peers is None
             and store.shape.device.type == "cpu"
             and self._stores.attention.has_kernel_for_many(store.shape)
         )
+        return ChunkStore(store, keys, values) if takes_chunks else None
 
     def _store_for_cpu(self, store: Store, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU to all or a part of the tokens in host memory."""
@@ -290,6 +299,23 @@ class HybridLayer(CacheLayerMixin):
             self._lent = None
             self._truncate(store, max(0, store.num_tokens + tokens_to_remove))
 
+    def recent_states(self) -> RecentStates | None:
+        """Copy the states that later tokens would quantize; `None` if the layer is not quantized, or empty."""
+        store = self._usable_store()
+        return store.recent_states() if store is not None and self._stores.is_quantized(self.layer_idx) else None
+
+    def go_back(self, num_tokens: int, recent: RecentStates | None) -> None:
+        """
+        Keep the first `num_tokens`, in full precision where they were when `recent_states` told so.
+
+        Raises:
+            HostMemoryError: host memory would not suffice.
+        """
+        self.crop((num_tokens if recent is None else recent.start) - self.get_seq_length())
+        if recent is not None and recent.keys.shape[2]:
+            assert self._store is not None
+            self._store.extend_recent(recent)
+
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """
         Move the stored states to the place where a model on `device` uses them, as `dtype` or with their type.
@@ -324,7 +350,7 @@ class HybridLayer(CacheLayerMixin):
         store = self._usable_store()
         if store is None:
             return
-        if repeats > 1 and isinstance(store, LayerStore) and self.shares_copies:
+        if repeats > 1 and not store.is_continued and self.shares_copies:
             self._lent = None
             tails = self.make_tails(repeats * store.shape.batch)
             self._adopt(SharedPrefixStore.continuing(store, tails), self.is_attended_on_cpu)
@@ -346,7 +372,8 @@ class HybridLayer(CacheLayerMixin):
             HostMemoryError: they have to be copied for each sequence, and host memory would not suffice.
         """
         store = self._store
-        assert isinstance(store, LayerStore)
+        assert store is not None
+        assert not store.is_continued
         if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
             raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
         shared = SharedPrefixStore(store, tails)
@@ -359,9 +386,9 @@ class HybridLayer(CacheLayerMixin):
     def shares_copies(self) -> bool:
         """Whether copies of a sequence share its blocks."""
         store = self._store
-        if isinstance(store, LayerStore):
-            return self._stores.can_be_continued(store, store.num_shareable, self.is_attended_on_cpu)
-        return store is not None
+        if store is None or store.is_continued:
+            return store is not None
+        return self._stores.can_be_continued(store, store.num_shareable, self.is_attended_on_cpu)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
@@ -478,7 +505,7 @@ class HybridLayer(CacheLayerMixin):
             )
 
     def _truncate(self, store: Store, num_tokens: int) -> None:
-        if isinstance(store, SharedPrefixStore) and num_tokens < store.least_tokens:
+        if store.is_continued and num_tokens < store.least_tokens:
             states = store.read_prefix(num_tokens)
             self._replace_store(store.shape, lambda new: new.extend(*states))
             return

@@ -30,7 +30,6 @@ from ..storage import (
     Shard,
     ShardedStore,
     Staging,
-    Store,
     StreamedSegment,
     can_page_lock,
     streams_for,
@@ -67,6 +66,8 @@ class LayerStores:
     Attributes:
         unfinished: the operation on all layers that ended half-way.
         recently_lent: layers that callers have read from.
+        sees_as_alone: whether each token of a quantized prompt sees the codes that it would see had the tokens come one
+            by one, so that its bits do not depend on where chunks end (`attention/later_chunks.py`).
         needs_states: whether the model's attention is neither "sdpa", which handles answer, nor "eager": then it needs
             the states.
     """
@@ -103,8 +104,9 @@ class LayerStores:
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
+        self.sees_as_alone = False
         self.needs_states = False
-        self._holding: list[Store] = []
+        self._holding: list[LayerStore] = []
         self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
@@ -118,6 +120,16 @@ class LayerStores:
     def codecs(self) -> dict[int, KVCodec]:
         """The codecs of quantized layers, by index in the model, as far as they are chosen by now."""
         return {index: choice.codec for index, choice in self._choices.items()}
+
+    def take_codecs(self, codecs: Mapping[int, KVCodec]) -> None:
+        """Let quantized layers, which are empty, have codecs that were chosen before."""
+        for index, codec in codecs.items():
+            self._choices[index].codec = codec
+
+    @property
+    def asked_codecs(self) -> dict[int, KVCodec]:
+        """The codecs of quantized layers as they were asked for, whatever is chosen by now."""
+        return {index: choice.asked_for for index, choice in self._choices.items()}
 
     def attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
         """
@@ -212,7 +224,6 @@ class LayerStores:
         full = self._full_segment(ordinal, shape, on_cpu, layout, after_prefix)
         quantized = None if choice is None else QuantizedSegment(shape, choice, PackedSegments(self, ordinal, on_cpu))
         if self.peers is not None:
-            assert isinstance(full, BlockSegment)
             return ShardedStore(shape, layout, full, scratch, quantized, self.peers, is_compared=ordinal == 0)
         if not device_tokens:
             return LayerStore(shape, layout, full, scratch, quantized)
@@ -257,7 +268,7 @@ class LayerStores:
         """Make a segment for packed blocks of this shape."""
         return self._segment(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
 
-    def note_holding(self, store: Store) -> None:
+    def note_holding(self, store: LayerStore) -> None:
         """
         Note that a layer may hold pending states, and let those be stored that have waited longest.
 

@@ -45,7 +45,7 @@ class CacheCost:
 
 def stock_cost(model: ModelCost, context: int, on_cpu: bool) -> CacheCost:
     """The cost of transformers' `DynamicCache`; the arguments are those of `cache_cost`."""
-    read = sum(context * sum(_token_bytes(shape)) for shape in model.shapes.values())
+    read = sum(context * sum(shape.token_bytes) for shape in model.shapes.values())
     others = model.held_by_others(context)
     held = Held(0, read + others) if on_cpu else Held(read + others, 0)
     # A step copies all states, a read and a write, and then reads the copy.
@@ -148,7 +148,7 @@ class LayerCost(NamedTuple):
             kept[device.type] += num_bytes
         attends_on_cpu = stores.attends_on_cpu(index, 0, shape)
         attends_in_place = attends_on_cpu or stores.attends_quantized(index, 0, shape)
-        all_states = lengths[-1] * sum(_token_bytes(shape))
+        all_states = lengths[-1] * sum(shape.token_bytes)
         # Attention of a chunk then unpacks few blocks at a time.
         is_streamed = not attends_on_cpu or stores.cpu_fraction is not None
         takes_some = stores.attention.has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
@@ -159,17 +159,17 @@ class LayerCost(NamedTuple):
         if is_split:
             # A chunk of a prompt needs all states in one tensor, unless it attends to them in pieces.
             if not in_pieces:
-                scratch = sum(Scratch.planned_bytes([n * size for n in lengths[1:]]) for size in _token_bytes(shape))
+                scratch = Scratch.planned_bytes(shape, lengths[1:])
             sizes = [each.host_tokens for each in layouts]
             if is_quantized and not in_pieces:
-                of_middle = sum(Scratch.planned_bytes([n * size for n in sizes]) for size in _token_bytes(shape))
+                of_middle = Scratch.planned_bytes(shape, sizes)
         if is_quantized:
             sizes = [each.quantized_blocks for each in layouts]
             moved = 0 if attends_in_place else 2 * all_states
             # The first chunk attends to its own states, which are not quantized yet.
             later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
             if not in_pieces:
-                scratch = sum(Scratch.planned_bytes([n * size for n in later]) for size in _token_bytes(shape))
+                scratch = Scratch.planned_bytes(shape, later)
         elif attends_on_cpu and shape.device == HOST and not in_pieces and len(lengths) > 1:
             copied = all_states
         if store.streamed is not None:
@@ -177,9 +177,3 @@ class LayerCost(NamedTuple):
         is_put_together = not attends_in_place and not is_split
         while_decoding = slots + of_middle + (scratch if is_put_together else 0) if is_streamed else 0
         return cls(kept, slots + scratch, while_decoding, copied, moved, slots)
-
-
-def _token_bytes(shape: KVShape) -> tuple[int, int]:
-    """Bytes of one token's keys, and of its values, in all sequences."""
-    heads = shape.batch * shape.num_kv_heads
-    return heads * shape.key_dim * shape.key_dtype.itemsize, heads * shape.value_dim * shape.value_dtype.itemsize

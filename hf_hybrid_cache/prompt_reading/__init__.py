@@ -1,5 +1,5 @@
 """Reading a prompt into a cache, chunk by chunk."""
 
-from .reading import prefill
+from .reading import prefill, read_passes, warn_beyond_context
 
-__all__ = ["prefill"]
+__all__ = ["prefill", "read_passes", "warn_beyond_context"]

@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,11 +76,42 @@ def prefill(
         raise ValueError(
             f"The cache holds {start:,} tokens, and the prompt has {end:,}: pass a prompt that goes on, or a new cache."
         )
-    _warn_beyond_context(model, end)
+    warn_beyond_context(model, end, stacklevel=4)  # of who calls prefill, beneath no_grad
+
+    def keep(reached: int, is_last: bool) -> None:
+        if kept is not None and (kept.is_due or is_last):
+            kept.write(cache, token_ids[:, :reached])
+
+    ends = [*range(start + chunk, end, chunk), *([end] if start < end else [])]
+    read_passes(model, token_ids, cache, ends, attention_mask, progress, keep)
+    return cache
+
+
+def read_passes(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    ends: Sequence[int],
+    attention_mask: torch.Tensor | None,
+    progress: bool | Callable[[int], None],
+    after_pass: Callable[[int, bool], None],
+) -> None:
+    """
+    Read a prompt on from where the cache ends, in passes that end where `ends` says, up to the one at hand at Ctrl-C.
+
+    Args:
+        model: see `prefill`.
+        token_ids: of the prompt, `[batch, tokens]`.
+        cache: see `prefill`.
+        ends: numbers of tokens after which passes end; the last one is that of the prompt.
+        attention_mask: see `prefill`.
+        progress: see `prefill`.
+        after_pass: called after each with the number of tokens that are read, and whether it was the last pass.
+    """
+    start, end = cache.get_seq_length(), ends[-1] if ends else cache.get_seq_length()
     inputs = _Inputs(model, token_ids, attention_mask)
-    with PrefillProgress(start, end, progress is True) as shown, finishing() as is_interrupted:
-        while start < end and not is_interrupted():
-            following = min(start + chunk, end)
+    with torch.no_grad(), PrefillProgress(start, end, progress is True) as shown, finishing() as is_interrupted:
+        for following in ends:
             model(**inputs.of(start, following), **cache_argument(cache), use_cache=True)
             shown.reach(following)
             if callable(progress):
@@ -88,9 +119,10 @@ def prefill(
             start = following
             if isinstance(cache, HybridCache):
                 cache.note_tokens(token_ids[:, :start])
-            if kept is not None and (kept.is_due or start == end or is_interrupted()):
-                kept.write(cache, token_ids[:, :start])
-    return cache
+            is_last = start == end or is_interrupted()
+            after_pass(start, is_last)
+            if is_last:
+                break
 
 
 def _checked(
@@ -111,14 +143,14 @@ def _checked(
     return chunk
 
 
-def _warn_beyond_context(model: PreTrainedModel, num_tokens: int) -> None:
+def warn_beyond_context(model: PreTrainedModel, num_tokens: int, stacklevel: int) -> None:
     """Warn of a prompt that is longer than the model's context, before the time for it is spent."""
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and num_tokens > context:
         warnings.warn(
             f"The prompt has {num_tokens:,} tokens, and the model's context is {context:,}: answers may be nonsense. "
             "Cut the prompt.",
-            stacklevel=4,  # of who calls prefill, beneath no_grad
+            stacklevel=stacklevel,
         )
 
 

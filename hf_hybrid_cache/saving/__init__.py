@@ -1,5 +1,6 @@
 """Saving a filled cache to a file, and loading it."""
 
+from .checkpoint import Checkpoint
 from .errors import CacheFileError
 from .model_traits import traits_of
 from .reading import CacheFile, saved_token_ids
@@ -9,6 +10,7 @@ from .writing import require_place, save_layers
 __all__ = [
     "CacheFile",
     "CacheFileError",
+    "Checkpoint",
     "first_difference",
     "require_place",
     "save_layers",

@@ -145,9 +145,20 @@ def _described(tree: Any) -> CacheDescription:
         Placement(**placement),
         _count(tree["max_length"]),
         {_count(layer): described_codec(_mapping(codec)) for layer, codec in tree["codecs"]},
-        tuple(_layer(_mapping(each)) for each in tree["layers"]),
+        described_layers(tree["layers"]),
         None if document_tokens is None else _count(document_tokens),
     )
+
+
+def described_layers(trees: Any) -> tuple[LayerDescription, ...]:
+    """
+    Read the descriptions of all layers from JSON, where each is a mapping of the attributes.
+
+    Raises:
+        ValueError: they are something else.
+        TypeError, KeyError, AttributeError: likewise.
+    """
+    return tuple(_layer(_mapping(each)) for each in trees)
 
 
 def _layer(tree: Mapping[str, Any]) -> LayerDescription:

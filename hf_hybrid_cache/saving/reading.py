@@ -15,6 +15,7 @@ from ..layers import HybridLayer
 from ..storage import BlockSegment, KVCodec, LayerStore, Segment, ShardedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, TAILS, VERSION, CacheDescription, LayerDescription, named_dtype
+from .devices import Devices
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
@@ -186,7 +187,7 @@ class CacheFile:
                 on the CPU.
             HostMemoryError: the host has no room.
         """
-        devices = _Devices(device)
+        devices = Devices(device)
         try:
             self._require_layers([type(layer).__name__ for layer in layers])
             for index, (layer, saved) in enumerate(zip(layers, self.description.layers, strict=True)):
@@ -202,7 +203,7 @@ class CacheFile:
         except (ValueError, KeyError, TypeError) as error:
             raise CacheFileError(self.path, f"cannot be loaded: {error}.") from error
 
-    def _fill_plain(self, index: int, layer: Any, saved: LayerDescription, devices: "_Devices", verify: bool) -> None:
+    def _fill_plain(self, index: int, layer: Any, saved: LayerDescription, devices: Devices, verify: bool) -> None:
         name = layer_name(index)
         placed = [tensor for tensor in self._header.section(name) if not tensor.is_padding]
         tensors = {tensor.name: _empty(tensor.form) for tensor in placed}
@@ -216,7 +217,7 @@ class CacheFile:
             ) from error
 
     def _fill_ours(
-        self, index: int, layer: HybridLayer, saved: LayerDescription, devices: "_Devices", mmap: bool, verify: bool
+        self, index: int, layer: HybridLayer, saved: LayerDescription, devices: Devices, mmap: bool, verify: bool
     ) -> None:
         assert saved.states is not None
         store = layer.start(saved.states.shape_on(devices))
@@ -446,33 +447,6 @@ class OwnRows:
         others = memoryview(bytearray(self.kept.shape[1:].numel() * self.kept.itemsize))
         for is_own in self.is_own:
             yield Row(bytes_of(next(kept)) if is_own else others, is_own)
-
-
-class _Devices:
-    """
-    The devices for states that were saved from a device.
-
-    Args:
-        wanted: everything; `None` for the devices where it was.
-    """
-
-    def __init__(self, wanted: torch.device | str | None):
-        self._wanted = wanted
-        self._known: dict[str, torch.device] = {}
-
-    def __call__(self, saved: str) -> torch.device:
-        name = str(self._wanted or saved)
-        if name not in self._known:
-            try:
-                # The device gets its index, as the states of a model have it.
-                self._known[name] = torch.empty(0, device=name).device
-            except (RuntimeError, AssertionError, ImportError) as error:
-                raise ValueError(
-                    f"there is no device {name} here; pass device='cpu', or the one of the model"
-                ) from error
-        if self._known[name].type == "meta":
-            raise ValueError("a meta device holds no keys and values")
-        return self._known[name]
 
 
 def _empty(form: TensorForm) -> torch.Tensor:

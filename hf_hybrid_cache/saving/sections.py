@@ -8,14 +8,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer
-from ..storage import (
-    BlockSegment,
-    KVCodec,
-    LayerStore,
-    Part,
-    ShardedStore,
-    SharedPrefixStore,
-)
+from ..storage import BlockSegment, KVCodec, Part, ShardedStore, Store
 from .container import TensorForm
 from .description import TAILS, LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
@@ -105,13 +98,12 @@ def described_layer(layer: Any) -> LayerDescription:
         return LayerDescription(name, attributes=attributes_of(layer))
     if layer.store is None:
         return LayerDescription(name)
-    store, prefixes = layer.store, None
+    store = layer.store
     if isinstance(store, ShardedStore):
         entries = {name: part.entries for name, part in store.shared_parts().items()}
     else:
         entries = {name: part.num_entries for name, part in _parts_of(store).items()}
-    if isinstance(store, SharedPrefixStore):
-        prefixes = store.prefix.shape.batch
+    prefixes = store.prefix.shape.batch if store.is_continued else None
     return LayerDescription(name, States.of(store.shape, entries, prefixes))
 
 
@@ -132,9 +124,9 @@ def section_of(index: int, layer: Any) -> Section:
     return Section(section, forms, lambda: _rows_of(parts))
 
 
-def _parts_of(store: LayerStore | SharedPrefixStore) -> dict[str, Part]:
+def _parts_of(store: Store) -> dict[str, Part]:
     """The parts of a store that one process has, by their names in a file."""
-    if isinstance(store, LayerStore):
+    if not store.is_continued:
         return store.parts()
     return store.prefix.parts() | {f"{TAILS}{name}": part for name, part in store.tails.parts().items()}
 

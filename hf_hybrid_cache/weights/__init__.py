@@ -3,16 +3,21 @@
 from .coverage import QUANTIZED_DTYPES, Covered, NothingToQuantizeError, coverage, holds_experts
 from .experts_implementation import chosen_experts_if_any
 from .host_experts import move_experts_to_host
-from .loading_quantizer import QuantizedWeightsConfig
+from .host_weight import HostWeight
+from .loading_quantizer import QUANT_METHOD, QuantizedWeightsConfig
+from .quantized_weight import QuantizedWeight
 from .quantized_weights import quantization_bar, quantize_weights, require_some
 from .report import WeightsReport
 from .width import WEIGHT_BITS, Width
 
 __all__ = [
     "QUANTIZED_DTYPES",
+    "QUANT_METHOD",
     "WEIGHT_BITS",
     "Covered",
+    "HostWeight",
     "NothingToQuantizeError",
+    "QuantizedWeight",
     "QuantizedWeightsConfig",
     "WeightsReport",
     "Width",

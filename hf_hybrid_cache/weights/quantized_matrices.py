@@ -65,6 +65,7 @@ class QuantizedMatrices(Matrices):
 
     Attributes:
         layout: of each matrix.
+        factors: by which the scales of each matrix are multiplied.
 
     Raises:
         ValueError: some of the weights are infinite or not a number.
@@ -76,11 +77,16 @@ class QuantizedMatrices(Matrices):
         count, rows, columns = weights.shape
         self.layout = PanelLayout(bits, rows, columns, group_size)
         self._data = huge_page_memory(count * self.layout.num_bytes).view(count, -1)
-        self._factors = [
+        self.factors = [
             self._encode(weight.detach(), panels.numpy()) for weight, panels in zip(weights, self._data, strict=True)
         ]
-        self._products = PanelProducts(self._data.data_ptr(), self.layout, self._factors)
+        self._products = PanelProducts(self._data.data_ptr(), self.layout, self.factors)
         super().__init__(count, rows, columns)
+
+    @property
+    def panels(self) -> torch.Tensor:
+        """All panels as they are in memory, uint8 `[matrices, bytes]`."""
+        return self._data
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +113,7 @@ class QuantizedMatrices(Matrices):
                 bias_at = bias.data_ptr()
             given = tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr()
             if by_gemm:
-                multiply_many(self._data[index].data_ptr(), self.layout, self._factors[index], *given)
+                multiply_many(self._data[index].data_ptr(), self.layout, self.factors[index], *given)
             else:
                 self._products.multiply(index, *given)
         return out
@@ -129,7 +135,7 @@ class QuantizedMatrices(Matrices):
         numbers = torch.empty(len(found), self.layout.columns)
         panels = self._data[0].numpy()
         for row, out in zip(found.tolist(), numbers.numpy(), strict=True):
-            dequantize_row(panels, self.layout, self._factors[0], row, out)
+            dequantize_row(panels, self.layout, self.factors[0], row, out)
         return numbers.to(dtype)[places]
 
     def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -167,7 +173,7 @@ class QuantizedMatrices(Matrices):
     def _decoded(self, index: int, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
         """Dequantize the rows of some panels into a part of `out`, and return it, `[rows, columns]`."""
         part, where = self.layout.part(first, last)
-        dequantize_panels(self._data[index, where].numpy(), part, self._factors[index], _as_array(out[: part.rows]))
+        dequantize_panels(self._data[index, where].numpy(), part, self.factors[index], _as_array(out[: part.rows]))
         return out[: part.rows, : part.columns]
 
     def _encode(self, weight: torch.Tensor, panels: np.ndarray) -> float:

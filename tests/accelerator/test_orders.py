@@ -20,8 +20,8 @@ from hf_hybrid_cache.storage import (
     StreamedSegment,
     streams_for,
 )
-from hf_hybrid_cache.storage.staging import Slot
-from hf_hybrid_cache.storage.streams import AcceleratorStreams, OneQueue
+from hf_hybrid_cache.storage.streaming.staging import Slot
+from hf_hybrid_cache.storage.streaming.streams import AcceleratorStreams, OneQueue
 
 import simulated
 from accelerator.orders import CONFIG, DEVICE, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states

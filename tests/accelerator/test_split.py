@@ -13,7 +13,8 @@ from hf_hybrid_cache.attention.device_segment import DeviceSegment
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.host_segment import HostSegment
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import LayerStore, cpu_fraction
+from hf_hybrid_cache.storage import LayerStore
+from hf_hybrid_cache.storage.streaming import cpu_fraction
 
 from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order

@@ -59,15 +59,17 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "threads": lambda of: num_threads(of(1)),
     "weights": lambda of: QuantizedWeightsConfig(of(4), group_size=of(64), head_bits=of(8)).to_json_string(),
     "DecodeOnCPU": lambda of: DecodeOnCPU(weights=of(8)),
-    "for_budget": lambda of: HybridCache.for_budget(CONFIG, of(100), 0, of(2**7) * 2**27, of(1), of(64)).codecs,
+    "for_budget": lambda of: HybridCache.for_budget(CONFIG, of(100), of(0), 2**34, of(1), of(64)).codecs,
 }
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", INTEGERS.values(), ids=INTEGERS)
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_integers_of_numpy_and_torch_are_those_of_python(use: Callable, kind: Callable[[int], Any]):
-    assert repr(use(kind)) == repr(use(int))
+@pytest.mark.parametrize("name", USES)
+def test_integers_of_numpy_and_torch_are_those_of_python(name: str, kind: Callable[[int], Any]):
+    if kind is np.array and name.endswith("by index"):
+        pytest.skip("an array is no key of a mapping")
+    assert repr(USES[name](kind)) == repr(USES[name](int))
 
 
 @pytest.mark.parametrize("share", [np.float32(0.5), np.float64(0.5)])

@@ -24,8 +24,9 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.attention import key_index, layer_selection
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import index_bytes
-from hf_hybrid_cache.storage import grown_capacity, host_memory
-from hf_hybrid_cache.storage.memory_limits import tightest_limit
+from hf_hybrid_cache.storage import grown_capacity
+from hf_hybrid_cache.storage.memory import host_memory
+from hf_hybrid_cache.storage.memory.memory_limits import tightest_limit
 
 from common.caches import group_of_one
 from models.tiny_models import llama, random_prompt, tiny_model

@@ -26,6 +26,7 @@ from hf_hybrid_cache.cli.batch.questions import Question
 from hf_hybrid_cache.cli.loading.model_options import ModelOptions
 from hf_hybrid_cache.cli.runs import timed_run
 from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
+from hf_hybrid_cache.prefix_store import PrefixStore
 
 from models.tiny_models import VOCAB_SIZE, random_prompt, tiny_model
 from models.word_tokenizer import word_model_in
@@ -323,11 +324,16 @@ def test_padding_has_no_token_that_the_prompt_has_not():
     assert mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]]
 
 
-def test_quantized_documents_are_as_they_were_after_each_group(batch: Batch):
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", ["--at-once", "2", "--bits", "2"]), ("gemma3", []), ("qwen3_next", ["--bits", "2"])],
+)
+def test_documents_are_as_they_were_after_each_group(batch: Batch, family: str, options: list[str], tmp_path: Path):
+    batch.model = word_model_in(tmp_path / family, family)
     document = batch.document("long.txt", 300)
     pair = [{"document": document, "question": text} for text in ("w3 w1 w4 " * 30, "w9")]
     batch.ask(*({**pair[number % 2], "id": number} for number in range(6)))
-    assert batch.run("--at-once", "2", "--bits", "2").exit_code == 0
+    assert batch.run(*options).exit_code == 0
     texts = [answer["answer"] for answer in batch.answers()]
     assert texts == 3 * texts[:2]
 
@@ -415,25 +421,44 @@ def test_with_a_context_only_the_start_of_a_document_is_read(batch: Batch):
     assert (answer["document_tokens"], answer["read_tokens"]) == (600, 100)
 
 
-@pytest.mark.parametrize("options", [[], ["--bits", "4"]])
+@pytest.mark.filterwarnings("default:.* was removed from the store")
+@pytest.mark.parametrize("options", [[], ["--cache", "offloaded"]])
 def test_a_kept_document_gives_the_same_answers_and_is_not_computed_again(batch: Batch, options: list[str]):
     two_documents(batch)
-    kept = batch.folder / "kept"
-    assert batch.run("--keep-caches", kept, *options).exit_code == 0
-    first = batch.texts()
-    files = sorted(kept.iterdir())
-    assert [path.name.rpartition("-")[0] for path in files] == ["long", "short"]
-    times = [path.stat().st_mtime_ns for path in files]
+    assert batch.run(*options).exit_code == 0
+    unkept, kept = batch.texts(), batch.folder / "kept"
+    texts = []
+    for _ in range(2):
+        batch.out.unlink()
+        result = batch.run("--keep", kept, *options)
+        assert result.exit_code == 0, result.stderr
+        texts.append(batch.texts())
+    assert texts == [unkept, unkept]
+    assert f"300 of 300 tokens from {kept}" in result.stderr
+    titles = {each.title for each in PrefixStore(kept).kept_prompts()}
+    assert "long.txt" in titles
+    for node in (kept / "nodes").iterdir():
+        node.write_bytes(node.read_bytes()[:-1000])
     batch.out.unlink()
-    assert batch.run("--keep-caches", kept, *options).exit_code == 0
-    assert batch.texts() == first
-    assert [path.stat().st_mtime_ns for path in files] == times
-    files[0].write_bytes(files[0].read_bytes()[:1000])
+    again = batch.run("--keep", kept, *options)
+    assert again.exit_code == 0, again.stderr
+    assert f"0 of 300 tokens from {kept}" in again.stderr
+    assert batch.texts() == unkept
+
+
+def test_a_document_that_a_kept_one_begins_like_is_read_from_there_on(batch: Batch):
+    two_documents(batch)
+    assert batch.run("--keep", batch.folder / "kept").exit_code == 0
+    words = (batch.folder / "long.txt").read_text().split()
+    (batch.folder / "long.txt").write_text(" ".join([*words[:250], *words[:130:-1]]))
     batch.out.unlink()
-    again = batch.run("--keep-caches", kept, *options)
-    assert again.exit_code == 0
-    assert "is computed anew" in again.stderr
-    assert batch.texts() == first
+    result = batch.run("--keep", batch.folder / "kept", "--at-once", "3")
+    assert result.exit_code == 0, result.stderr
+    assert f"250 of 419 tokens from {batch.folder / 'kept'}, the first difference at token 250: '" in result.stderr
+    texts = batch.texts()
+    batch.out.unlink()
+    assert batch.run().exit_code == 0
+    assert batch.texts() == texts
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,17 @@ def test_undo_when_a_question_was_asked_then_goes_on_as_if_it_had_not_been(model
     assert "taken back: Who?" in talk.stderr
 
 
-def test_undo_when_layers_have_a_window_then_reads_what_is_left_again(report: Path, tmp_path: Path):
+def test_undo_when_layers_have_a_window_then_reads_nothing_again(report: Path, tmp_path: Path):
     model = model_in(tmp_path, 2**16)
     config = FAMILIES["gemma3"]()
     config.vocab_size = len(byte_tokenizer())
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     test_undo_when_a_question_was_asked_then_goes_on_as_if_it_had_not_been(model, report)
+    talk = converse(model, ["--document", report], "Who?", "Where?", "/undo", "/stats", "/undo", "/stats")
+    assert "read before the next answer" not in talk.stderr
+    few = converse(model, ["--document", report], *["Who?"] * 6, *["/undo"] * 4, "/stats", "/forget", "/stats")
+    assert few.stderr.count("read before the next answer") == 1
 
 
 @pytest.mark.parametrize("command", ["/undo", "/retry"])

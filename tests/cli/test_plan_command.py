@@ -20,8 +20,8 @@ from hf_hybrid_cache.planning.calibration import CalibrationBudget, calibrate
 from hf_hybrid_cache.planning.candidates import BITS
 from hf_hybrid_cache.planning.machine import DeviceSpeed, Speeds, WeightSpeed, load_speeds, save_speeds, speeds_path
 from hf_hybrid_cache.planning.plans import predict
-from hf_hybrid_cache.storage import host_memory
-from hf_hybrid_cache.storage.memory_limits import Limit
+from hf_hybrid_cache.storage.memory import host_memory
+from hf_hybrid_cache.storage.memory.memory_limits import Limit
 from hf_hybrid_cache.weights import WEIGHT_BITS
 
 from models.tiny_models import COMMON, FAMILIES, tiny_model

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 import pytest
 import torch
 
-from hf_hybrid_cache.storage.block_buffer import BlockBuffer
-from hf_hybrid_cache.storage.growth import GRANULE
-from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.buffers.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.memory.growth import GRANULE
 
 SHAPE = (2, 3, 8)
 LENGTHS = [1, GRANULE - 1, GRANULE, GRANULE + 1, 255, 256, 257, 320, 321, 1000, 4095, 4097, 9000]
@@ -78,8 +78,8 @@ class BufferContract(ABC):
     @pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]])
     def test_selected_sequences_are_those_of_index_select(self, indices: list[int], monkeypatch: pytest.MonkeyPatch):
         # A few tokens at a time, so that several pieces are needed.
-        monkeypatch.setattr("hf_hybrid_cache.storage.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
-        monkeypatch.setattr("hf_hybrid_cache.storage.run_buffer._COPY_ROWS", 2)
+        monkeypatch.setattr("hf_hybrid_cache.storage.buffers.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
+        monkeypatch.setattr("hf_hybrid_cache.storage.buffers.run_buffer._COPY_ROWS", 2)
         states = random_states(300)
         selected = self.filled(states).select_batch(torch.tensor(indices), 300)
         assert torch.equal(selected.read(300), states[indices])

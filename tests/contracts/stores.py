@@ -106,6 +106,21 @@ class StoreContract(ABC):
         reference.update(*more)
         self.assert_same(store, reference)
 
+    @pytest.mark.parametrize("num_tokens", [1, 64, 65, 200, 300])
+    def test_recent_states_when_put_back_then_the_store_is_as_it_was(self, num_tokens: int):
+        store, reference = self.both([num_tokens])
+        recent, layout = store.recent_states(), store.layout
+        store.append(*random_states(300, 1))
+        store.truncate(recent.start)
+        if recent.keys.shape[2]:
+            store.extend_recent(recent)
+        self.assert_same(store, reference)
+        assert store.layout.quantized_blocks == layout.quantized_blocks
+        more = random_states(140, 2)
+        store.append(*more)
+        reference.update(*more)
+        self.assert_same(store, reference)
+
     @pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]], ids=str)
     def test_sequences_are_those_that_were_selected_and_more_tokens_come(self, indices: list[int]):
         store, reference = self.both()

@@ -161,6 +161,12 @@ each_experiment = pytest.mark.parametrize(
             {"dynamic", "4 bits"},
             marks=needs_smollm2,
         ),
+        pytest.param(
+            "cost.prefix_store",
+            ["--tokens", "300", "--long-tokens", "4096", "--nodes", "20"],
+            {"find_ms"},
+            marks=[needs_smollm2, pytest.mark.slow],
+        ),
         ("processes.thread_sweep", ["--threads", "1", "--tokens", "70", "--rounds", "2", *SMALL_BUFFER], {"1"}),
         pytest.param("steps.decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("steps.decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),

@@ -19,9 +19,9 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.planning import model_cost
 from hf_hybrid_cache.planning.candidates import BITS, Candidate
 from hf_hybrid_cache.planning.prediction import Strategy
-from hf_hybrid_cache.storage import page_lock
-from hf_hybrid_cache.storage.page_lock import _lock
-from hf_hybrid_cache.storage.streams import AcceleratorStreams
+from hf_hybrid_cache.storage.memory import page_lock
+from hf_hybrid_cache.storage.memory.page_lock import _lock
+from hf_hybrid_cache.storage.streaming.streams import AcceleratorStreams
 
 from accelerator.decoding import Watcher, decode
 from common.caches import stock

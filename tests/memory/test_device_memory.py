@@ -7,8 +7,8 @@ import torch
 
 from hf_hybrid_cache import DeviceMemoryError, DynamicHybridCache, HybridCache, OffloadedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage.host_buffer import HostBuffer
-from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.buffers.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
 
 from models.tiny_models import random_prompt, tiny_model
 

@@ -53,6 +53,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "max_position_embeddings": 256,
     "sliding_window": 16,
+    "attention_chunk_size": 16,
     "encoder_attention_heads": 4,
     "rotary_dim": 4,
     "initializer_range": 0.2,
@@ -62,10 +63,12 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LEFT_OUT = {"FalconConfig": {"head_dim"}}
 _CHANGES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1, 3]},
+    "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
     "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"] * 2},
     "HunYuanDenseV1Config": {"head_dim": 8},
     "HunYuanMoEV1Config": {"head_dim": 8},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
     "JambaConfig": {"num_hidden_layers": 8},
     "KimiLinearConfig": {"num_hidden_layers": 8},

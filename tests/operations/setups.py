@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax, quanto
 from hf_hybrid_cache.codecs import MinMaxCodec
-from hf_hybrid_cache.storage import InitialCapacity, host_buffer
+from hf_hybrid_cache.storage import InitialCapacity
+from hf_hybrid_cache.storage.buffers import host_buffer
 
 from common.channel_scaled import channel_scaled
 from common.lazy_streams import copy_late

@@ -30,9 +30,9 @@ from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.saving.model_traits import differences
 from hf_hybrid_cache.saving.token_prefix import first_difference
-from hf_hybrid_cache.storage import host_memory
-from hf_hybrid_cache.storage.address_space import AddressSpace
-from hf_hybrid_cache.storage.memory_limits import Limit
+from hf_hybrid_cache.storage.memory import host_memory
+from hf_hybrid_cache.storage.memory.address_space import AddressSpace
+from hf_hybrid_cache.storage.memory.memory_limits import Limit
 
 from common.caches import CACHES, QUANTIZED
 from common.soak import search_at_random

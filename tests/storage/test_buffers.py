@@ -12,11 +12,11 @@ import torch
 from contracts.buffers import LENGTHS, SHAPE, BufferContract
 
 from hf_hybrid_cache.kernels import BLOCK, value_width
-from hf_hybrid_cache.storage.block_buffer import BlockBuffer
-from hf_hybrid_cache.storage.growth import GRANULE, grown_capacity
-from hf_hybrid_cache.storage.host_buffer import HostBuffer
-from hf_hybrid_cache.storage.packed_buffer import PackedBuffer
-from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.buffers.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.buffers.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.buffers.packed_buffer import PackedBuffer
+from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.memory.growth import GRANULE, grown_capacity
 
 from common.programs import wait_for_compilation
 
@@ -215,8 +215,8 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
 
 LIMITED = """
 import resource, torch
-from hf_hybrid_cache.storage.address_space import reserve
-from hf_hybrid_cache.storage.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.memory.address_space import reserve
+from hf_hybrid_cache.storage.buffers.host_buffer import HostBuffer
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
 assert reserve(2**30) is None

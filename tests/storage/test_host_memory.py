@@ -7,16 +7,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_hybrid_cache.storage import host_memory
-from hf_hybrid_cache.storage.growth import grown_capacity
-from hf_hybrid_cache.storage.host_memory import (
+from hf_hybrid_cache.storage.memory import host_memory
+from hf_hybrid_cache.storage.memory.growth import grown_capacity
+from hf_hybrid_cache.storage.memory.host_memory import (
     ExpectedLength,
     HostBudget,
     HostMemoryError,
     available_host_bytes,
     require_host_bytes,
 )
-from hf_hybrid_cache.storage.memory_limits import Limit, _cgroup_headrooms
+from hf_hybrid_cache.storage.memory.memory_limits import Limit, _cgroup_headrooms
 
 
 def write_group(folder: Path, files: dict[str, str]) -> None:

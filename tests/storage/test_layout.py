@@ -128,6 +128,14 @@ def test_cropped_by_nothing_it_is_the_same_and_to_nothing_it_starts_anew(layout:
     assert cropped == after.cropped(lengths[-1]).cropped(min(left, lengths[-1]))
 
 
+@given(layout=ONE_PLACE, start=st.integers(0, 700), count=COUNTS)
+def test_quantized_ends_when_many_come_then_are_as_one_by_one(layout: Layout, start: int, count: int):
+    for length in (600, start):
+        layout = layout.cropped(length).after(length)
+    ends = [after.quantized_end for after in layout.growing(range(start + 1, start + count + 1))]
+    assert layout.quantized_ends(start, start + count) == ends
+
+
 @given(layout=LAYOUTS.map(lambda layout: replace(layout, device_tokens=0)), length=st.integers(0, 3000))
 def test_parts_of_a_file_have_every_token_once_and_every_block_once(layout: Layout, length: int):
     parts = layout.after(length).parts(length)

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from hf_hybrid_cache.storage import page_lock
-from hf_hybrid_cache.storage.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.buffers.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.memory import page_lock
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, as for a limit of locked memory
 

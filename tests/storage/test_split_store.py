@@ -20,8 +20,9 @@ from hf_hybrid_cache.attention.host_segment import HostSegment
 from hf_hybrid_cache.attention.segment import Queries
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.storage import LayerStore, ResidentSegment, Scratch, Staging, StreamedSegment, host_memory
-from hf_hybrid_cache.storage.memory_limits import Limit
+from hf_hybrid_cache.storage import LayerStore, ResidentSegment, Scratch, Staging, StreamedSegment
+from hf_hybrid_cache.storage.memory import host_memory
+from hf_hybrid_cache.storage.memory.memory_limits import Limit
 
 from common.lazy_streams import Job, LazyStreams
 from models.tiny_models import llama, random_prompt, tiny_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hybrid_cache.storage import CacheStats, HostBudget, InitialCapacity, KVShape, Staging, StreamedSegment
-from hf_hybrid_cache.storage.streams import SynchronousStreams
+from hf_hybrid_cache.storage.streaming.streams import SynchronousStreams
 
 from common.lazy_streams import LazyStreams
 

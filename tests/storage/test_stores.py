@@ -8,7 +8,7 @@ from torch import distributed
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
 from hf_hybrid_cache.storage import LayerStore, Segment
-from hf_hybrid_cache.storage.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
 
 from common.caches import group_of_one
 

@@ -53,7 +53,7 @@ def assert_same_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
         if isinstance(weight, QuantizedWeight):
             assert weight.is_transposed == other.is_transposed, name
             assert weight.matrices.layout == other.matrices.layout, name
-            assert weight.matrices._factors == other.matrices._factors, name
+            assert weight.matrices.factors == other.matrices.factors, name
             assert torch.equal(weight.matrices._data, other.matrices._data), name
         else:
             assert torch.equal(weight, other), name

@@ -75,9 +75,6 @@ class QuestionsAtOnce:
         is_on_cpu = device.type == "cpu"
         machine = this_machine(0 if is_on_cpu else free_device_bytes(device.index))
         free = [_PART_OF_FREE * size / self._num_jobs for size in (machine.device_bytes, machine.host_bytes)]
-        if cache.codecs:  # it is copied, because going back to the document would round again
-            held = cache.memory()
-            free = [free[0] - held.device_bytes, free[1] - held.host_bytes]
         on_device = Strategy.STREAMED if options.cache == "offloaded" else Strategy.GPU
         name = f"quantized-{options.cache_bits}" if options.cache == "quantized" else options.cache
         candidate = Candidate(name, Strategy.CPU if is_on_cpu else on_device)

@@ -30,6 +30,7 @@ def answer_all(options: BatchOptions, files: BatchFiles, job_options: JobOptions
         UsageError: an option does not fit, or the questions or the answers there cannot be read.
         JobsError: jobs cannot be started.
         ModelLoadError: the model cannot be loaded.
+        PrefixFolderError: the folder of `--keep` cannot be used.
         typer.Exit: a question was not answered; the exit code is 1.
     """
     if job_options.executor is not None and files.is_printed:
@@ -43,9 +44,9 @@ def answer_all(options: BatchOptions, files: BatchFiles, job_options: JobOptions
         sheet.collect()
     unanswered = sheet.settle()
     _report_old_answers(sheet, questions, unanswered, notes)
-    folder, kept_caches = files.questions.parent.absolute(), files.keep_caches and files.keep_caches.absolute()
+    folder, keep = files.questions.parent.absolute(), files.keep and files.keep.expanduser().absolute()
     num_jobs = job_options.num_jobs or 1
-    work = BatchWork(options, folder, kept_caches, num_jobs if job_options.executor == "local" else 1)
+    work = BatchWork(options, folder, keep, num_jobs if job_options.executor == "local" else 1)
     jobs = None
     if job_options.executor is not None and isinstance(sheet, AnswerSheet) and unanswered:
         jobs = Jobs(job_options.executor, sheet.jobs_folder / "logs", num_jobs, parameters)

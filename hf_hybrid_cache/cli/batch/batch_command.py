@@ -14,6 +14,7 @@ from ..options import (
     DType,
     ExpertBits,
     Experts,
+    Keep,
     Model,
     PrefillChunkSize,
     RepetitionPenalty,
@@ -38,9 +39,7 @@ def batch(
     out: Annotated[
         Path, typer.Option(help="File for a line of JSON for each answer, as they come; - for standard output.")
     ],
-    keep_caches: Annotated[
-        Path | None, typer.Option(help="Keep the caches of documents in this folder, for the next run.")
-    ] = None,
+    keep: Keep = None,
     executor: Annotated[
         str | None,
         typer.Option(help="Distribute the documents to jobs: local, on this machine, or slurm. Default: no jobs."),
@@ -96,6 +95,7 @@ def batch(
     from ..distributed.group import consoles
     from ..loading.model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
+    from ..runs.prompt_store import check_keep
     from ..runs.sampling import Sampling
     from .batch import answer_all
     from .batch_options import BatchFiles, BatchOptions, JobOptions, parsed_at_once
@@ -103,6 +103,8 @@ def batch(
     _, notes = consoles()
     with exit_codes(notes):
         require_one_process("batch")
+        if keep is not None:
+            check_keep(prefill_chunk_size)
         options = BatchOptions(
             cache=cache_of_ours(cache, bits),
             bits=bits,
@@ -115,4 +117,4 @@ def batch(
             at_once=parsed_at_once(at_once),
         )
         job_options = JobOptions(executor, jobs, tuple(job_option or ()))
-        answer_all(options, BatchFiles(questions, out, keep_caches), job_options, notes)
+        answer_all(options, BatchFiles(questions, out, keep), job_options, notes)

@@ -20,7 +20,7 @@ class BatchFiles:
     Attributes:
         questions: a file of lines of JSON; names of documents are relative to its folder.
         out: a file for the answers; `-` for standard output.
-        keep_caches: a folder for the caches of documents; `None` keeps none.
+        keep: the folder that documents are looked for in, and kept in; `None` for no such folder.
 
     Raises:
         UsageError: the folder of `out` does not exist.
@@ -28,7 +28,7 @@ class BatchFiles:
 
     questions: Path
     out: Path
-    keep_caches: Path | None
+    keep: Path | None
 
     def __post_init__(self) -> None:
         if not self.out.parent.is_dir():
@@ -116,11 +116,6 @@ class BatchOptions:
             "system": self.system,
             "sampling": asdict(self.answer.sampling),
         }
-
-    def cache_settings(self) -> dict[str, Any]:
-        """The settings that the cache of given tokens depends on; their order goes into the name of its file."""
-        of_answers = ("max_new_tokens", "context", "system", "sampling")
-        return {name: value for name, value in self.settings().items() if name not in of_answers}
 
 
 def parsed_at_once(text: str) -> int | None:

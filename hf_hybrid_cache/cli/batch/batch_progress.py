@@ -37,15 +37,14 @@ class BatchProgress:
             self._say(self._questions_text)
 
     @contextmanager
-    def reading(self, document: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
-        """Show a document that is read; yields the function to call with the number of tokens of each chunk."""
+    def reading(self, document: str, num_tokens: int) -> Iterator[PrefillBar]:
+        """Show a document that is read; yields its bar."""
         # A line has room for a path.
         title = Path(document).name if self._notes.is_interactive else document
         bar = PrefillBar(self._bars, title, num_tokens, clock=self._clock)
         try:
-            yield bar.advance
-            if bar.num_read < num_tokens:
-                bar.advance(num_tokens - bar.num_read)  # the last token is read on its own, and not reported
+            yield bar
+            bar.finish()  # the last token is read on its own, and not reported
         finally:
             bar.remove()
 

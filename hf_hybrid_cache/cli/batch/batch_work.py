@@ -5,8 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...prefix_store import PrefixStore
 from ..console import UsageError, note
 from ..loading.device import compile_kernels, load_model
+from ..runs.prompt_store import PromptStore
 from .at_once import QuestionsAtOnce
 from .batch_options import BatchOptions
 from .document_questions import DocumentQuestions
@@ -21,13 +23,13 @@ class BatchWork:
     Attributes:
         options: how questions are answered.
         folder: names of documents are relative to it.
-        kept_caches: a folder for the caches of documents; `None` keeps none.
+        keep: the folder that documents are looked for in, and kept in; `None` for no such folder.
         num_jobs: jobs that share the memory of this machine.
     """
 
     options: BatchOptions
     folder: Path
-    kept_caches: Path | None
+    keep: Path | None
     num_jobs: int = 1
 
     def reader(self, notes: Console) -> DocumentQuestions:
@@ -37,7 +39,9 @@ class BatchWork:
         Raises:
             UsageError: the model takes no text, or does not fit the options or the machine.
             ModelLoadError: the model cannot be loaded.
+            PrefixFolderError: the folder of prompts cannot be used.
         """
+        prompts = None if self.keep is None else PrefixStore(self.keep)
         ready = load_model(self.options.model, notes)
         if ready.tokenizer is None:
             raise UsageError(f"{self.options.model.name} has no tokenizer, so it takes no text.")
@@ -47,4 +51,5 @@ class BatchWork:
             note(notes, "not all layers of this model attend to all tokens: its questions are answered one at a time")
             options = replace(options, at_once=1)
         at_once = QuestionsAtOnce(ready.model, options, self.num_jobs, notes)
-        return DocumentQuestions(ready.model, ready.tokenizer, options, at_once, self.folder, self.kept_caches, notes)
+        store = None if prompts is None else PromptStore(prompts, ready.tokenizer, notes)
+        return DocumentQuestions(ready.model, ready.tokenizer, options, at_once, self.folder, store, notes)

@@ -1,8 +1,5 @@
-"""All questions about one document, which is read once, or loaded from the file of its cache."""
+"""All questions about one document, which is read once, or taken from a store."""
 
-import copy
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,13 +12,13 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...cache import HybridCache
-from ...saving import CacheFileError
+from ...prefix_store import PrefixStoreError
 from ..console import OUT_OF_MEMORY, UsageError, note
 from ..documents.document_budgets import document_budgets
-from ..documents.documents import read_documents
+from ..documents.documents import Documents, read_documents
 from ..runs.answer_options import AnswerOptions
 from ..runs.finish_reason import finish_reason
-from ..runs.going_back import can_go_back
+from ..runs.prompt_store import PromptStore, title_of
 from ..runs.prompts import PromptError, context_length, document_prompt
 from ..runs.timed_run import CacheOptions, generate_rows, new_cache, timed_generate
 from .answers import Answer
@@ -43,7 +40,7 @@ class DocumentQuestions:
         options: how questions are answered.
         at_once: how many of them together.
         folder: names of documents are relative to it.
-        kept_caches: a folder for the caches of documents, for the next run; `None` keeps none.
+        store: documents are looked for in it, and kept there; `None` for no store.
         notes: receives remarks.
     """
 
@@ -52,7 +49,7 @@ class DocumentQuestions:
     options: BatchOptions
     at_once: QuestionsAtOnce
     folder: Path
-    kept_caches: Path | None
+    store: PromptStore | None
     notes: Console
 
     def answers(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
@@ -70,10 +67,11 @@ class DocumentQuestions:
         """Answer all questions about one document."""
         try:
             start = time.perf_counter()
-            prefix, read = self._prefix(questions)
-            cache = self._filled(questions[0].documents[0], prefix, progress)
+            documents = read_documents(questions[0].documents, partial(note, self.notes), self.folder)
+            prefix, read = self._prefix(documents, questions)
+            cache = self._filled(questions[0].documents[0], documents, prefix, progress)
             read["document_seconds"] = round(time.perf_counter() - start, 3)
-        except (UsageError, PromptError, MemoryError, RuntimeError) as error:
+        except (UsageError, PromptError, PrefixStoreError, MemoryError, RuntimeError) as error:
             for question in questions:
                 yield _failed(question, error)
             return
@@ -111,13 +109,12 @@ class DocumentQuestions:
             yield from answers
             following = others
 
-    def _prefix(self, questions: Sequence[Question]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _prefix(self, documents: Documents, questions: Sequence[Question]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The tokens before a question, `[1, tokens]`, and the fields of an answer that describe the document."""
         longest, max_new_tokens = context_length(self.model), self.options.answer.max_new_tokens
         room = longest - max_new_tokens
         if room < 1:
             raise UsageError(f"--max-new-tokens {max_new_tokens:,} leaves no room in a context of {longest:,} tokens.")
-        documents = read_documents(questions[0].documents, partial(note, self.notes), self.folder)
         context = self.options.context
         asked = self._longest_question(questions, room)
         prompt = document_prompt(
@@ -147,34 +144,24 @@ class DocumentQuestions:
         fitting = [text for text, length in lengths.items() if length <= room // 2]
         return max(fitting, key=lengths.__getitem__) if fitting else min(lengths, key=lengths.__getitem__)
 
-    def _filled(self, document: str, prefix: torch.Tensor, progress: BatchProgress) -> HybridCache:
-        """Load or compute a cache of the tokens before a question."""
-        path = self._kept_at(Path(document), prefix)
-        if path is not None and path.exists():
-            try:
-                return HybridCache.load(path, self.model.config, device=self.model.device, token_ids=prefix)
-            except CacheFileError as error:
-                note(self.notes, f"{path} is computed anew: {error}")
+    def _filled(
+        self, document: str, documents: Documents, prefix: torch.Tensor, progress: BatchProgress
+    ) -> HybridCache:
+        """Fill a cache with the tokens before a question."""
         cache_options = CacheOptions(bits=self.options.cache_bits)
         cache = cast(HybridCache, new_cache(self.options.cache, self.model.config, cache_options))
-        one_token = AnswerOptions(1, prefill_chunk_size=self.options.answer.prefill_chunk_size)
-        with progress.reading(document, prefix.shape[1]) as advance:
-            timed_generate(self.model, prefix, cache, one_token, on_prefill=advance)
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                cache.save(path, prefix, prefix.shape[1])
-            except (OSError, CacheFileError) as error:
-                note(self.notes, f"{path} is not kept: {error}")
+        length = prefix.shape[1]
+        with progress.reading(document, length) as bar:
+            if self.store is None:
+                self._read(prefix, cache, bar.advance)
+            else:
+                self.store.fill(self.model, prefix, cache, length, title_of(documents.title), bar)
         return cache
 
-    def _kept_at(self, document: Path, prefix: torch.Tensor) -> Path | None:
-        """The file of this document's cache, as this model and these settings compute it."""
-        if self.kept_caches is None:
-            return None
-        digest = hashlib.sha256(json.dumps([self.options.cache_settings(), str(self.model.dtype)]).encode())
-        digest.update(prefix.numpy().tobytes())
-        return self.kept_caches / f"{document.stem or 'documents'}-{digest.hexdigest()[:16]}.safetensors"
+    def _read(self, prefix: torch.Tensor, cache: HybridCache, advance: Callable[[int], None] | None = None) -> None:
+        """Read the tokens before a question into an empty cache."""
+        one_token = AnswerOptions(1, prefill_chunk_size=self.options.answer.prefill_chunk_size)
+        timed_generate(self.model, prefix, cache, one_token, on_prefill=advance)
 
     def _answers(
         self,
@@ -188,18 +175,18 @@ class DocumentQuestions:
         """Answer questions together; the cache goes back to the document unless these are the last ones."""
         limit = self.options.answer.max_new_tokens
         options = replace(self.options.answer, max_new_tokens=min(limit, together[0].room))
-        # A quantized cache cannot be cropped without rounding again, so it is copied before each answer.
-        is_shared = not is_last and can_go_back(cache) and not cache.codecs
-        used = cache if is_last or is_shared else copy.deepcopy(cache)
         start = time.perf_counter()
         try:
-            rows = generate_rows(self.model, *prompts_together(prefix, together), used, options, advance)
+            if not is_last:
+                if not cache.get_seq_length():  # an error has ended the answers before
+                    self._read(prefix, cache)
+                cache.checkpoint()
+            rows = generate_rows(self.model, *prompts_together(prefix, together), cache, options, advance)
         except BaseException:
-            if used is cache:
-                cache.reset()  # the next question computes the document anew
+            cache.reset()  # the next question computes the document anew
             raise
-        if is_shared:
-            cache.crop(prefix.shape[1] - cache.get_seq_length())
+        if not is_last:
+            cache.go_back(prefix.shape[1])
             if len(together) > 1:
                 cache.batch_select_indices(torch.tensor([0]))
         seconds = round(time.perf_counter() - start, 3)

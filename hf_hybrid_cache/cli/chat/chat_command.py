@@ -14,6 +14,7 @@ from ..options import (
     DType,
     ExpertBits,
     Experts,
+    Keep,
     Model,
     PrefillChunkSize,
     Temperature,
@@ -23,6 +24,15 @@ from ..options import (
 
 
 def chat(
+    conversation: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NUMBER|ID",
+            help="The conversation to --resume, as the command kept lists it. Default: what is chosen at a terminal, "
+            "elsewhere the one used last.",
+            show_default=False,
+        ),
+    ] = None,
     document: Annotated[
         list[str] | None,
         typer.Option(
@@ -31,6 +41,10 @@ def chat(
             "cut off and said. Default: Python's language reference.",
         ),
     ] = None,
+    keep: Keep = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a conversation that --keep has kept, where it ended.")
+    ] = False,
     load_cache: Annotated[
         Path | None, typer.Option(help="Go on with the document, or the conversation, whose cache is in this file.")
     ] = None,
@@ -78,6 +92,9 @@ def chat(
         options = ChatOptions(
             documents=tuple(document or ()),
             load_cache=load_cache,
+            keep=keep,
+            resumes=resume,
+            which=conversation,
             model=ModelOptions(model, weights, experts, expert_bits, dtype, device),
             cache=cache,
             bits=bits,

@@ -8,6 +8,7 @@ from ..console import UsageError, cache_of_ours
 from ..files import STANDARD_INPUT
 from ..loading.model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
+from ..runs.prompt_store import check_keep
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class ChatOptions:
     Attributes:
         documents: names of files and folders; empty for the default document.
         load_cache: the file of a document or a conversation; `None` for a new cache.
+        keep: the folder that document and conversation are kept in; `None` for no such folder.
+        resumes: whether a conversation that is kept there goes on.
+        which: the number or the id of that conversation; `None` to choose it.
         model: which model answers.
         cache: one of `CACHES` except "stock"; `None` for the cache that `bits` is for.
         bits: of keys and values in a quantized cache; `None` for its default.
@@ -31,6 +35,9 @@ class ChatOptions:
 
     documents: tuple[str, ...]
     load_cache: Path | None
+    keep: Path | None
+    resumes: bool
+    which: str | None
     model: ModelOptions
     cache: str | None
     bits: int | None
@@ -51,6 +58,23 @@ class ChatOptions:
         for option, value in given.items():
             if self.load_cache and value is not None:
                 raise UsageError(f"--load-cache gives the document and the cache that were saved: drop {option}.")
+            if self.resumes and value is not None and option in ("--document", "--context"):
+                raise UsageError(f"--resume goes on with the document of the conversation: drop {option}.")
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        """Raise an error if options exclude a folder that keeps the conversation, or need it."""
+        if self.which is not None and not self.resumes:
+            raise UsageError(
+                f"{self.which!r} names a conversation to go on with: add --resume, or --document before it."
+            )
+        if self.keep is None:
+            if self.resumes:
+                raise UsageError("--resume goes on with a conversation of a folder: name that with --keep.")
+            return
+        if self.load_cache:
+            raise UsageError("--load-cache goes on with a file, --keep with a folder: drop one of them.")
+        check_keep(self.answer.prefill_chunk_size)
 
     @property
     def cache_name(self) -> str:

@@ -41,7 +41,7 @@ class Conversation:
     Args:
         transcript: has the tokens of the document, or of a conversation about it.
         tokenizer: of the model; its chat template tells turns from each other.
-        is_saved: whether the transcript comes from a file.
+        is_saved: whether the transcript comes from a file, or is a conversation that was kept.
         document_tokens: how many of its tokens are the document's; `None` where the file does not tell.
         settings: how answers are generated, which `/set` changes.
         weights_text: describes the model's weights; `None` where no weights are quantized.
@@ -187,6 +187,10 @@ class Conversation:
             return
         where = name if replaced is None else f"{name}, in place of {replaced}"
         self.remark(f"{len(self._transcript):,} tokens, {size:,.1f} MiB, are in {where}")
+
+    def keep(self) -> None:
+        """Keep the conversation in the store, if there is one and something is new."""
+        self._transcript.keep(self._turns[0].question if self._turns else None)
 
     def tell(self) -> None:
         """Remark what the cache holds, and how fast the last answer was."""

@@ -11,15 +11,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...cache import HybridCache
 from ...cache_argument import cache_argument
-from ...layers import IncompleteCacheError
+from ...layers import IncompleteCacheError, NoCheckpointError
 from ..interrupts import allowing_interrupts
 from ..runs.answer_options import AnswerOptions
 from ..runs.finish_reason import is_end
-from ..runs.going_back import can_go_back
 from ..runs.prompts import context_length
 from ..runs.sampling import Sampling
 from ..runs.shown_run import shown_run
 from ..terminal import TokenStream
+from .kept_conversation import KeptConversation
+
+# Checkpoints that are kept: that of the document, and those before the last questions.
+_MOST_CHECKPOINTS = 4
 
 
 class Pace:
@@ -55,6 +58,7 @@ class Transcript:
         prefill_chunk_size: tokens of a prompt in each forward pass.
         out: receives answers.
         notes: shows a bar, on a terminal.
+        kept: keeps the conversation in a store; `None` for no store.
 
     Attributes:
         context: tokens that the model can attend to.
@@ -70,12 +74,13 @@ class Transcript:
         prefill_chunk_size: int,
         out: Console,
         notes: Console,
+        kept: KeptConversation | None = None,
     ):
         self.token_ids, self.cache = token_ids, cache
         self.context = context_length(model)
         self.pace: Pace | None = None
         self._model, self._tokenizer, self._chunk = model, tokenizer, prefill_chunk_size
-        self._out, self._notes = out, notes
+        self._out, self._notes, self._kept = out, notes, kept
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -104,9 +109,11 @@ class Transcript:
             return None
         start = time.perf_counter()
         with self._whole_afterwards(), allowing_interrupts():
-            prompt = torch.tensor([self.token_ids])
-            options = AnswerOptions(1, prefill_chunk_size=self._chunk)
-            shown_run(self._notes, "document", self._model, prompt, self.cache, options)
+            self._read_document()
+            if self.num_missing > 1:
+                prompt = torch.tensor([self.token_ids])
+                options = AnswerOptions(1, prefill_chunk_size=self._chunk)
+                shown_run(self._notes, "document", self._model, prompt, self.cache, options)
         return time.perf_counter() - start
 
     def answer(self, question: list[int], max_new_tokens: int, temperature: float) -> bool:
@@ -117,6 +124,7 @@ class Transcript:
             Whether Ctrl-C did not end the answer.
         """
         before = len(self)
+        self._keep_checkpoint()
         self.token_ids += question
         asked = len(self)
         stream, pace = TokenStream(self._out, self._tokenizer), Pace()
@@ -129,6 +137,7 @@ class Transcript:
         prompt, is_whole = torch.tensor([self.token_ids]), True
         try:
             with self._whole_afterwards(), allowing_interrupts():
+                self._read_document()
                 options = AnswerOptions(max_new_tokens, Sampling(temperature), self._chunk)
                 shown_run(self._notes, "question", self._model, prompt, self.cache, options, on_token)
         except KeyboardInterrupt:
@@ -141,18 +150,20 @@ class Transcript:
         return is_whole
 
     def shorten(self, num_tokens: int) -> None:
-        """Remove all tokens after the first `num_tokens`; a cache that cannot be cropped must read these again."""
+        """Remove all tokens after the first `num_tokens`; what a cache has forgotten is read again."""
         del self.token_ids[num_tokens:]
-        surplus = -self.num_missing
-        if surplus > 0 and can_go_back(self.cache):
-            self.cache.crop(-surplus)
-        elif surplus > 0:
-            self.cache.reset()
+        if self.num_missing < 0:
+            try:
+                self.cache.go_back(num_tokens)
+            except NoCheckpointError:
+                self.cache.reset()
 
     def replace_start(self, num_tokens: int, new: list[int]) -> None:
         """Replace the first `num_tokens` tokens by `new`; the cache must read all tokens again."""
         self.token_ids[:num_tokens] = new
         self.cache.reset()
+        if self._kept is not None:
+            self._kept.document_tokens += len(new) - num_tokens
 
     def compute_last(self) -> None:
         """Read the last token of an answer now, instead of with the next question."""
@@ -175,14 +186,42 @@ class Transcript:
         self.cache.save(path, torch.tensor([self.token_ids]), document_tokens)
         return path.stat().st_size
 
+    def _keep_checkpoint(self) -> None:
+        """Let the cache go back to what it holds now: the document, or what comes before a question."""
+        if self.cache.get_seq_length():
+            self.cache.checkpoint()
+            for length in self.cache.checkpoints[1 : 1 - _MOST_CHECKPOINTS]:
+                self.cache.drop_checkpoint(length)
+
+    def keep(self, first_question: str | None) -> None:
+        """Keep the conversation in the store, if there is one; the first question is for its title."""
+        if self._kept is not None:
+            self._kept.keep(self.token_ids, self.cache, first_question)
+
+    def _read_document(self) -> None:
+        """Take the document from the store, if there is one, or read it, where the cache lacks it."""
+        if self._kept is not None:
+            self.cache = self._kept.filled(self.token_ids, self.cache)
+
     @contextmanager
     def _whole_afterwards(self) -> Iterator[None]:
-        """After an interrupt remove the tokens that only some layers hold, or all tokens."""
+        """After an interrupt remove the tokens that only some layers hold, or those after a checkpoint, or all."""
         try:
             yield
         except KeyboardInterrupt:
             try:
                 self.cache.drop_unfinished()
             except IncompleteCacheError:
-                self.cache.reset()
+                self._go_back_to_checkpoint()
             raise
+
+    def _go_back_to_checkpoint(self) -> None:
+        """Go back to the last checkpoint, or forget all where there is none, or what is stored is not whole."""
+        lengths = self.cache.checkpoints
+        try:
+            if lengths:
+                self.cache.go_back(lengths[-1])
+                return
+        except IncompleteCacheError:
+            pass
+        self.cache.reset()

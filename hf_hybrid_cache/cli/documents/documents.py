@@ -43,6 +43,12 @@ class Documents:
         return "".join(self.sections)
 
     @property
+    def title(self) -> str:
+        """The file name of the first document, and how many others there are."""
+        first, others = Path(self.files[0].name).name, len(self.files) - 1
+        return first if not others else f"{first} and {others:,} more"
+
+    @property
     def counted(self) -> str:
         """The word for the documents, with their number if there are several."""
         return "document" if len(self.files) == 1 else f"{len(self.files):,} documents"

@@ -1,18 +1,23 @@
 """`hf-hybrid-cache generate`: a question about a long document, with any of the caches."""
 
+from dataclasses import replace
+
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from ...prefix_store import PrefixStore
+from ..choices import DEFAULT_QUESTION
 from ..console import note
 from ..distributed.group import joined
 from ..loading.device import LoadedModel, compile_kernels, load_model
-from ..runs.prompts import Prompt, context_length, where_it_says_so
+from ..runs.prompt_store import PromptStore, title_of
+from ..runs.prompts import DEFAULT_DOCUMENT, Prompt, context_length, where_it_says_so
 from ..runs.timed_run import CACHES, Run
 from ..terminal import TokenStream, write
 from .answer_record import print_json, record
 from .comparison import WITH_WEIGHTS, conclusion, dtype_text, one_line, summary, table
 from .generate_options import GenerateOptions
-from .prompt import make_prompt, read_source
+from .prompt import PromptSource, make_prompt, read_source
 from .task import GenerateTask
 
 
@@ -30,8 +35,11 @@ def answer(options: GenerateOptions, out: Console, notes: Console) -> None:
         PromptError: the prompt does not fit the model.
         ModelLoadError: the model cannot be loaded.
         CacheFileError: a cache cannot be saved or loaded.
+        PrefixStoreError: the prompt cannot be kept.
+        PrefixFolderError: the folder of `--keep` cannot be used.
     """
     replaced = options.files.checked_place()
+    prompts = None if options.files.keep is None else PrefixStore(options.files.keep)
     source = read_source(options, notes)
     if replaced is not None:
         note(notes, f"{options.files.save} will take the place of {replaced}")
@@ -41,6 +49,8 @@ def answer(options: GenerateOptions, out: Console, notes: Console) -> None:
     text_out = Console(quiet=True) if options.as_json else out
     prompt = make_prompt(options, source, ready, text_out, notes)
     task = _task(options, ready, prompt, notes)
+    if prompts is not None and ready.tokenizer is not None:
+        task = replace(task, store=PromptStore(prompts, ready.tokenizer, notes), title=_title(options, source))
     stream = TokenStream(text_out, ready.tokenizer)
     if options.cache.compare:
         asks_default = source.is_default and options.prompt.question is None
@@ -61,17 +71,27 @@ def _task(options: GenerateOptions, ready: LoadedModel, prompt: Prompt, notes: C
     return GenerateTask(ready.model, prompt, options.cache.options(group), options.answer, notes)
 
 
+def _title(options: GenerateOptions, source: PromptSource) -> str:
+    """The title of the prompt in lists."""
+    if options.prompt.prompt_file is not None:
+        return title_of(options.prompt.prompt_file.name)
+    document = DEFAULT_DOCUMENT if source.documents is None else source.documents.title
+    return title_of(document, None if options.only_keeps else options.prompt.question or DEFAULT_QUESTION)
+
+
 def _answer_with_one(
     options: GenerateOptions, task: GenerateTask, ready: LoadedModel, stream: TokenStream, out: Console
 ) -> None:
-    """Print the answer of one cache, or only save the document where nothing is asked."""
+    """Print the answer of one cache, or only keep the document where nothing is asked."""
     name, cache = options.cache.name, None
     if options.files.load:
         cache, name = task.load(options.files.load), f"{options.files.load}"
     elif options.files.save:
         cache = task.save(name, options.files.save)
-        if options.prompt.question is None:
-            return
+    elif options.only_keeps:
+        task.keep(name)
+    if options.only_keeps:
+        return
     run = task.run(name, stream.put, cache)
     stream.end()
     reason = task.finish_reason(run)

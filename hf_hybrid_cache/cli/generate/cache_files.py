@@ -11,11 +11,12 @@ from ..replaced_file import replaced_file
 @dataclass(frozen=True)
 class CacheFiles:
     """
-    The files that the cache of a document is saved to or loaded from.
+    The files that the cache of a document is saved to or loaded from, or the folder that keeps prompts.
 
     Attributes:
         save: the file that the cache is written to; `None` writes none.
         load: the file that the cache is read from; `None` for a new cache.
+        keep: the folder that the prompt is looked for in, and kept in; `None` for no such folder.
         is_forced: whether `save` may replace a file that is not a cache.
 
     Raises:
@@ -24,18 +25,22 @@ class CacheFiles:
 
     save: Path | None = None
     load: Path | None = None
+    keep: Path | None = None
     is_forced: bool = False
 
     def __post_init__(self) -> None:
         if self.save and self.load:
             raise UsageError("--save-cache and --load-cache do not go together: copy the file.")
+        if self.keep and (self.save or self.load):
+            raise UsageError("--keep keeps the document by itself: drop --save-cache and --load-cache, or --keep.")
         if self.is_forced and not self.save:
             raise UsageError("--force is for --save-cache: drop it.")
 
     @property
     def option(self) -> str | None:
         """The option that was given; `None` without one."""
-        return "--save-cache" if self.save else "--load-cache" if self.load else None
+        given = {"--save-cache": self.save, "--load-cache": self.load, "--keep": self.keep}
+        return next((option for option, path in given.items() if path is not None), None)
 
     def checked_place(self) -> str | None:
         """

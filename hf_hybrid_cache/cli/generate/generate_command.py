@@ -17,6 +17,7 @@ from ..options import (
     DType,
     ExpertBits,
     Experts,
+    Keep,
     Model,
     PrefillChunkSize,
     RepetitionPenalty,
@@ -42,8 +43,8 @@ def generate(
     question: Annotated[
         str | None,
         typer.Option(
-            help=f"Question about the document; without one, --save-cache only saves. Default, without --document: "
-            f"{DEFAULT_QUESTION}",
+            help=f"Question about the document; without one, --keep and --save-cache only keep "
+            f"the document. Default, without --document: {DEFAULT_QUESTION}",
             rich_help_panel=DOCUMENT,
         ),
     ] = None,
@@ -61,6 +62,7 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Generate with every cache and print a table.", rich_help_panel=CACHE)
     ] = False,
+    keep: Keep = None,
     save_cache: Annotated[
         Path | None,
         typer.Option(
@@ -177,7 +179,7 @@ def generate(
     out, notes = consoles(quiet)
     with exit_codes(notes):
         options = GenerateOptions(
-            files=CacheFiles(save_cache, load_cache, force),
+            files=CacheFiles(save_cache, load_cache, keep, force),
             model=ModelOptions(model, weights, experts, expert_bits, dtype, device),
             answer=AnswerOptions(
                 max_new_tokens or (COMPARED_TOKENS if compare else NEW_TOKENS),

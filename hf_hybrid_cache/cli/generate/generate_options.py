@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..console import UsageError
 from ..loading.model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
+from ..runs.prompt_store import check_keep
 from ..runs.sampling import GREEDY
 from .cache_choice import CacheChoice, option_of
 from .cache_files import CacheFiles
@@ -40,6 +41,8 @@ class GenerateOptions:
             self._check_file(self.files.option)
         if self.files.load:
             self._check_loaded()
+        if self.files.keep:
+            check_keep(self.answer.prefill_chunk_size)
         if self.cache.compare and self.answer.sampling != GREEDY:
             raise UsageError("--compare takes the likeliest token each time: drop the options for sampling.")
         if self.prompt.question is None:
@@ -49,9 +52,9 @@ class GenerateOptions:
         """Raise an error if options exclude a file for the cache."""
         if self.cache.compare:
             raise UsageError(f"{option} is for one cache, --compare for all: drop one of them.")
-        if self.prompt.prompt_file:
+        if self.prompt.prompt_file and not self.files.keep:
             raise UsageError(f"{option} tells the document from the question: use --document instead of --prompt-file.")
-        if self.files.save and self.cache.cache == "stock":
+        if not self.files.load and self.cache.cache == "stock":
             raise UsageError("--cache stock is transformers' own, which cannot be saved: use dynamic.")
 
     def _check_loaded(self) -> None:
@@ -63,11 +66,18 @@ class GenerateOptions:
         if self.prompt.system is not None:
             raise UsageError("--load-cache gives what comes before: drop --system.")
 
+    @property
+    def only_keeps(self) -> bool:
+        """Whether a document is kept for later questions, and nothing is asked."""
+        if self.prompt.question is not None:
+            return False
+        return bool(self.files.save or (self.files.keep and self.prompt.documents))
+
     def _check_without_question(self) -> None:
         """Raise an error if a question is missing."""
-        if self.as_json and self.files.save:
+        if self.as_json and self.only_keeps:
             raise UsageError("--json is of an answer: ask something with --question, or drop it.")
         if self.files.load:
             raise UsageError("Ask something about the saved document: --question.")
-        if self.prompt.documents and not self.files.save:
-            raise UsageError("Ask something about the document: --question. --save-cache keeps it for later questions.")
+        if self.prompt.documents and not self.only_keeps:
+            raise UsageError("Ask something about the document: --question. --keep keeps it for later questions.")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from ..console import UsageError, note
 from ..loading.quantized_weights import quantize_loaded
 from ..runs.answer_options import AnswerOptions
 from ..runs.finish_reason import FinishReason, finish_reason
+from ..runs.prompt_store import PromptStore
 from ..runs.prompts import Prompt, context_length
-from ..runs.shown_run import shown_run
+from ..runs.shown_run import shown_fill, shown_run
 from ..runs.timed_run import CacheOptions, Run, new_cache, warm_up
 from .comparison import FEW_WEIGHT_BITS, mebibytes
 
@@ -32,6 +34,8 @@ class GenerateTask:
         cache_options: of every new cache.
         answer: how the answer is generated.
         notes: receives remarks, and shows a bar on a terminal.
+        store: fills new caches; `None` for no store.
+        title: of the prompt in the store.
     """
 
     model: PreTrainedModel
@@ -39,13 +43,24 @@ class GenerateTask:
     cache_options: CacheOptions
     answer: AnswerOptions
     notes: Console
+    store: PromptStore | None = None
+    title: str = ""
 
     def run(self, name: str, on_token: Callable[[int], None] | None = None, cache: Cache | None = None) -> Run:
         """Generate an answer with a cache, a new one of that name unless it is given."""
         cache = cache or self._new_cache(name)
-        return shown_run(
-            self.notes, f"{name}: prefill", self.model, self.prompt.input_ids, cache, self.answer, on_token
-        )
+        input_ids, fill = self.prompt.input_ids, None
+        if self.store is not None:
+            fill = partial(self.store.fill, self.model, input_ids, cache, self.prompt.prefix_tokens, self.title)
+        return shown_run(self.notes, f"{name}: prefill", self.model, input_ids, cache, self.answer, on_token, fill)
+
+    def keep(self, name: str) -> None:
+        """Read the document into a new cache, from the store or into it."""
+        assert self.store is not None
+        length = self._prefix.shape[1]
+        fill = partial(self.store.fill, self.model, self._prefix, self._new_cache(name), length, self.title)
+        seconds = shown_fill(self.notes, f"{name}: document", length, fill)
+        note(self.notes, f"document: {length:,} tokens are kept in {self.store.prompts.path} after {seconds:.2f} s")
 
     def save(self, name: str, path: Path) -> HybridCache:
         """Read the document into a new cache, which is saved and returned."""

@@ -55,14 +55,14 @@ class PrefillBar:
         num_cached: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._bars, self._times = bars, PrefillTimes(num_cached, num_cached + num_tokens, clock)
-        self._lines = PrefillLines(self._times, lambda line: note(bars.console, f"{title}: {line}"))
+        self._bars, self._title, self._clock = bars, title, clock
         self._task = bars.add_task(title, total=num_tokens, unit=" tokens", end=None)
+        self._begin(num_cached, num_cached + num_tokens)
 
-    @property
-    def num_read(self) -> int:
-        """Number of tokens that were read."""
-        return self._times.reached - self._times.start
+    def take_over(self, num_tokens: int) -> None:
+        """Show that the first tokens came from a store, so that only the others are to be read."""
+        self._begin(num_tokens, self._times.end)
+        self._bars.update(self._task, total=self._times.end - num_tokens)
 
     def advance(self, num_tokens: int) -> None:
         """Show that a chunk of tokens was read."""
@@ -70,10 +70,19 @@ class PrefillBar:
         if self._bars.disable:
             self._lines.chunk_read()
         end = time.monotonic() + (self._times.seconds_left or 0.0)
-        self._bars.update(self._task, completed=self.num_read, end=end, refresh=True)
+        self._bars.update(self._task, completed=self._times.reached - self._times.start, end=end, refresh=True)
+
+    def finish(self) -> None:
+        """Show that all tokens were read."""
+        if left := self._times.end - self._times.reached:
+            self.advance(left)
 
     def remove(self) -> None:
         self._bars.remove_task(self._task)
+
+    def _begin(self, start: int, end: int) -> None:
+        self._times = PrefillTimes(start, end, self._clock)
+        self._lines = PrefillLines(self._times, lambda line: note(self._bars.console, f"{self._title}: {line}"))
 
 
 class _TimeColumn(ProgressColumn):

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import HybridCacheError
 
+# The name of the document that is asked about without another one.
+DEFAULT_DOCUMENT = "Python's language reference"
 # A text that no document holds.
 MARK = "<<hf-hybrid-cache>>"
 

@@ -120,6 +120,7 @@ def timed_generate(
     options: AnswerOptions,
     on_prefill: Callable[[int], None] | None = None,
     on_token: Callable[[int], None] | None = None,
+    fill: Callable[[], None] | None = None,
 ) -> Run:
     """
     Generate with `model.generate`, and time the prefill and the decode steps separately.
@@ -131,10 +132,13 @@ def timed_generate(
         options: how the prompt is read and the answer is generated.
         on_prefill: called after each chunk of the prompt with its number of tokens; no chunk has the last token.
         on_token: called with each new token.
+        fill: fills the cache with the first tokens of the prompt; its time is one of the prefill.
     """
     recorder = _Recorder(on_token)
     _synchronize(model)
     start = time.perf_counter()
+    if fill is not None:
+        fill()
     _generate(model, input_ids, torch.ones_like(input_ids), cache, options, recorder, on_prefill)
     _synchronize(model)
     end = time.perf_counter()

@@ -129,8 +129,8 @@ def _attend_piece(piece, thread, call):
     address = call.scratch + thread * call.scratch_bytes
     work = _rows_of(piece // pieces, first, min(call.rows_at_once, rows - first), address, call)
     _start(work, call)
-    # Also hidden blocks before the first seen one: NaN and infinity there count, as with a mask of torch.
-    for block in range((_end(work) + BLOCK - 1) // BLOCK):
+    first, end = _seen_range(work)
+    for block in range(first // BLOCK, (end + BLOCK - 1) // BLOCK):
         _attend_block(block, work, call)
     for row in range(work.count):
         _finish(row, work, call)
@@ -300,13 +300,13 @@ def _write_half(numbers, target):
 
 
 @jit_function
-def _end(work):
-    """The token after the last one that a row sees."""
+def _seen_range(work):
+    """The first token that a row sees, and the one after the last."""
     seen = numba.carray(pointer(work.seen, numba.int64(0)), (work.padded, 2))
-    end = seen[0, 1]
+    first, end = seen[0, 0], seen[0, 1]
     for row in range(1, work.count):
-        end = max(end, seen[row, 1])
-    return end
+        first, end = min(first, seen[row, 0]), max(end, seen[row, 1])
+    return first, end
 
 
 @jit_function
@@ -333,8 +333,8 @@ def _attend_block(block, work, call):
             unpacked_or_packed(element, keys_from, call.key_dim, BLOCK, inner, keys)
             unpacked_or_packed(element, values_from, tokens, work.width, (tokens + 1) // 2 * 2, values)
     for row in range(0, work.padded, ROWS):
-        latest_start, earliest_end, latest_end = _borders(row, work)
-        if latest_end > start:
+        earliest_start, latest_start, earliest_end, latest_end = _borders(row, work)
+        if earliest_start < start + BLOCK and latest_end > start:
             hides = latest_start > start or earliest_end < start + BLOCK
             is_masked = hides or call.visible != 0 or call.bias != 0
             _attend_tile(row, start, tokens, side, inner, keys, values, is_masked, work, call)
@@ -342,13 +342,13 @@ def _attend_block(block, work, call):
 
 @jit_inlined
 def _borders(first, work):
-    """The latest start, the earliest end and the latest end of the ranges that four rows see."""
+    """The earliest and the latest start, the earliest and the latest end of the ranges that four rows see."""
     seen = numba.carray(pointer(work.seen, numba.int64(0)), (work.padded, 2))
-    latest_start, earliest_end, latest_end = seen[first, 0], seen[first, 1], seen[first, 1]
+    earliest_start, earliest_end = latest_start, latest_end = seen[first, 0], seen[first, 1]
     for row in range(first + 1, first + ROWS):
-        latest_start = max(latest_start, seen[row, 0])
+        earliest_start, latest_start = min(earliest_start, seen[row, 0]), max(latest_start, seen[row, 0])
         earliest_end, latest_end = min(earliest_end, seen[row, 1]), max(latest_end, seen[row, 1])
-    return latest_start, earliest_end, latest_end
+    return earliest_start, latest_start, earliest_end, latest_end
 
 
 @jit_inlined

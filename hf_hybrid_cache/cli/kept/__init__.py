@@ -1,0 +1,1 @@
+"""The command `kept`: the prompts and conversations in a folder."""

@@ -1,0 +1,7 @@
+"""The identity of a model: all that its states depend on beside the tokens, so that no other model uses them."""
+
+from .errors import ModelIdentityError
+from .identity import Identity
+from .model_fields import identity_of
+
+__all__ = ["Identity", "ModelIdentityError", "identity_of"]

@@ -1,0 +1,84 @@
+"""The fields of an identity, read from a model and a cache."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cache import HybridCache
+from .adapters import adapters_of
+from .cache_form import codecs_of, layers_of, selection_of
+from .config_digest import config_digest
+from .identity import Identity
+from .modules import modules_digest, name_of_class
+from .refusals import require_identifiable
+from .remembered import weights_digest_of
+from .weights import stored_tensors
+
+# Raise it when an identity means something else.
+_FORMAT = 1
+
+
+def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
+    """
+    Return what the states that a model stores in a cache depend on, beside the tokens.
+
+    The first call reads all weights once, as fast as memory is read. Later ones take about a millisecond: they compare
+    the tensors, their version counters, and some numbers of each, with those of the first. A change through
+    `weight.data`, which torch does not count, is noticed if it changes one of these numbers, as one of a whole weight
+    does. Hooks are told by their names, so what they do must not change.
+
+    It is no protection from somebody who wants two models to have the same identity.
+
+    Args:
+        model: in evaluation mode, with all of its weights in memory.
+        cache: which it will use; what is stored in it does not matter.
+
+    Raises:
+        TypeError: `model` is no model of transformers, such as the wrapper of PEFT, or `cache` is not one of ours.
+        ModelIdentityError: the model is in training mode, some weights are not in memory, another library has quantized
+            them, or their states depend on the length of the text.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a model of transformers, got {type(model).__name__}. Pass the one in a wrapper, such as "
+            "model.get_base_model() of PEFT."
+        )
+    if not isinstance(cache, HybridCache):
+        raise TypeError(f"cache must be one of hf_hybrid_cache, got {type(cache).__name__}.")
+    modules = dict(model.named_modules())
+    require_identifiable(model, modules.values())
+    return Identity(tuple(_fields(model, modules, cache)))
+
+
+def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: HybridCache) -> Iterator[tuple[str, str]]:
+    tensors = stored_tensors(modules)
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    version = Version(transformers.__version__)
+    yield "format", str(_FORMAT)
+    yield "transformers", f"{version.major}.{version.minor}"
+    yield "class", name_of_class(type(model))
+    yield "config", config_digest(config)
+    yield "modules", modules_digest(modules)
+    yield "weights", weights_digest_of(model, tensors)
+    yield "adapters", adapters_of(modules)
+    yield "dtype", _dtype_of(model)
+    yield "attention", str(text._attn_implementation)
+    yield "experts", str(getattr(text, "_experts_implementation", None))
+    yield "device", "+".join(sorted({each.device for each in tensors if not each.stays_in_host_memory})) or "cpu"
+    yield "layers", layers_of(cache)
+    yield "codecs", codecs_of(cache)
+    yield "selection", selection_of(cache)
+
+
+def _dtype_of(model: PreTrainedModel) -> str:
+    """Return the type in which the model computes, as far as its weights and autocast tell."""
+    name = str(model.dtype).removeprefix("torch.")
+    device = model.device.type
+    if not torch.is_autocast_enabled(device):
+        return name
+    return f"{name}, autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"

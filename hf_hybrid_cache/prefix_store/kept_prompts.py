@@ -1,0 +1,71 @@
+"""The prompts and conversations that a store has, as lists show them."""
+
+from dataclasses import dataclass
+
+from ..prefix_folder import Entry, NodeFileError, NodeNotFoundError, PrefixFolder
+from .node_description import NodeDescription
+from .passes import token_ids_of
+
+
+@dataclass(frozen=True)
+class KeptPrompt:
+    """
+    A prompt, or a conversation, that no other one continues.
+
+    Attributes:
+        id: of it in the folder, as text.
+        model_name: of the model.
+        title: that it was given.
+        token_ids: all of them.
+        document_tokens: those before the first answer; all of them if it is a prompt.
+        num_bytes: of its files, with those that other prompts share.
+        last_use: seconds since the epoch.
+    """
+
+    id: str
+    model_name: str
+    title: str
+    token_ids: tuple[int, ...]
+    document_tokens: int
+    num_bytes: int
+    last_use: float
+
+    @property
+    def is_conversation(self) -> bool:
+        """True if it has answers."""
+        return self.document_tokens < len(self.token_ids)
+
+
+def kept_prompts(folder: PrefixFolder) -> list[KeptPrompt]:
+    """
+    List the prompts of a folder, the one used last first.
+
+    Raises:
+        PrefixFolderError: the folder cannot be read.
+    """
+    by_id = {entry.id: entry for entry in folder.entries()}
+    continued = {entry.parent for entry in by_id.values()}
+    listed = (_kept(folder, entry, by_id) for entry in by_id.values() if entry.id not in continued)
+    return [kept for kept in listed if kept is not None]
+
+
+def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> KeptPrompt | None:
+    """Return a prompt by its last node; `None` if it is gone by now, or damaged."""
+    try:
+        keys, description = folder.token_ids(entry.id), NodeDescription.from_bytes(entry.description)
+    except (NodeNotFoundError, NodeFileError, ValueError):
+        return None
+    token_ids = *token_ids_of(keys).tolist(), *description.rest
+    num_bytes, node = 0, by_id.get(entry.id)
+    while node is not None:
+        num_bytes += node.num_bytes
+        node = None if node.parent is None else by_id.get(node.parent)
+    return KeptPrompt(
+        entry.id.hex(),
+        description.model_name,
+        description.title,
+        token_ids,
+        description.document_tokens or len(token_ids),
+        num_bytes,
+        entry.last_use,
+    )

@@ -1,0 +1,97 @@
+"""Finding what is stored of a prompt."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..prefix_folder import Match, NodeFileError, PrefixFolder
+from .filling import StoredPart
+from .node_description import NodeDescription
+from .passes import token_ids_of
+from .prompt import Prompt
+from .reuse import Reuse
+from .states import NodeStates
+
+
+@dataclass(frozen=True)
+class Found:
+    """
+    The stored beginning of a prompt.
+
+    Attributes:
+        match: with its nodes in use.
+        parts: that are used, in order.
+        num_tokens: that they have.
+        common_tokens: that the prompt has in common with what is stored.
+        stored_token: token id that is stored where the prompt first differs, if any is.
+    """
+
+    match: Match = field(default_factory=Match)
+    parts: tuple[StoredPart, ...] = ()
+    num_tokens: int = 0
+    common_tokens: int = 0
+    stored_token: int | None = None
+
+    @property
+    def last_states(self) -> NodeStates | None:
+        """The description of the last node's states."""
+        return self.parts[-1].states if self.parts else None
+
+    def without_parts(self) -> "Found":
+        """Return the same with nothing to use, nor in use."""
+        return replace(self, match=Match(), parts=(), num_tokens=0)
+
+    def reuse(self, prompt: Prompt, folder: PrefixFolder) -> Reuse:
+        """Return the report for the user."""
+        at, tokens = self.common_tokens, prompt.token_ids[0]
+        given = int(tokens[at]) if at < len(tokens) else None
+        if given == self.stored_token:  # forward passes ended elsewhere
+            given = None
+        return Reuse(folder.path, self.num_tokens, at, len(tokens), self.stored_token, given)
+
+
+def find(folder: PrefixFolder, prompt: Prompt) -> Found:
+    """
+    Find the longest beginning of a prompt from which it can be read on.
+
+    Raises:
+        PrefixFolderError: the folder cannot be read.
+        NodeFileError: a node is not described as it should be.
+    """
+    keys, passes, digest = prompt.keys, prompt.passes, prompt.identity.digest
+    with folder.find(digest, keys) as nearest:
+        common, stored_token = nearest.num_tokens, _next_token(nearest)
+    match = folder.find(digest, keys, passes.needs_whole_nodes)
+    if (usable := passes.usable(match.num_tokens)) != match.num_tokens:
+        match.close()
+        match = folder.find(digest, keys[:usable], passes.needs_whole_nodes)
+    return Found(match, parts_of(match), match.num_tokens, common, stored_token)
+
+
+def parts_of(match: Match) -> tuple[StoredPart, ...]:
+    """
+    Return the nodes of a match with their descriptions; close it after an error.
+
+    Raises:
+        NodeFileError: one is not described as it should be.
+    """
+    parts = []
+    for part in match.parts:
+        try:
+            states = NodeDescription.from_bytes(part.file.head.description).states
+        except ValueError as error:
+            match.close()
+            raise NodeFileError(part.file.path, str(error)) from error
+        assert states is not None
+        parts.append(StoredPart(part.file, states, part.end))
+    return tuple(parts)
+
+
+def _next_token(match: Match) -> int | None:
+    """Return the token that follows a match in its last node, if any does."""
+    if not match.parts:
+        return None
+    last = match.parts[-1]
+    if last.num_tokens == last.file.head.num_tokens:
+        return None
+    return int(token_ids_of(np.array(last.file.head.token_at(last.num_tokens))))

@@ -1,0 +1,152 @@
+"""
+The ends of the forward passes of a prompt, by which it has the same states whatever of it is stored already.
+
+Attention by the kernels of this package, and products of matrices on a CPU, give a token the same bits wherever passes
+end, unless a pass has few tokens. There a prompt can go on from any token of a stored one. Elsewhere (on a device, in
+layers of transformers' own, with experts) passes end at multiples of the chunk size from the first token on, and at
+the end of the document, whatever is stored; and states are used only where the passes before them ended there, too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..cache import Contents
+from ..kernels import uses_prefill_kernel
+from ..prefill_chunks import FEWEST_TOKENS_OF_SAME_BITS, PREFILL_CHUNK_SIZE
+from ..storage import kernel_element
+
+# The first pass chooses the codecs of a quantized cache: it is the same for all prompts.
+FIRST_TOKENS = 1024
+# Marks of tokens in the keys by which prompts are found; token ids are smaller.
+_PASS_ENDS, _AS_THEY_CAME = 2**31, 2**30
+
+
+@dataclass(frozen=True)
+class Passes:
+    """
+    The forward passes of a prompt.
+
+    Attributes:
+        num_tokens: of the prompt.
+        document_tokens: where a pass ends in any case, because other prompts begin with that document, too; 0 for none.
+        can_end_anywhere: whether states do not depend on where passes end.
+        needs_whole_nodes: whether states go on only from where a pass ended before.
+        first_tokens: of the first pass, if states depend on its end; 0 if not.
+    """
+
+    num_tokens: int
+    document_tokens: int
+    can_end_anywhere: bool
+    needs_whole_nodes: bool
+    first_tokens: int
+
+    @classmethod
+    def of(cls, num_tokens: int, document_tokens: int, model: PreTrainedModel, contents: Contents) -> "Passes":
+        """Return the passes by which a model reads a prompt, of which a document is the beginning, into a cache."""
+        anywhere, is_quantized = _can_end_anywhere(model, contents), bool(contents.stores.codecs)
+        first = FIRST_TOKENS if anywhere and is_quantized else 0
+        if anywhere and document_tokens < first + FEWEST_TOKENS_OF_SAME_BITS:
+            document_tokens = 0
+        return cls(num_tokens, min(document_tokens, num_tokens), anywhere, is_quantized or not anywhere, first)
+
+    def is_kept(self, start: int, end: int) -> bool:
+        """Return whether a pass gives states that are those of any prompt with these tokens."""
+        if not self.can_end_anywhere:
+            return True
+        return end == self.first_tokens or (start >= self.first_tokens and end - start >= FEWEST_TOKENS_OF_SAME_BITS)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Number of first tokens whose states are those of any prompt with these tokens."""
+        start = 0
+        for end in self.ends():
+            if not self.is_kept(start, end):
+                break
+            start = end
+        return start
+
+    def ends(self, start: int = 0, marks: Iterable[int] = ()) -> list[int]:
+        """
+        Return where passes end that begin after `start` tokens.
+
+        Args:
+            start: tokens that are there already.
+            marks: where a pass is to end, too, if it can end anywhere.
+        """
+        if start < self.first_tokens and self.num_tokens >= self.first_tokens + FEWEST_TOKENS_OF_SAME_BITS:
+            return [self.first_tokens, *self.ends(self.first_tokens, marks)]
+        ends: list[int] = []
+        for border in (self.document_tokens, self.num_tokens):
+            if start < border:
+                ends += self._ends_between(start, border, marks if self.can_end_anywhere else ())
+                start = border
+        return ends
+
+    def usable(self, stored: int) -> int:
+        """Return how many of the first tokens, of `stored` ones, leave the next pass long enough."""
+        if not self.can_end_anywhere or stored in (0, self.num_tokens):
+            return stored
+        if stored >= self.document_tokens:
+            return max(self.document_tokens, min(stored, self.num_tokens - FEWEST_TOKENS_OF_SAME_BITS))
+        return max(0, min(stored, self.document_tokens - FEWEST_TOKENS_OF_SAME_BITS))
+
+    def keys(self, token_ids: torch.Tensor) -> np.ndarray:
+        """Return the token ids, `[tokens]`, with marks of the passes that their states depend on."""
+        keys = token_ids[: self.num_tokens].numpy().astype(np.uint32)
+        ends = [self.first_tokens] if self.can_end_anywhere else self.ends()
+        keys[[end - 1 for end in ends if 0 < end <= self.num_tokens]] |= _PASS_ENDS
+        return keys
+
+    def _ends_between(self, start: int, border: int, marks: Iterable[int]) -> list[int]:
+        least = FEWEST_TOKENS_OF_SAME_BITS if self.can_end_anywhere else 1
+        first_chunk = start - start % PREFILL_CHUNK_SIZE + PREFILL_CHUNK_SIZE
+        ends: list[int] = []
+        for end in sorted({*range(first_chunk, border, PREFILL_CHUNK_SIZE), *marks}):
+            if end - (ends[-1] if ends else start) >= least and border - end >= least:
+                ends.append(end)
+        return [*ends, border]
+
+
+def keys_as_they_came(token_ids: torch.Tensor) -> np.ndarray:
+    """
+    Return keys of tokens, `[tokens]`, that were generated, read after such, or read in a pass of few tokens.
+
+    Their states depend on more than the tokens, so these are found for one conversation only.
+    """
+    return token_ids.numpy().astype(np.uint32) | _AS_THEY_CAME
+
+
+def num_shared_tokens(keys: np.ndarray) -> int:
+    """Return how many of the first tokens have states that are those of any prompt with these tokens."""
+    others = np.flatnonzero(keys & _AS_THEY_CAME)
+    return int(others[0]) if len(others) else len(keys)
+
+
+def token_ids_of(keys: np.ndarray) -> np.ndarray:
+    """Return the token ids of keys."""
+    return (keys & (_AS_THEY_CAME - 1)).astype(np.int64)
+
+
+def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
+    """Whether a token has the same bits wherever passes end."""
+    stores, placement = contents.stores, contents.stores.placement
+    config, element = stores.config, kernel_element(model.dtype)
+    return (
+        len(contents.ours) == len(contents.layers)
+        and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        and getattr(config, "_attn_implementation", None) == "sdpa"
+        and not any(getattr(config, name, None) for name in _EXPERTS)
+        and placement.cpu_decode in (None, True)
+        and not placement.offload
+        and not placement.device_tokens
+        and stores.selection is None
+        and element is not None
+        and uses_prefill_kernel(element)
+    )
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -1,0 +1,307 @@
+"""A store of prompts on the disk, from which a cache gets what was read once."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..cache import HybridCache, contents_of
+from ..planning.sizes import parse_bytes
+from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
+from ..prompt_reading import read_passes, warn_beyond_context
+from ..token_ids import TokenIds, as_token_ids
+from .errors import PrefixStoreError
+from .filling import StoredPart, fill
+from .keeping import Keeper, add_states
+from .kept_prompts import KeptPrompt, kept_prompts
+from .lookup import Found, find, parts_of
+from .node_description import NodeDescription
+from .obstacles import obstacles
+from .passes import Passes, keys_as_they_came, token_ids_of
+from .prompt import Prompt, identity_for, require_new
+from .removing import Replaced, remove_prompt
+from .reuse import Reuse
+
+
+class PrefixStore:
+    """
+    Prompts in a folder, each read once: the next one that begins alike takes over the states of its first tokens.
+
+    A hit gives the same bits as reading the prompt into an empty store. States are used for exactly the model, its
+    weights, its active adapters and the form of cache that they were computed with. Several processes may use a folder
+    at once.
+
+    Args:
+        path: of the folder; it is made if there is none.
+        max_bytes: the most that it may take, in bytes or as text such as "40GiB"; what was used longest ago goes first.
+            `None` for no limit but the disk's.
+        min_free_bytes: what stays free on the disk, likewise.
+
+    Raises:
+        PrefixFolderError: the folder cannot be used, or has other files.
+        ValueError: a size is not one.
+
+    Example:
+        >>> store = PrefixStore("~/prompts", max_bytes="40GiB")
+        >>> cache = QuantizedHybridCache(model.config, bits=4)
+        >>> print(store.prefill(model, input_ids, cache))
+        8,064 of 8,128 tokens from ~/prompts, the first difference at token 8,064: 1724 instead of 2683
+        >>> model.generate(input_ids, cache=cache, max_new_tokens=200)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str | None = None,
+        min_free_bytes: int | str = "1GiB",
+    ):
+        limit = None if max_bytes is None else parse_bytes(max_bytes)
+        self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=parse_bytes(min_free_bytes))
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder."""
+        return self._folder.path
+
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        input_ids: TokenIds,
+        cache: HybridCache,
+        *,
+        document_tokens: int = 0,
+        title: str = "",
+        progress: bool | Callable[[int], None] = True,
+    ) -> Reuse:
+        """
+        Fill an empty cache with all but the last token of a prompt, which `generate` computes.
+
+        A document alone, to be followed by questions, is read to its last token: pass its length as `document_tokens`.
+        What is stored of the prompt is taken from the store; the rest is read, and kept pass by pass. At Ctrl-C the
+        pass at hand is finished and kept.
+
+        Args:
+            model: a decoder in evaluation mode.
+            input_ids: of the whole prompt, `[1, tokens]` or a list.
+            cache: for the model, empty.
+            document_tokens: how many of the first tokens are those of a document that other prompts begin with, too:
+                a pass ends there. Without it a prompt in a quantized cache, or of a model with other layers, goes on
+                from the last multiple of 2,048 tokens.
+            title: of the prompt, for lists.
+            progress: show tokens, tokens a second, and the time that is left. Or what is called with the number of
+                tokens that came from the store, and then with that of each pass.
+
+        Returns:
+            what came from the store.
+
+        Raises:
+            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
+            PrefixFolderError: the folder cannot be read.
+            HostMemoryError: host memory would not suffice.
+
+        Warns:
+            UserWarning: there is no room, so what is read is not kept; or a file is damaged, which is removed.
+        """
+        prompt = Prompt.checked(model, input_ids, cache, document_tokens, title)
+        warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
+        found = self._taken_over(prompt)
+        ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
+        keeper = Keeper(self._folder, prompt, found)
+        with found.match:
+            if callable(progress):
+                progress(found.num_tokens)
+            read_passes(model, prompt.token_ids, cache, ends, None, progress, keeper.after_pass)
+        return found.reuse(prompt, self._folder)
+
+    def keep(
+        self,
+        model: PreTrainedModel,
+        token_ids: TokenIds,
+        cache: HybridCache,
+        *,
+        document_tokens: int,
+        title: str = "",
+        replaces: str | None = None,
+    ) -> str:
+        """
+        Keep a conversation as a cache holds it, so that `resume` goes on as if it had never ended.
+
+        Each time only what is new since the last one is written, from the last multiple of 64 tokens on. The states of
+        answers are those of this conversation: other prompts with the same tokens do not find them, but for other
+        conversations that begin with the same document and the same turns.
+
+        Args:
+            model: that answered.
+            token_ids: of the conversation, `[1, tokens]` or a list; the cache may lack the last ones.
+            cache: holds the first of them.
+            document_tokens: how many of them were read by `prefill`.
+            title: of the conversation, for lists.
+            replaces: id of the same conversation as it was kept before, so that lists do not have both: a turn that was
+                taken back since is removed.
+
+        Returns:
+            the id of the conversation.
+
+        Raises:
+            PrefixStoreError: a conversation of this model or cache cannot be kept.
+            PrefixFolderFullError: there is no room.
+            PrefixFolderError: the folder cannot be written.
+        """
+        identity = identity_for(model, cache)
+        cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
+        held = cache.get_seq_length()
+        if len(tokens) != 1 or not 0 < document_tokens <= held <= tokens.shape[1]:
+            raise PrefixStoreError(
+                f"The cache holds {held:,} tokens of a conversation of {list(tokens.shape)}, whose document has "
+                f"{document_tokens:,}: the document comes first, and the cache holds no more than the conversation."
+            )
+        passes = Passes.of(document_tokens, document_tokens, model, contents_of(cache))
+        shared = passes.shared_tokens
+        keys = np.concatenate([passes.keys(tokens[0])[:shared], keys_as_they_came(tokens[0, shared:held])])
+        description = NodeDescription.of(model, identity, title, document_tokens, tuple(tokens[0, held:].tolist()))
+        replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), keys)
+        if replaced is not None:
+            replaced.remove_taken_back()
+        with self._folder.find(identity.digest, keys, passes.needs_whole_nodes) as match:
+            parts = parts_of(match)
+            add_states(
+                self._folder,
+                keys,
+                match.num_tokens,
+                parts[-1].states if parts else None,
+                contents_of(cache),
+                description,
+                passes.needs_whole_nodes,
+            )
+        with self._folder.find(identity.digest, keys, passes.needs_whole_nodes) as match:
+            own_id: bytes = match.parts[-1].file.head.id
+        if replaced is not None:
+            replaced.remove_continued(own_id)
+        return own_id.hex()
+
+    def resume(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> None:
+        """
+        Fill an empty cache with a conversation, or a prompt, of `kept_prompts`.
+
+        Args:
+            model: of the conversation.
+            kept: the conversation; its `token_ids` may have some after those that the cache then holds.
+            cache: of the form that it was kept in, empty.
+
+        Raises:
+            PrefixStoreError: it is of another model, or another form of cache; or it is gone.
+            NodeFileError: a file of it is damaged; `verify` removes it.
+            HostMemoryError: host memory would not suffice.
+        """
+        identity = identity_for(model, cache)
+        require_new(cache)
+        try:
+            keys, saved = self._folder.token_ids(bytes.fromhex(kept.id)), self._description(kept)
+        except (NodeNotFoundError, NodeFileError) as error:
+            raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
+        if different := identity.differences(saved.identity):
+            raise PrefixStoreError(
+                f"{kept.title or kept.id} is of another model or another form of cache: {'; '.join(different)}."
+            )
+        passes = Passes.of(len(keys), 0, model, contents_of(cache))
+        match = self._folder.find(identity.digest, keys, passes.needs_whole_nodes)
+        with match:
+            if match.num_tokens != len(keys):
+                raise PrefixStoreError(f"{kept.title or kept.id} is not in {self.path} any more, or not all of it.")
+            self._fill(cache, parts_of(match))
+        contents_of(cache).stores.sees_as_alone = True
+        cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
+
+    def kept_prompts(self) -> list[KeptPrompt]:
+        """
+        List the prompts and conversations that no other one continues, the one used last first.
+
+        Raises:
+            PrefixFolderError: the folder cannot be read.
+        """
+        return kept_prompts(self._folder)
+
+    def remove(self, kept: KeptPrompt) -> None:
+        """
+        Remove a prompt, and what of it no other one shares.
+
+        Raises:
+            PrefixFolderError: the folder cannot be changed.
+            NodeInUseError: a process reads it now.
+        """
+        remove_prompt(self._folder, bytes.fromhex(kept.id))
+
+    def verify(self) -> list[str]:
+        """
+        Read all files, remove those that are damaged, and return what was wrong with each.
+
+        Raises:
+            PrefixFolderError: the folder cannot be read, or changed.
+        """
+        damages = self._folder.damages()
+        for own_id in damages:
+            self._folder.remove_damaged(own_id)
+        return list(damages.values())
+
+    def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache) -> str:
+        """
+        Tell what of a prompt is stored, and what keeps the nearest other states from being used.
+
+        Args:
+            model: of the prompt.
+            input_ids: of the prompt, `[1, tokens]` or a list.
+            cache: for it, empty.
+
+        Raises:
+            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
+            PrefixFolderError: the folder cannot be read.
+        """
+        prompt = Prompt.checked(model, input_ids, cache, 0, "")
+        found = find(self._folder, prompt)
+        found.match.close()
+        return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
+
+    def _description(self, kept: KeptPrompt) -> NodeDescription:
+        for entry in self._folder.entries():
+            if entry.id.hex() == kept.id:
+                return NodeDescription.from_bytes(entry.description)
+        raise NodeNotFoundError(f"{self.path} has no {kept.id}.")
+
+    def _taken_over(self, prompt: Prompt) -> Found:
+        """Fill the cache of a prompt with what is stored of it; states that cannot be read are not used."""
+        failed: set[bytes] = set()
+        while True:
+            found = find(self._folder, prompt)
+            ids = [part.file.head.id for part in found.parts]
+            if not ids or ids[-1] in failed:
+                found.match.close()
+                return found.without_parts()
+            try:
+                self._fill(prompt.cache, found.parts)
+            except BaseException as error:
+                found.match.close()
+                if not isinstance(error, NodeFileError | ValueError):
+                    raise
+                failed.add(ids[-1])
+                were_damaged = [self._folder.remove_damaged(own_id) for own_id in ids]
+                if not any(were_damaged):
+                    warnings.warn(f"States of {found.num_tokens:,} tokens are not used: {error}", stacklevel=3)
+            else:
+                prompt.cache.note_tokens(prompt.token_ids[:, : found.num_tokens])
+                return found
+
+    def _fill(self, cache: HybridCache, parts: Sequence[StoredPart]) -> None:
+        """Fill an empty cache from nodes; it is empty again after an error."""
+        contents = contents_of(cache)
+        codecs = contents.stores.codecs
+        try:
+            fill(contents.layers, contents.stores, parts)
+        except BaseException:
+            cache.reset()
+            contents.stores.take_codecs(codecs)
+            raise

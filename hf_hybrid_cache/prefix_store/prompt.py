@@ -1,0 +1,126 @@
+"""A prompt that is looked for in a store and kept there."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..cache import Contents, HybridCache, contents_of
+from ..model_identity import Identity, ModelIdentityError, identity_of
+from ..token_ids import TokenIds, as_token_ids
+from .errors import PrefixStoreError
+from .passes import Passes
+
+_MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """
+    A prompt, and all that its states depend on.
+
+    Attributes:
+        token_ids: `[1, tokens]`, all of them.
+        passes: in which it is read.
+        identity: of the model and the form of the cache.
+        title: for lists.
+    """
+
+    model: PreTrainedModel
+    token_ids: torch.Tensor
+    cache: HybridCache
+    passes: Passes
+    identity: Identity
+    title: str
+
+    @classmethod
+    def checked(
+        cls, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+    ) -> "Prompt":
+        """
+        Check all arguments of `PrefixStore.prefill`.
+
+        Raises:
+            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
+        """
+        identity = identity_for(model, cache)
+        require_new(cache)
+        token_ids = as_token_ids("input_ids", input_ids).cpu()
+        batch, tokens = token_ids.shape
+        if batch != 1:
+            raise PrefixStoreError(
+                f"A prompt is one sequence, got {batch}. Fill a cache for each, or for several continuations of one "
+                "prompt pass one sequence, and num_return_sequences to generate."
+            )
+        if tokens < 2:
+            raise PrefixStoreError(f"A prompt has at least two tokens, of which generate computes one; got {tokens}.")
+        _refuse_media(model, token_ids)
+        if not 0 <= document_tokens <= tokens:
+            raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
+        read_tokens = tokens if document_tokens == tokens else tokens - 1
+        contents_of(cache).stores.sees_as_alone = True
+        passes = Passes.of(read_tokens, document_tokens, model, contents_of(cache))
+        return cls(model, token_ids, cache, passes, identity, title)
+
+    @property
+    def contents(self) -> Contents:
+        """The layers of the cache."""
+        return contents_of(self.cache)
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """The tokens that are read, `[tokens]`, as the prompt is found by them."""
+        return self.passes.keys(self.token_ids[0])
+
+
+def identity_for(model: PreTrainedModel, cache: HybridCache) -> Identity:
+    """
+    Return the identity under which the states of a model in a cache are kept.
+
+    Raises:
+        PrefixStoreError: they cannot be kept.
+    """
+    if not isinstance(cache, HybridCache):
+        raise PrefixStoreError(
+            f"Only caches of this package can be kept, such as DynamicHybridCache(model.config), got "
+            f"{type(cache).__name__}."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise PrefixStoreError(
+            "An encoder-decoder model reads its prompt in the encoder, at once, and no prompt begins like another one "
+            "there. Only prompts of decoders can be kept."
+        )
+    if cache.group is not None:
+        raise PrefixStoreError(
+            "Of a cache that several processes share each has other blocks, and a store keeps whole ones. Use save and "
+            "load, which gather them, or one process."
+        )
+    try:
+        return identity_of(model, cache)
+    except ModelIdentityError as error:
+        raise PrefixStoreError(str(error)) from error
+
+
+def require_new(cache: HybridCache) -> None:
+    """
+    Check that a cache holds nothing and has chosen nothing.
+
+    Raises:
+        PrefixStoreError: it does, or has.
+    """
+    if held := cache.get_seq_length():
+        raise PrefixStoreError(f"The cache holds {held:,} tokens already: pass a new one.")
+    if any(codec.is_fitted != cache.asked_codecs[index].is_fitted for index, codec in cache.codecs.items()):
+        raise PrefixStoreError("The cache has chosen its codecs by another prompt, and keeps them: pass a new one.")
+
+
+def _refuse_media(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    for name in _MEDIA_TOKENS:
+        token = getattr(model.config, name, None)
+        if isinstance(token, int) and bool((token_ids == token).any()):
+            raise PrefixStoreError(
+                f"The prompt has tokens that stand for images, sound or video ({name} {token}): its states depend on "
+                "more than its tokens, so it cannot be kept. Pass it to generate without a store."
+            )

@@ -1,0 +1,72 @@
+"""Removing prompts from a folder, and conversations that others take the place of."""
+
+import contextlib
+
+import numpy as np
+
+from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
+from .passes import num_shared_tokens
+
+
+def remove_prompt(folder: PrefixFolder, last_id: bytes | None, except_tokens: int = 0) -> None:
+    """
+    Remove the nodes of a prompt from its last one on, up to one that others share.
+
+    Args:
+        folder: of the nodes.
+        last_id: of the last node.
+        except_tokens: nodes that end with one of the first tokens, so many, stay.
+
+    Raises:
+        PrefixFolderError: the folder cannot be changed.
+        NodeInUseError: a process reads it now.
+    """
+    while last_id is not None:
+        entries = {entry.id: entry for entry in folder.entries()}
+        last = entries.get(last_id)
+        if last is None or any(entry.parent == last_id for entry in entries.values()):
+            return
+        if last.start + last.num_tokens <= except_tokens:
+            return
+        folder.remove(last_id)
+        last_id = last.parent
+
+
+class Replaced:
+    """
+    A conversation as it was kept before, which is not to be listed beside what it has become.
+
+    Args:
+        folder: of its nodes.
+        own_id: of its last node.
+        keys: of what it has become, `[tokens]`.
+
+    Raises:
+        PrefixFolderError: the folder cannot be read.
+    """
+
+    def __init__(self, folder: PrefixFolder, own_id: bytes, keys: np.ndarray):
+        self._folder, self._own_id = folder, own_id
+        try:
+            before = folder.token_ids(own_id)
+        except (NodeNotFoundError, NodeFileError):
+            before = keys[:0]  # nothing is left to remove
+        length = min(len(before), len(keys))
+        different = np.flatnonzero(before[:length] != keys[:length])
+        self._common = int(different[0]) if len(different) else length
+        self._shared_tokens = num_shared_tokens(before)
+        self._is_continued = self._common == len(before)
+
+    def remove_taken_back(self) -> None:
+        """Remove the turns that were taken back, before the conversation is kept without them."""
+        if not self._is_continued:
+            self._remove(max(self._common, self._shared_tokens))
+
+    def remove_continued(self, new_id: bytes) -> None:
+        """Remove its last node if the one with more tokens does not follow it, but begins at the same block border."""
+        if self._is_continued and new_id != self._own_id:
+            self._remove(self._shared_tokens)
+
+    def _remove(self, except_tokens: int) -> None:
+        with contextlib.suppress(NodeInUseError):
+            remove_prompt(self._folder, self._own_id, except_tokens)

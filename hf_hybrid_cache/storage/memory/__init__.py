@@ -1,0 +1,1 @@
+"""Memory of the host: its limits, address space, page-locking, and how memory grows."""

@@ -1,0 +1,202 @@
+"""Interface between a store and the form of its quantized blocks. The forms themselves are in `codecs/`."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...scalars import as_integer
+from ..memory.growth import GRANULE
+
+
+class Codec(ABC):
+    """
+    Quantizes blocks of 64 tokens of keys, or of values, to packed blocks, one for each block and head.
+
+    Each form has a subclass. A packed block holds everything that is needed to read it, so code that does not know its
+    form can move, select and drop it.
+
+    Attributes:
+        bits: bits of a code.
+    """
+
+    bits: int
+
+    @abstractmethod
+    def packed_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one packed block of states of this width."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the codec can quantize; otherwise the first states choose its form, see `fitted`."""
+        return True
+
+    def fitted(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> "Codec":
+        """
+        Return the form of this codec for a layer. Its packed blocks have as many bytes.
+
+        Args:
+            states: of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`.
+            query_squares: `[num_kv_heads, head_dim]`, means over queries that attend to these keys; `None` if there
+                were none, and for values.
+        """
+        return self
+
+    def wider(self) -> "Codec | None":
+        """Return the codec of this kind with more bits, its form still to be chosen; `None` if there is none."""
+        return None
+
+    def excess(self, states: torch.Tensor, query_squares: torch.Tensor | None) -> float:
+        """
+        Return the error of attention with codes of `states`, as a multiple of the usual error with as many bits.
+
+        Arguments are those of `fitted`. The result is 0 if the error is unknown.
+        """
+        return 0.0
+
+    def require_fit(self, num_kv_heads: int, head_dim: int) -> None:  # noqa: B027
+        """
+        Check that the codec can quantize states of this shape.
+
+        Raises:
+            ValueError: it was chosen for another shape.
+        """
+
+    @abstractmethod
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        """
+        Quantize whole blocks; there may be none.
+
+        Args:
+            states: `[batch, num_kv_heads, blocks * 64, head_dim]`, of any floating type, on any device.
+
+        Returns:
+            uint8 `[batch, num_kv_heads, blocks, packed_bytes]`, on that device.
+
+        Raises:
+            ValueError: some of the states are infinite or not a number.
+        """
+
+    @abstractmethod
+    def decode(self, packed: torch.Tensor, states: torch.Tensor) -> None:
+        """Dequantize `packed` into `states`; shapes are those of `encode`."""
+
+
+@dataclass(frozen=True)
+class KVCodec:
+    """
+    The codecs of a layer's keys and values, and options of their quantization.
+
+    Attributes:
+        keys: codec of blocks of keys.
+        values: codec of blocks of values.
+        sink_tokens: first tokens that stay in full precision, filled up to whole blocks of 64.
+        auto_bits: give keys, or values, more bits if their codes lose far more than is usual with as many bits.
+
+    Raises:
+        ValueError: `sink_tokens` is not an integer of at least 0.
+    """
+
+    keys: Codec
+    values: Codec
+    sink_tokens: int = GRANULE
+    auto_bits: bool = False
+
+    def __post_init__(self) -> None:
+        sink_tokens = as_integer(self.sink_tokens)
+        if sink_tokens is None or sink_tokens < 0:
+            raise ValueError(f"sink_tokens must be an integer of at least 0, got {self.sink_tokens!r}.")
+        object.__setattr__(self, "sink_tokens", -(-sink_tokens // GRANULE) * GRANULE)
+
+    def __str__(self) -> str:
+        return f"keys {self.keys}, values {self.values}"
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether both codecs can quantize."""
+        return self.keys.is_fitted and self.values.is_fitted
+
+
+class Allowance:
+    """
+    Extra memory for more bits, which the layers of a cache share.
+
+    Attributes:
+        left: memory that is left, in units of a layer with the bits that were asked for.
+    """
+
+    def __init__(self, num_layers: int):
+        self.left = _MOST_MORE * num_layers
+
+    def takes(self, more: float) -> bool:
+        """Take this much memory if it is left, and return whether it was."""
+        if more > self.left:
+            return False
+        self.left -= more
+        return True
+
+
+class CodecChoice:
+    """
+    The codec of one layer: as given, or a form that is chosen once, with the first quantized blocks.
+
+    Args:
+        codec: the codec that was asked for.
+        allowance: memory for more bits.
+
+    Attributes:
+        asked_for: the codec that was asked for.
+        codec: the same, or its chosen form.
+    """
+
+    def __init__(self, codec: KVCodec, allowance: Allowance):
+        self.asked_for = self.codec = codec
+        self._allowance = allowance
+        self._query_squares: torch.Tensor | None = None
+        self._num_queries = 0
+
+    @property
+    def is_made(self) -> bool:
+        return self.codec.is_fitted
+
+    def observe(self, query: torch.Tensor, num_kv_heads: int) -> None:
+        """Take note of queries that attend to the layer's keys, `[batch, query_heads, query_length, head_dim]`."""
+        step = -(-query.shape[2] // _MOST_QUERIES)
+        seen = query.detach()[:, :, ::step].float().square()
+        # A query that is not finite makes its step useless; it must not make the choice useless, too.
+        squares = torch.nan_to_num(seen, 0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
+        num_queries, known = query.shape[2], self._query_squares
+        self._num_queries += num_queries
+        if known is None:
+            self._query_squares = squares
+        else:
+            self._query_squares = known.lerp(squares.to(known.device), num_queries / self._num_queries)
+
+    def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Choose the codec by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
+        codec, squares = self.codec, self._query_squares
+        fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
+        if codec.auto_bits:
+            sizes = [each.packed_bytes(states.shape[3]) for each, states in zip(fitted, (keys, values), strict=True)]
+            fitted = (
+                self._wide_enough(fitted[0], keys, squares, sum(sizes)),
+                self._wide_enough(fitted[1], values, None, sum(sizes)),
+            )
+        self.codec = replace(codec, keys=fitted[0], values=fitted[1])
+
+    def _wide_enough(
+        self, codec: Codec, states: torch.Tensor, query_squares: torch.Tensor | None, layer_bytes: int
+    ) -> Codec:
+        """Return the codec, or one with more bits if its error is too large and memory is left."""
+        wider = codec.wider()
+        if wider is None or codec.excess(states, query_squares) <= _MOST_EXCESS:
+            return codec
+        more = wider.packed_bytes(states.shape[3]) - codec.packed_bytes(states.shape[3])
+        if not self._allowance.takes(more / layer_bytes):
+            return codec
+        return self._wide_enough(wider.fitted(states, query_squares), states, query_squares, layer_bytes)
+
+
+_MOST_QUERIES = 512
+# A larger multiple of the usual error asks for more bits, which take at most this fraction of a layer's memory.
+_MOST_EXCESS, _MOST_MORE = 2.5, 0.5

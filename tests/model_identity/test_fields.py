@@ -1,0 +1,268 @@
+"""Everything that states depend on changes its field, and nothing else does."""
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HybridCache,
+    OffloadedHybridCache,
+    QuantizedHybridCache,
+    Selection,
+    minmax,
+)
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of
+from hf_hybrid_cache.model_identity.modules import name_of_class
+
+from common.channel_scaled import channel_scaled
+from model_identity.models import Adapted, differing, identity, new_llama
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+
+# --- models
+
+
+def test_models_when_trained_from_one_config_then_differ_in_weights():
+    assert differing(identity(new_llama(seed=0)), identity(new_llama(seed=1))) == {"weights"}
+    assert differing(identity(new_llama()), identity(new_llama())) == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_when_saved_and_loaded_then_has_the_same_identity(family: str, tmp_path: Path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert differing(identity(loaded), identity(model)) == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_identity_when_the_model_has_generated_then_is_the_same(family: str):
+    model = tiny_model(family)
+    before = identity(model)
+    model.generate(random_prompt(1, 70), max_new_tokens=3, do_sample=False)
+    assert differing(identity(model), before) == set()
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        {"rope_type": "default", "rope_theta": 20_000.0},
+        {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+        {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0},
+    ],
+    ids=lambda rotation: rotation["rope_type"],
+)
+def test_model_when_it_turns_keys_otherwise_then_differs(rotation: dict[str, Any]):
+    found = differing(identity(new_llama(rope_parameters=rotation)), identity(new_llama()))
+    assert {"config", "weights"} <= found <= {"config", "weights", "modules"}
+
+
+def test_model_when_a_setting_differs_then_differs_in_config():
+    assert "config" in differing(identity(new_llama(rms_norm_eps=1e-5)), identity(new_llama()))
+
+
+@pytest.mark.parametrize("name", ["_name_or_path", "architectures", "transformers_version", "use_cache"])
+def test_config_when_it_says_whence_the_model_is_then_does_not_count(name: str):
+    model = new_llama()
+    before = identity(model)
+    setattr(model.config, name, {"architectures": ["another"], "use_cache": False}.get(name, "another"))
+    assert identity(model) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_model_when_of_another_type_then_differs_in_dtype(dtype: torch.dtype):
+    assert differing(identity(new_llama().to(dtype)), identity(new_llama())) == {"dtype", "weights"}
+
+
+def test_model_when_in_autocast_then_differs_in_dtype():
+    model = new_llama()
+    before = identity(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert differing(identity(model), before) == {"dtype"}
+    assert identity(model) == before
+
+
+def test_model_when_it_attends_otherwise_then_differs_in_attention():
+    model = new_llama()
+    before = identity(model)
+    model.set_attn_implementation("eager")
+    assert differing(identity(model), before) == {"attention"}
+
+
+def test_model_when_a_part_is_replaced_then_differs_in_modules():
+    model = new_llama()
+    before = identity(model)
+    layer: Any = model.model.layers[1]
+    layer.self_attn.scaling /= 2
+    assert differing(identity(model), before) == {"modules"}
+    layer.self_attn.scaling *= 2
+    layer.mlp.act_fn = nn.GELU().eval()
+    assert differing(identity(model), before) == {"modules"}
+
+
+def test_model_when_it_has_a_hook_then_differs_in_modules():
+    model = new_llama()
+    before = identity(model)
+    handle = model.model.layers[0].register_forward_hook(lambda module, inputs, output: output + 1)
+    assert differing(identity(model), before) == {"modules"}
+    handle.remove()
+    assert identity(model) == before
+
+
+def test_code_of_others_counts_and_not_its_place(tmp_path: Path):
+    names = []
+    for number, source in enumerate(("class Attention: ...", "class Attention: ...", "class Attention: 'Other'")):
+        path = tmp_path / f"code_{number}.py"
+        path.write_text(source)
+        spec: Any = importlib.util.spec_from_file_location(f"identity_code_{number}", path)
+        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        names.append(name_of_class(module.Attention))
+        del sys.modules[spec.name]
+    assert names[0] == names[1] != names[2]
+    assert name_of_class(nn.Linear) == "Linear"
+
+
+# --- adapters
+
+
+def adapted() -> tuple[PreTrainedModel, Any]:
+    model = new_llama()
+    attention: Any = model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj).eval()
+    return model, attention.q_proj
+
+
+def use_both(module: Any) -> None:
+    module._active_adapter = ["german", "french"]
+
+
+def use_another(module: Any) -> None:
+    module._active_adapter = "french"
+
+
+def disable(module: Any) -> None:
+    module._disable_adapters = True
+
+
+def scale(module: Any) -> None:
+    module.scaling["german"] = 1.0
+
+
+def merge(module: Any) -> None:
+    module.merged_adapters.append("german")
+
+
+@pytest.mark.parametrize("change", [use_both, use_another, disable, scale, merge])
+def test_model_when_adapters_are_used_otherwise_then_differs(change: Callable[[Any], None]):
+    model, module = adapted()
+    before = identity(model)
+    change(module)
+    assert "adapters" in differing(identity(model), before)
+
+
+def test_adapters_are_told_by_their_names():
+    model, module = adapted()
+    assert identity(new_llama()).fields["adapters"] == "none"
+    assert identity(model).fields["adapters"].startswith("german (")
+    use_both(module)
+    assert identity(model).fields["adapters"].startswith("french, german (")
+    merge(module)
+    assert identity(model).fields["adapters"].startswith("french, german merged (")
+    module.merged_adapters.clear()
+    disable(module)
+    assert identity(model).fields["adapters"].startswith("disabled (")
+
+
+def test_adapter_when_trained_then_weights_differ():
+    model, module = adapted()
+    before = identity(model)
+    with torch.no_grad():
+        module.lora_B["german"].weight[0, 0] += 1
+    assert differing(identity(model), before) == {"weights"}
+
+
+# --- caches
+
+SCALED = channel_scaled(minmax(4), 2, 16, 16, seed=0)
+FORMS: dict[str, Callable[[Any], HybridCache]] = {
+    "8 bits": lambda config: QuantizedHybridCache(config, bits=8),
+    "4 bits": QuantizedHybridCache,
+    "other values": lambda config: QuantizedHybridCache(config, bits=(8, 4)),
+    "one layer": lambda config: QuantizedHybridCache(config, bits={1: 4}),
+    "no sinks": lambda config: HybridCache(config, codec=minmax(4, sink_tokens=0)),
+    "rotated": lambda config: HybridCache(config, codec=minmax(4, rotate=True)),
+    "scaled": lambda config: HybridCache(config, codec=SCALED),
+    "scaled otherwise": lambda config: HybridCache(config, codec=channel_scaled(minmax(4), 2, 16, 16, seed=1)),
+}
+
+
+def test_caches_when_of_other_codecs_then_differ_in_codecs_alone():
+    model = tiny_model("llama")
+    identities = [identity(model), *(identity_of(model, make(model.config)) for make in FORMS.values())]
+    for index, one in enumerate(identities):
+        assert all(differing(one, other) == {"codecs"} for other in identities[:index])
+    again = [identity(model), *(identity_of(model, make(model.config)) for make in FORMS.values())]
+    assert again == identities
+
+
+def test_cache_when_it_has_chosen_its_codecs_then_has_the_same_identity():
+    model = tiny_model("llama")
+    cache = QuantizedHybridCache(model.config)
+    before = identity_of(model, cache)
+    with torch.no_grad():
+        model(random_prompt(1, 300), **cache_argument(cache))
+    assert all(codec.is_fitted for codec in cache.codecs.values())
+    assert identity_of(model, cache) == identity_of(model, copy.deepcopy(cache)) == before
+    cache.reset()
+    assert identity_of(model, cache) == before
+
+
+def test_cache_when_elsewhere_then_has_the_same_identity():
+    model = tiny_model("llama")
+    assert identity_of(model, OffloadedHybridCache(model.config)) == identity(model)
+
+
+@pytest.mark.parametrize("selection", [Selection(), Selection(top_p=0.9), Selection(dense_layers=[0])], ids=str)
+def test_cache_when_it_selects_pages_then_differs_in_selection(selection: Selection):
+    model = tiny_model("llama")
+    cache = DynamicHybridCache(model.config, selection=selection)
+    assert differing(identity_of(model, cache), identity(model)) == {"selection"}
+
+
+# --- refused
+
+
+def test_model_when_in_training_mode_then_is_refused():
+    model = new_llama()
+    model.model.layers[1].train()
+    with pytest.raises(ModelIdentityError, match=r"model\.eval\(\)"):
+        identity(model)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_model_when_length_turns_its_keys_then_is_refused(rope_type: str):
+    rotation: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 2.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        rotation |= {**factors, "original_max_position_embeddings": 256}
+    with pytest.raises(ModelIdentityError, match=rope_type):
+        identity(new_llama(rope_parameters=rotation))
+
+
+def test_what_is_no_model_or_cache_of_ours_then_is_refused():
+    model = new_llama()
+    with pytest.raises(TypeError, match="Linear"):
+        identity_of(nn.Linear(2, 2), DynamicHybridCache(model.config))
+    with pytest.raises(TypeError, match="DynamicCache"):
+        identity_of(model, DynamicCache(config=model.config))

@@ -1,0 +1,247 @@
+"""Every byte of every weight counts, wherever it is, and a change is noticed in later calls."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_hybrid_cache import QuantizedWeightsConfig, move_experts_to_host, quantize_weights
+from hf_hybrid_cache.model_identity import ModelIdentityError, remembered
+from hf_hybrid_cache.model_identity.tensor_digests import tensor_digests
+
+from common.programs import run_program
+from model_identity.models import differing, identity, new_llama
+from models.expert_models import EXPERT_FAMILIES, expert_model
+
+
+def flip_a_bit(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.view(torch.int32)[5, 7] ^= 1
+
+
+def exchange_rows(model: Any) -> None:
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight[[3, 4]] = weight[[4, 3]]
+
+
+def exchange_tensors(model: Any) -> None:
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    first.weight, second.weight = second.weight, first.weight
+
+
+def replace(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+
+
+def change_data(model: Any) -> None:
+    model.lm_head.weight.data *= 2
+
+
+def put_other_data(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+
+
+def change_a_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq[1] *= 1.5
+
+
+def load_weights(model: Any) -> None:
+    model.load_state_dict(new_llama(seed=1).state_dict())
+
+
+def load_weights_in_place(model: Any) -> None:
+    model.load_state_dict(new_llama(seed=1).state_dict(), assign=True)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    flip_a_bit,
+    exchange_rows,
+    exchange_tensors,
+    replace,
+    change_data,
+    put_other_data,
+    change_a_buffer,
+    load_weights,
+    load_weights_in_place,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_when_changed_between_calls_then_differ(change: Callable[[Any], None]):
+    model = new_llama()
+    before = identity(model)
+    change(model)
+    assert differing(identity(model), before) == {"weights"}
+    # As another process sees it, which remembers nothing.
+    assert identity(copy.deepcopy(model)) == identity(model)
+
+
+def test_weights_when_changed_back_then_are_the_same():
+    model = new_llama()
+    before = identity(model)
+    flip_a_bit(model)
+    assert identity(model) != before
+    flip_a_bit(model)
+    assert identity(model) == before
+
+
+def test_weights_when_they_seem_the_same_then_are_not_read_again(monkeypatch: pytest.MonkeyPatch):
+    model = new_llama()
+    before = identity(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(remembered, "weights_digest", lambda tensors: pytest.fail("read again"))
+        assert identity(model) == before
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_weights_when_made_in_inference_mode_then_are_read_each_time():
+    with torch.inference_mode():
+        model = new_llama()
+    before = identity(model)
+    assert before == identity(new_llama())
+    with torch.inference_mode():
+        model.lm_head.weight[5, 7] += 1
+    assert differing(identity(model), before) == {"weights"}
+
+
+def test_weights_when_tied_then_count_once_and_differ_from_equal_ones():
+    tied, equal = new_llama(tie_word_embeddings=True), new_llama()
+    with torch.no_grad():
+        equal.load_state_dict(tied.state_dict())
+    assert "weights" in differing(identity(tied), identity(equal))
+    assert identity(tied) == identity(new_llama(tie_word_embeddings=True))
+
+
+def test_weights_of_zeros_when_of_another_size_then_differ():
+    small, large = new_llama(), new_llama(intermediate_size=128)
+    with torch.no_grad():
+        for model in (small, large):
+            for weight in model.parameters():
+                weight.zero_()
+    assert "weights" in differing(identity(small), identity(large))
+
+
+def test_weights_when_in_another_order_in_memory_then_are_the_same():
+    model, other = new_llama(), new_llama()
+    layer: Any = other.model.layers[0]
+    layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.t().contiguous().t()
+    assert not layer.mlp.up_proj.weight.is_contiguous()
+    assert identity(other) == identity(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3000, 700), (1500, 2, 701), (2, 3, 300_000)], ids=str)
+def test_digest_when_of_any_view_then_is_that_of_its_copy(shape: tuple[int, ...], dtype: torch.dtype):
+    size = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(2, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensor = data.view(dtype).view(shape)
+    views = [tensor, tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2), tensor[..., ::2] if shape else tensor]
+    views.append(tensor.expand(2, *shape))
+    assert tensor_digests(views) == tensor_digests([view.contiguous() for view in views])
+
+
+def test_model_when_loaded_by_a_process_with_more_threads_then_is_the_same(tmp_path: Path):
+    model = new_llama(hidden_size=256, vocab_size=3000)
+    model.save_pretrained(tmp_path)
+    run_program(
+        "import torch; torch.set_num_threads(2); from model_identity.models import *; "
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval(); "
+        f"assert identity(model).digest.hex() == {identity(model).digest.hex()!r}"
+    )
+
+
+# --- weights of other forms
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_weights_when_loaded_or_made_then_are_the_same(bits: int, tmp_path: Path):
+    model = new_llama()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantizedWeightsConfig(bits)).eval()
+    plain = identity(model)
+    quantize_weights(model, bits)
+    assert differing(identity(model), plain) == {"weights"}
+    assert differing(identity(loaded), identity(model)) == set()
+
+
+def test_quantized_weights_when_of_other_codes_then_differ():
+    models = [new_llama(), new_llama(), new_llama(), new_llama()]
+    with torch.no_grad():
+        models[1].lm_head.weight[3, 4] *= -1
+    for model, bits, group_size in zip(models, (4, 4, 8, 4), (32, 32, 32, 64), strict=True):
+        quantize_weights(model, bits, group_size)
+    assert len({identity(model).fields["weights"] for model in models}) == 4
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", list(EXPERT_FAMILIES)[:2])
+def test_host_experts_are_told_by_their_numbers(family: str, bits: int | None):
+    models = [copy.deepcopy(expert_model(family)) for _ in range(3)]
+    with torch.no_grad():
+        changed = [weight for weight in models[2].parameters() if weight.dim() == 3][-1]
+        changed[1, 2, 3] += 1
+    for model in models:
+        move_experts_to_host(model, bits=bits)
+    first, second, third = map(identity, models)
+    assert first == second
+    assert differing(third, first) == {"weights"}
+
+
+# --- refused
+
+
+def on_meta() -> PreTrainedModel:
+    model = new_llama()
+    model.lm_head.to("meta")
+    return model
+
+
+def of_another_class() -> PreTrainedModel:
+    class Coded(nn.Parameter):
+        pass
+
+    model: Any = new_llama()
+    model.lm_head._parameters["weight"] = Coded(model.lm_head.weight.detach())
+    return model
+
+
+def sparse() -> PreTrainedModel:
+    model: Any = new_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().to_sparse())
+    return model
+
+
+def packed() -> PreTrainedModel:
+    class Packed(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.ones(3)
+
+    model: Any = new_llama()
+    model.lm_head = Packed(64, 128, bias=False).eval()
+    return model
+
+
+@pytest.mark.parametrize("make", [on_meta, of_another_class, sparse, packed])
+def test_weights_when_they_cannot_be_read_then_are_refused(make: Callable[[], PreTrainedModel]):
+    with pytest.raises(ModelIdentityError, match="lm_head"):
+        identity(make())
+
+
+def test_weights_when_offloaded_by_accelerate_then_are_refused():
+    from accelerate import cpu_offload
+
+    model = new_llama()
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(ModelIdentityError, match="accelerate"):
+        identity(model)

@@ -1,0 +1,16 @@
+"""Folders for the tests of the store."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is not there yet, in memory where the system has such a place: thousands of files are synced."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder, "store")

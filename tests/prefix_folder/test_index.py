@@ -1,0 +1,173 @@
+"""A search looks at an index that is read once, and at the files of the nodes on its way."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_hybrid_cache.prefix_folder import files, folder, index_file, node_file, node_folder
+from hf_hybrid_cache.prefix_folder.index_file import IndexFile
+from hf_hybrid_cache.prefix_folder.node_file import NO_PARENT
+from hf_hybrid_cache.prefix_folder.tokens import as_bytes, block_digests, node_id
+from hf_hybrid_cache.prefix_folder.tree import Node
+
+from prefix_folder.stored import BLOCK, IDENTITY, keep, num_found, open_folder
+
+
+class Opened(list[Path]):
+    """The files that the store opens, as they are opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        super().__init__()
+
+        def open_file(path: Path, *mode: str) -> Any:
+            self.append(path)
+            return files.open_file(path, *mode)
+
+        for module in (folder, index_file, node_file, node_folder):
+            monkeypatch.setattr(module, "open_file", open_file)
+
+
+def synthetic_nodes(number: int) -> list[Node]:
+    """Nodes without files, which all begin with the same 30 tokens."""
+    blocks = [as_bytes([*range(30), each, *range(33)]) for each in range(1000, 1000 + number)]
+    digests = [block_digests(IDENTITY, block) for block in blocks]
+    return [
+        Node(node_id(NO_PARENT, 0, end, b""), NO_PARENT, prefix, end, 0, BLOCK, 4096, block)
+        for (prefix, end), block in zip(digests, blocks, strict=True)
+    ]
+
+
+def test_long_prompt_among_many_nodes_when_found_then_few_files_are_opened(path: Path, monkeypatch: pytest.MonkeyPatch):
+    prompt = tuple(each % 1000 for each in range(131_072))
+    keep(open_folder(path), prompt[:100_000])
+    keep(open_folder(path), prompt)
+    index = IndexFile(path / "index")
+    index.read()
+    index.replace([*synthetic_nodes(10_000), *index.tree.nodes.values()], path / "unfinished" / "0")
+    user = open_folder(path)
+    opened = Opened(monkeypatch)
+    for whole_nodes in (False, True):
+        with user.find(IDENTITY, prompt, whole_nodes) as match:
+            assert match.num_tokens == 131_072
+        # The index, the two nodes, and the last one once more to hold it.
+        assert len(opened) == 4
+        opened.clear()
+    # Beside the prompt there are 10,000 nodes with 30 common tokens, whose files are missing; the prompt has 100,000.
+    with user.find(IDENTITY, (*prompt[:40], 7)) as match:
+        assert match.num_tokens == 40
+    assert len(opened) == 3
+
+
+def test_nodes_that_leave_a_prompt_before_its_end_are_not_read(path: Path, monkeypatch: pytest.MonkeyPatch):
+    user, prompt = open_folder(path), tuple(range(100))
+    keep(user, prompt)
+    for number in range(20):
+        keep(user, (*prompt[:74], 1000 + number))
+    opened = Opened(monkeypatch)
+    with user.find(IDENTITY, prompt) as match:
+        assert match.num_tokens == 100
+    assert len(opened) == 3
+
+
+def test_index_when_another_user_adds_then_only_what_is_new_is_read(path: Path, monkeypatch: pytest.MonkeyPatch):
+    one, other = open_folder(path), open_folder(path)
+    for number in range(50):
+        keep(one, (number,) * 10)
+    num_found(other, (1,))
+    lengths: list[int] = []
+
+    def read_all(file: Any, num_bytes: int) -> bytes:
+        lengths.append(num_bytes)
+        return files.read_all(file, num_bytes)
+
+    monkeypatch.setattr(index_file, "read_all", read_all)
+    keep(one, (1000,) * 10)
+    lengths.clear()
+    assert num_found(other, (1000,)) == 1
+    assert sum(lengths) < 500
+
+
+def test_index_when_most_of_it_went_then_is_written_anew(path: Path):
+    one, other = open_folder(path), open_folder(path)
+    index = path / "index"
+    keep(one, (0,))
+    keep(one, (5,) * 70)
+    num_found(other, (0,))
+    largest = 0
+    for _ in range(300):
+        keep(one, (1,))
+        one.remove(next(entry.id for entry in one.entries() if entry.num_tokens == 1 and num_is(one, entry.id, 1)))
+        largest = max(largest, index.stat().st_size)
+    assert index.stat().st_size < largest < 300 * 2 * 381
+    assert num_found(other, (0,)) == 1
+    assert num_found(other, (1,)) == 0
+    assert num_found(other, (5,) * 70) == 70
+
+
+def num_is(user: Any, own_id: bytes, token: int) -> bool:
+    with user.find(IDENTITY, (token,)) as match:
+        return bool(match.parts and match.parts[-1].file.head.id == own_id)
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def altered(content: bytes) -> bytes:
+    return content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]
+
+
+@pytest.mark.parametrize("harm", [cut, altered, lambda content: b"", lambda content: b"x" * 1000, None])
+def test_index_when_damaged_or_lost_then_is_made_again(harm: Callable[[bytes], bytes] | None, path: Path):
+    known = open_folder(path)
+    prompts = [(*range(number, number + 200), *range(number)) for number in range(5)]
+    for tokens in prompts:
+        keep(known, tokens)
+    index = path / "index"
+    if harm is None:
+        index.unlink()
+    else:
+        index.write_bytes(harm(index.read_bytes()))
+    for user in (open_folder(path), known):
+        assert [num_found(user, tokens) for tokens in prompts] == [len(tokens) for tokens in prompts]
+    assert known.damages() == {}
+
+
+def test_index_when_made_again_then_has_what_can_be_reached(path: Path):
+    user, prompt = open_folder(path), tuple(range(600))
+    for end in range(100, 601, 100):
+        keep(user, prompt[:end])
+    (path / "index").unlink()
+    assert len(open_folder(path).entries()) == 6
+    with user.find(IDENTITY, prompt) as match:
+        match.parts[2].file.path.unlink()
+    (path / "index").unlink()
+    with pytest.warns(UserWarning, match="continues a prompt that is gone. It was removed from the store"):
+        late = open_folder(path)
+    assert len(late.entries()) == len(list((path / "nodes").iterdir())) == 2
+    assert num_found(late, prompt) == 200
+
+
+def test_index_when_a_process_ended_in_the_middle_of_a_record_then_goes_on(path: Path):
+    user = open_folder(path)
+    keep(user, (1,) * 100)
+    index = path / "index"
+    index.write_bytes(index.read_bytes() + b"\1" * 100)
+    assert num_found(user, (1,) * 100) == 100
+    keep(user, (2,) * 100)
+    for each in (user, open_folder(path)):
+        assert [num_found(each, (number,) * 100) for number in (1, 2)] == [100, 100]
+
+
+def test_index_of_another_folder_when_put_here_then_nothing_wrong_is_found(path: Path, tmp_path: Path):
+    user, other = open_folder(path), open_folder(tmp_path / "other")
+    keep(user, (1,) * 100)
+    keep(other, (2,) * 100)
+    (path / "index").write_bytes((tmp_path / "other" / "index").read_bytes())
+    late = open_folder(path)
+    assert num_found(late, (2,) * 100) == 0
+    # The next change finds what the index lacks.
+    keep(late, (3,) * 100)
+    assert [num_found(late, (number,) * 100) for number in (1, 2, 3)] == [100, 0, 100]

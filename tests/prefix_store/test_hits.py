@@ -1,0 +1,126 @@
+"""A prompt whose beginning is stored has the bits of one that is read whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hybrid_cache import QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.prefix_store import PrefixStore
+from hf_hybrid_cache.prefix_store.keeping import Keeper
+
+from .prompts import FORMS, are_equal, prompts, read
+from models.tiny_models import FAMILIES, tiny_model
+
+CHUNK = 2048
+
+# The models have short contexts.
+pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:No layer of this model")
+def test_hit_when_prompts_part_late_then_equals_a_cold_read(family: str, form: str, tmp_path: Path):
+    model, make = tiny_model(family), FORMS[form]
+    first, second = prompts(common=2500, first=30, second=250)
+    _, cold = read(tmp_path / "cold", model, second, make(model.config))
+    none, _ = read(tmp_path / "store", model, first, make(model.config))
+    reused, states = read(tmp_path / "store", model, second, make(model.config))
+    again, whole = read(tmp_path / "store", model, second, make(model.config))
+    assert none == 0
+    assert reused == (2500 if family == "llama" and form == "full" else CHUNK)
+    assert again == second.shape[1] - 1
+    assert are_equal(states, cold)
+    assert are_equal(whole, cold)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_hit_when_a_document_ends_there_then_all_of_it_is_used(family: str, form: str, tmp_path: Path):
+    model, make = tiny_model(family), FORMS[form]
+    first, second = prompts(common=2500, first=20, second=40)
+    _, cold = read(tmp_path / "cold", model, second, make(model.config), document_tokens=2500)
+    read(tmp_path / "store", model, first, make(model.config), document_tokens=2500)
+    reused, states = read(tmp_path / "store", model, second, make(model.config), document_tokens=2500)
+    assert reused == 2500
+    assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hit_when_quantized_then_equals_a_cold_read(bits: int | tuple[int, int], dtype: torch.dtype, tmp_path: Path):
+    model = tiny_model("llama", dtype)
+    first, second = prompts(common=3001, first=150, second=1300)
+    _, cold = read(tmp_path / "cold", model, second, QuantizedHybridCache(model.config, bits=bits))
+    for prompt in (first, second, first):
+        read(tmp_path / "store", model, prompt, QuantizedHybridCache(model.config, bits=bits))
+    third = torch.cat([second[:, :3001], first[:, 3001:], second], dim=1)
+    reused, _ = read(tmp_path / "store", model, third, QuantizedHybridCache(model.config, bits=bits))
+    again, states = read(tmp_path / "store", model, second, QuantizedHybridCache(model.config, bits=bits))
+    assert reused >= 3001  # where the first two parted a pass ended
+    assert again == second.shape[1] - 1
+    assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize("common", [1, 63, 64, 65, 127, 128, 129, 300])
+def test_hit_when_prompts_are_short_then_equals_a_cold_read(common: int, tmp_path: Path):
+    model = tiny_model("llama")
+    for form, make in FORMS.items():
+        first, second = prompts(common, first=200, second=260)
+        _, cold = read(tmp_path / f"cold {form}", model, second, make(model.config))
+        read(tmp_path / form, model, first, make(model.config))
+        reused, states = read(tmp_path / form, model, second, make(model.config))
+        assert reused == (common if form == "full" else 0)
+        assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_hit_when_several_continue_it_then_answers_as_a_cold_read(form: str, options: dict[str, Any], tmp_path: Path):
+    model, make = tiny_model("llama"), FORMS[form]
+    first, second = prompts(common=2500, first=30, second=250)
+    answers = []
+    for folder in ("cold", "store"):
+        if folder == "store":
+            read(tmp_path / folder, model, first, make(model.config))
+        cache = make(model.config)
+        PrefixStore(tmp_path / folder).prefill(model, second, cache, progress=False)
+        torch.manual_seed(0)
+        answers.append(model.generate(second, **cache_argument(cache), max_new_tokens=8, **options))
+    assert torch.equal(*answers)
+
+
+def test_prompts_when_half_is_common_then_it_is_stored_once(tmp_path: Path):
+    model, make = tiny_model("llama"), FORMS["full"]
+    first, second = prompts(common=2048, first=2049, second=2049)
+
+    def num_bytes() -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "nodes").iterdir())
+
+    read(tmp_path, model, first, make(model.config))
+    one = num_bytes()
+    read(tmp_path, model, second, make(model.config))
+    assert num_bytes() < 1.55 * one
+
+
+def test_read_when_interrupted_then_goes_on_from_the_last_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, make = tiny_model("llama"), FORMS["quantized"]
+    _, prompt = prompts(common=4000, first=1, second=3000)
+    _, cold = read(tmp_path / "cold", model, prompt, make(model.config))
+    after_pass = Keeper.after_pass
+
+    def interrupted(keeper: Keeper, reached: int, is_last: bool) -> None:
+        after_pass(keeper, reached, is_last)
+        if reached > CHUNK:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "after_pass", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            PrefixStore(tmp_path / "store").prefill(model, prompt, make(model.config), progress=False)
+    reused, states = read(tmp_path / "store", model, prompt, make(model.config))
+    assert reused == 2 * CHUNK
+    assert are_equal(states, cold)

@@ -1,0 +1,156 @@
+"""Prompts that cannot be kept are refused; where files cannot be read or written, a warning says so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError, QuantizedHybridCache
+
+from .prompts import FORMS, are_equal, prompts, read
+from common.caches import group_of_one
+from models.tiny_models import random_prompt, tiny_model
+
+# The models have short contexts.
+pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
+
+
+def test_prefill_when_the_cache_is_not_ours_then_refused(tmp_path: Path):
+    model = tiny_model("llama")
+    with pytest.raises(PrefixStoreError, match="DynamicCache"):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicCache(config=model.config))  # type: ignore[arg-type]
+
+
+def test_prefill_when_the_cache_holds_tokens_then_refused(tmp_path: Path):
+    model, store = tiny_model("llama"), PrefixStore(tmp_path)
+    cache = DynamicHybridCache(model.config)
+    store.prefill(model, random_prompt(1, 9), cache, progress=False)
+    with pytest.raises(PrefixStoreError, match="holds 8 tokens already"):
+        store.prefill(model, random_prompt(1, 9), cache, progress=False)
+
+
+def test_prefill_when_codecs_were_chosen_by_another_prompt_then_refused(tmp_path: Path):
+    model, store = tiny_model("llama"), PrefixStore(tmp_path)
+    cache = QuantizedHybridCache(model.config)
+    store.prefill(model, random_prompt(1, 400), cache, progress=False)
+    cache.reset()
+    with pytest.raises(PrefixStoreError, match="chosen its codecs"):
+        store.prefill(model, random_prompt(1, 400), cache, progress=False)
+
+
+@pytest.mark.parametrize(("shape", "reason"), [((2, 9), "one sequence, got 2"), ((1, 1), "at least two tokens")])
+def test_prefill_when_no_single_prompt_then_refused(shape: tuple[int, int], reason: str, tmp_path: Path):
+    model = tiny_model("llama")
+    with pytest.raises(PrefixStoreError, match=reason):
+        PrefixStore(tmp_path).prefill(model, random_prompt(*shape), DynamicHybridCache(model.config))
+
+
+def test_prefill_when_document_is_longer_than_the_prompt_then_refused(tmp_path: Path):
+    model = tiny_model("llama")
+    with pytest.raises(PrefixStoreError, match="document_tokens must be 0 to 9"):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config), document_tokens=10)
+
+
+def test_prefill_when_model_has_an_encoder_then_refused(tmp_path: Path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
+    with pytest.raises(PrefixStoreError, match="encoder"):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
+
+
+def test_prefill_when_processes_share_the_cache_then_refused(tmp_path: Path):
+    model, group = tiny_model("llama"), group_of_one()
+    if group is None:
+        pytest.skip("this torch has no groups of processes")
+    with pytest.raises(PrefixStoreError, match="several processes"):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config, group=group))
+
+
+def test_prefill_when_prompt_has_images_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, prompt = tiny_model("llama"), random_prompt(1, 9)
+    monkeypatch.setattr(model.config, "image_token_id", int(prompt[0, 4]), raising=False)
+    with pytest.raises(PrefixStoreError, match="images"):
+        PrefixStore(tmp_path).prefill(model, prompt, DynamicHybridCache(model.config))
+
+
+def test_prefill_when_prompt_exceeds_the_context_then_warns(tmp_path: Path):
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="context is 512"):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 600), DynamicHybridCache(model.config), progress=False)
+
+
+def test_prefill_when_there_is_no_room_then_reads_and_warns(tmp_path: Path):
+    model, (_, second) = tiny_model("llama"), prompts(common=2100, first=200, second=300)
+    _, cold = read(tmp_path / "cold", model, second, DynamicHybridCache(model.config))
+    cache = DynamicHybridCache(model.config)
+    with pytest.warns(UserWarning, match="not kept beyond 0 tokens"):
+        PrefixStore(tmp_path / "store", max_bytes="100KiB").prefill(model, second, cache, progress=False)
+    reused, states = read(tmp_path / "store", model, second, DynamicHybridCache(model.config))
+    assert reused == 0
+    assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prefill_when_a_file_was_altered_then_reads_and_warns(form: str, tmp_path: Path):
+    model, (first, second) = tiny_model("llama"), prompts(common=4200, first=200, second=300)
+    _, cold = read(tmp_path / "cold", model, second, FORMS[form](model.config))
+    read(tmp_path / "store", model, first, FORMS[form](model.config))
+    for path in (tmp_path / "store" / "nodes").iterdir():
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+    cache = FORMS[form](model.config)
+    codecs = cache.codecs
+    with pytest.warns(UserWarning, match="was altered"):
+        reuse = PrefixStore(tmp_path / "store").prefill(model, second, cache, progress=False)
+    assert reuse.num_tokens == 0
+    assert codecs == FORMS[form](model.config).codecs
+    reused, states = read(tmp_path / "store", model, second, FORMS[form](model.config))
+    assert reused == second.shape[1] - 1
+    assert are_equal(states, cold)
+
+
+def test_states_when_of_another_model_then_not_used(tmp_path: Path):
+    prompt = random_prompt(1, 400)
+    model, twin = tiny_model("llama"), tiny_model("llama", seed=1)
+    store = PrefixStore(tmp_path)
+    store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False)
+    reuse = store.prefill(twin, prompt, DynamicHybridCache(twin.config), progress=False)
+    assert reuse.num_tokens == 0
+    assert store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False).num_tokens == 399
+
+
+def test_why_when_states_are_of_another_form_then_names_it(tmp_path: Path):
+    model, prompt, store = tiny_model("llama"), random_prompt(1, 400), PrefixStore(tmp_path)
+    store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False)
+    told = store.why(model, prompt, QuantizedHybridCache(model.config, bits=4))
+    assert "0 of 400 tokens" in told
+    assert "399 tokens are stored and not used" in told
+    assert "codec" in told
+    twin = tiny_model("llama", seed=1)
+    assert "weights" in store.why(twin, prompt, DynamicHybridCache(twin.config))
+
+
+def test_verify_when_files_are_altered_then_names_and_removes_them(tmp_path: Path):
+    model, store = tiny_model("llama"), PrefixStore(tmp_path)
+    store.prefill(model, random_prompt(1, 400), DynamicHybridCache(model.config), progress=False)
+    assert store.verify() == []
+    (path,) = (tmp_path / "nodes").iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match="removed"):
+        (reason,) = store.verify()
+    assert "was altered" in reason
+    assert store.kept_prompts() == []
+
+
+def test_memory_when_states_come_from_a_store_then_as_much_as_read(tmp_path: Path):
+    model, prompt = tiny_model("llama"), random_prompt(1, 3000)
+    for form, make in FORMS.items():
+        caches = [make(model.config), make(model.config)]
+        for cache in caches:
+            PrefixStore(tmp_path / form).prefill(model, prompt, cache, progress=False)
+        of_read, of_stored = (cache.memory() for cache in caches)
+        assert of_stored.host_bytes <= of_read.host_bytes + 2**20
+        assert torch.equal(torch.tensor(caches[0].get_seq_length()), torch.tensor(caches[1].get_seq_length()))
