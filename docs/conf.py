@@ -61,7 +61,10 @@ maximum_signature_line_length = 88
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|collections|contextlib|pathlib|os|typing)\..*"),
     (r"py:class", r"PreTrained\w+|ProcessGroup"),  # imported for types only
-    (r"py:class", r"hf_hybrid_cache\.(storage\.codec\.Codec|storage\.kv_store\.KVShape|planning\.\w+\.\w+)"),
+    (
+        r"py:class",
+        r"hf_hybrid_cache\.(storage\.segments\.codec\.Codec|storage\.segments\.kv_store\.KVShape|planning\.\w+\.\w+)",
+    ),
 ]
 
 html_theme = "furo"

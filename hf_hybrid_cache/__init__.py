@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import HybridCacheError
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
+    from .prefix_folder import PrefixFolderError
     from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
@@ -52,6 +53,7 @@ __all__ = [
     "OffloadedHybridCache",
     "OutOfStepError",
     "Placement",
+    "PrefixFolderError",
     "PrefixStore",
     "PrefixStoreError",
     "QuantizedHybridCache",
@@ -89,6 +91,7 @@ __getattr__ = lazy_names(
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
+        "prefix_folder": ("PrefixFolderError",),
         "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),

@@ -18,7 +18,7 @@ class PrefixFolderError(HybridCacheError, OSError):
         self.reason = reason
 
 
-class PrefixFolderFullError(HybridCacheError, OSError):
+class PrefixFolderFullError(PrefixFolderError):
     """A prompt does not fit the limit of the store, or the disk, even without what may be removed."""
 
 

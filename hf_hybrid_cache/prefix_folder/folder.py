@@ -145,11 +145,12 @@ class Folder:
             else:
                 limit = "" if bounds.max_bytes is None else f" of {bounds.max_bytes / _GIB:.2f}"
                 raise PrefixFolderFullError(
-                    f"{self.path} has no room for {num_bytes / _GIB:.2f} GiB more: it has "
+                    self.path,
+                    f"has no room for {num_bytes / _GIB:.2f} GiB more: it has "
                     f"{self.tree.num_bytes / _GIB:.2f}{limit} GiB, {removable / _GIB:.2f} GiB of that can be removed, "
                     f"and the disk has {shutil.disk_usage(self.path).free / _GIB:.2f} GiB, of which "
                     f"{bounds.min_free_bytes / _GIB:.2f} GiB stay free. Raise max_bytes, free some, or close what is "
-                    "in use."
+                    "in use.",
                 )
             self.delete(going)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import HybridCache, contents_of
 from ..planning.sizes import parse_bytes
-from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
+from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
 from ..prompt_reading import read_passes, warn_beyond_context
 from ..token_ids import TokenIds, as_token_ids
 from .errors import PrefixStoreError
@@ -149,8 +149,7 @@ class PrefixStore:
 
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
-            PrefixFolderFullError: there is no room.
-            PrefixFolderError: the folder cannot be written.
+            PrefixFolderError: the folder cannot be written, or has no room.
         """
         identity = identity_for(model, cache)
         cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
@@ -194,8 +193,7 @@ class PrefixStore:
             cache: of the form that it was kept in, empty.
 
         Raises:
-            PrefixStoreError: it is of another model, or another form of cache; or it is gone.
-            NodeFileError: a file of it is damaged; `verify` removes it.
+            PrefixStoreError: it is of another model, or another form of cache; or it is gone, or damaged.
             HostMemoryError: host memory would not suffice.
         """
         identity = identity_for(model, cache)
@@ -213,7 +211,10 @@ class PrefixStore:
         with match:
             if match.num_tokens != len(keys):
                 raise PrefixStoreError(f"{kept.title or kept.id} is not in {self.path} any more, or not all of it.")
-            self._fill(cache, parts_of(match))
+            try:
+                self._fill(cache, parts_of(match))
+            except NodeFileError as error:
+                raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
         contents_of(cache).stores.sees_as_alone = True
         cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
 
@@ -232,9 +233,12 @@ class PrefixStore:
 
         Raises:
             PrefixFolderError: the folder cannot be changed.
-            NodeInUseError: a process reads it now.
+            PrefixStoreError: a process reads it now.
         """
-        remove_prompt(self._folder, bytes.fromhex(kept.id))
+        try:
+            remove_prompt(self._folder, bytes.fromhex(kept.id))
+        except NodeInUseError as error:
+            raise PrefixStoreError(f"{kept.title or kept.id} is not removed: a process reads it now.") from error
 
     def verify(self) -> list[str]:
         """

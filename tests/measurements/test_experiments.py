@@ -515,6 +515,29 @@ def test_the_page_of_results_states_what_the_records_hold():
         assert f"{cell['ratio']:.4f}" in page or f"{cell['ratio']:.3f}" in page
 
 
+def test_the_page_of_results_states_what_kept_prompts_took():
+    page = (REPOSITORY / "docs" / "results.md").read_text()
+    (record,) = report.load_records("prefix_store").values()
+    names = {"full": "bfloat16", "4 bits": "4 bits"}
+    for cell in record["cells"]:
+        if cell["what"] == "second question":
+            first, second, third, _, *told = (asked["first_token_seconds"] for asked in cell["asked"])
+            row = f"{names[cell['cache']]} | {first:.2f} | {second:.2f} | {third:.2f} | {told[0]:.2f}, {told[1]:.2f}"
+            assert f"| {row} |" in page
+        elif cell["what"] == "conversation":
+            turn = f"{cell['turn_bytes'] / 2**20:.1f} MiB in {cell['turn_seconds'] * 1e3:.0f} ms"
+            held, forgotten = (each["seconds"] for each in cell["resumed"])
+            row = f"{cell['bytes'] / 2**30:.2f} GiB | {turn} | {held:.2f} s | {forgotten:.2f} s"
+            assert f"| {names[cell['cache']]} | {row} |" in page
+        elif cell["what"] == "search":
+            assert f"10,000 nodes in {cell['find_seconds'] * 1e3:.0f} ms" in page
+        elif cell["what"] == "digest" and cell["model"] == "llama-3.2-1b-random":
+            figures = f"{cell['first_seconds']:.2f} s, later in the process {cell['again_seconds'] * 1e3:.0f} ms"
+            assert f"weights takes {figures}" in page
+        elif cell["what"] == "common half":
+            assert f"{cell['bytes_of_both'] / cell['bytes_of_one']:.2f} times the space of one" in page
+
+
 PROMPT_WAYS = (
     "stock_in_one_piece",
     "ours_in_one_piece",

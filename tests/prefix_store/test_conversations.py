@@ -113,7 +113,7 @@ def num_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("length", [90, 2100])
-def test_document_when_its_last_pass_is_short_then_no_prompt_has_its_states(length: int, tmp_path: Path):
+def test_document_when_its_last_pass_is_short_then_no_prompt_finds_it(length: int, tmp_path: Path):
     model, store = tiny_model("llama"), PrefixStore(tmp_path)
     cache, document = FORMS["full"](model.config), random_prompt(1, length)
     store.prefill(model, document, cache, document_tokens=length, progress=False)
