@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import BinaryIO, Self
 
 from .search import Part
-from .tokens import BLOCK_TOKENS
 
 
 class Match:
@@ -22,13 +21,11 @@ class Match:
     Attributes:
         parts: as given.
         num_tokens: of the prompt that are stored.
-        whole_blocks: the same down to a block border, the last place at which a new node may begin.
     """
 
     def __init__(self, parts: Sequence[Part] = (), pin: BinaryIO | None = None):
         self.parts, self._pin = tuple(parts), pin
         self.num_tokens = self.parts[-1].end if self.parts else 0
-        self.whole_blocks = self.num_tokens - self.num_tokens % BLOCK_TOKENS
 
     def part_before(self, position: int) -> Part | None:
         """Return the part with the token before a position; `None` at the start and beyond the end."""

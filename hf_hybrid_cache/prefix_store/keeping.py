@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 
 from ..cache import Contents
-from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError, PrefixFolderFullError
+from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError
 from ..saving.writing import bytes_of
 from ..storage import GRANULE
 from .lookup import Found
@@ -41,7 +41,7 @@ class Keeper:
             self._before = add_states(
                 self._folder, keys, self._end, self._before, prompt.contents, description, needs_whole
             )
-        except (NodeNotFoundError, PrefixFolderError, PrefixFolderFullError) as error:
+        except (NodeNotFoundError, PrefixFolderError) as error:
             self._is_keeping = False
             warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=4)
         self._end = reached
@@ -73,8 +73,7 @@ def add_states(
 
     Raises:
         NodeNotFoundError: what was stored is gone.
-        PrefixFolderFullError: it does not fit.
-        PrefixFolderError: it cannot be written.
+        PrefixFolderError: it cannot be written, or does not fit.
     """
     start = stored - stored % GRANULE
     states, tensors = states_since(start, before, contents.layers, contents.stores)

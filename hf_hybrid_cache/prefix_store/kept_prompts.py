@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from ..model_identity import Identity
 from ..prefix_folder import Entry, NodeFileError, NodeNotFoundError, PrefixFolder
+from .keys import token_ids_of
 from .node_description import NodeDescription
-from .passes import token_ids_of
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class KeptPrompt:
 
     Attributes:
         id: of it in the folder, as text.
+        identity: of the model and the form of the cache.
         model_name: of the model.
         title: that it was given.
         token_ids: all of them.
@@ -23,6 +25,7 @@ class KeptPrompt:
     """
 
     id: str
+    identity: Identity
     model_name: str
     title: str
     token_ids: tuple[int, ...]
@@ -62,6 +65,7 @@ def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> Kept
         node = None if node.parent is None else by_id.get(node.parent)
     return KeptPrompt(
         entry.id.hex(),
+        description.identity,
         description.model_name,
         description.title,
         token_ids,

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..prefix_folder import Match, NodeFileError, PrefixFolder
 from .filling import StoredPart
+from .keys import token_ids_of
 from .node_description import NodeDescription
-from .passes import token_ids_of
 from .prompt import Prompt
 from .reuse import Reuse
 from .states import NodeStates
@@ -59,9 +59,11 @@ def find(folder: PrefixFolder, prompt: Prompt) -> Found:
         NodeFileError: a node is not described as it should be.
     """
     keys, passes, digest = prompt.keys, prompt.passes, prompt.identity.digest
-    with folder.find(digest, keys) as nearest:
-        common, stored_token = nearest.num_tokens, _next_token(nearest)
-    match = folder.find(digest, keys, passes.needs_whole_nodes)
+    match = folder.find(digest, keys)
+    common, stored_token = match.num_tokens, _next_token(match)
+    if passes.needs_whole_nodes:
+        match.close()
+        match = folder.find(digest, keys, whole_nodes=True)
     if (usable := passes.usable(match.num_tokens)) != match.num_tokens:
         match.close()
         match = folder.find(digest, keys[:usable], passes.needs_whole_nodes)

@@ -53,7 +53,7 @@ class NodeDescription:
         """Return the description as compressed JSON."""
         assert self.states is not None
         tree = {
-            "identity": json.loads(self.identity.to_json()),
+            "identity": self.identity.to_json(),
             "model_name": self.model_name,
             "title": self.title,
             "document_tokens": self.document_tokens,
@@ -73,7 +73,7 @@ class NodeDescription:
         decompressor = zlib.decompressobj()
         try:
             tree = json.loads(decompressor.decompress(data, _LONGEST))
-            identity = Identity.from_json(json.dumps(tree["identity"]))
+            identity = Identity.from_json(tree["identity"])
             rest = tuple(int(token) for token in tree["rest"])
             states = NodeStates.from_tree(tree["states"])
             told = str(tree["model_name"]), str(tree["title"]), int(tree["document_tokens"])

@@ -1,10 +1,8 @@
 """Telling why states that are stored are not used for a prompt."""
 
-import numpy as np
-
 from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
+from .keys import num_common, token_ids_of
 from .node_description import NodeDescription
-from .passes import token_ids_of
 from .prompt import Prompt
 
 
@@ -25,7 +23,7 @@ def obstacles(folder: PrefixFolder, prompt: Prompt, num_tokens: int) -> list[str
             )
         except (NodeNotFoundError, NodeFileError, ValueError):
             continue
-        common = _num_common(stored, wanted)
+        common = num_common(stored, wanted)
         if common > num_tokens:
             different = prompt.identity.differences(description.identity)
             reason = "; ".join(different) or (
@@ -35,9 +33,3 @@ def obstacles(folder: PrefixFolder, prompt: Prompt, num_tokens: int) -> list[str
             )
             lines[reason] = max(common, lines.get(reason, 0))
     return [f"{common:,} tokens are stored and not used: {reason}" for reason, common in lines.items()]
-
-
-def _num_common(tokens: np.ndarray, others: np.ndarray) -> int:
-    length = min(len(tokens), len(others))
-    different = np.flatnonzero(tokens[:length] != others[:length])
-    return int(different[0]) if len(different) else length

@@ -18,11 +18,10 @@ from ..cache import Contents
 from ..kernels import uses_prefill_kernel
 from ..prefill_chunks import FEWEST_TOKENS_OF_SAME_BITS, PREFILL_CHUNK_SIZE
 from ..storage import kernel_element
+from .keys import PASS_ENDS
 
 # The first pass chooses the codecs of a quantized cache: it is the same for all prompts.
 FIRST_TOKENS = 1024
-# Marks of tokens in the keys by which prompts are found; token ids are smaller.
-_PASS_ENDS, _AS_THEY_CAME = 2**31, 2**30
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Passes:
         """Return the token ids, `[tokens]`, with marks of the passes that their states depend on."""
         keys = token_ids[: self.num_tokens].numpy().astype(np.uint32)
         ends = [self.first_tokens] if self.can_end_anywhere else self.ends()
-        keys[[end - 1 for end in ends if 0 < end <= self.num_tokens]] |= _PASS_ENDS
+        keys[[end - 1 for end in ends if 0 < end <= self.num_tokens]] |= PASS_ENDS
         return keys
 
     def _ends_between(self, start: int, border: int, marks: Iterable[int]) -> list[int]:
@@ -109,26 +108,6 @@ class Passes:
             if end - (ends[-1] if ends else start) >= least and border - end >= least:
                 ends.append(end)
         return [*ends, border]
-
-
-def keys_as_they_came(token_ids: torch.Tensor) -> np.ndarray:
-    """
-    Return keys of tokens, `[tokens]`, that were generated, read after such, or read in a pass of few tokens.
-
-    Their states depend on more than the tokens, so these are found for one conversation only.
-    """
-    return token_ids.numpy().astype(np.uint32) | _AS_THEY_CAME
-
-
-def num_shared_tokens(keys: np.ndarray) -> int:
-    """Return how many of the first tokens have states that are those of any prompt with these tokens."""
-    others = np.flatnonzero(keys & _AS_THEY_CAME)
-    return int(others[0]) if len(others) else len(keys)
-
-
-def token_ids_of(keys: np.ndarray) -> np.ndarray:
-    """Return the token ids of keys."""
-    return (keys & (_AS_THEY_CAME - 1)).astype(np.int64)
 
 
 def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:

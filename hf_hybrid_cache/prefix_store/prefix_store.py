@@ -18,10 +18,11 @@ from .errors import PrefixStoreError
 from .filling import StoredPart, fill
 from .keeping import Keeper, add_states
 from .kept_prompts import KeptPrompt, kept_prompts
+from .keys import keys_as_they_came, token_ids_of
 from .lookup import Found, find, parts_of
 from .node_description import NodeDescription
 from .obstacles import obstacles
-from .passes import Passes, keys_as_they_came, token_ids_of
+from .passes import Passes
 from .prompt import Prompt, identity_for, require_new
 from .removing import Replaced, remove_prompt
 from .reuse import Reuse
@@ -109,6 +110,7 @@ class PrefixStore:
         """
         prompt = Prompt.checked(model, input_ids, cache, document_tokens, title)
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
+        prompt.contents.stores.sees_as_alone = True
         found = self._taken_over(prompt)
         ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
         keeper = Keeper(self._folder, prompt, found)
@@ -199,10 +201,10 @@ class PrefixStore:
         identity = identity_for(model, cache)
         require_new(cache)
         try:
-            keys, saved = self._folder.token_ids(bytes.fromhex(kept.id)), self._description(kept)
+            keys = self._folder.token_ids(bytes.fromhex(kept.id))
         except (NodeNotFoundError, NodeFileError) as error:
             raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
-        if different := identity.differences(saved.identity):
+        if different := identity.differences(kept.identity):
             raise PrefixStoreError(
                 f"{kept.title or kept.id} is of another model or another form of cache: {'; '.join(different)}."
             )
@@ -269,12 +271,6 @@ class PrefixStore:
         found = find(self._folder, prompt)
         found.match.close()
         return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
-
-    def _description(self, kept: KeptPrompt) -> NodeDescription:
-        for entry in self._folder.entries():
-            if entry.id.hex() == kept.id:
-                return NodeDescription.from_bytes(entry.description)
-        raise NodeNotFoundError(f"{self.path} has no {kept.id}.")
 
     def _taken_over(self, prompt: Prompt) -> Found:
         """Fill the cache of a prompt with what is stored of it; states that cannot be read are not used."""

@@ -60,7 +60,6 @@ class Prompt:
         if not 0 <= document_tokens <= tokens:
             raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
         read_tokens = tokens if document_tokens == tokens else tokens - 1
-        contents_of(cache).stores.sees_as_alone = True
         passes = Passes.of(read_tokens, document_tokens, model, contents_of(cache))
         return cls(model, token_ids, cache, passes, identity, title)
 

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 
 from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
-from .passes import num_shared_tokens
+from .keys import num_common, num_shared_tokens
 
 
 def remove_prompt(folder: PrefixFolder, last_id: bytes | None, except_tokens: int = 0) -> None:
@@ -51,9 +51,7 @@ class Replaced:
             before = folder.token_ids(own_id)
         except (NodeNotFoundError, NodeFileError):
             before = keys[:0]  # nothing is left to remove
-        length = min(len(before), len(keys))
-        different = np.flatnonzero(before[:length] != keys[:length])
-        self._common = int(different[0]) if len(different) else length
+        self._common = num_common(before, keys)
         self._shared_tokens = num_shared_tokens(before)
         self._is_continued = self._common == len(before)
 

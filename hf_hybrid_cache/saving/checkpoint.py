@@ -1,6 +1,6 @@
 """The small states of all layers of a cache at one length, with which it can go back to that length."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -8,7 +8,6 @@ import torch
 
 from ..layers import HybridLayer, copy_of, num_sequences_of, put_back, select_sequences_of, tensors_of
 from ..storage import RecentStates
-from .plain_layers import attributes_of, restore, tensors_by_name
 
 
 @dataclass
@@ -73,65 +72,6 @@ class Checkpoint:
             yield from tensors_of(layer)
         for recent in self.recent.values():
             yield from recent.states
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors for a file, by name, with a place for each sequence of the cache."""
-        twin = self._of_its_sequences()
-        named = {
-            f"{index}/{name}": tensor
-            for index, layer in twin.stock.items()
-            for name, tensor in tensors_by_name(layer).items()
-        }
-        for index, recent in twin.recent.items():
-            named |= {f"{index}/keys": recent.keys, f"{index}/values": recent.values}
-        return named
-
-    def attributes(self) -> dict[str, Any]:
-        """
-        Return all but the tensors, for JSON.
-
-        Raises:
-            ValueError: a layer has an attribute that JSON does not have.
-        """
-        return {
-            "num_tokens": self.num_tokens,
-            "batch": len(self.sequences),
-            "stock": {str(index): attributes_of(layer) for index, layer in self.stock.items()},
-            "lengths": {str(index): num_tokens for index, num_tokens in self.lengths.items()},
-            "recent": {str(index): [each.start, each.host_tokens] for index, each in self.recent.items()},
-        }
-
-    @classmethod
-    def restored(
-        cls,
-        layers: Sequence[Any],
-        attributes: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
-        device_of: Callable[[str], torch.device],
-    ) -> Self:
-        """
-        Make a checkpoint of what `attributes` and `named_tensors` returned.
-
-        Args:
-            layers: of an empty cache for the same model.
-            attributes: of the checkpoint.
-            tensors: by name.
-            device_of: where to put what was on a device.
-
-        Raises:
-            ValueError: a layer has other attributes, as in another version of transformers.
-        """
-        stock = {int(index): copy_of(layers[int(index)]) for index in attributes["stock"]}
-        for index, layer in stock.items():
-            own = {name.partition("/")[2]: each for name, each in tensors.items() if name.startswith(f"{index}/")}
-            restore(layer, attributes["stock"][str(index)], own, device_of)
-        recent = {
-            int(index): RecentStates(start, host_tokens, tensors[f"{index}/keys"], tensors[f"{index}/values"])
-            for index, (start, host_tokens) in attributes["recent"].items()
-        }
-        lengths = {int(index): num_tokens for index, num_tokens in attributes["lengths"].items()}
-        batch = attributes["batch"]
-        return cls(attributes["num_tokens"], stock, lengths, recent, batch, torch.arange(batch))
 
     def _of_its_sequences(self) -> "Checkpoint":
         """Return a copy whose states are those of the sequences of the cache; recent ones may be the same tensors."""

@@ -1,7 +1,6 @@
 """Checkpoints: a cache goes back to what it was, whatever its layers have forgotten since."""
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,7 +17,6 @@ from hf_hybrid_cache import (
     prefill,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.saving import Checkpoint
 
 from common.caches import CACHES, QUANTIZED, SPLIT, group_of_one
 from common.interruptions import Interruption
@@ -296,20 +294,6 @@ def test_memory_when_there_is_a_checkpoint_then_counts_small_states_alone(family
 def _tensors(layer: object) -> Iterator[torch.Tensor]:
     for value in vars(layer).values():
         yield from (each for each in (value.values() if isinstance(value, dict) else [value]) if torch.is_tensor(each))
-
-
-@pytest.mark.parametrize(("family", "make"), BATCHED)
-def test_checkpoint_when_written_and_made_again_then_goes_back_the_same(family: str, make: MakeCache):
-    model = tiny_model(family)
-    cache = make(model.config)
-    ids = read(model, cache, 200)
-    taken = Checkpoint.of(cache.layers, 200)
-    text, tensors = json.dumps(taken.attributes()), {name: each.clone() for name, each in taken.named_tensors().items()}
-    expected = answered(model, copy.deepcopy(cache), ids, seed=2)
-    answered(model, cache, ids, seed=1, length=90)
-    again = Checkpoint.restored(make(model.config).layers, json.loads(text), tensors, torch.device)
-    again.put_back(cache.layers)
-    assert torch.equal(answered(model, cache, ids, seed=2), expected)
 
 
 # Passes that end half-way

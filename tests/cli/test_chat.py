@@ -24,11 +24,6 @@ TEXT = "It was signed by Ada in London."
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_in(tmp_path_factory.mktemp("model"), 2**16)
-
-
-@pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "report.txt"
     path.write_text(TEXT)

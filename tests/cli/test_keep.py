@@ -14,15 +14,9 @@ from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
 from hf_hybrid_cache.cli.runs.timed_run import timed_generate
 from hf_hybrid_cache.prefix_store import PrefixStore
 
-from models.byte_tokenizer import model_in
 from models.tiny_models import random_prompt, tiny_model
 
 TEXT = "Nobody said a word. " * 80 + "It was signed by Ada in London."
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_in(tmp_path_factory.mktemp("model"), 2**16)
 
 
 @pytest.fixture

@@ -13,14 +13,8 @@ from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.prefix_store import PrefixStore
 
 from .terminals import CTRL_D, ENTER, PROMPT, Terminal
-from models.byte_tokenizer import model_in
 
 TEXT = "Nobody said a word. " * 12 + "It was signed by Ada in London."
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_in(tmp_path_factory.mktemp("model"), 2**16)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,9 @@ def keep(
         check(match, tokens, identity, whole_nodes)
         if match.num_tokens == len(tokens):
             return False
-        return add(folder, tokens, max(0, match.whole_blocks - BLOCK * blocks_again), identity, whole_nodes)
+        return add(
+            folder, tokens, max(0, match.num_tokens // BLOCK * BLOCK - BLOCK * blocks_again), identity, whole_nodes
+        )
 
 
 def add(

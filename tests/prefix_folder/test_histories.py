@@ -102,7 +102,7 @@ class History:
         with user.find(IDENTITY, tokens, whole_nodes) as match:
             check(match, tokens, whole_nodes=whole_nodes)
             again = self.random.choice((0, 0, 0, BLOCK, 3 * BLOCK, -BLOCK))
-            start = min(max(0, match.whole_blocks - again), (len(tokens) - 1) // BLOCK * BLOCK)
+            start = min(max(0, match.num_tokens // BLOCK * BLOCK - again), (len(tokens) - 1) // BLOCK * BLOCK)
             if is_new and not self.may_begin(tokens, start, whole_nodes):
                 with pytest.raises(NodeNotFoundError):
                     add(user, tokens, start, whole_nodes=whole_nodes)

@@ -7,7 +7,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ...cache import HybridCache
-from ...prefix_folder import NodeNotFoundError, PrefixFolderError, PrefixFolderFullError
+from ...prefix_folder import NodeNotFoundError, PrefixFolderError
 from ...prefix_store import PrefixStoreError
 from ..console import note
 from ..runs.prompt_store import PromptStore, title_of
@@ -98,7 +98,7 @@ class KeptConversation:
                 title=title,
                 replaces=self._kept_id,
             )
-        except (PrefixStoreError, PrefixFolderError, PrefixFolderFullError, NodeNotFoundError) as error:
+        except (PrefixStoreError, PrefixFolderError, NodeNotFoundError) as error:
             if not self._has_failed:
                 note(self._notes, f"the conversation is not kept: {error}")
             self._has_failed = True
