@@ -52,12 +52,13 @@ def fill(layers: Sequence[Any], stores: LayerStores, parts: Sequence[StoredPart]
         ValueError: the nodes do not fit the layers, or each other; likewise.
         HostMemoryError: host memory would not suffice.
     """
-    first, last, devices = parts[0], parts[-1], Devices(None)
+    last, devices = parts[-1], Devices(None)
     targets: list[dict[str, memoryview]] = [{} for _ in parts]
-    weights = _empty_tensors(first, "codecs.")
-    if first.states.codecs:
-        _read_node(first, {name: bytes_of(each) for name, each in weights.items()})
-        stores.take_codecs(first.states.chosen_codecs(weights))
+    for part in parts:
+        if part.states.codecs:
+            weights = _empty_tensors(part, "codecs.")
+            _read_node(part, {name: bytes_of(each) for name, each in weights.items()})
+            stores.take_codecs(part.states.chosen_codecs(weights))
     filled: list[tuple[HybridLayer, dict[str, Segment]]] = []
     restored: list[tuple[Any, LayerDescription, dict[str, torch.Tensor]]] = []
     for index, (layer, described) in enumerate(zip(layers, last.states.layers, strict=True)):
@@ -109,11 +110,16 @@ def _share_out(
     parts: Sequence[StoredPart],
     targets: Sequence[dict[str, memoryview]],
 ) -> None:
-    """Let each node fill the rows up to those of the next one; of both ends of a quantized layer the first and last."""
+    """
+    Let each node fill the rows up to those of the next one.
+
+    Both ends of a quantized layer come from the last node, the sinks from the last one that begins with them.
+    """
     found = [next((each for each in part.states.sections if each.name == name), None) for part in parts]
     givers = [(target, each) for target, each in zip(targets, found, strict=True) if each is not None]
-    if is_ends and len(givers) > 2:
-        givers = [givers[0], givers[-1]]
+    if is_ends:
+        sinks = max((at for at, (_, each) in enumerate(givers) if not each.first_row), default=0)
+        givers = [giver for at, giver in enumerate(givers) if at in (sinks, len(givers) - 1)]
     starts = [each.first_row for _, each in givers] + [len(rows)]
     if starts[0] != 0 or any(stop - start < 0 for start, stop in pairwise(starts)):
         raise ValueError(f"the rows of {name} do not follow each other")

@@ -46,7 +46,7 @@ class NodeStates:
     Attributes:
         layers: all of the cache, as they are at the end of the node.
         sections: in the order of the payload.
-        codecs: of quantized layers, by index; only of a node that begins with the first token.
+        codecs: of quantized layers, by index; not of those that had quantized blocks before the node.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -117,8 +117,8 @@ def states_since(
     described = tuple(described_layer(layer) for layer in layers)
     named: list[tuple[str, int, torch.Tensor]] = []
     codecs = {}
-    if not start:
-        for index, codec in stores.codecs.items():
+    for index, codec in stores.codecs.items():
+        if not _entries(before, index).get("packed"):
             codecs[index] = describe(codec)
             named += [(f"codecs.{index}/{role}", 0, each) for role, each in weights_of(codec).items()]
     for index, layer in enumerate(layers):
@@ -126,8 +126,7 @@ def states_since(
             named += [(f"{index}/{name}", 0, tensor.detach().cpu()) for name, tensor in tensors_by_name(layer).items()]
         elif layer.store is not None:
             assert isinstance(layer.store, LayerStore)
-            states = None if before is None else before.layers[index].states
-            for name, first_row, pair in _new_rows(layer.store, start, {} if states is None else states.entries):
+            for name, first_row, pair in _new_rows(layer.store, start, _entries(before, index)):
                 named += [(f"{index}/{name}.{role}", first_row, each) for role, each in zip(ROLES, pair, strict=True)]
     sections = tuple(Section(name, TensorForm.of(each), first_row) for name, first_row, each in named)
     return NodeStates(described, sections, codecs), (each for _, _, each in named)
@@ -144,8 +143,15 @@ def _new_rows(
     blocks, full = parts["packed"].num_entries, parts["full"]
     first = min(before.get("packed", 0), blocks)
     yield "packed", first, parts["packed"].rows_from(first)
-    first = min(store.layout.sink_tokens, full.num_entries) if start else 0
+    # Before anything is quantized sinks may be incomplete.
+    first = min(store.layout.sink_tokens, full.num_entries) if before.get("packed") else 0
     yield "full", first // GRANULE, full.rows_from(first)
+
+
+def _entries(node: NodeStates | None, index: int) -> Mapping[str, int]:
+    """Return how many entries there are in each part of a layer at the end of a node."""
+    states = None if node is None else node.layers[index].states
+    return {} if states is None else states.entries
 
 
 def _section(name: Any, dtype: Any, shape: Any, first_row: Any) -> Section:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_hybrid_cache import QuantizedHybridCache
+from hf_hybrid_cache import HybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prefix_store import PrefixStore
 from hf_hybrid_cache.prefix_store.keeping import Keeper
+from hf_hybrid_cache.storage import KVCodec
 
 from .prompts import FORMS, are_equal, prompts, read
 from models.tiny_models import FAMILIES, tiny_model
@@ -46,6 +47,20 @@ def test_hit_when_a_document_ends_there_then_all_of_it_is_used(family: str, form
     read(tmp_path / "store", model, first, make(model.config), document_tokens=2500)
     reused, states = read(tmp_path / "store", model, second, make(model.config), document_tokens=2500)
     assert reused == 2500
+    assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize("codec", [None, minmax(4, sink_tokens=128, rotate=False)], ids=["chosen", "128 sinks"])
+def test_hit_when_nothing_of_the_document_is_quantized_then_used(codec: KVCodec | None, tmp_path: Path):
+    model = tiny_model("gemma3")
+    _, prompt = prompts(common=70, first=1, second=400)
+
+    def make() -> HybridCache:
+        return QuantizedHybridCache(model.config) if codec is None else HybridCache(model.config, codec=codec)
+
+    _, cold = read(tmp_path, model, prompt, make(), document_tokens=70)
+    reused, states = read(tmp_path, model, prompt, make(), document_tokens=70)
+    assert reused == prompt.shape[1] - 1
     assert are_equal(states, cold)
 
 
