@@ -2,6 +2,6 @@
 
 from .errors import ModelIdentityError
 from .identity import Identity
-from .model_fields import identity_of
+from .model_fields import RANK, identity_of
 
-__all__ = ["Identity", "ModelIdentityError", "identity_of"]
+__all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of"]

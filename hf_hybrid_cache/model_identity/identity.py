@@ -31,6 +31,10 @@ class Identity:
         """The 32 bytes of the BLAKE2b digest of all fields."""
         return bytes.fromhex(digest_of(canonical(self.pairs)))
 
+    def without(self, name: str) -> "Identity":
+        """Return the identity without the field of a name."""
+        return Identity(tuple(pair for pair in self.pairs if pair[0] != name))
+
     def differences(self, other: "Identity") -> list[str]:
         """
         List the fields that differ, such as "dtype: float32 there, bfloat16 here".

@@ -20,6 +20,8 @@ from .weights import stored_tensors
 
 # Raise it when an identity means something else.
 _FORMAT = 1
+# The field with the rank of a process that keeps a shard.
+RANK = "rank"
 
 
 def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
@@ -73,6 +75,9 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "layers", layers_of(cache)
     yield "codecs", codecs_of(cache)
     yield "selection", selection_of(cache)
+    if cache.group is not None:
+        yield "processes", str(cache.group.size())
+        yield RANK, str(cache.group.rank())
 
 
 def _dtype_of(model: PreTrainedModel) -> str:

@@ -15,7 +15,7 @@ from ..saving.devices import Devices
 from ..saving.plain_layers import restore
 from ..saving.sections import ROLES
 from ..saving.writing import bytes_of
-from ..storage import BlockSegment, LayerStore, Segment
+from ..storage import BlockSegment, LayerStore, Segment, ShardedStore
 from .states import NodeStates
 
 # Two readers: one sums up while the other one copies.
@@ -74,7 +74,8 @@ def fill(layers: Sequence[Any], stores: LayerStores, parts: Sequence[StoredPart]
         list(pool.map(_read_node, parts, targets))
     for layer, segments in filled:
         assert isinstance(layer.store, LayerStore)
-        layer.store.take_parts(segments)
+        if not isinstance(layer.store, ShardedStore):
+            layer.store.take_parts(segments)
     for layer, described, tensors in restored:
         by_name = {name.partition("/")[2]: each for name, each in tensors.items()}
         restore(layer, described.attributes or {}, by_name, devices)
@@ -94,9 +95,12 @@ def _place_rows(
     if "states" in entries:
         entries["states"] = parts[-1].end
     filled: dict[str, Segment] = {}
+    if isinstance(store, ShardedStore):
+        store.expect(entries)
     for name, part in store.parts().items():
         host = part.own_segment or BlockSegment.like(part.form, entries[name])
-        host.make_rows(entries[name])
+        if not isinstance(store, ShardedStore):
+            host.make_rows(entries[name])
         filled[name] = host
         for role, rows in zip(ROLES, host.rows(), strict=True):
             _share_out(f"{index}/{name}.{role}", rows, name == "full", parts, targets)

@@ -50,9 +50,9 @@ class Found:
         return Reuse(folder.path, self.num_tokens, at, len(tokens), self.stored_token, given)
 
 
-def find(folder: PrefixFolder, prompt: Prompt) -> Found:
+def find(folder: PrefixFolder, prompt: Prompt, most_tokens: int | None = None) -> Found:
     """
-    Find the longest beginning of a prompt from which it can be read on.
+    Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on.
 
     Raises:
         PrefixFolderError: the folder cannot be read.
@@ -64,7 +64,10 @@ def find(folder: PrefixFolder, prompt: Prompt) -> Found:
     if passes.needs_whole_nodes:
         match.close()
         match = folder.find(digest, keys, whole_nodes=True)
-    if (usable := passes.usable(match.num_tokens)) != match.num_tokens:
+    usable = passes.usable(match.num_tokens)
+    if most_tokens is not None:
+        usable = min(usable, most_tokens)
+    if usable != match.num_tokens:
         match.close()
         match = folder.find(digest, keys[:usable], passes.needs_whole_nodes)
     return Found(match, parts_of(match), match.num_tokens, common, stored_token)

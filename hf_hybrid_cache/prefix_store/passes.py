@@ -3,8 +3,9 @@ The ends of the forward passes of a prompt, by which it has the same states what
 
 Attention by the kernels of this package, and products of matrices on a CPU, give a token the same bits wherever passes
 end, unless a pass has few tokens. There a prompt can go on from any token of a stored one. Elsewhere (on a device, in
-layers of transformers' own, with experts) passes end at multiples of the chunk size from the first token on, and at
-the end of the document, whatever is stored; and states are used only where the passes before them ended there, too.
+layers of transformers' own, with experts, in several processes) passes end at multiples of the chunk size from the
+first token on, and at the end of the document, whatever is stored; and states are used only where the passes before
+them ended there, too.
 """
 
 from collections.abc import Iterable
@@ -115,7 +116,8 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
     stores, placement = contents.stores, contents.stores.placement
     config, element = stores.config, kernel_element(model.dtype)
     return (
-        len(contents.ours) == len(contents.layers)
+        stores.peers is None  # which compute the first pass in another way than the next ones
+        and len(contents.ours) == len(contents.layers)
         and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         and getattr(config, "_attn_implementation", None) == "sdpa"
         and not any(getattr(config, name, None) for name in _EXPERTS)

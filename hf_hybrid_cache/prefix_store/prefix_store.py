@@ -1,8 +1,9 @@
 """A store of prompts on the disk, from which a cache gets what was read once."""
 
 import os
-import warnings
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,22 +11,25 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import HybridCache, contents_of
+from ..model_identity import RANK
 from ..planning.sizes import parse_bytes
 from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
 from ..prompt_reading import read_passes, warn_beyond_context
 from ..token_ids import TokenIds, as_token_ids
+from .agreement import Agreement
 from .errors import PrefixStoreError
-from .filling import StoredPart, fill
+from .filling import fill
 from .keeping import Keeper, add_states
 from .kept_prompts import KeptPrompt, kept_prompts
 from .keys import keys_as_they_came, token_ids_of
-from .lookup import Found, find, parts_of
+from .lookup import find, parts_of
 from .node_description import NodeDescription
 from .obstacles import obstacles
 from .passes import Passes
 from .prompt import Prompt, identity_for, require_new
 from .removing import Replaced, remove_prompt
 from .reuse import Reuse
+from .taking_over import empty, taken_over
 
 
 class PrefixStore:
@@ -34,7 +38,7 @@ class PrefixStore:
 
     A hit gives the same bits as reading the prompt into an empty store. States are used for exactly the model, its
     weights, its active adapters and the form of cache that they were computed with. Several processes may use a folder
-    at once.
+    at once. Those that share a cache call the methods that take it all together; each keeps and finds its own share.
 
     Args:
         path: of the folder; it is made if there is none.
@@ -101,17 +105,21 @@ class PrefixStore:
             what came from the store.
 
         Raises:
-            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
+            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept; or another process that shares
+                the cache raises an error.
             PrefixFolderError: the folder cannot be read.
             HostMemoryError: host memory would not suffice.
 
         Warns:
             UserWarning: there is no room, so what is read is not kept; or a file is damaged, which is removed.
         """
-        prompt = Prompt.checked(model, input_ids, cache, document_tokens, title)
+        agreement = Agreement.for_cache(cache)
+        prompt = agreement.same(
+            lambda: Prompt.checked(model, input_ids, cache, document_tokens, title), lambda each: _checksum(each.keys)
+        )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
         prompt.contents.stores.sees_as_alone = True
-        found = self._taken_over(prompt)
+        found = taken_over(self._folder, prompt, agreement)
         ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
         keeper = Keeper(self._folder, prompt, found)
         with found.match:
@@ -150,9 +158,23 @@ class PrefixStore:
             the id of the conversation.
 
         Raises:
-            PrefixStoreError: a conversation of this model or cache cannot be kept.
+            PrefixStoreError: a conversation of this model or cache cannot be kept; or another process that shares the
+                cache cannot keep its share.
             PrefixFolderError: the folder cannot be written, or has no room.
         """
+        keep = partial(self._keep_share, model, token_ids, cache, document_tokens, title, replaces)
+        return Agreement.for_cache(cache).numbers(keep, lambda own_id: 0)[0]
+
+    def _keep_share(
+        self,
+        model: PreTrainedModel,
+        token_ids: TokenIds,
+        cache: HybridCache,
+        document_tokens: int,
+        title: str,
+        replaces: str | None,
+    ) -> str:
+        """Keep the share of this process, see `keep`."""
         identity = identity_for(model, cache)
         cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
         held = cache.get_seq_length()
@@ -191,32 +213,22 @@ class PrefixStore:
 
         Args:
             model: of the conversation.
-            kept: the conversation; its `token_ids` may have some after those that the cache then holds.
+            kept: the conversation; its `token_ids` may have some after those that the cache then holds. Where several
+                processes share the cache it may be the share of any of them.
             cache: of the form that it was kept in, empty.
 
         Raises:
-            PrefixStoreError: it is of another model, or another form of cache; or it is gone, or damaged.
+            PrefixStoreError: it is of another model, or another form of cache; or it is gone, or damaged, here or in
+                another process that shares the cache.
             HostMemoryError: host memory would not suffice.
         """
-        identity = identity_for(model, cache)
-        require_new(cache)
+        agreement = Agreement.for_cache(cache)
+        keys = agreement.same(lambda: self._keys_for(model, kept, cache), _checksum)
         try:
-            keys = self._folder.token_ids(bytes.fromhex(kept.id))
-        except (NodeNotFoundError, NodeFileError) as error:
-            raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
-        if different := identity.differences(kept.identity):
-            raise PrefixStoreError(
-                f"{kept.title or kept.id} is of another model or another form of cache: {'; '.join(different)}."
-            )
-        passes = Passes.of(len(keys), 0, model, contents_of(cache))
-        match = self._folder.find(identity.digest, keys, passes.needs_whole_nodes)
-        with match:
-            if match.num_tokens != len(keys):
-                raise PrefixStoreError(f"{kept.title or kept.id} is not in {self.path} any more, or not all of it.")
-            try:
-                self._fill(cache, parts_of(match))
-            except NodeFileError as error:
-                raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
+            agreement.numbers(lambda: self._fill_share(model, kept, keys, cache), lambda filled: 0)
+        except BaseException:
+            empty(cache)
+            raise
         contents_of(cache).stores.sees_as_alone = True
         cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
 
@@ -272,36 +284,32 @@ class PrefixStore:
         found.match.close()
         return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
 
-    def _taken_over(self, prompt: Prompt) -> Found:
-        """Fill the cache of a prompt with what is stored of it; states that cannot be read are not used."""
-        failed: set[bytes] = set()
-        while True:
-            found = find(self._folder, prompt)
-            ids = [part.file.head.id for part in found.parts]
-            if not ids or ids[-1] in failed:
-                found.match.close()
-                return found.without_parts()
-            try:
-                self._fill(prompt.cache, found.parts)
-            except BaseException as error:
-                found.match.close()
-                if not isinstance(error, NodeFileError | ValueError):
-                    raise
-                failed.add(ids[-1])
-                were_damaged = [self._folder.remove_damaged(own_id) for own_id in ids]
-                if not any(were_damaged):
-                    warnings.warn(f"States of {found.num_tokens:,} tokens are not used: {error}", stacklevel=3)
-            else:
-                prompt.cache.note_tokens(prompt.token_ids[:, : found.num_tokens])
-                return found
-
-    def _fill(self, cache: HybridCache, parts: Sequence[StoredPart]) -> None:
-        """Fill an empty cache from nodes; it is empty again after an error."""
-        contents = contents_of(cache)
-        codecs = contents.stores.codecs
+    def _keys_for(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> np.ndarray:
+        """Return the keys of a prompt, `[tokens]`, with which a cache is to go on."""
+        identity = identity_for(model, cache)
+        require_new(cache)
         try:
-            fill(contents.layers, contents.stores, parts)
-        except BaseException:
-            cache.reset()
-            contents.stores.take_codecs(codecs)
-            raise
+            keys = self._folder.token_ids(bytes.fromhex(kept.id))
+        except (NodeNotFoundError, NodeFileError) as error:
+            raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
+        if different := identity.without(RANK).differences(kept.identity.without(RANK)):
+            raise PrefixStoreError(
+                f"{kept.title or kept.id} is of another model or another form of cache: {'; '.join(different)}."
+            )
+        return keys
+
+    def _fill_share(self, model: PreTrainedModel, kept: KeptPrompt, keys: np.ndarray, cache: HybridCache) -> None:
+        """Fill an empty cache with all that is stored of a prompt; it holds anything after an error."""
+        passes = Passes.of(len(keys), 0, model, contents_of(cache))
+        with self._folder.find(identity_for(model, cache).digest, keys, passes.needs_whole_nodes) as match:
+            if match.num_tokens != len(keys):
+                raise PrefixStoreError(f"{kept.title or kept.id} is not in {self.path} any more, or not all of it.")
+            try:
+                fill(contents_of(cache).layers, contents_of(cache).stores, parts_of(match))
+            except NodeFileError as error:
+                raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
+
+
+def _checksum(keys: np.ndarray) -> int:
+    """Return a number that differs for other keys of a prompt."""
+    return zlib.crc32(keys.tobytes())

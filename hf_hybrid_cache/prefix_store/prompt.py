@@ -91,11 +91,6 @@ def identity_for(model: PreTrainedModel, cache: HybridCache) -> Identity:
             "An encoder-decoder model reads its prompt in the encoder, at once, and no prompt begins like another one "
             "there. Only prompts of decoders can be kept."
         )
-    if cache.group is not None:
-        raise PrefixStoreError(
-            "Of a cache that several processes share each has other blocks, and a store keeps whole ones. Use save and "
-            "load, which gather them, or one process."
-        )
     try:
         return identity_of(model, cache)
     except ModelIdentityError as error:

@@ -1,7 +1,7 @@
 """The states of a range of tokens as the tensors of a node: what is new since the range began, and the end as it is."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ def states_since(
 
     Of a layer in full precision these are the blocks from `start` on; of a quantized one its blocks that were
     quantized since, and the tokens in full precision at the end; of a layer of transformers' own all that it holds.
+    Where several processes share the cache they are those of the own shard.
 
     Args:
         start: number of tokens before it, whole blocks.
@@ -137,14 +138,15 @@ def _new_rows(
 ) -> Iterator[tuple[str, int, tuple[torch.Tensor, torch.Tensor]]]:
     """Yield the name, the first row and the rows of keys and values of what a layer has beyond its first tokens."""
     parts = store.parts()
+    layout, shard = store.layout, store.layout.shard
     if store.quantized is None:
-        yield "states", start // GRANULE, parts["states"].rows_from(start)
+        yield "states", shard.blocks(start // GRANULE), parts["states"].rows_from(shard.tokens(start))
         return
     blocks, full = parts["packed"].num_entries, parts["full"]
-    first = min(before.get("packed", 0), blocks)
+    first = min(replace(layout, quantized_blocks=before.get("packed", 0)).own_quantized_blocks, blocks)
     yield "packed", first, parts["packed"].rows_from(first)
     # Before anything is quantized sinks may be incomplete.
-    first = min(store.layout.sink_tokens, full.num_entries) if before.get("packed") else 0
+    first = min(shard.tokens(layout.sink_tokens), full.num_entries) if before.get("packed") else 0
     yield "full", first // GRANULE, full.rows_from(first)
 
 

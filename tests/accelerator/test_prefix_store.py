@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefix_store.prompts import are_equal, held, prompts, read
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, PrefixStore, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from accelerator.orders import DEVICE, ORDERS, in_order
 from models.tiny_models import random_prompt, tiny_model
+from prefix_store.prompts import are_equal, held, prompts, read
 
 CACHES: dict[str, Callable[..., HybridCache]] = {
     "on the device": DynamicHybridCache,

@@ -60,12 +60,15 @@ def test_prefill_when_model_has_an_encoder_then_refused(tmp_path: Path):
         PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
 
 
-def test_prefill_when_processes_share_the_cache_then_refused(tmp_path: Path):
-    model, group = tiny_model("llama"), group_of_one()
+def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path):
+    model, prompt, group, store = tiny_model("llama"), random_prompt(1, 400), group_of_one(), PrefixStore(tmp_path)
     if group is None:
         pytest.skip("this torch has no groups of processes")
-    with pytest.raises(PrefixStoreError, match="several processes"):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config, group=group))
+    found = [
+        store.prefill(model, prompt, DynamicHybridCache(model.config, group=each), progress=False).num_tokens
+        for each in (None, group, None, group)
+    ]
+    assert found == [0, 0, 399, 399]
 
 
 def test_prefill_when_prompt_has_images_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
