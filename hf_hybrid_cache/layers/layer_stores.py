@@ -26,6 +26,7 @@ from ..storage import (
     QuantizedSegment,
     ResidentSegment,
     Scratch,
+    SeenQueries,
     Segment,
     Shard,
     ShardedStore,
@@ -125,6 +126,17 @@ class LayerStores:
         """Let quantized layers, which are empty, have codecs that were chosen before."""
         for index, codec in codecs.items():
             self._choices[index].codec = codec
+
+    @property
+    def seen_queries(self) -> dict[int, SeenQueries]:
+        """The queries that layers have seen whose codec is still to be chosen, by index in the model."""
+        choices = {index: choice for index, choice in self._choices.items() if not choice.is_made}
+        return {index: each.seen_queries for index, each in choices.items() if each.seen_queries is not None}
+
+    def take_seen_queries(self, seen: Mapping[int, SeenQueries]) -> None:
+        """Let codecs be chosen by these queries and those that come, as if no others had been."""
+        for index, choice in self._choices.items():
+            choice.seen_queries = seen.get(index)
 
     @property
     def asked_codecs(self) -> dict[int, KVCodec]:

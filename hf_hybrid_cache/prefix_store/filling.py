@@ -56,9 +56,10 @@ def fill(layers: Sequence[Any], stores: LayerStores, parts: Sequence[StoredPart]
     targets: list[dict[str, memoryview]] = [{} for _ in parts]
     for part in parts:
         if part.states.codecs:
-            weights = _empty_tensors(part, "codecs.")
-            _read_node(part, {name: bytes_of(each) for name, each in weights.items()})
-            stores.take_codecs(part.states.chosen_codecs(weights))
+            tensors = _empty_tensors(part, "codecs.") | _empty_tensors(part, "queries.")
+            _read_node(part, {name: bytes_of(each) for name, each in tensors.items()})
+            stores.take_codecs(part.states.chosen_codecs(tensors))
+            stores.take_seen_queries(part.states.seen_queries(tensors))
     filled: list[tuple[HybridLayer, dict[str, Segment]]] = []
     restored: list[tuple[Any, LayerDescription, dict[str, torch.Tensor]]] = []
     for index, (layer, described) in enumerate(zip(layers, last.states.layers, strict=True)):

@@ -12,7 +12,7 @@ from ..saving.container import TensorForm
 from ..saving.description import LayerDescription, described_layers
 from ..saving.plain_layers import dtype_name, named_dtype, tensors_by_name
 from ..saving.sections import ROLES, described_layer
-from ..storage import GRANULE, KVCodec, LayerStore
+from ..storage import GRANULE, KVCodec, LayerStore, SeenQueries
 
 ALIGNMENT = 64
 _MOST_DIMENSIONS = 16
@@ -24,7 +24,7 @@ class Section(NamedTuple):
 
     Attributes:
         name: "LAYER/PART.keys" or "LAYER/PART.values" of a layer of ours, "LAYER/NAME" of another one,
-            "codecs.LAYER/ROLE" of a codec.
+            "codecs.LAYER/ROLE" of a codec, "queries.LAYER/NAME" of what one is to be chosen by.
         form: its dtype and shape.
         first_row: where its rows come in those of the whole part.
     """
@@ -92,6 +92,15 @@ class NodeStates:
             made[index] = described_codec(tree, of_layer)
         return made
 
+    def seen_queries(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, SeenQueries]:
+        """Return the queries by which codecs are still to be chosen, with their tensors by the names of sections."""
+        squares = {index: tensors.get(f"queries.{index}/squares") for index in self.codecs}
+        return {
+            index: SeenQueries(each, int(tensors[f"queries.{index}/number"]))
+            for index, each in squares.items()
+            if each is not None
+        }
+
 
 def states_since(
     start: int, before: NodeStates | None, layers: Sequence[Any], stores: LayerStores
@@ -122,6 +131,9 @@ def states_since(
         if not _entries(before, index).get("packed"):
             codecs[index] = describe(codec)
             named += [(f"codecs.{index}/{role}", 0, each) for role, each in weights_of(codec).items()]
+    for index, seen in stores.seen_queries.items():
+        tensors = {"squares": seen.squares.cpu(), "number": torch.tensor([seen.number])}
+        named += [(f"queries.{index}/{name}", 0, tensor) for name, tensor in tensors.items()]
     for index, layer in enumerate(layers):
         if not isinstance(layer, HybridLayer):
             named += [(f"{index}/{name}", 0, tensor.detach().cpu()) for name, tensor in tensors_by_name(layer).items()]

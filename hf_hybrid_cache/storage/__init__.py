@@ -10,7 +10,7 @@ from .memory.host_memory import ExpectedLength, HostBudget, HostMemoryError, ava
 from .memory.memory_limits import address_space_is_limited
 from .memory.page_lock import can_page_lock
 from .segments.block_segment import BlockSegment
-from .segments.codec import Allowance, Codec, CodecChoice, KVCodec
+from .segments.codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries
 from .segments.kv_store import KVShape, KVStore, Pair
 from .segments.part import Part
 from .segments.quantized_segment import QuantizedSegment
@@ -60,6 +60,7 @@ __all__ = [
     "RecentStates",
     "ResidentSegment",
     "Scratch",
+    "SeenQueries",
     "Segment",
     "Shard",
     "ShardedStore",

@@ -48,15 +48,17 @@ def test_conversation_when_resumed_then_goes_on_to_the_bit(family: str, form: st
     assert are_equal(held(resumed), held(live))
 
 
-def test_conversation_when_quantized_after_it_was_kept_then_resumed(tmp_path: Path):
-    model, store, document = tiny_model("llama"), PrefixStore(tmp_path), DOCUMENT[:, :100]
-    live, resumed = FORMS["quantized"](model.config), FORMS["quantized"](model.config)
-    store.prefill(model, document, live, document_tokens=100, progress=False)
-    store.keep(model, document, live, document_tokens=100)
-    tokens = say(model, document, live, random_prompt(1, 90))
-    own_id = store.keep(model, tokens, live, document_tokens=100)
-    store.resume(model, next(each for each in store.kept_prompts() if each.id == own_id), resumed)
-    assert are_equal(held(resumed), held(live))
+def test_conversation_when_kept_before_it_is_quantized_then_goes_on(tmp_path: Path):
+    model, store, tokens = tiny_model("llama"), PrefixStore(tmp_path), DOCUMENT[:, :100]
+    live = FORMS["quantized"](model.config)
+    store.prefill(model, tokens, live, document_tokens=100, progress=False)
+    for seed in (1, 2):
+        resumed, own_id = FORMS["quantized"](model.config), store.keep(model, tokens, live, document_tokens=100)
+        store.resume(model, next(each for each in store.kept_prompts() if each.id == own_id), resumed)
+        assert are_equal(held(resumed), held(live))
+        before, tokens = tokens, say(model, tokens, live, random_prompt(1, 90, seed))
+        assert torch.equal(say(model, before, resumed, random_prompt(1, 90, seed)), tokens)
+        assert are_equal(held(resumed), held(live))
 
 
 def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):

@@ -53,15 +53,17 @@ def test_hit_when_a_document_ends_there_then_all_of_it_is_used(family: str, form
 @pytest.mark.parametrize("codec", [None, minmax(4, sink_tokens=128, rotate=False)], ids=["chosen", "128 sinks"])
 def test_hit_when_nothing_of_the_document_is_quantized_then_used(codec: KVCodec | None, tmp_path: Path):
     model = tiny_model("gemma3")
-    _, prompt = prompts(common=70, first=1, second=400)
+    other, prompt = prompts(common=70, first=300, second=400)
 
     def make() -> HybridCache:
         return QuantizedHybridCache(model.config) if codec is None else HybridCache(model.config, codec=codec)
 
-    _, cold = read(tmp_path, model, prompt, make(), document_tokens=70)
-    reused, states = read(tmp_path, model, prompt, make(), document_tokens=70)
-    assert reused == prompt.shape[1] - 1
-    assert are_equal(states, cold)
+    _, cold = read(tmp_path / "cold", model, prompt, make(), document_tokens=70)
+    read(tmp_path / "store", model, other, make(), document_tokens=70)
+    for stored in (70, prompt.shape[1] - 1):
+        reused, states = read(tmp_path / "store", model, prompt, make(), document_tokens=70)
+        assert reused == stored
+        assert are_equal(states, cold)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])

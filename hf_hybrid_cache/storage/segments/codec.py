@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -136,6 +137,19 @@ class Allowance:
         return True
 
 
+class SeenQueries(NamedTuple):
+    """
+    The queries by which a codec is to be chosen.
+
+    Attributes:
+        squares: means of their squares, float32 `[num_kv_heads, head_dim]`.
+        number: how many there were.
+    """
+
+    squares: torch.Tensor
+    number: int
+
+
 class CodecChoice:
     """
     The codec of one layer: as given, or a form that is chosen once, with the first quantized blocks.
@@ -147,13 +161,13 @@ class CodecChoice:
     Attributes:
         asked_for: the codec that was asked for.
         codec: the same, or its chosen form.
+        seen_queries: those that were seen so far.
     """
 
     def __init__(self, codec: KVCodec, allowance: Allowance):
         self.asked_for = self.codec = codec
         self._allowance = allowance
-        self._query_squares: torch.Tensor | None = None
-        self._num_queries = 0
+        self.seen_queries: SeenQueries | None = None
 
     @property
     def is_made(self) -> bool:
@@ -165,16 +179,16 @@ class CodecChoice:
         seen = query.detach()[:, :, ::step].float().square()
         # A query that is not finite makes its step useless; it must not make the choice useless, too.
         squares = torch.nan_to_num(seen, 0.0, 0.0, 0.0).unflatten(1, (num_kv_heads, -1)).mean(dim=(0, 2, 3))
-        num_queries, known = query.shape[2], self._query_squares
-        self._num_queries += num_queries
-        if known is None:
-            self._query_squares = squares
-        else:
-            self._query_squares = known.lerp(squares.to(known.device), num_queries / self._num_queries)
+        number, known = query.shape[2], self.seen_queries
+        if known is not None:
+            number += known.number
+            squares = known.squares.to(squares.device).lerp(squares, query.shape[2] / number)
+        self.seen_queries = SeenQueries(squares, number)
 
     def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Choose the codec by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
-        codec, squares = self.codec, self._query_squares
+        codec, seen = self.codec, self.seen_queries
+        squares = None if seen is None else seen.squares.to(keys.device)
         fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
         if codec.auto_bits:
             sizes = [each.packed_bytes(states.shape[3]) for each, states in zip(fitted, (keys, values), strict=True)]
