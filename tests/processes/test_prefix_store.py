@@ -67,10 +67,10 @@ def read(folder: Path, is_of_each: bool, prompt: torch.Tensor, bits: int | None,
     return Read(reuse.num_tokens, [*states, next_logits(model, prompt, cache)], tokens)
 
 
-def read_alone(prompt: torch.Tensor, bits: int | None) -> list[int]:
+def read_alone(prompt: torch.Tensor, bits: int | None, document_tokens: int) -> list[int]:
     """Read a prompt in one process without a store, in the same passes, and answer it."""
     cache = make(bits)
-    for end in (2048, 2500, prompt.shape[1] - 1):
+    for end in (*range(2048, document_tokens, 2048), document_tokens, prompt.shape[1] - 1):
         next_logits(tiny_model("llama"), prompt[:, :end], cache)
     return answered(prompt, cache)
 
@@ -80,16 +80,21 @@ def answered(prompt: torch.Tensor, cache: HybridCache) -> list[int]:
     return answer[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("bits", "is_of_each"), [(None, False), (4, True), slow(None, True), slow(4, False)])
+@pytest.mark.parametrize(
+    ("bits", "is_of_each", "document_tokens"),
+    [(None, False, 2500), (4, True, 2500), (4, False, 130), slow(None, True, 2500), slow(4, False, 2500)],
+)
 def test_prompt_when_processes_read_it_again_then_as_a_cold_read(
-    bits: int | None, is_of_each: bool, group: Group, exact_kernels: None, tmp_path: Path
+    bits: int | None, is_of_each: bool, document_tokens: int, group: Group, exact_kernels: None, tmp_path: Path
 ):
-    alone = read_alone(SECOND, bits)
-    cold = group.call(read, tmp_path / "cold", is_of_each, SECOND, bits, 2500)
-    group.call(read, tmp_path / "store", is_of_each, FIRST, bits, 2500)
-    hits = group.call(read, tmp_path / "store", is_of_each, SECOND, bits, 2500)
-    again = group.call(read, tmp_path / "store", is_of_each, SECOND, bits, 2500)
-    assert [each.num_tokens for each in (*cold, *hits, *again)] == [0, 0, 2500, 2500, 2749, 2749]
+    first, second = prompts(common=document_tokens, first=30, second=250)
+    alone = read_alone(second, bits, document_tokens)
+    cold = group.call(read, tmp_path / "cold", is_of_each, second, bits, document_tokens)
+    group.call(read, tmp_path / "store", is_of_each, first, bits, document_tokens)
+    hits, again = (group.call(read, tmp_path / "store", is_of_each, second, bits, document_tokens) for _ in range(2))
+    read_tokens = second.shape[1] - 1
+    assert [each.num_tokens for each in cold] == [0, 0]
+    assert [each.num_tokens for each in (*hits, *again)] == [document_tokens] * 2 + [read_tokens] * 2
     for each in (*cold, *hits, *again):
         assert are_equal(each.states, cold[0].states)
         assert each.answer == alone
