@@ -28,7 +28,7 @@ class Agreement:
 
     @classmethod
     def for_cache(cls, cache: HybridCache) -> "Agreement":
-        """Return that of the processes that share a cache."""
+        """Make the agreement of the processes that share a cache."""
         return cls(contents_of(cache).stores.peers if isinstance(cache, HybridCache) else None)
 
     def numbers(self, act: Callable[[], _T], number_of: Callable[[_T], int]) -> tuple[_T, list[int]]:

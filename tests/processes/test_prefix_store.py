@@ -48,7 +48,7 @@ def make(bits: int | None, **more: Any) -> HybridCache:
 
 
 class Read(NamedTuple):
-    """How many tokens of a prompt came from a store, its states and logits, and an answer."""
+    """The number of tokens of a prompt that came from a store, all states and logits, and an answer."""
 
     num_tokens: int
     states: list[torch.Tensor]
