@@ -16,6 +16,7 @@ from .stock_layers import (
     put_back,
     repeat_sequences_of,
     select_sequences_of,
+    side_by_side,
     tensors_of,
 )
 
@@ -40,5 +41,6 @@ __all__ = [
     "put_back",
     "repeat_sequences_of",
     "select_sequences_of",
+    "side_by_side",
     "tensors_of",
 ]

@@ -43,7 +43,7 @@ class Keeper:
             )
         except (NodeNotFoundError, PrefixFolderError) as error:
             self._is_keeping = False
-            warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=4)
+            warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
         self._end = reached
 
 

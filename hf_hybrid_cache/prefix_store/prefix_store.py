@@ -1,5 +1,6 @@
 """A store of prompts on the disk, from which a cache gets what was read once."""
 
+import copy
 import os
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, Pr
 from ..prompt_reading import read_passes, warn_beyond_context
 from ..token_ids import TokenIds, as_token_ids
 from .agreement import Agreement
+from .batches import Batch
 from .errors import PrefixStoreError
 from .filling import fill
 from .keeping import Keeper, add_states
@@ -118,15 +120,60 @@ class PrefixStore:
             lambda: Prompt.checked(model, input_ids, cache, document_tokens, title), lambda each: _checksum(each.keys)
         )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
-        prompt.contents.stores.sees_as_alone = True
-        found = taken_over(self._folder, prompt, agreement)
-        ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
-        keeper = Keeper(self._folder, prompt, found)
-        with found.match:
-            if callable(progress):
-                progress(found.num_tokens)
-            read_passes(model, prompt.token_ids, cache, ends, None, progress, keeper.after_pass)
-        return found.reuse(prompt, self._folder)
+        return self._read(prompt, agreement, progress)
+
+    def prefill_batch(
+        self,
+        model: PreTrainedModel,
+        input_ids: TokenIds,
+        cache: HybridCache,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        document_tokens: int = 0,
+        title: str = "",
+        progress: bool | Callable[[int], None] = True,
+    ) -> list[Reuse]:
+        """
+        Fill an empty cache with several prompts, each but for its last token, which `generate` computes.
+
+        Each is read alone, as by `prefill`, and its states are placed in its row, with zeros where there is padding.
+        Rows may have as much in common with what is stored, and with rows before them, as they like.
+
+        Args:
+            model: a decoder in evaluation mode.
+            input_ids: of all prompts, `[batch, tokens]`, padded on the left.
+            cache: for the model, empty; in full precision, or quantized by codecs that do not depend on states.
+            attention_mask: `[batch, tokens]`, 0 for padding, as tokenizers return it; `None` if there is none.
+            document_tokens: how many of each row's first tokens, see `prefill`; less than the shortest row has.
+            title: of all prompts, for lists.
+            progress: see `prefill`; of one row after the other.
+
+        Returns:
+            what came from the store, of each row.
+
+        Raises:
+            PrefixStoreError: the prompts, or those of this model or cache, cannot be kept, or not in one cache.
+            PrefixFolderError: the folder cannot be read.
+            HostMemoryError: host memory would not suffice.
+
+        Warns:
+            UserWarning: see `prefill`.
+
+        Example:
+            >>> inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+            >>> store.prefill_batch(model, inputs.input_ids, cache, inputs.attention_mask)
+            >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
+        """
+        batch = Batch.checked(model, input_ids, cache, attention_mask, document_tokens)
+        warn_beyond_context(model, batch.token_ids.shape[1] - min(batch.paddings), stacklevel=3)
+        reuses = []
+        with batch.filling():
+            for row, token_ids in enumerate(batch.prompts):
+                alone = copy.deepcopy(batch.empty)  # takes the place of the one before, whose memory is free then
+                prompt = Prompt.checked(model, token_ids, alone, document_tokens, title)
+                reuses.append(self._read(prompt, Agreement.for_cache(alone), progress))
+                batch.place(row, alone)
+        return reuses
 
     def keep(
         self,
@@ -283,6 +330,18 @@ class PrefixStore:
         found = find(self._folder, prompt)
         found.match.close()
         return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
+
+    def _read(self, prompt: Prompt, agreement: Agreement, progress: bool | Callable[[int], None]) -> Reuse:
+        """Fill the cache of a prompt from the store, and by reading the rest, which is kept."""
+        prompt.contents.stores.sees_as_alone = True
+        found = taken_over(self._folder, prompt, agreement)
+        ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
+        keeper = Keeper(self._folder, prompt, found)
+        with found.match:
+            if callable(progress):
+                progress(found.num_tokens)
+            read_passes(prompt.model, prompt.token_ids, prompt.cache, ends, None, progress, keeper.after_pass)
+        return found.reuse(prompt, self._folder)
 
     def _keys_for(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> np.ndarray:
         """Return the keys of a prompt, `[tokens]`, with which a cache is to go on."""

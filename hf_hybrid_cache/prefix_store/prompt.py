@@ -51,8 +51,8 @@ class Prompt:
         batch, tokens = token_ids.shape
         if batch != 1:
             raise PrefixStoreError(
-                f"A prompt is one sequence, got {batch}. Fill a cache for each, or for several continuations of one "
-                "prompt pass one sequence, and num_return_sequences to generate."
+                f"A prompt is one sequence, got {batch}. Call prefill_batch for several prompts; for several "
+                "continuations of one prompt pass one sequence, and num_return_sequences to generate."
             )
         if tokens < 2:
             raise PrefixStoreError(f"A prompt has at least two tokens, of which generate computes one; got {tokens}.")

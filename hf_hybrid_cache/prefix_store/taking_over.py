@@ -76,6 +76,6 @@ def _is_filled(folder: PrefixFolder, prompt: Prompt, found: Found, failed: set[b
         failed.add(ids[-1])
         were_damaged = [folder.remove_damaged(own_id) for own_id in ids]
         if not any(were_damaged):
-            warnings.warn(f"States of {found.num_tokens:,} tokens are not used: {error}", stacklevel=5)
+            warnings.warn(f"States of {found.num_tokens:,} tokens are not used: {error}", stacklevel=6)
         return False
     return True
