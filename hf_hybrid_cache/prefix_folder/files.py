@@ -1,6 +1,5 @@
 """Private files: opening, writing, and having them on the disk."""
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterator
@@ -25,10 +24,11 @@ def open_file(path: Path, mode: str = "rb") -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is a link, a folder, or a socket.
     """
-    return cast(BinaryIO, open(path, mode, buffering=0, opener=_opened))
+    return cast(BinaryIO, open(path, mode, buffering=0, opener=private))
 
 
-def _opened(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
+    """Open a file as `open_file` does, for `open`."""
     return os.open(path, flags | _FLAGS, FILE_MODE)
 
 
@@ -56,16 +56,6 @@ def read_all(file: BinaryIO, num_bytes: int) -> bytes:
 def sync(file: BinaryIO) -> None:
     """Wait until a file is on the disk."""
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Not every system opens folders."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @contextmanager

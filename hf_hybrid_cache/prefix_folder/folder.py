@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from ..durable_files import sync_folder
 from .bounds import Bounds, in_order_of_removal
 from .errors import IndexFileError, NodeFileError, NodeNotFoundError, PrefixFolderError, PrefixFolderFullError
-from .files import FOLDER_MODE, open_file, read_all, reported, sync, sync_folder, write_all
+from .files import FOLDER_MODE, open_file, read_all, reported, sync, write_all
 from .index_file import IndexFile
 from .locks import wait_for_lock
 from .node_file import NO_PARENT, NodeFile, NodeHead

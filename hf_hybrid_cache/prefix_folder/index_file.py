@@ -15,8 +15,9 @@ from pathlib import Path
 from struct import Struct
 from typing import BinaryIO
 
+from ..durable_files import replaced_when_whole
 from .errors import IndexFileError
-from .files import is_damage, open_file, read_all, sync, sync_folder, write_all
+from .files import is_damage, open_file, private, read_all, sync, write_all
 from .tokens import BLOCK_BYTES, BLOCK_TOKENS, DIGEST_BYTES, ID_BYTES, TOKEN_BYTES
 from .tree import Node, Tree
 
@@ -107,15 +108,8 @@ class IndexFile:
         """
         header = _HEADER.pack(_MAGIC, VERSION, secrets.token_bytes(16))
         records = b"".join(_record(_CAME, node) for node in nodes)
-        try:
-            with open_file(unfinished, "xb+") as file:
-                write_all(file, header + _checksum(header) + records)
-                sync(file)
-            os.replace(unfinished, self.path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-        sync_folder(self.path.parent)
+        with replaced_when_whole(self.path, unfinished, private) as file:
+            write_all(file, header + _checksum(header) + records)
         self.read()
 
     @property

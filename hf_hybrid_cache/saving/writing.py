@@ -1,8 +1,6 @@
 """Writing the file of a saved cache, completely or not at all, each layer from its place."""
 
-import contextlib
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,6 +13,7 @@ import torch
 import transformers
 
 from .._version import __version__
+from ..durable_files import replaced_when_whole
 from ..layers import LayerStores
 from ..processes import Peers
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
@@ -111,7 +110,7 @@ def write(path: Path, metadata: dict[str, str], sections: Sequence[Section]) -> 
     forms = {name: form for section in sections for name, form in section.forms.items()}
     header = Header.of(with_checksums(metadata, checksums), forms)
     start = header.to_bytes()
-    with _replaced_when_whole(path, len(start) + header.num_data_bytes) as file:
+    with _opened_with_room(path, len(start) + header.num_data_bytes) as file:
         file.write(start)
         for section in sections:
             checksums[section.name] = _write_section(file, section)
@@ -189,36 +188,18 @@ def require_place(path: Path) -> None:
 
 
 @contextmanager
-def _replaced_when_whole(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """Open a file for writing, which replaces `path` when it is complete and on the disk."""
+def _opened_with_room(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
+    """Open a file of this size for writing, which replaces `path` when it is complete and on the disk."""
     require_place(path)
-    folder = path.parent
-    unfinished = folder / f".{secrets.token_hex(8)}.tmp"
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(path.parent).free
         if num_bytes > free:
             raise CacheFileError(
                 path,
                 f"was not written: it needs {num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there. "
                 "Free some, use another disk, or a QuantizedHybridCache.",
             )
-        with unfinished.open("xb") as file:
+        with replaced_when_whole(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        _sync_folder(folder)
     except OSError as error:
         raise CacheFileError(path, f"was not written: {error.strerror or error}.") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder, so that the new name is on the disk too. Not every system opens folders."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

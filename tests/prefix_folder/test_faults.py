@@ -32,12 +32,12 @@ def unreadable(message: str) -> OSError:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("error", [no_space, unreadable, KeyboardInterrupt])
 def test_change_when_ended_at_any_line_then_is_done_or_not(error: Any, change: str, path: Path):
-    counting = Interruption(error, folder="prefix_folder")
+    counting = Interruption(error)
     prepared(path, change)
     counting.run(partial(CHANGES[change], path))
     for line in range(0, counting.lines, max(1, counting.lines // budget(100, 100_000))):
         prepared(path, change)
-        interruption = Interruption(error, line, "prefix_folder")
+        interruption = Interruption(error, line)
         # A file that seems damaged goes with a warning.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hf_hybrid_cache import prefix_folder
+import hf_hybrid_cache
 
 from prefix_folder.stored import IDENTITY, Tokens, bytes_of_nodes, keep, num_found, open_folder
 
-ROOM = str(Path(prefix_folder.__file__).parent)
+PACKAGE = str(Path(hf_hybrid_cache.__file__).parent)
 OLD: list[Tokens] = [tuple(range(300)), (*range(200), *range(1000, 1100)), tuple(range(5000, 5100))]
 NEW: Tokens = (*range(290), *range(2000, 2200))
 # Their files have 5 KiB each, so that the new one needs the room of two.
@@ -97,7 +97,7 @@ def check(path: Path, change: str, may_lose: bool = False) -> None:
 
 
 def run_until(line: int, change: Callable[[], Any]) -> int:
-    """Run a change in a process that is killed at a line of the room; return how it ended."""
+    """Run a change in a process that is killed at a line of the package; return how it ended."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -106,7 +106,7 @@ def run_until(line: int, change: Callable[[], Any]) -> int:
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal seen
         if event == "call":
-            return trace if frame.f_code.co_filename.startswith(ROOM) else None
+            return trace if frame.f_code.co_filename.startswith(PACKAGE) else None
         if event == "line":
             if seen == line:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,12 +1,12 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...durable_files import replaced_when_whole
 from ..console import UsageError
 
 Answer = dict[str, Any]
@@ -65,17 +65,11 @@ class AnswerFile:
 
     def replace(self, answers: Iterable[Answer]) -> None:
         """Replace all answers in the file, in one step."""
-        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.writelines(_line(answer) for answer in answers)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self.path)
+            with replaced_when_whole(self.path) as file:
+                file.writelines(_line(answer).encode() for answer in answers)
         except OSError as error:
             raise self._cannot_write(error) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def add(self, answer: Answer) -> None:
         """Write an answer at the end of the file."""
