@@ -155,12 +155,9 @@ class Folder:
                 )
             self.delete(going)
 
-    def publish(self, path: Path, file: BinaryIO, head: NodeHead) -> bool:
+    def publish(self, path: Path, file: BinaryIO, head: NodeHead) -> None:
         """
-        Make a written file a node of the store.
-
-        Returns:
-            false if another one wrote the same node meanwhile.
+        Make a written file a node of the store, unless another one wrote the same node meanwhile.
 
         Raises:
             NodeNotFoundError: the node before it is gone.
@@ -170,7 +167,7 @@ class Folder:
             sync(file)
         with self.locked():
             if head.id in self.tree.nodes and self.nodes.path_of(head.id).exists():
-                return False
+                return
             if head.parent != NO_PARENT and head.parent not in self.tree.nodes:
                 raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
             file.close()  # Windows renames no open file
@@ -178,7 +175,6 @@ class Folder:
             self._index.add(Node.of(head))
             os.replace(path, self.nodes.path_of(head.id))
             sync_folder(self.nodes.path)
-            return True
 
     def tidy(self) -> None:
         """

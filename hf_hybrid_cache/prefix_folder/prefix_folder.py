@@ -91,7 +91,7 @@ class PrefixFolder:
         write: Callable[[PayloadWriter], object],
         description: bytes = b"",
         whole_nodes: bool = False,
-    ) -> bool:
+    ) -> bytes:
         """
         Add what follows the first `start` tokens of a prompt as a node.
 
@@ -110,7 +110,7 @@ class PrefixFolder:
                 it, and the node is added unless one ends with the last token; longer nodes may have all its tokens.
 
         Returns:
-            whether it was added; false if all these tokens are stored already.
+            the id of the node with the last token: a new one, unless all these tokens are stored already.
 
         Raises:
             TokenIdsError: these are no token ids.
@@ -126,7 +126,7 @@ class PrefixFolder:
         digests = block_digests(identity, tokens)
         with self._find(digests, tokens, whole_nodes) as match:
             if match.num_tokens * TOKEN_BYTES == len(tokens):
-                return False
+                return match.parts[-1].file.head.id
         num_blocks = start // BLOCK_TOKENS
         # The whole nodes of the longest match need not have one that ends here. Being in use, what these are stays.
         prefix = tokens[: (start + BLOCK_TOKENS - 1) * TOKEN_BYTES]
@@ -140,7 +140,8 @@ class PrefixFolder:
             parent = NO_PARENT if before is None else before.file.head.id
             own_id = node_id(parent, start, digests[-1], tokens[(len(digests) - 1) * BLOCK_BYTES :])
             head = NodeHead(own_id, parent, digests[num_blocks], digests[-1], start, run, description, num_bytes)
-            return self._write(head, write)
+            self._write(head, write)
+            return own_id
 
     def entries(self) -> list[Entry]:
         """
@@ -259,7 +260,7 @@ class PrefixFolder:
         except PrefixFolderError as error:
             warnings.warn(f"The damaged node {own_id.hex()} stays: {error}", stacklevel=2)
 
-    def _write(self, head: NodeHead, write: Callable[[PayloadWriter], object]) -> bool:
+    def _write(self, head: NodeHead, write: Callable[[PayloadWriter], object]) -> None:
         with self._folder.locked():
             self._folder.make_room(head.file_bytes, self._bounds)
             path, file = self._folder.unfinished.begin(head.file_bytes)
@@ -269,7 +270,7 @@ class PrefixFolder:
                     write_node(file, head, write)
                 except OSError as error:
                     raise PrefixFolderError(self.path, f"cannot be written: {error.strerror or error}.") from error
-                return self._folder.publish(path, file, head)
+                self._folder.publish(path, file, head)
         finally:
             with contextlib.suppress(OSError):  # whoever looks next removes it
                 path.unlink(missing_ok=True)

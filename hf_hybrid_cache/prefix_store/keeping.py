@@ -2,26 +2,22 @@
 
 import warnings
 
-import numpy as np
-
-from ..cache import Contents
 from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError
 from ..saving.writing import bytes_of
 from ..storage import GRANULE
 from .lookup import Found
-from .node_description import NodeDescription
 from .prompt import Prompt
-from .states import NodeStates, states_since
+from .states import states_since
 
 
 class Keeper:
     """
-    Keeps the states of a prompt after each forward pass, as long as there is room.
+    Keeps the states of a prompt, after each forward pass as long as there is room, or of a conversation.
 
     Args:
         folder: where.
         prompt: whose states.
-        found: that its cache was filled with.
+        found: what of it is stored, in use meanwhile.
     """
 
     def __init__(self, folder: PrefixFolder, prompt: Prompt, found: Found):
@@ -31,59 +27,37 @@ class Keeper:
 
     def after_pass(self, reached: int, is_last: bool) -> None:
         """Keep what came with the last pass, which ended after `reached` tokens."""
-        prompt = self._prompt
-        self._is_keeping = self._is_keeping and prompt.passes.is_kept(self._end, reached)
+        self._is_keeping = self._is_keeping and self._prompt.passes.is_kept(self._end, reached)
         if not self._is_keeping:
             return
-        needs_whole = prompt.passes.needs_whole_nodes
-        keys, description = prompt.keys[:reached], NodeDescription.of(prompt.model, prompt.identity, prompt.title)
         try:
-            self._before = add_states(
-                self._folder, keys, self._end, self._before, prompt.contents, description, needs_whole
-            )
+            self.keep(reached)
         except (NodeNotFoundError, PrefixFolderError) as error:
             self._is_keeping = False
             warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
-        self._end = reached
 
+    def keep(self, reached: int) -> bytes:
+        """
+        Add a node with what the cache holds of the first `reached` tokens beyond those that are stored.
 
-def add_states(
-    folder: PrefixFolder,
-    keys: np.ndarray,
-    stored: int,
-    before: NodeStates | None,
-    contents: Contents,
-    description: NodeDescription,
-    needs_whole_nodes: bool,
-) -> NodeStates:
-    """
-    Add a node with what a cache holds beyond the first tokens.
+        Returns:
+            the id of the node.
 
-    Args:
-        folder: where.
-        keys: of all tokens that the cache holds, `[tokens]`.
-        stored: how many of them are stored.
-        before: the node with the last of these.
-        contents: of the cache.
-        description: of the node, without its states.
-        needs_whole_nodes: whether states go on only from the end of a node.
+        Raises:
+            NodeNotFoundError: what was stored is gone.
+            PrefixFolderError: it cannot be written, or does not fit.
+        """
+        prompt = self._prompt
+        start = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
+        states, tensors = states_since(start, self._before, prompt.contents.layers, prompt.contents.stores)
 
-    Returns:
-        the description of the states.
+        def write(file: PayloadWriter) -> None:
+            for section, tensor in zip(states.sections, tensors, strict=True):
+                file.write(bytes_of(tensor))
+                file.write(bytes(section.padded_bytes - section.form.num_bytes))
 
-    Raises:
-        NodeNotFoundError: what was stored is gone.
-        PrefixFolderError: it cannot be written, or does not fit.
-    """
-    start = stored - stored % GRANULE
-    states, tensors = states_since(start, before, contents.layers, contents.stores)
-
-    def write(file: PayloadWriter) -> None:
-        for section, tensor in zip(states.sections, tensors, strict=True):
-            file.write(bytes_of(tensor))
-            file.write(bytes(section.padded_bytes - section.form.num_bytes))
-
-    data = description.with_states(states).to_bytes()
-    digest = description.identity.digest
-    folder.add(digest, keys, start, states.num_bytes, write, data, whole_nodes=needs_whole_nodes)
-    return states
+        description = prompt.description.with_states(states).to_bytes()
+        digest, keys, needs_whole = prompt.identity.digest, prompt.keys[:reached], prompt.passes.needs_whole_nodes
+        own_id = self._folder.add(digest, keys, start, states.num_bytes, write, description, needs_whole)
+        self._end, self._before = reached, states
+        return own_id

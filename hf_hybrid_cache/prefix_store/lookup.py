@@ -73,6 +73,18 @@ def find(folder: PrefixFolder, prompt: Prompt, most_tokens: int | None = None) -
     return Found(match, parts_of(match), match.num_tokens, common, stored_token)
 
 
+def find_all(folder: PrefixFolder, prompt: Prompt) -> Found:
+    """
+    Find the longest beginning of a prompt that a node may follow, however many tokens it leaves.
+
+    Raises:
+        PrefixFolderError: the folder cannot be read.
+        NodeFileError: a node is not described as it should be.
+    """
+    match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
+    return Found(match, parts_of(match), match.num_tokens)
+
+
 def parts_of(match: Match) -> tuple[StoredPart, ...]:
     """
     Return the nodes of a match with their descriptions; close it after an error.

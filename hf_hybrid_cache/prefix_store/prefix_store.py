@@ -16,16 +16,16 @@ from ..model_identity import RANK
 from ..planning.sizes import parse_bytes
 from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
 from ..prompt_reading import read_passes, warn_beyond_context
-from ..token_ids import TokenIds, as_token_ids
+from ..token_ids import TokenIds
 from .agreement import Agreement
 from .batches import Batch
+from .conversation import Conversation
 from .errors import PrefixStoreError
 from .filling import fill
-from .keeping import Keeper, add_states
+from .keeping import Keeper
 from .kept_prompts import KeptPrompt, kept_prompts
-from .keys import keys_as_they_came, token_ids_of
-from .lookup import find, parts_of
-from .node_description import NodeDescription
+from .keys import token_ids_of
+from .lookup import find, find_all, parts_of
 from .obstacles import obstacles
 from .passes import Passes
 from .prompt import Prompt, identity_for, require_new
@@ -222,34 +222,13 @@ class PrefixStore:
         replaces: str | None,
     ) -> str:
         """Keep the share of this process, see `keep`."""
-        identity = identity_for(model, cache)
-        cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
-        held = cache.get_seq_length()
-        if len(tokens) != 1 or not 0 < document_tokens <= held <= tokens.shape[1]:
-            raise PrefixStoreError(
-                f"The cache holds {held:,} tokens of a conversation of {list(tokens.shape)}, whose document has "
-                f"{document_tokens:,}: the document comes first, and the cache holds no more than the conversation."
-            )
-        passes = Passes.of(document_tokens, document_tokens, model, contents_of(cache))
-        shared = passes.shared_tokens
-        keys = np.concatenate([passes.keys(tokens[0])[:shared], keys_as_they_came(tokens[0, shared:held])])
-        description = NodeDescription.of(model, identity, title, document_tokens, tuple(tokens[0, held:].tolist()))
-        replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), keys)
+        conversation = Conversation.checked(model, token_ids, cache, document_tokens, title)
+        replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), conversation.keys)
         if replaced is not None:
             replaced.remove_taken_back()
-        with self._folder.find(identity.digest, keys, passes.needs_whole_nodes) as match:
-            parts = parts_of(match)
-            add_states(
-                self._folder,
-                keys,
-                match.num_tokens,
-                parts[-1].states if parts else None,
-                contents_of(cache),
-                description,
-                passes.needs_whole_nodes,
-            )
-        with self._folder.find(identity.digest, keys, passes.needs_whole_nodes) as match:
-            own_id: bytes = match.parts[-1].file.head.id
+        found = find_all(self._folder, conversation)
+        with found.match:
+            own_id = Keeper(self._folder, conversation, found).keep(len(conversation.keys))
         if replaced is not None:
             replaced.remove_continued(own_id)
         return own_id.hex()

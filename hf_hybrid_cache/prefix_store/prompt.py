@@ -11,6 +11,7 @@ from ..cache import Contents, HybridCache, contents_of
 from ..model_identity import Identity, ModelIdentityError, identity_of
 from ..token_ids import TokenIds, as_token_ids
 from .errors import PrefixStoreError
+from .node_description import NodeDescription
 from .passes import Passes
 
 _MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
@@ -72,6 +73,11 @@ class Prompt:
     def keys(self) -> np.ndarray:
         """The tokens that are read, `[tokens]`, as the prompt is found by them."""
         return self.passes.keys(self.token_ids[0])
+
+    @property
+    def description(self) -> NodeDescription:
+        """The description of its nodes, without their states."""
+        return NodeDescription.of(self.model, self.identity, self.title)
 
 
 def identity_for(model: PreTrainedModel, cache: HybridCache) -> Identity:

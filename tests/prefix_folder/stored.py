@@ -30,7 +30,7 @@ def keep(
     whole_nodes: bool = False,
 ) -> bool:
     """
-    Add what is not stored of a prompt yet.
+    Add what is not stored of a prompt yet; return whether there was any.
 
     Args:
         folder: to add to.
@@ -43,15 +43,14 @@ def keep(
         check(match, tokens, identity, whole_nodes)
         if match.num_tokens == len(tokens):
             return False
-        return add(
-            folder, tokens, max(0, match.num_tokens // BLOCK * BLOCK - BLOCK * blocks_again), identity, whole_nodes
-        )
+        add(folder, tokens, max(0, match.num_tokens // BLOCK * BLOCK - BLOCK * blocks_again), identity, whole_nodes)
+        return True
 
 
 def add(
     folder: PrefixFolder, tokens: Tokens, start: int, identity: bytes = IDENTITY, whole_nodes: bool = False
-) -> bool:
-    """Add a node with a payload that belongs to its tokens."""
+) -> bytes:
+    """Add a node with a payload that belongs to its tokens; return its id."""
     payload = payload_of(tokens, start, identity)
     return folder.add(
         identity,

@@ -15,7 +15,7 @@ from prefix_folder.stored import BLOCK, IDENTITY, Tokens, bytes_of_nodes, open_f
 NODE_BYTES = 2 * 4096
 
 
-def fill(folder: PrefixFolder, tokens: Tokens, start: int = 0) -> bool:
+def fill(folder: PrefixFolder, tokens: Tokens, start: int = 0) -> bytes:
     """Add a node of two pages."""
     return folder.add(IDENTITY, tokens, start, 4096, lambda file: file.write(bytes(4096)))
 

@@ -108,7 +108,7 @@ class History:
                     add(user, tokens, start, whole_nodes=whole_nodes)
                 return
             try:
-                assert add(user, tokens, start, whole_nodes=whole_nodes) == is_new
+                own_id = add(user, tokens, start, whole_nodes=whole_nodes)
             except PrefixFolderFullError:
                 assert self.max_bytes is not None
                 assert {entry.id for entry in user.entries()} == before
@@ -116,7 +116,9 @@ class History:
         self.prompts.append(tokens)
         entries = user.entries()
         new = {entry.id: entry for entry in entries if entry.id not in before}
-        assert len(new) == is_new
+        assert list(new) == [own_id] * is_new
+        with user.find(IDENTITY, tokens, whole_nodes) as match:
+            assert match.parts[-1].file.head.id == own_id
         # Only a limit makes others go.
         gone = self.stored.keys() - {entry.id for entry in entries}
         assert not gone or (is_new and self.max_bytes is not None)

@@ -79,7 +79,7 @@ def read_slowly(path: str) -> None:
 
 
 def write_slowly(path: str) -> None:
-    """Keep a prompt, but wait in the middle until told to go on; tell whether it was added."""
+    """Keep a prompt, but wait in the middle until told to go on; tell the id."""
     payload = payload_of(PROMPT, 0)
 
     def write(file: PayloadWriter) -> None:
@@ -88,4 +88,4 @@ def write_slowly(path: str) -> None:
         input()
         file.write(payload[10:])
 
-    print(open_folder(Path(path)).add(IDENTITY, PROMPT, 0, len(payload), write), flush=True)
+    print(open_folder(Path(path)).add(IDENTITY, PROMPT, 0, len(payload), write).hex(), flush=True)

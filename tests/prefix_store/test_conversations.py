@@ -107,6 +107,18 @@ def test_conversation_when_a_turn_is_taken_back_then_kept_anew(form: str, tmp_pa
     assert are_equal(held(resumed), held(live))
 
 
+@pytest.mark.parametrize("form", ["full", "quantized"])
+def test_conversation_when_kept_twice_at_a_border_then_is_one(form: str, tmp_path: Path):
+    model, store = tiny_model("llama"), PrefixStore(tmp_path)
+    cache, length = FORMS[form](model.config), DOCUMENT.shape[1]
+    store.prefill(model, DOCUMENT, cache, document_tokens=length, progress=False)
+    tokens = say(model, DOCUMENT, cache, random_prompt(1, 63, 1))
+    assert cache.get_seq_length() % 64 == 0
+    ids = [store.keep(model, tokens, cache, document_tokens=length) for _ in range(2)]
+    (kept,) = store.kept_prompts()
+    assert ids == [kept.id] * 2
+
+
 def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
     model, store = tiny_model("llama"), PrefixStore(tmp_path)
     cache, length = FORMS["full"](model.config), DOCUMENT.shape[1]
