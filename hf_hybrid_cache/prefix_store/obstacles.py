@@ -14,22 +14,22 @@ def obstacles(folder: PrefixFolder, prompt: Prompt, num_tokens: int) -> list[str
         PrefixFolderError: the folder cannot be read.
     """
     lines: dict[str, int] = {}
+    of_the_same = (
+        "no pass ended there, or they are answers of a conversation"
+        if prompt.passes.needs_whole_nodes
+        else "they are answers of a conversation, or leave the next pass too short"
+    )
     wanted = prompt.token_ids[0].numpy()
     for entry in folder.entries():
         try:
-            stored, description = (
-                token_ids_of(folder.token_ids(entry.id)),
-                NodeDescription.from_bytes(entry.description),
-            )
+            identity = NodeDescription.from_bytes(entry.description).identity
+            reason = "; ".join(prompt.identity.differences(identity)) or of_the_same
+            most = lines.get(reason, num_tokens)
+            if entry.start + entry.num_tokens <= most:
+                continue
+            common = num_common(token_ids_of(folder.token_ids(entry.id)), wanted)
         except (NodeNotFoundError, NodeFileError, ValueError):
             continue
-        common = num_common(stored, wanted)
-        if common > num_tokens:
-            different = prompt.identity.differences(description.identity)
-            reason = "; ".join(different) or (
-                "no pass ended there, or they are answers of a conversation"
-                if prompt.passes.needs_whole_nodes
-                else "they are answers of a conversation, or leave the next pass too short"
-            )
-            lines[reason] = max(common, lines.get(reason, 0))
+        if common > most:
+            lines[reason] = common
     return [f"{common:,} tokens are stored and not used: {reason}" for reason, common in lines.items()]
