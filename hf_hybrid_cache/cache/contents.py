@@ -18,6 +18,7 @@ class Contents:
         layers: in the order of the model; the types of those of transformers' own differ between its versions.
         stores: where ours get their stores.
         ours: layers of full attention.
+        theirs: layers of transformers' own.
         of_text: layers of attention by index, without those that store images.
         checkpoints: of the layers, at lengths that the cache can go back to.
     """
@@ -26,6 +27,7 @@ class Contents:
         self.layers, self.stores = layers, stores
         self.checkpoints = Checkpoints(layers)
         self.ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
+        self.theirs = [layer for layer in layers if not isinstance(layer, HybridLayer)]
         of_images = getattr(stores.config, "cross_attention_layers", None) or ()
         self.of_text = {
             index: layer
@@ -68,7 +70,7 @@ class Contents:
             yield
         except BaseException:
             # Layers of transformers' own do not tell whether they have changed.
-            if len(self.ours) < len(self.layers) or self._versions() != before:
+            if self.theirs or self._versions() != before:
                 self.stores.unfinished = operation
             raise
 

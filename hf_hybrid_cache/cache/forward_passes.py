@@ -2,7 +2,7 @@
 
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from ..layers import HybridLayer, IncompleteCacheError, tensors_of
+from ..layers import IncompleteCacheError, tensors_of
 from .contents import Contents
 
 # Before transformers had it, models took some states out of the layers themselves, of which the cache hears nothing.
@@ -128,8 +128,7 @@ class ForwardPasses:
             return False
         if is_whole:
             return True
-        theirs = [layer for layer in self._contents.layers if not isinstance(layer, HybridLayer)]
-        if others := {type(layer).__name__ for layer in theirs if list(tensors_of(layer))}:
+        if others := {type(layer).__name__ for layer in self._contents.theirs if list(tensors_of(layer))}:
             lengths = ", ".join(f"{length:,}" for length in self._contents.checkpoints.lengths)
             way_out = f"cache.go_back(n) to a checkpoint ({lengths}), or cache.reset()" if lengths else "cache.reset()"
             raise IncompleteCacheError(

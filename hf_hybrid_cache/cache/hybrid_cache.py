@@ -7,41 +7,32 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from ..attention import outside_of_graphs
-from ..layers import (
-    HybridLayer,
-    Placement,
-    Selection,
-    batch_of,
-    checked_count,
-    follow,
-    repeat_sequences_of,
-    select_sequences_of,
-)
-from ..planning.plans import choose
+from ..layers import HybridLayer, Placement, Selection, batch_of, follow
 from ..planning.prediction import Strategy
-from ..planning.sizes import parse_bytes
 from ..processes import Peers
-from ..saving import CacheFileError, Checkpoint, traits_of
+from ..saving import CacheFileError, traits_of
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
 from ..token_ids import TokenIds
-from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
+from .construction import ClassOfCaches, chosen_for, new_contents, of_an_instance, require_config
 from .contents import Contents
 from .files import opened_for, save
 from .forward_passes import ForwardPasses
+from .going_back import GoingBack
 from .memory import MemoryReport, advised, measured, require_room_for_copies
 from .moving import move
 from .printing import in_lines, in_one_line
 from .prompts import Prompts
+from .sequences import ChangingSequences
 from .slow_steps import SlowSteps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class HybridCache(DynamicCache, metaclass=ClassOfCaches):
+class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
@@ -126,13 +117,10 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
         """
         require_config(config)
-        counts = {"context": context, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
-        context, batch_size, chunk = (checked_count(*each) for each in counts.items())
-        device_bytes, host_bytes = (None if each is None else parse_bytes(each) for each in (gpu_memory, host_memory))
-        candidate = choose(config, context, device_bytes, host_bytes, batch_size, chunk)
+        candidate = chosen_for(config, context, gpu_memory, host_memory, batch_size, prefill_chunk_size)
         cache = HybridCache(config, candidate.placement, codec=candidate.codec)
         if candidate.strategy == Strategy.BOTH:
-            reason = f"the fastest of its quality with {context:,} tokens, by the speeds of this machine"
+            reason = f"the fastest of its quality with {int(context):,} tokens, by the speeds of this machine"
             cache.stats.note_decision(0, "device_tokens", candidate.device_tokens, reason)
             cache.stats.note_decision(0, "cpu_decode", candidate.cpu_fraction, reason)
         return cache
@@ -412,107 +400,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
         self._prompts.token_ids = None
         self.stats.clear()
 
-    def checkpoint(self) -> None:
-        """
-        Keep what layers will forget of the stored tokens, so that `crop` and `go_back` can return to this length.
-
-        That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
-        layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
-        follow a change of sequences, are dropped by `reset` and by going back beyond them, and are not kept in files.
-
-        Raises:
-            ValueError: nothing is stored, or several processes keep shares of quantized layers.
-            IncompleteCacheError: something ended a change of the cache half-way.
-
-        Example:
-            >>> prefill(model, document_ids, cache)
-            >>> cache.checkpoint()
-            >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache)
-            >>> cache.go_back(document_ids.shape[1])
-        """
-        self._passes.require_complete()
-        self._contents.require_whole()
-        num_tokens = self._contents.num_tokens
-        if not num_tokens:
-            raise ValueError("There is nothing to keep: the cache holds no tokens. Read a prompt into it first.")
-        if self._stores.peers is not None and self._stores.codecs:
-            raise ValueError(
-                "Several processes keep shares of quantized layers, of which there are no checkpoints. Use a cache in "
-                "full precision, or keep a file with cache.save."
-            )
-        with torch.inference_mode(False):
-            self._contents.checkpoints.take(num_tokens)
-
-    @property
-    def checkpoints(self) -> tuple[int, ...]:
-        """The lengths at which there are checkpoints, in order."""
-        return self._contents.checkpoints.lengths
-
-    def drop_checkpoint(self, num_tokens: int) -> None:
-        """Forget the checkpoint at a length, if there is one, and give its memory back."""
-        self._contents.checkpoints.drop(num_tokens)
-
-    def go_back(self, num_tokens: int) -> int:
-        """
-        Go back to the first `num_tokens`, or to the last checkpoint before them where not all layers can be cropped.
-
-        The next `generate` with the whole prompt computes what lies between.
-
-        Returns:
-            The tokens that are stored now, at most `num_tokens`.
-
-        Raises:
-            ValueError: `num_tokens` is not from 0 to the stored tokens.
-            NoCheckpointError: a layer cannot be cropped, and there is no checkpoint.
-            IncompleteCacheError: something ended a change of the cache half-way.
-        """
-        self._contents.require_whole()
-        held, checkpoints = self._contents.num_tokens, self._contents.checkpoints
-        if not 0 <= num_tokens <= held:
-            raise ValueError(f"go_back({num_tokens}) takes a length from 0 to the {held:,} tokens that are stored.")
-        checkpoint = checkpoints.last(num_tokens)
-        if num_tokens < held and not checkpoints.can_crop(num_tokens, held):
-            if checkpoint is None:
-                checkpoints.refuse(num_tokens, held)
-            num_tokens = checkpoint.num_tokens
-        if checkpoint is not None and checkpoint.num_tokens == num_tokens:
-            self._put_back(checkpoint)
-        elif num_tokens < held:
-            self.crop(num_tokens - held)
-        return num_tokens
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """
-        Remove the last `-tokens_to_remove` tokens of each sequence, exactly, or all if there are not that many.
-
-        Where there is a checkpoint at the length that is left, all layers are what they were then, to the bit.
-
-        Raises:
-            NoCheckpointError: a layer of transformers' own has forgotten what it held then, and there is no checkpoint
-                at that length. Nothing has changed; `go_back` goes to the last checkpoint before it.
-        """
-        checkpoints, tokens_to_remove = self._contents.checkpoints, int(tokens_to_remove)
-        if tokens_to_remove < 0:
-            held = self._contents.num_tokens
-            left = max(0, held + tokens_to_remove)
-            checkpoint = checkpoints.at(left)
-            if checkpoint is not None:
-                self._put_back(checkpoint)
-                return
-            if not checkpoints.can_crop(left, held):
-                checkpoints.refuse(left, held)
-            checkpoints.drop_after(left)
-        super().crop(tokens_to_remove)
-        self._prompts.keep_stored()
-
-    def _put_back(self, checkpoint: Checkpoint) -> None:
-        """Make all layers what they were when the checkpoint was taken."""
-        self._contents.checkpoints.drop_after(checkpoint.num_tokens)
-        with self._contents.changing("crop"), torch.inference_mode(False):
-            checkpoint.put_back(self.layers)
-        self._passes.note_put_back()
-        self._prompts.keep_stored()
-
     def require_prefix(self, token_ids: torch.Tensor) -> None:
         """
         Check that a prompt begins with the tokens that are stored, as far as it is known which these are.
@@ -537,47 +424,6 @@ class HybridCache(DynamicCache, metaclass=ClassOfCaches):
             token_ids: prompt and answer, `[batch, tokens]`; `None` if it is not known any more what is stored.
         """
         self._prompts.note_tokens(token_ids)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `beam_idx[i]` was."""
-        self._prompts.token_ids = None
-        with self._contents.changing("reorder_cache"):
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-            self._contents.checkpoints.select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
-        self._prompts.token_ids = None
-        with self._contents.changing("batch_select_indices"):
-            for layer in self.layers:
-                if isinstance(layer, HybridLayer):
-                    layer.batch_select_indices(indices)
-                else:
-                    select_sequences_of(layer, indices)
-            self._contents.checkpoints.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """
-        Repeat every sequence `repeats` times, side by side.
-
-        Where layers are attended to on the CPU, or are in full precision, the copies share all whole blocks of 64
-        tokens: these are stored once, and a decode step reads them once. docs/continuations.md says what is copied.
-
-        Raises:
-            HostMemoryError: host memory would not suffice; nothing has changed then.
-        """
-        if repeats > 1:
-            copied = f"{repeats} copies of {self._contents.num_tokens:,} tokens need"
-            require_room_for_copies(self._contents, repeats, copied, are_shared=True)
-        with self._contents.changing("batch_repeat_interleave"):
-            for layer in self.layers:
-                if isinstance(layer, HybridLayer):
-                    layer.batch_repeat_interleave(repeats)
-                else:
-                    repeat_sequences_of(layer, repeats)
-            self._contents.checkpoints.repeat(repeats)
-        if self._prompts.token_ids is not None:
-            self._prompts.token_ids = self._prompts.token_ids.repeat_interleave(repeats, dim=0)
 
     def __deepcopy__(self, memo: dict) -> "HybridCache":
         self._contents.require_whole()

@@ -37,8 +37,8 @@ def _forms(contents: Contents) -> Iterator[str]:
     for bits, number in Counter(widths.get(layer.layer_idx) for layer in contents.ours).items():
         kind = "in full precision" if bits is None else f"of {' and '.join(map(str, dict.fromkeys(bits)))} bits"
         yield f"{number} layer{'' if number == 1 else 's'} {kind}"
-    if others := len(contents.layers) - len(contents.ours):
-        yield f"{others} of transformers' own"
+    if contents.theirs:
+        yield f"{len(contents.theirs)} of transformers' own"
     if peers is not None:
         yield f"share {peers.rank + 1} of {peers.size}"
     if placement.offload:

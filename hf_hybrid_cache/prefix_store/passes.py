@@ -117,7 +117,7 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
     config, element = stores.config, kernel_element(model.dtype)
     return (
         stores.peers is None  # which compute the first pass in another way than the next ones
-        and len(contents.ours) == len(contents.layers)
+        and not contents.theirs
         and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         and getattr(config, "_attn_implementation", None) == "sdpa"
         and not any(getattr(config, name, None) for name in _EXPERTS)

@@ -1,0 +1,55 @@
+"""The methods of caches that change which sequences they hold."""
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ..layers import repeat_sequences_of, select_sequences_of
+from .contents import Contents
+from .memory import require_room_for_copies
+from .prompts import Prompts
+
+
+class ChangingSequences(DynamicCache):
+    """The part of `HybridCache` that selects and repeats sequences."""
+
+    _contents: Contents
+    _prompts: Prompts
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `beam_idx[i]` was."""
+        self._prompts.token_ids = None
+        with self._contents.changing("reorder_cache"):
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            self._contents.checkpoints.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
+        self._prompts.token_ids = None
+        with self._contents.changing("batch_select_indices"):
+            for layer in self._contents.ours:
+                layer.batch_select_indices(indices)
+            for layer in self._contents.theirs:
+                select_sequences_of(layer, indices)
+            self._contents.checkpoints.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """
+        Repeat every sequence `repeats` times, side by side.
+
+        Where layers are attended to on the CPU, or are in full precision, the copies share all whole blocks of 64
+        tokens: these are stored once, and a decode step reads them once. docs/continuations.md says what is copied.
+
+        Raises:
+            HostMemoryError: host memory would not suffice; nothing has changed then.
+        """
+        if repeats > 1:
+            copied = f"{repeats} copies of {self._contents.num_tokens:,} tokens need"
+            require_room_for_copies(self._contents, repeats, copied, are_shared=True)
+        with self._contents.changing("batch_repeat_interleave"):
+            for layer in self._contents.ours:
+                layer.batch_repeat_interleave(repeats)
+            for layer in self._contents.theirs:
+                repeat_sequences_of(layer, repeats)
+            self._contents.checkpoints.repeat(repeats)
+        if self._prompts.token_ids is not None:
+            self._prompts.token_ids = self._prompts.token_ids.repeat_interleave(repeats, dim=0)
