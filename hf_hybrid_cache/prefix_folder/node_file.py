@@ -12,7 +12,8 @@ The file of a node: what it is, the token ids of its run, a description, and the
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -149,7 +150,7 @@ class NodeFile:
             return None
         except OSError as error:
             if is_damage(error):
-                raise NodeFileError(path, f"cannot be read: {error.strerror or error}.") from error
+                raise _unreadable(path, error) from error
             raise
 
     def open(self) -> BinaryIO:
@@ -161,10 +162,8 @@ class NodeFile:
         Raises:
             NodeFileError: the file is gone, or another one.
         """
-        try:
+        with _unreadable_told(self.path):
             file = open_file(self.path)
-        except OSError as error:
-            raise NodeFileError(self.path, f"cannot be read: {error.strerror or error}.") from error
         try:
             self.require_same(file)
         except BaseException:
@@ -179,12 +178,10 @@ class NodeFile:
         Raises:
             NodeFileError: it is not.
         """
-        try:
+        with _unreadable_told(self.path):
             file.seek(0)
             if _read_head(self.path, file) != self.head:
                 raise NodeFileError(self.path, "was replaced meanwhile.")
-        except OSError as error:
-            raise NodeFileError(self.path, f"cannot be read: {error.strerror or error}.") from error
 
     def verify(self) -> None:
         """
@@ -194,12 +191,9 @@ class NodeFile:
             NodeFileError: it was altered, or cannot be read.
         """
         checksum = 0
-        try:
-            with self.open() as file:
-                while piece := file.read(PIECE_BYTES):
-                    checksum = zlib.crc32(piece, checksum)
-        except OSError as error:
-            raise NodeFileError(self.path, f"cannot be read: {error.strerror or error}.") from error
+        with _unreadable_told(self.path), self.open() as file:
+            while piece := file.read(PIECE_BYTES):
+                checksum = zlib.crc32(piece, checksum)
         if checksum != self.head.payload_checksum:
             raise NodeFileError(self.path, "was altered: its payload does not fit its checksum.")
 
@@ -223,6 +217,18 @@ def write_node(file: BinaryIO, head: NodeHead, write: Callable[[PayloadWriter], 
 def file_name(own_id: bytes) -> str:
     """Return the name of the file of a node."""
     return own_id.hex() + SUFFIX
+
+
+def _unreadable(path: Path, error: OSError) -> NodeFileError:
+    return NodeFileError(path, f"cannot be read: {error.strerror or error}.")
+
+
+@contextmanager
+def _unreadable_told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _read_head(path: Path, file: BinaryIO) -> NodeHead:

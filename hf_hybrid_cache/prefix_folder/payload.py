@@ -2,7 +2,7 @@
 
 import io
 import zlib
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from .errors import NodeFileError
 from .files import write_all
@@ -40,11 +40,7 @@ class PayloadWriter(io.RawIOBase):
         """
         view = memoryview(data).cast("B")
         if self.written + len(view) > self._num_bytes:
-            raise NodeFileError(
-                self._file.name,
-                f"was not written: its payload was to have {self._num_bytes:,} bytes, and "
-                f"{self.written + len(view):,} came.",
-            )
+            self._refuse(self.written + len(view))
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
             self.checksum = zlib.crc32(piece, self.checksum)
@@ -60,7 +56,10 @@ class PayloadWriter(io.RawIOBase):
             NodeFileError: less was written than was said.
         """
         if self.written != self._num_bytes:
-            raise NodeFileError(
-                self._file.name,
-                f"was not written: its payload was to have {self._num_bytes:,} bytes, and {self.written:,} came.",
-            )
+            self._refuse(self.written)
+
+    def _refuse(self, came: int) -> NoReturn:
+        raise NodeFileError(
+            self._file.name,
+            f"was not written: its payload was to have {self._num_bytes:,} bytes, and {came:,} came.",
+        )

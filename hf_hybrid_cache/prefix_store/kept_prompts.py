@@ -34,6 +34,11 @@ class KeptPrompt:
     last_use: float
 
     @property
+    def name(self) -> str:
+        """The title; the id where there is none."""
+        return self.title or self.id
+
+    @property
     def is_conversation(self) -> bool:
         """True if it has answers."""
         return self.document_tokens < len(self.token_ids)

@@ -278,7 +278,7 @@ class PrefixStore:
         try:
             remove_prompt(self._folder, bytes.fromhex(kept.id))
         except NodeInUseError as error:
-            raise PrefixStoreError(f"{kept.title or kept.id} is not removed: a process reads it now.") from error
+            raise PrefixStoreError(f"{kept.name} is not removed: a process reads it now.") from error
 
     def verify(self) -> list[str]:
         """
@@ -329,10 +329,10 @@ class PrefixStore:
         try:
             keys = self._folder.token_ids(bytes.fromhex(kept.id))
         except (NodeNotFoundError, NodeFileError) as error:
-            raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
+            raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
         if different := identity.without(RANK).differences(kept.identity.without(RANK)):
             raise PrefixStoreError(
-                f"{kept.title or kept.id} is of another model or another form of cache: {'; '.join(different)}."
+                f"{kept.name} is of another model or another form of cache: {'; '.join(different)}."
             )
         return keys
 
@@ -341,11 +341,11 @@ class PrefixStore:
         passes = Passes.of(len(keys), 0, model, contents_of(cache))
         with self._folder.find(identity_for(model, cache).digest, keys, passes.needs_whole_nodes) as match:
             if match.num_tokens != len(keys):
-                raise PrefixStoreError(f"{kept.title or kept.id} is not in {self.path} any more, or not all of it.")
+                raise PrefixStoreError(f"{kept.name} is not in {self.path} any more, or not all of it.")
             try:
                 fill(contents_of(cache).layers, contents_of(cache).stores, parts_of(match))
             except NodeFileError as error:
-                raise PrefixStoreError(f"{kept.title or kept.id} cannot be gone on with: {error}") from error
+                raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
 
 
 def _checksum(keys: np.ndarray) -> int:

@@ -49,7 +49,7 @@ def remove_kept(prompts: PrefixStore, names: Sequence[str], removes_all: bool, n
     listed = numbered(prompts)
     for each in listed if removes_all else [chosen(listed, name) for name in names]:
         prompts.remove(each.kept)
-        note(notes, f"removed: {each.kind} {each.number}, {each.kept.title or each.kept.id}")
+        note(notes, f"removed: {each.kind} {each.number}, {each.kept.name}")
 
 
 def verify_kept(prompts: PrefixStore, notes: Console) -> None:
