@@ -125,7 +125,7 @@ class IndexFile:
     def _read_header(self, file: BinaryIO) -> bytes:
         start = read_all(file, _HEADER_BYTES)
         header, checksum = start[: _HEADER.size], start[_HEADER.size :]
-        if len(start) < _HEADER_BYTES or checksum != _checksum(header):
+        if checksum != _checksum(header):  # which a file that is cut off lacks
             raise IndexFileError(f"{self.path} does not begin as an index.")
         magic, version, generation = _HEADER.unpack(header)
         if magic != _MAGIC or version != VERSION:
@@ -146,7 +146,7 @@ class IndexFile:
         whole = memoryview(log)[: len(log) - len(log) % _RECORD_BYTES]
         start = 0
         for kind, *fields, block, checksum in _RECORD_AND_CHECKSUM.iter_unpack(whole):
-            if checksum != zlib.crc32(whole[start : start + _RECORD.size]) or kind not in (_CAME, _WENT):
+            if checksum != zlib.crc32(whole[start : start + _RECORD.size]):
                 raise IndexFileError(f"{self.path} was altered at byte {self._end + start:,}.")
             node = Node._make((*fields, block))
             if kind == _WENT:

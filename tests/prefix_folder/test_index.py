@@ -1,5 +1,6 @@
 """A search looks at an index that is read once, and at the files of the nodes on its way."""
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,43 @@ def test_index_when_damaged_or_lost_then_is_made_again(harm: Callable[[bytes], b
     for user in (open_folder(path), known):
         assert [num_found(user, tokens) for tokens in prompts] == [len(tokens) for tokens in prompts]
     assert known.damages() == {}
+
+
+@pytest.mark.parametrize("harm", [cut, lambda content: b"", lambda content: b"x" * 1000])
+def test_index_when_damaged_then_who_knew_it_makes_it_again(harm: Callable[[bytes], bytes], path: Path):
+    known, index = open_folder(path), path / "index"
+    for number in range(2):
+        keep(known, (number,) * 100)
+    index.write_bytes(harm(index.read_bytes()))
+    assert num_found(known, (1,) * 100) == 100
+    again = IndexFile(index)
+    again.read()
+    assert len(again.tree.nodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "has_checksum"), [(0, False), (16, False), (20, False), (36, False), (0, True), (16, True)]
+)
+def test_index_when_its_header_is_another_then_is_made_again(at: int, has_checksum: bool, path: Path):
+    keep(open_folder(path), (1,) * 100)
+    content = bytearray((path / "index").read_bytes())
+    content[at] ^= 1
+    if has_checksum:
+        content[36:40] = zlib.crc32(content[:36]).to_bytes(4, "little")
+    (path / "index").write_bytes(content)
+    assert num_found(open_folder(path), (1,) * 100) == 100
+    assert (path / "index").read_bytes() != content
+
+
+def test_index_when_written_anew_then_is_gone_on_with(path: Path):
+    open_folder(path)
+    index, nodes = IndexFile(path / "index"), synthetic_nodes(3)
+    index.read()
+    index.replace(nodes[:2], path / "unfinished" / "0")
+    index.add(nodes[2])
+    late = IndexFile(path / "index")
+    late.read()
+    assert list(late.tree.nodes.values()) == list(index.tree.nodes.values()) == nodes
 
 
 def test_index_when_made_again_then_has_what_can_be_reached(path: Path):
