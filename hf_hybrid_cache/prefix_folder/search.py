@@ -50,7 +50,7 @@ class Search:
         read: Callable[[Node], NodeFile | None],
         digests: list[bytes],
         tokens: bytes,
-        whole_nodes: bool = False,
+        whole_nodes: bool,
     ):
         self._tree, self._read, self._digests, self._tokens = tree, read, digests, tokens
         self._whole_nodes = whole_nodes

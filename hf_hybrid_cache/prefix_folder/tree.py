@@ -142,19 +142,19 @@ class Tree:
                     found.append(node)
             yield from sorted(found, key=lambda node: -node.end)
 
-    def nearest_first_block(self, digest: bytes, tokens: bytes, but: Set[bytes]) -> tuple[Node, int] | None:
+    def nearest_first_block(self, digest: bytes, block: bytes, but: Set[bytes]) -> tuple[Node, int] | None:
         """
         Return the node whose first block has the most tokens in common with those that follow a prefix.
 
         Args:
             digest: of the prefix.
-            tokens: that follow it.
+            block: the tokens that follow it, up to a block.
             but: nodes that are left out.
 
         Returns:
             the node, and the number of tokens; `None` if there is none with any.
         """
-        following, block = self._sorted(digest), tokens[:BLOCK_BYTES]
+        following = self._sorted(digest)
         place = bisect_left(following, (block, b""))
         # The most in common is beside the place of the block in the order of tokens.
         sides = (range(place - 1, -1, -1), range(place, len(following)))

@@ -8,10 +8,18 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from hf_hybrid_cache.prefix_folder import NodeFileError, NodeNotFoundError, PayloadWriter, PrefixFolder
+from hf_hybrid_cache.prefix_folder import (
+    NodeFileError,
+    NodeNotFoundError,
+    PayloadWriter,
+    PrefixFolder,
+    locks,
+    node_folder,
+)
 from hf_hybrid_cache.prefix_folder.folder import Folder
 from hf_hybrid_cache.prefix_folder.node_file import NodeHead, write_node
 from hf_hybrid_cache.prefix_folder.tokens import as_bytes, block_digests
@@ -162,6 +170,24 @@ def test_file_that_was_removed_by_hand_is_missing_and_no_more(filled: Path):
     assert len(user.entries()) == 1
     assert keep(user, FIRST)
     assert num_found(user, FIRST) == 300
+
+
+def test_list_when_a_file_was_removed_by_hand_then_lacks_it(filled: Path):
+    user = open_folder(filled)
+    file_of(filled, THIRD).unlink()
+    assert [entry.num_tokens for entry in user.entries() if not entry.start] == [300]
+
+
+def test_node_when_removed_just_before_its_use_then_is_not_found(filled: Path, monkeypatch: pytest.MonkeyPatch):
+    own_id = bytes.fromhex(file_of(filled, THIRD).stem)
+
+    def removed_before(*arguments: Any) -> bool:
+        monkeypatch.undo()
+        open_folder(filled).remove(own_id)
+        return locks.wait_for_lock(*arguments)
+
+    monkeypatch.setattr(node_folder, "wait_for_lock", removed_before)
+    assert num_found(open_folder(filled), THIRD) == 0
 
 
 def test_node_when_the_one_before_it_goes_meanwhile_then_is_not_added(filled: Path):

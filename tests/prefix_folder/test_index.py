@@ -173,6 +173,17 @@ def test_index_when_written_anew_then_is_gone_on_with(path: Path):
     assert list(late.tree.nodes.values()) == list(index.tree.nodes.values()) == nodes
 
 
+def test_node_when_the_index_lacks_the_one_before_it_then_is_not_found(path: Path):
+    user, prompt = open_folder(path), tuple(range(200))
+    for end in (100, 200):
+        keep(user, prompt[:end])
+    index = IndexFile(path / "index")
+    index.read()
+    index.replace([node for node in index.tree.nodes.values() if node.start], path / "unfinished" / "0")
+    assert num_found(user, prompt) == 0
+    assert num_found(open_folder(path), prompt) == 200
+
+
 def test_index_when_made_again_then_has_what_can_be_reached(path: Path):
     user, prompt = open_folder(path), tuple(range(600))
     for end in range(100, 601, 100):
