@@ -17,6 +17,7 @@ from hf_hybrid_cache.prefix_folder import (
     NodeNotFoundError,
     PayloadWriter,
     PrefixFolder,
+    PrefixFolderError,
     locks,
     node_folder,
 )
@@ -178,16 +179,35 @@ def test_list_when_a_file_was_removed_by_hand_then_lacks_it(filled: Path):
     assert [entry.num_tokens for entry in user.entries() if not entry.start] == [300]
 
 
-def test_node_when_removed_just_before_its_use_then_is_not_found(filled: Path, monkeypatch: pytest.MonkeyPatch):
-    own_id = bytes.fromhex(file_of(filled, THIRD).stem)
+def test_node_when_its_file_was_removed_by_hand_then_can_be_removed(filled: Path):
+    user, file = open_folder(filled), file_of(filled, THIRD)
+    file.unlink()
+    user.remove(bytes.fromhex(file.stem))
+    assert len(user.entries()) == 2
 
-    def removed_before(*arguments: Any) -> bool:
+
+@pytest.mark.filterwarnings("ignore:.*removed from the store")
+@pytest.mark.parametrize("harm", [cut, lambda file: open_folder(file.parents[1]).remove(bytes.fromhex(file.stem))])
+def test_node_when_harmed_just_before_its_use_then_is_not_found(
+    harm: Callable[[Path], None], filled: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = file_of(filled, THIRD)
+
+    def harmed_before(*arguments: Any) -> bool:
         monkeypatch.undo()
-        open_folder(filled).remove(own_id)
+        harm(file)
         return locks.wait_for_lock(*arguments)
 
-    monkeypatch.setattr(node_folder, "wait_for_lock", removed_before)
+    monkeypatch.setattr(node_folder, "wait_for_lock", harmed_before)
     assert num_found(open_folder(filled), THIRD) == 0
+
+
+def test_node_when_its_file_is_locked_for_too_long_then_is_told(filled: Path):
+    with file_of(filled, THIRD).open("rb+") as file:
+        if locks.try_lock(file, True) is not locks.Lock.HELD:
+            pytest.skip("needs locks of the system")
+        with pytest.raises(PrefixFolderError, match="has a locked file"):
+            open_folder(filled, lock_seconds=0).find(IDENTITY, THIRD)
 
 
 def test_node_when_the_one_before_it_goes_meanwhile_then_is_not_added(filled: Path):
