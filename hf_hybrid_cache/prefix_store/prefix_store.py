@@ -331,9 +331,7 @@ class PrefixStore:
         except (NodeNotFoundError, NodeFileError) as error:
             raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
         if different := identity.without(RANK).differences(kept.identity.without(RANK)):
-            raise PrefixStoreError(
-                f"{kept.name} is of another model or another form of cache: {'; '.join(different)}."
-            )
+            raise PrefixStoreError(f"{kept.name} is of another model or another form of cache: {'; '.join(different)}.")
         return keys
 
     def _fill_share(self, model: PreTrainedModel, kept: KeptPrompt, keys: np.ndarray, cache: HybridCache) -> None:

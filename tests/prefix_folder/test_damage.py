@@ -179,26 +179,29 @@ def test_list_when_a_file_was_removed_by_hand_then_lacks_it(filled: Path):
     assert [entry.num_tokens for entry in user.entries() if not entry.start] == [300]
 
 
-def test_node_when_its_file_was_removed_by_hand_then_can_be_removed(filled: Path):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a link")
+@pytest.mark.parametrize("harm", [Path.unlink, make_link])
+def test_node_when_its_file_is_gone_then_can_be_removed(harm: Callable[[Path], None], filled: Path):
     user, file = open_folder(filled), file_of(filled, THIRD)
-    file.unlink()
+    harm(file)
     user.remove(bytes.fromhex(file.stem))
     assert len(user.entries()) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*removed from the store")
 @pytest.mark.parametrize("harm", [cut, lambda file: open_folder(file.parents[1]).remove(bytes.fromhex(file.stem))])
+@pytest.mark.parametrize(("owner", "name"), [(node_folder.NodeFolder, "pin"), (node_folder, "wait_for_lock")])
 def test_node_when_harmed_just_before_its_use_then_is_not_found(
-    harm: Callable[[Path], None], filled: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, harm: Callable[[Path], None], filled: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    file = file_of(filled, THIRD)
+    file, function = file_of(filled, THIRD), getattr(owner, name)
 
-    def harmed_before(*arguments: Any) -> bool:
+    def harmed_before(*arguments: Any) -> Any:
         monkeypatch.undo()
         harm(file)
-        return locks.wait_for_lock(*arguments)
+        return function(*arguments)
 
-    monkeypatch.setattr(node_folder, "wait_for_lock", harmed_before)
+    monkeypatch.setattr(owner, name, harmed_before)
     assert num_found(open_folder(filled), THIRD) == 0
 
 

@@ -84,7 +84,7 @@ def test_nodes_with_the_same_tokens_when_found_then_the_first_is_used(path: Path
         assert [part.num_tokens for part in match.parts] == [500]
 
 
-def test_ways_to_the_same_token_when_found_then_the_one_with_fewer_files_is_used(path: Path):
+def test_ways_to_one_token_when_found_then_that_of_fewer_files_is_used(path: Path):
     folder = open_folder(path)
     keep(folder, FIRST[:100])
     keep(folder, (*FIRST[:80], *range(5000, 5020)))
