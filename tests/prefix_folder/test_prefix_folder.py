@@ -130,6 +130,18 @@ def test_payload_of_another_size_is_refused_and_leaves_nothing(written: bytes, p
     assert bytes_of_nodes(path) == 0
 
 
+def test_write_of_too_much_when_refused_then_nothing_is_written(path: Path):
+    folder = open_folder(path)
+
+    def write(file: PayloadWriter) -> None:
+        with pytest.raises(NodeFileError, match="and 4 came"):
+            file.write(b"1234")
+        file.write(b"123")
+
+    folder.add(IDENTITY, FIRST, 0, 3, write)
+    assert folder.damages() == {}
+
+
 def test_write_that_fails_is_told_and_leaves_nothing(path: Path):
     folder = open_folder(path)
 
