@@ -42,12 +42,13 @@ def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
     Raises:
         TypeError: `model` is no model of transformers, such as the wrapper of PEFT, or `cache` is not one of ours.
         ModelIdentityError: the model is in training mode, some weights are not in memory, another library has quantized
-            them, or their states depend on the length of the text.
+            them, or their states depend on texts that it read before.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a model of transformers, got {type(model).__name__}. Pass the one in a wrapper, such as "
-            "model.get_base_model() of PEFT."
+            "model.get_base_model() of PEFT: its layers have the adapters. The virtual tokens of prompt and prefix "
+            "tuning are not in it, so with them no prompt can be kept."
         )
     if not isinstance(cache, HybridCache):
         raise TypeError(f"cache must be one of hf_hybrid_cache, got {type(cache).__name__}.")

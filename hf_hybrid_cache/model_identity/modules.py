@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .digests import canonical, digest_of
+from .tensor_digests import tensor_digests
 
 # Their version, or ours, is in an identity, or does not matter; of other code the source counts.
 _LIBRARIES = {"hf_hybrid_cache", "torch", "transformers"}
@@ -38,8 +39,11 @@ def modules_digest(modules: Mapping[str, nn.Module]) -> str:
 
 def name_of_class(kind: type) -> str:
     """Return the name of a class, with a digest of its module's source if it is none of torch or transformers."""
-    is_known = kind.__module__.partition(".")[0] in _LIBRARIES
-    return kind.__qualname__ if is_known else f"{kind.__qualname__} {_source_digest(kind.__module__)}"
+    return kind.__qualname__ if _is_known(kind) else f"{kind.__qualname__} {_source_digest(kind.__module__)}"
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 @functools.cache
@@ -51,25 +55,29 @@ def _source_digest(module: str) -> str:
 
 
 def _form_of(module: nn.Module) -> list[Any]:
-    attributes = vars(module)
+    attributes, kind = vars(module), type(module)
+    # Those that torch and transformers keep beside buffers follow from the config; some adapters of PEFT have others.
+    with_tensors = not _is_known(kind)
     plain = {
         name: value
         for name, each in attributes.items()
-        if not name.startswith("_") and name not in _LEFT_OUT and (value := _plain(each)) is not None
+        if not name.startswith("_") and name not in _LEFT_OUT and (value := _plain(each, with_tensors)) is not None
     }
     hooks = [_plain(hook) or type(hook).__qualname__ for name in _HOOKS for hook in attributes[name].values()]
-    return [name_of_class(type(module)), plain, hooks]
+    return [name_of_class(kind), plain, hooks]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; `None` for one that is not plain, such as a tensor."""
+def _plain(value: Any, with_tensors: bool = False) -> Any:
+    """Return a value as JSON has it, perhaps the digest of a tensor; `None` for one that is not plain."""
     kind = type(value)
     if kind in (bool, int, float, str):
         return value
     if kind in (list, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(each, with_tensors) for each in value]
     if kind is dict:
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(each, with_tensors) for name, each in value.items()}
+    if kind is torch.Tensor and with_tensors and not value.is_meta and value.layout == torch.strided:
+        return [str(value.dtype), *value.shape, digest_of(b"".join(tensor_digests([value.detach()])))]
     if kind is torch.dtype:
         return str(value)
     if isinstance(value, _FUNCTIONS):

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..weights import QUANT_METHOD
 from .errors import ModelIdentityError
+from .rotations import unknown_by_length
 
 _ELSEWHERE = (
     "which may keep numbers where they are not found. Load the model unquantized, or with QuantizedWeightsConfig."
@@ -38,10 +39,11 @@ def require_identifiable(model: PreTrainedModel, modules: Collection[nn.Module])
         raise ModelIdentityError(
             f"{type(model).__name__} was quantized by another library ({type(quantization).__name__}), {_ELSEWHERE}"
         )
-    if by_length := sorted(_types_of_rotation(modules) & {"dynamic", "longrope"}):
+    if by_length := unknown_by_length(modules):
         raise ModelIdentityError(
-            f"{type(model).__name__} turns keys by the length of the text (rope_type {' and '.join(by_length)}), so "
-            "states depend on what comes after their tokens. Use a rope_type that does not, such as yarn."
+            f"{type(model).__name__} turns keys by the length of the text, and of texts that it read before (rope_type "
+            f"{' and '.join(by_length)}), so states depend on more than the tokens before them. Use a rope_type that "
+            "does not, such as yarn."
         )
 
 
@@ -60,12 +62,3 @@ def require_nothing_elsewhere(model: PreTrainedModel, known: Iterable[torch.Tens
     hidden = [name for name, value in model.state_dict(keep_vars=True).items() if id(value) not in ids]
     if hidden:
         raise ModelIdentityError(f"{hidden[0]} is no parameter and no buffer; another library made it, {_ELSEWHERE}")
-
-
-def _types_of_rotation(modules: Collection[nn.Module]) -> set[str]:
-    found: set[str] = set()
-    for module in modules:
-        kind = vars(module).get("rope_type")
-        names = kind.values() if isinstance(kind, dict) else [kind]
-        found.update("dynamic" if "dynamic" in name else name for name in names if isinstance(name, str))
-    return found

@@ -11,6 +11,7 @@ from torch import nn
 from ..weights import HostWeight, QuantizedWeight
 from .digests import DIGEST_BYTES
 from .errors import ModelIdentityError
+from .rotations import is_longrope
 from .tensor_digests import tensor_digests
 
 # Subclasses of other libraries may keep numbers elsewhere.
@@ -53,7 +54,9 @@ def stored_tensors(modules: Mapping[str, nn.Module]) -> list[StoredTensor]:
     with torch._C.DisableTorchFunctionSubclass():
         for prefix, module in modules.items():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and id(tensor) not in found:
+                # longrope computes these in each pass, from others that are listed.
+                is_computed = name == "inv_freq" and is_longrope(module)
+                if tensor is not None and id(tensor) not in found and not is_computed:
                     found[id(tensor)] = _stored(f"{prefix}.{name}", tensor)
     return sorted(found.values(), key=lambda each: each.form)
 

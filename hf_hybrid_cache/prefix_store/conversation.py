@@ -12,7 +12,7 @@ from .errors import PrefixStoreError
 from .keys import keys_as_they_came
 from .node_description import NodeDescription
 from .passes import Passes
-from .prompt import Prompt, identity_for
+from .prompt import Prompt, identity_for, require_short_enough
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Conversation(Prompt):
         identity = identity_for(model, cache)
         cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
         held = cache.get_seq_length()
+        require_short_enough(model, held)
         if len(tokens) != 1 or not 0 < document_tokens <= held <= tokens.shape[1]:
             raise PrefixStoreError(
                 f"The cache holds {held:,} tokens of a conversation of {list(tokens.shape)}, whose document has "

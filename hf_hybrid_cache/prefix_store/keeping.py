@@ -2,9 +2,11 @@
 
 import warnings
 
+from ..layers import tensors_of
 from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError
 from ..saving.writing import bytes_of
 from ..storage import GRANULE
+from .errors import PrefixStoreError
 from .lookup import Found
 from .prompt import Prompt
 from .states import states_since
@@ -26,7 +28,13 @@ class Keeper:
         self._is_keeping = True
 
     def after_pass(self, reached: int, is_last: bool) -> None:
-        """Keep what came with the last pass, which ended after `reached` tokens."""
+        """
+        Keep what came with the last pass, which ended after `reached` tokens.
+
+        Raises:
+            PrefixStoreError: the model has put states elsewhere than into the cache.
+        """
+        _require_all_states(self._prompt, reached)
         self._is_keeping = self._is_keeping and self._prompt.passes.is_kept(self._end, reached)
         if not self._is_keeping:
             return
@@ -61,3 +69,17 @@ class Keeper:
         own_id = self._folder.add(digest, keys, start, states.num_bytes, write, description, needs_whole)
         self._end, self._before = reached, states
         return own_id
+
+
+def _require_all_states(prompt: Prompt, reached: int) -> None:
+    held = prompt.contents.num_tokens
+    are_elsewhere = any(
+        type(layer).__name__.startswith("LinearAttention") and next(tensors_of(layer), None) is None
+        for layer in prompt.contents.layers
+    )
+    if held != reached or are_elsewhere:
+        raise PrefixStoreError(
+            f"{type(prompt.model).__name__} has read {reached:,} tokens, and the cache holds "
+            f"{'not all states of' if held == reached else 'those of'} {held:,}: the others are elsewhere, or nowhere, "
+            "and cannot be kept. Pass the prompt to generate without a store."
+        )

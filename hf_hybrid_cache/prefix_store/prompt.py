@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import Contents, HybridCache, contents_of
-from ..model_identity import Identity, ModelIdentityError, identity_of
+from ..model_identity import Identity, ModelIdentityError, identity_of, longest_text
+from ..prompt_reading import layer_that_begins_anew
 from ..token_ids import TokenIds, as_token_ids
 from .errors import PrefixStoreError
 from .node_description import NodeDescription
@@ -55,6 +56,7 @@ class Prompt:
                 f"A prompt is one sequence, got {batch}. Call prefill_batch for several prompts; for several "
                 "continuations of one prompt pass one sequence, and num_return_sequences to generate."
             )
+        require_short_enough(model, tokens)
         if tokens < 2:
             raise PrefixStoreError(f"A prompt has at least two tokens, of which generate computes one; got {tokens}.")
         _refuse_media(model, token_ids)
@@ -97,10 +99,40 @@ def identity_for(model: PreTrainedModel, cache: HybridCache) -> Identity:
             "An encoder-decoder model reads its prompt in the encoder, at once, and no prompt begins like another one "
             "there. Only prompts of decoders can be kept."
         )
+    if not contents_of(cache).of_text:
+        raise PrefixStoreError(
+            f"No layer of {type(model).__name__} attends, so a cache does not tell how many tokens it holds. Within a "
+            "process use copy.deepcopy(cache)."
+        )
+    if any(vars(module).get("is_decoder") is False for module in model.modules()):
+        raise PrefixStoreError(
+            f"{type(model).__name__} reads a text in both directions, so states depend on what comes after their "
+            "tokens. Load it with is_decoder=True, which it must have been trained for."
+        )
+    if layer := layer_that_begins_anew(model):
+        raise PrefixStoreError(
+            f"{layer} of transformers forgets what came before each forward pass of several tokens, so a prompt cannot "
+            "go on from states that are kept. Pass it to generate without a store."
+        )
     try:
         return identity_of(model, cache)
     except ModelIdentityError as error:
         raise PrefixStoreError(str(error)) from error
+
+
+def require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
+    """
+    Check that states do not depend on what comes after their tokens.
+
+    Raises:
+        PrefixStoreError: the text is so long that they do.
+    """
+    limit = longest_text(model)
+    if limit is not None and num_tokens > limit:
+        raise PrefixStoreError(
+            f"{type(model).__name__} turns keys otherwise, all of them, when a text has more than {limit:,} tokens "
+            f"(rope_type longrope), and this one has {num_tokens:,}. Only texts up to {limit:,} can be kept."
+        )
 
 
 def require_new(cache: HybridCache) -> None:

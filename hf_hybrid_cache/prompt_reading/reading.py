@@ -17,6 +17,7 @@ from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids
 from .checkpoint import Checkpoint
 from .interrupts import finishing
+from .one_pass import layer_that_begins_anew
 from .progress import PrefillProgress
 
 
@@ -55,7 +56,8 @@ def prefill(
         `cache`, or the one from `checkpoint`.
 
     Raises:
-        ValueError: the cache holds something else, or more; or an argument is not what it should be.
+        ValueError: the cache holds something else, or more; or an argument is not what it should be; or the model needs
+            all tokens in one pass.
         TypeError: a checkpoint of a cache that has no file, or an encoder-decoder model.
         CacheFileError: `checkpoint` is of another prompt or model, or cannot be written.
 
@@ -83,6 +85,11 @@ def prefill(
             kept.write(cache, token_ids[:, :reached])
 
     ends = [*range(start + chunk, end, chunk), *([end] if start < end else [])]
+    if (start or len(ends) > 1) and (layer := layer_that_begins_anew(model)):
+        raise ValueError(
+            f"{layer} of transformers forgets what came before each forward pass of several tokens, and this prompt of "
+            f"{end:,} tokens takes more than one. Use an empty cache, and a chunk_size of {end:,} or more."
+        )
     read_passes(model, token_ids, cache, ends, attention_mask, progress, keep)
     return cache
 
@@ -164,9 +171,10 @@ class _Inputs:
         parameters = inspect.signature(model.forward).parameters
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._positions: torch.Tensor | None = None
-        if self._mask is not None and "position_ids" in parameters:
-            # `generate` counts positions in the same way.
-            self._positions = (self._mask.long().cumsum(-1) - 1).clamp_min(0)
+        if "position_ids" in parameters:
+            # As `generate` counts them. Without them Bamba begins at 0 in each pass.
+            counted = torch.ones_like(self._input_ids) if self._mask is None else self._mask.long()
+            self._positions = (counted.cumsum(-1) - 1).clamp_min(0)
 
     def of(self, start: int, end: int) -> dict[str, Any]:
         """Return the arguments for tokens from `start` to before `end`."""

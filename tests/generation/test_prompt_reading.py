@@ -25,6 +25,7 @@ from hf_hybrid_cache.prompt_reading import checkpoint
 from hf_hybrid_cache.prompt_reading.progress import PrefillProgress
 from hf_hybrid_cache.prompt_reading.times import TimeLeft
 
+from models.architectures import small_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 TOKENS = 150
@@ -300,3 +301,19 @@ def test_a_prompt_is_read_on_when_nobody_reads_its_lines(monkeypatch: pytest.Mon
             progress.reach(100)
             progress.reach(200)
     assert next(times, None) is None
+
+
+def test_prefill_when_a_model_forgets_between_passes_then_refused():
+    model = small_model("JambaConfig")
+    ids = torch.arange(5, 45)[None]
+    with pytest.raises(ValueError, match=r"JambaMambaMixer .* 40 tokens takes more than one"):
+        prefill(model, ids, DynamicHybridCache(model.config), chunk_size=20, progress=False)
+    cache = prefill(model, ids[:, :-1], DynamicHybridCache(model.config), progress=False)
+    assert torch.equal(answer(model, ids, cache), answer(model, ids, DynamicCache(config=model.config)))
+
+
+def test_prefill_when_positions_begin_anew_then_answers_as_stock():
+    model = small_model("BambaConfig")
+    ids = torch.arange(5, 85)[None]
+    cache = prefill(model, ids[:, :-1], DynamicHybridCache(model.config), chunk_size=20, progress=False)
+    assert torch.equal(answer(model, ids, cache), answer(model, ids, DynamicCache(config=model.config)))

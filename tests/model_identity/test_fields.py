@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import (
@@ -22,11 +22,11 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of
+from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text
 from hf_hybrid_cache.model_identity.modules import name_of_class
 
 from common.channel_scaled import channel_scaled
-from model_identity.models import Adapted, differing, identity, new_llama
+from model_identity.models import differing, identity, new_llama
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 # --- models
@@ -133,65 +133,6 @@ def test_code_of_others_counts_and_not_its_place(tmp_path: Path):
     assert name_of_class(nn.Linear) == "Linear"
 
 
-# --- adapters
-
-
-def adapted() -> tuple[PreTrainedModel, Any]:
-    model = new_llama()
-    attention: Any = model.model.layers[0].self_attn
-    attention.q_proj = Adapted(attention.q_proj).eval()
-    return model, attention.q_proj
-
-
-def use_both(module: Any) -> None:
-    module._active_adapter = ["german", "french"]
-
-
-def use_another(module: Any) -> None:
-    module._active_adapter = "french"
-
-
-def disable(module: Any) -> None:
-    module._disable_adapters = True
-
-
-def scale(module: Any) -> None:
-    module.scaling["german"] = 1.0
-
-
-def merge(module: Any) -> None:
-    module.merged_adapters.append("german")
-
-
-@pytest.mark.parametrize("change", [use_both, use_another, disable, scale, merge])
-def test_model_when_adapters_are_used_otherwise_then_differs(change: Callable[[Any], None]):
-    model, module = adapted()
-    before = identity(model)
-    change(module)
-    assert "adapters" in differing(identity(model), before)
-
-
-def test_adapters_are_told_by_their_names():
-    model, module = adapted()
-    assert identity(new_llama()).fields["adapters"] == "none"
-    assert identity(model).fields["adapters"].startswith("german (")
-    use_both(module)
-    assert identity(model).fields["adapters"].startswith("french, german (")
-    merge(module)
-    assert identity(model).fields["adapters"].startswith("french, german merged (")
-    module.merged_adapters.clear()
-    disable(module)
-    assert identity(model).fields["adapters"].startswith("disabled (")
-
-
-def test_adapter_when_trained_then_weights_differ():
-    model, module = adapted()
-    before = identity(model)
-    with torch.no_grad():
-        module.lora_B["german"].weight[0, 0] += 1
-    assert differing(identity(model), before) == {"weights"}
-
-
 # --- caches
 
 SCALED = channel_scaled(minmax(4), 2, 16, 16, seed=0)
@@ -250,14 +191,21 @@ def test_model_when_in_training_mode_then_is_refused():
         identity(model)
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_model_when_length_turns_its_keys_then_is_refused(rope_type: str):
-    rotation: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 2.0}
-    if rope_type == "longrope":
-        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        rotation |= {**factors, "original_max_position_embeddings": 256}
-    with pytest.raises(ModelIdentityError, match=rope_type):
+def test_model_when_length_turns_its_keys_then_is_refused():
+    rotation: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    with pytest.raises(ModelIdentityError, match="dynamic"):
         identity(new_llama(rope_parameters=rotation))
+
+
+def test_model_when_longrope_has_read_a_long_text_then_is_the_same():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 256, "factor": 2.0}
+    model = new_llama(rope_parameters={**rotation, **factors})
+    before = identity(model)
+    with torch.no_grad():
+        model(random_prompt(1, 300))
+    assert identity(model) == before
+    assert (longest_text(model), longest_text(new_llama())) == (256, None)
 
 
 def test_what_is_no_model_or_cache_of_ours_then_is_refused():

@@ -10,7 +10,7 @@ from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prefix_store import PrefixStore, PrefixStoreError
 
-from .prompts import FORMS, are_equal, held, next_logits
+from .prompts import FORMS, are_equal, held, next_logits, read
 from models.tiny_models import random_prompt, tiny_model
 
 # The models have short contexts.
@@ -151,3 +151,31 @@ def test_document_when_its_last_pass_is_short_then_no_prompt_finds_it(length: in
     PrefixStore(tmp_path / "cold").prefill(model, longer, cold, progress=False)
     assert kept.document_tokens == length
     assert are_equal(held(other), held(cold))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_conversation_when_codecs_are_chosen_late_then_goes_on(family: str, tmp_path: Path):
+    model, store = tiny_model(family), PrefixStore(tmp_path)
+    live, document = FORMS["quantized"](model.config), random_prompt(1, 20)
+    store.prefill(model, document, live, document_tokens=20, progress=False)
+    short = say(model, document, live, random_prompt(1, 20, 1))
+    with pytest.raises(PrefixStoreError, match="holds 109 tokens, too few"):
+        store.keep(model, short, live, document_tokens=20)
+    longer = say(model, short, live, random_prompt(1, 20, 2))
+    store.keep(model, longer, live, document_tokens=20)
+    (kept,) = store.kept_prompts()
+    resumed = FORMS["quantized"](model.config)
+    store.resume(model, kept, resumed)
+    assert are_equal(held(resumed), held(live))
+    question = random_prompt(1, 200, 3)
+    assert torch.equal(say(model, longer, resumed, question), say(model, longer, live, question))
+
+
+def test_document_when_too_short_to_choose_codecs_then_read_again(tmp_path: Path):
+    model, document = tiny_model("gemma3"), random_prompt(1, 150)
+    first, second = (torch.cat([document, random_prompt(1, count, count)], dim=1) for count in (20, 200))
+    _, cold = read(tmp_path / "cold", model, second, FORMS["quantized"](model.config), 150)
+    read(tmp_path / "store", model, first, FORMS["quantized"](model.config), 150)
+    reused, states = read(tmp_path / "store", model, second, FORMS["quantized"](model.config), 150)
+    assert reused == 0
+    assert are_equal(states, cold)

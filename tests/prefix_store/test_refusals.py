@@ -8,9 +8,11 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError, QuantizedHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
 
 from .prompts import FORMS, are_equal, prompts, read
 from common.caches import group_of_one
+from model_identity.models import new_llama
 from models.tiny_models import random_prompt, tiny_model
 
 # The models have short contexts.
@@ -58,6 +60,25 @@ def test_prefill_when_model_has_an_encoder_then_refused(tmp_path: Path):
     model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
     with pytest.raises(PrefixStoreError, match="encoder"):
         PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
+
+
+def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: Path):
+    rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 400}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model, store = new_llama(rope_parameters={**rotation, **factors}), PrefixStore(tmp_path)
+    first, second = prompts(common=200, first=30, second=200)
+    _, cold = read(tmp_path / "cold", model, second, DynamicHybridCache(model.config))
+    read(tmp_path, model, first, DynamicHybridCache(model.config))
+    cache = DynamicHybridCache(model.config)
+    with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 401"):
+        store.prefill(model, random_prompt(1, 401), cache, progress=False)
+    with torch.no_grad():
+        model(random_prompt(1, 450), **cache_argument(cache))
+    with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 450"):
+        store.keep(model, random_prompt(1, 450), cache, document_tokens=100)
+    reused, states = read(tmp_path, model, second, DynamicHybridCache(model.config))
+    assert reused == 200
+    assert are_equal(states, cold)
 
 
 def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path):

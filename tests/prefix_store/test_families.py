@@ -1,0 +1,109 @@
+"""Families with layers, masks or positions of other kinds: kept to the bit, or refused with the reason."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import DynamicHybridCache
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.prefix_store import PrefixStore, PrefixStoreError
+
+from .prompts import FORMS, are_equal, held, next_logits, read
+from common.slow import slow
+from models.architectures import CONFIGS, small_model
+
+# The models have short contexts, and kernels of other packages are not installed.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The prompt has .* context is", "ignore:No layer of this model", "ignore:The model has not used the cache"
+)
+
+KEPT = {
+    "BambaConfig": "state spaces and attention, positions that begin at 0 in each pass unless they are given",
+    "Cohere2Config": "windows and full attention without positions",
+    "FalconH1Config": "state spaces beside attention in each layer",
+    "GptOssConfig": "attention sinks, windows, experts",
+    "GraniteMoeHybridConfig": "state spaces and attention, experts",
+    "Lfm2Config": "convolutions and attention",
+    "Lfm2MoeConfig": "convolutions and attention, experts",
+    "Llama4TextConfig": "attention in chunks, experts",
+    "NemotronHConfig": "layers that hold nothing",
+    "Olmo3Config": "windows and full attention, normed queries and keys",
+    "Phi3Config": "one matrix for queries, keys and values",
+    "Qwen3_5TextConfig": "linear and full attention",
+    "SmolLM3Config": "layers without positions",
+}
+REFUSED = {
+    "BertConfig": "both directions",
+    "FalconMambaConfig": "No layer .* attends",
+    "JambaConfig": "JambaMambaMixer .* forgets",
+    "MambaConfig": "No layer .* attends",
+    "RecurrentGemmaConfig": "not all states",
+    "RwkvConfig": "holds those of 0",
+}
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    return small_model(name)
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    """Token ids, `[1, count]`, whose first one tells the seed."""
+    ids = torch.randint(5, 85, (1, count), generator=torch.Generator().manual_seed(seed))
+    ids[0, 0] = 5 + seed
+    return ids
+
+
+def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    return model.generate(ids, **cache_argument(cache), max_new_tokens=6, do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("length", [250, slow(2400)])
+@pytest.mark.parametrize("form", ["full", "quantized"])
+@pytest.mark.parametrize("name", [name for name in KEPT if name in CONFIGS])
+def test_family_when_prompts_share_a_document_then_equal_a_cold_read(name: str, form: str, length: int, tmp_path: Path):
+    model, make = model_of(name), FORMS[form]
+    document = tokens(length, 0)
+    first, second = (torch.cat([document, tokens(count, seed)], dim=1) for seed, count in ((1, 20), (2, 45)))
+    _, cold = read(tmp_path / "cold", model, second, make(model.config), length)
+    read(tmp_path / "store", model, first, make(model.config), length)
+    reused, states = read(tmp_path / "store", model, second, make(model.config), length)
+    # The first 1,024 tokens choose codecs where passes may end anywhere.
+    is_read_again = form == "quantized" and length < 1024 and name in ("Phi3Config", "SmolLM3Config")
+    assert reused == (0 if is_read_again else length)
+    assert are_equal(states, cold)
+    if form == "full":
+        cache = make(model.config)
+        PrefixStore(tmp_path / "cold").prefill(model, second, cache, document_tokens=length, progress=False)
+        stock = answer(model, second, DynamicCache(config=model.config))
+        assert torch.equal(answer(model, second, cache), stock)
+
+
+@pytest.mark.parametrize("form", ["full", "quantized"])
+@pytest.mark.parametrize("name", [name for name in KEPT if name in CONFIGS])
+def test_family_when_a_conversation_is_resumed_then_goes_on(name: str, form: str, tmp_path: Path):
+    model, store, live = model_of(name), PrefixStore(tmp_path), FORMS[form](model_of(name).config)
+    document = tokens(250, 0)
+    store.prefill(model, document, live, document_tokens=250, progress=False)
+    said = answer(model, torch.cat([document, tokens(9, 1)], dim=1), live)
+    store.keep(model, said, live, document_tokens=250)
+    (kept,) = store.kept_prompts()
+    resumed = FORMS[form](model.config)
+    store.resume(model, kept, resumed)
+    assert are_equal(held(resumed), held(live))
+    said = torch.cat([said, tokens(9, 2)], dim=1)
+    assert torch.equal(next_logits(model, said, resumed), next_logits(model, said, live))
+    assert are_equal(held(resumed), held(live))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_family_when_states_are_not_those_of_tokens_then_refused(name: str, tmp_path: Path):
+    model, store = model_of(name), PrefixStore(tmp_path)
+    with pytest.raises(PrefixStoreError, match=REFUSED[name]):
+        store.prefill(model, tokens(200, 0), DynamicHybridCache(model.config), progress=False)
+    assert store.kept_prompts() == []
