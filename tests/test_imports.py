@@ -97,6 +97,25 @@ ALLOWED = {
         "torch",
         "transformers",
     },
+    "prefix_store": {
+        "cache",
+        "codecs",
+        "errors",
+        "kernels",
+        "layers",
+        "model_identity",
+        "planning",
+        "prefill_chunks",
+        "prefix_folder",
+        "prefix_store",
+        "processes",
+        "prompt_reading",
+        "saving",
+        "storage",
+        "token_ids",
+        "torch",
+        "transformers",
+    },
     "durations": set(),
     "prefill_chunks": set(),
     "token_ids": {"torch"},
@@ -150,6 +169,15 @@ INNER = {
         "segments": {"buffers", "memory", "segments"},
         "streaming": {"buffers", "memory", "segments", "streaming"},
         "stores": {"buffers", "memory", "segments", "stores", "streaming"},
+    },
+    "cache": {
+        "contents": {"contents"},
+        "checks": {"checks", "contents"},
+        "changes": {"changes", "checks", "contents"},
+    },
+    "prefix_store": {
+        "nodes": {"nodes"},
+        "prompts": {"nodes", "prompts"},
     },
 }
 
@@ -207,7 +235,8 @@ def test_inner_package_when_importing_then_imports_only_lower_ones(outer: str, r
 
 
 @pytest.mark.parametrize(
-    "room", ["cache", "decode_phase", "model_identity", "planning", "prefix_folder", "storage", "weights"]
+    "room",
+    ["cache", "decode_phase", "model_identity", "planning", "prefix_folder", "prefix_store", "storage", "weights"],
 )
 def test_modules_when_importing_then_have_no_cycle(room: str):
     paths = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in modules_of(room)}

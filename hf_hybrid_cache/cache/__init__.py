@@ -1,7 +1,7 @@
 """The caches that `generate` takes."""
 
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from .contents import Contents
+from .contents.contents import Contents
 from .hybrid_cache import HybridCache, MemoryReport, contents_of
 from .same_logits import SameLogits
 

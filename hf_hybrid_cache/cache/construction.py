@@ -18,8 +18,8 @@ from ..planning.sizes import parse_bytes
 from ..processes import Peers
 from ..scalars import as_integer
 from ..storage import InitialCapacity, KVCodec, can_page_lock
-from .callers import stack_level
-from .contents import Contents
+from .checks.callers import stack_level
+from .contents.contents import Contents
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..saving import CacheFile, save_layers
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids
-from .contents import Contents
+from .contents.contents import Contents
 
 
 def save(

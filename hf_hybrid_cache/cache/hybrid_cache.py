@@ -16,17 +16,17 @@ from ..processes import Peers
 from ..saving import CacheFileError, traits_of
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
 from ..token_ids import TokenIds
+from .changes.going_back import GoingBack
+from .changes.moving import move
+from .changes.sequences import ChangingSequences
+from .checks.forward_passes import ForwardPasses
+from .checks.prompts import Prompts
+from .checks.slow_steps import SlowSteps
 from .construction import ClassOfCaches, chosen_for, new_contents, of_an_instance, require_config
-from .contents import Contents
+from .contents.contents import Contents
+from .contents.memory import MemoryReport, advised, measured, require_room_for_copies
+from .contents.printing import in_lines, in_one_line
 from .files import opened_for, save
-from .forward_passes import ForwardPasses
-from .going_back import GoingBack
-from .memory import MemoryReport, advised, measured, require_room_for_copies
-from .moving import move
-from .printing import in_lines, in_one_line
-from .prompts import Prompts
-from .sequences import ChangingSequences
-from .slow_steps import SlowSteps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

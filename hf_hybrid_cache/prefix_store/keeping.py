@@ -8,8 +8,8 @@ from ..saving.writing import bytes_of
 from ..storage import GRANULE
 from .errors import PrefixStoreError
 from .lookup import Found
-from .prompt import Prompt
-from .states import states_since
+from .nodes.states import states_since
+from .prompts.prompt import Prompt
 
 
 class Keeper:

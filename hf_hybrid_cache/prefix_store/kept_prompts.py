@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from ..model_identity import Identity
 from ..prefix_folder import Entry, NodeFileError, NodeNotFoundError, PrefixFolder
-from .keys import token_ids_of
-from .node_description import NodeDescription
+from .nodes.description import NodeDescription
+from .nodes.keys import token_ids_of
 
 
 @dataclass(frozen=True)

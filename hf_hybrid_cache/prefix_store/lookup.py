@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..prefix_folder import Match, NodeFileError, PrefixFolder
-from .filling import StoredPart
-from .keys import token_ids_of
-from .node_description import NodeDescription
-from .prompt import Prompt
+from .nodes.description import NodeDescription
+from .nodes.filling import StoredPart
+from .nodes.keys import token_ids_of
+from .nodes.states import NodeStates
+from .prompts.prompt import Prompt
 from .reuse import Reuse
-from .states import NodeStates
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Telling why states that are stored are not used for a prompt."""
 
 from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
-from .keys import num_common, token_ids_of
-from .node_description import NodeDescription
-from .prompt import Prompt
+from .nodes.description import NodeDescription
+from .nodes.keys import num_common, token_ids_of
+from .prompts.prompt import Prompt
 
 
 def obstacles(folder: PrefixFolder, prompt: Prompt, num_tokens: int) -> list[str]:

@@ -18,17 +18,18 @@ from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, Pr
 from ..prompt_reading import read_passes, warn_beyond_context
 from ..token_ids import TokenIds
 from .agreement import Agreement
-from .batches import Batch
-from .conversation import Conversation
 from .errors import PrefixStoreError
-from .filling import fill
 from .keeping import Keeper
 from .kept_prompts import KeptPrompt, kept_prompts
-from .keys import token_ids_of
 from .lookup import find, find_all, parts_of
+from .nodes.filling import fill
+from .nodes.keys import token_ids_of
 from .obstacles import obstacles
-from .passes import Passes
-from .prompt import Prompt, identity_for, require_new
+from .prompts.batches import Batch
+from .prompts.checks import identity_for, require_new
+from .prompts.conversation import Conversation
+from .prompts.passes import Passes
+from .prompts.prompt import Prompt
 from .removing import Replaced, remove_prompt
 from .reuse import Reuse
 from .taking_over import empty, taken_over

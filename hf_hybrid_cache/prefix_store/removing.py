@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 
 from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
-from .keys import num_common, num_shared_tokens
+from .nodes.keys import num_common, num_shared_tokens
 
 
 def remove_prompt(folder: PrefixFolder, last_id: bytes | None, except_tokens: int = 0) -> None:

@@ -6,9 +6,9 @@ from functools import partial
 from ..cache import HybridCache, contents_of
 from ..prefix_folder import NodeFileError, PrefixFolder
 from .agreement import Agreement
-from .filling import fill
 from .lookup import Found, find
-from .prompt import Prompt
+from .nodes.filling import fill
+from .prompts.prompt import Prompt
 
 
 def taken_over(folder: PrefixFolder, prompt: Prompt, agreement: Agreement) -> Found:

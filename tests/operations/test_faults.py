@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
-from hf_hybrid_cache.cache.forward_passes import HEARS_OF_LINEAR_STATES
+from hf_hybrid_cache.cache.checks.forward_passes import HEARS_OF_LINEAR_STATES
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from common.caches import CACHES, QUANTIZED

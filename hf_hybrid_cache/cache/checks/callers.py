@@ -8,8 +8,10 @@ import sys
 from types import FrameType
 from typing import Any
 
+# The package of the caches, in which this room is.
+_CACHES = (__package__ or "").rpartition(".")[0]
 # Modules whose frames stand between a cache and its caller: decorators, and a cache that holds this one.
-_BETWEEN = (f"{__package__}.", "torch.", "functools", "transformers.cache_utils")
+_BETWEEN = (f"{_CACHES}.", "torch.", "functools", "transformers.cache_utils")
 
 
 def length_of_whole_prompt(step: str) -> int | None:
@@ -63,6 +65,6 @@ def _caller() -> FrameType | None:
 def stack_level() -> int:
     """Return the `stacklevel` of the code that called this package's caches, for a warning of the caller."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_CACHES):
         level, frame = level + 1, frame.f_back
     return level

@@ -3,10 +3,10 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..layers import repeat_sequences_of, select_sequences_of
-from .contents import Contents
-from .memory import require_room_for_copies
-from .prompts import Prompts
+from ...layers import repeat_sequences_of, select_sequences_of
+from ..checks.prompts import Prompts
+from ..contents.contents import Contents
+from ..contents.memory import require_room_for_copies
 
 
 class ChangingSequences(DynamicCache):

@@ -6,13 +6,14 @@ from functools import cached_property
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..cache import HybridCache, contents_of
-from ..token_ids import TokenIds, as_token_ids
-from .errors import PrefixStoreError
-from .keys import keys_as_they_came
-from .node_description import NodeDescription
+from ...cache import HybridCache, contents_of
+from ...token_ids import TokenIds, as_token_ids
+from ..errors import PrefixStoreError
+from ..nodes.description import NodeDescription
+from ..nodes.keys import keys_as_they_came
+from .checks import identity_for, require_short_enough
 from .passes import Passes
-from .prompt import Prompt, identity_for, require_short_enough
+from .prompt import Prompt
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..saving import Checkpoint
-from .contents import Contents
-from .forward_passes import ForwardPasses
-from .prompts import Prompts
+from ...saving import Checkpoint
+from ..checks.forward_passes import ForwardPasses
+from ..checks.prompts import Prompts
+from ..contents.contents import Contents
 
 
 class GoingBack(DynamicCache):

@@ -5,10 +5,10 @@ from typing import NoReturn
 
 import torch
 
-from ..cache_argument import CACHE_ARGUMENT
-from ..saving import first_difference
+from ...cache_argument import CACHE_ARGUMENT
+from ...saving import first_difference
+from ..contents.contents import Contents
 from .callers import border_that_drops_the_cache, length_of_whole_prompt, stack_level
-from .contents import Contents
 from .forward_passes import ForwardPasses
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from ..model_identity import Identity
+from ...model_identity import Identity
 from .states import NodeStates
 
 # Beyond any model of hundreds of layers.

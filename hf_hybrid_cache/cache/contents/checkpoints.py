@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..layers import HybridLayer, NoCheckpointError, can_be_cropped
-from ..saving import Checkpoint
+from ...layers import HybridLayer, NoCheckpointError, can_be_cropped
+from ...saving import Checkpoint
 
 
 class Checkpoints:

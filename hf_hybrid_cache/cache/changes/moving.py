@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from ..layers import HybridLayer, move_tensors_of, tensors_of
-from ..storage import HostMemoryError
-from .contents import Contents
-from .memory import advised
+from ...layers import HybridLayer, move_tensors_of, tensors_of
+from ...storage import HostMemoryError
+from ..contents.contents import Contents
+from ..contents.memory import advised
 
 
 def move(contents: Contents, *args: Any, **kwargs: Any) -> None:

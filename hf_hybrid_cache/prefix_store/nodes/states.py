@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codecs import describe, described_codec, weights_of
-from ..layers import HybridLayer, LayerStores
-from ..saving.container import TensorForm
-from ..saving.description import LayerDescription, described_layers
-from ..saving.plain_layers import dtype_name, named_dtype, tensors_by_name
-from ..saving.sections import ROLES, described_layer
-from ..storage import GRANULE, KVCodec, LayerStore, SeenQueries
+from ...codecs import describe, described_codec, weights_of
+from ...layers import HybridLayer, LayerStores
+from ...saving.container import TensorForm
+from ...saving.description import LayerDescription, described_layers
+from ...saving.plain_layers import dtype_name, named_dtype, tensors_by_name
+from ...saving.sections import ROLES, described_layer
+from ...storage import GRANULE, KVCodec, LayerStore, SeenQueries
 
 ALIGNMENT = 64
 _MOST_DIMENSIONS = 16

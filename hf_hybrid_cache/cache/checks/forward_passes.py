@@ -2,8 +2,8 @@
 
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from ..layers import IncompleteCacheError, tensors_of
-from .contents import Contents
+from ...layers import IncompleteCacheError, tensors_of
+from ..contents.contents import Contents
 
 # Before transformers had it, models took some states out of the layers themselves, of which the cache hears nothing.
 HEARS_OF_LINEAR_STATES = hasattr(Cache, "get_conv_state")

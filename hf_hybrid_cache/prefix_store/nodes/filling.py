@@ -8,14 +8,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from ..layers import HybridLayer, LayerStores
-from ..prefix_folder import NodeFile, NodeFileError
-from ..saving.description import LayerDescription, States
-from ..saving.devices import Devices
-from ..saving.plain_layers import restore
-from ..saving.sections import ROLES
-from ..saving.writing import bytes_of
-from ..storage import BlockSegment, LayerStore, Segment, ShardedStore
+from ...layers import HybridLayer, LayerStores
+from ...prefix_folder import NodeFile, NodeFileError
+from ...saving.description import LayerDescription, States
+from ...saving.devices import Devices
+from ...saving.plain_layers import restore
+from ...saving.sections import ROLES
+from ...saving.writing import bytes_of
+from ...storage import BlockSegment, LayerStore, Segment, ShardedStore
 from .states import NodeStates
 
 # Two readers: one sums up while the other one copies.

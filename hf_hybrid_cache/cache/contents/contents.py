@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import CacheLayerMixin
 
-from ..layers import HybridLayer, LayerStores, forget_states_of
+from ...layers import HybridLayer, LayerStores, forget_states_of
 from .checkpoints import Checkpoints
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..other_processes import OtherProcesses
+from ...other_processes import OtherProcesses
 
 _WINDOW = 16
 _SLOW_IN_WINDOW = 8

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..cache import HybridCache, contents_of
-from ..layers import HybridLayer, copy_of, put_back, side_by_side
-from ..storage import BlockSegment, LayerStore, Part
-from ..token_ids import TokenIds, as_token_ids
-from .errors import PrefixStoreError
-from .prompt import identity_for, require_new
+from ...cache import HybridCache, contents_of
+from ...layers import HybridLayer, copy_of, put_back, side_by_side
+from ...storage import BlockSegment, LayerStore, Part
+from ...token_ids import TokenIds, as_token_ids
+from ..errors import PrefixStoreError
+from .checks import identity_for, require_new
 
 
 @dataclass

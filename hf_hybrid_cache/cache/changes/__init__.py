@@ -1,0 +1,1 @@
+"""Changes: going back, choosing sequences, moving to a device."""
