@@ -2,6 +2,8 @@
 
 import warnings
 
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
 from ..layers import tensors_of
 from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError
 from ..saving.writing import bytes_of
@@ -74,7 +76,7 @@ class Keeper:
 def _require_all_states(prompt: Prompt, reached: int) -> None:
     held = prompt.contents.num_tokens
     are_elsewhere = any(
-        type(layer).__name__.startswith("LinearAttention") and next(tensors_of(layer), None) is None
+        isinstance(layer, LinearAttentionCacheLayerMixin) and next(tensors_of(layer), None) is None
         for layer in prompt.contents.layers
     )
     if held != reached or are_elsewhere:

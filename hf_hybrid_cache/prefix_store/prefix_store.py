@@ -98,8 +98,8 @@ class PrefixStore:
             input_ids: of the whole prompt, `[1, tokens]` or a list.
             cache: for the model, empty.
             document_tokens: how many of the first tokens are those of a document that other prompts begin with, too:
-                a pass ends there. Without it a prompt in a quantized cache, or of a model with other layers, goes on
-                from the last multiple of 2,048 tokens.
+                a pass ends there. Without it a prompt in a quantized cache, on a device, of a model with other layers
+                or experts, or of several processes goes on from the last multiple of 2,048 tokens.
             title: of the prompt, for lists.
             progress: show tokens, tokens a second, and the time that is left. Or what is called with the number of
                 tokens that came from the store, and then with that of each pass.
