@@ -15,7 +15,7 @@ from ..cache import HybridCache, contents_of
 from ..model_identity import RANK
 from ..planning.sizes import parse_bytes
 from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
-from ..prompt_reading import read_passes, warn_beyond_context
+from ..prompt_reading import forget_images, read_passes, warn_beyond_context
 from ..token_ids import TokenIds
 from .agreement import Agreement
 from .errors import PrefixStoreError
@@ -257,6 +257,7 @@ class PrefixStore:
             empty(cache)
             raise
         contents_of(cache).stores.sees_as_alone = True
+        forget_images(model)
         cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
 
     def kept_prompts(self) -> list[KeptPrompt]:
@@ -314,6 +315,7 @@ class PrefixStore:
     def _read(self, prompt: Prompt, agreement: Agreement, progress: bool | Callable[[int], None]) -> Reuse:
         """Fill the cache of a prompt from the store, and by reading the rest, which is kept."""
         prompt.contents.stores.sees_as_alone = True
+        forget_images(prompt.model)
         found = taken_over(self._folder, prompt, agreement)
         ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
         keeper = Keeper(self._folder, prompt, found)

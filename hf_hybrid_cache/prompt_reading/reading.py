@@ -16,6 +16,7 @@ from ..prefill_chunks import PREFILL_CHUNK_SIZE
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids
 from .checkpoint import Checkpoint
+from .images import forget_images
 from .interrupts import finishing
 from .one_pass import layer_that_begins_anew
 from .progress import PrefillProgress
@@ -116,6 +117,8 @@ def read_passes(
         after_pass: called after each with the number of tokens that are read, and whether it was the last pass.
     """
     start, end = cache.get_seq_length(), ends[-1] if ends else cache.get_seq_length()
+    if not start:
+        forget_images(model)
     inputs = _Inputs(model, token_ids, attention_mask)
     with torch.no_grad(), PrefillProgress(start, end, progress is True) as shown, finishing() as is_interrupted:
         for following in ends:

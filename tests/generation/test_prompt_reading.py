@@ -10,16 +10,24 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, minmax, prefill
+from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, PrefixStore, minmax, prefill
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prompt_reading import checkpoint
 from hf_hybrid_cache.prompt_reading.progress import PrefillProgress
@@ -317,3 +325,33 @@ def test_prefill_when_positions_begin_anew_then_answers_as_stock():
     ids = torch.arange(5, 85)[None]
     cache = prefill(model, ids[:, :-1], DynamicHybridCache(model.config), chunk_size=20, progress=False)
     assert torch.equal(answer(model, ids, cache), answer(model, ids, DynamicCache(config=model.config)))
+
+
+def test_prefill_when_images_came_before_then_positions_begin_anew(tmp_path: Path):
+    model = model_of_images()
+    ids = torch.arange(5, 85)[None]
+    expected = answer(model, ids, DynamicCache(config=model.config))
+    store = PrefixStore(tmp_path)
+    for fill in (
+        partial(prefill, model, ids[:, :-1]),
+        partial(store.prefill, model, ids),
+        partial(store.prefill, model, ids),
+    ):
+        model.model.rope_deltas = torch.tensor([[33]])
+        fill(cache := DynamicHybridCache(model.config), progress=False)
+        assert torch.equal(answer(model, ids, cache), expected)
+
+
+def model_of_images() -> PreTrainedModel:
+    """Make a model whose positions go on from the images of the prompt before."""
+    torch.manual_seed(0)
+    rotation = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    text = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "rope_parameters": rotation, **heads}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    tokens = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 8
+    return model
