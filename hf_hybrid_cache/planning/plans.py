@@ -297,7 +297,7 @@ def choose(
     try:
         speeds = load_speeds(model.dtype)
     except SpeedsFileError as error:
-        warnings.warn(str(error), stacklevel=3)
+        warnings.warn(str(error), stacklevel=4)
         speeds = Speeds()
     machine = Machine(device_bytes, host_bytes, speeds)
     candidates = cpu_candidates(model)
