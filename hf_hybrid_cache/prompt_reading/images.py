@@ -1,4 +1,4 @@
-"""What models keep of the images of the prompt before."""
+"""Forgetting the images of the prompt before, from which some models count positions on."""
 
 from transformers import PreTrainedModel
 
