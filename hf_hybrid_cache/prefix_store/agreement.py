@@ -59,6 +59,10 @@ class Agreement:
             raise PrefixStoreError(f"Rank {rank} could not do its part, and says why; so no process goes on.")
         return result, told
 
+    def together(self, act: Callable[[], _T]) -> _T:
+        """Do something, and raise an error if it raised one in another process, see `numbers`."""
+        return self.numbers(act, lambda result: 0)[0]
+
     def same(self, act: Callable[[], _T], number_of: Callable[[_T], int]) -> _T:
         """
         Do something, and check that the number of its result is the same in all processes, see `numbers`.

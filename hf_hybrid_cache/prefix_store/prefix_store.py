@@ -211,7 +211,7 @@ class PrefixStore:
             PrefixFolderError: the folder cannot be written, or has no room.
         """
         keep = partial(self._keep_share, model, token_ids, cache, document_tokens, title, replaces)
-        return Agreement.for_cache(cache).numbers(keep, lambda own_id: 0)[0]
+        return Agreement.for_cache(cache).together(keep)
 
     def _keep_share(
         self,
@@ -250,9 +250,10 @@ class PrefixStore:
             HostMemoryError: host memory would not suffice.
         """
         agreement = Agreement.for_cache(cache)
-        keys = agreement.same(lambda: self._keys_for(model, kept, cache), _checksum)
+        digest, keys = agreement.same(lambda: self._wanted(model, kept, cache), lambda wanted: _checksum(wanted[1]))
+        passes = Passes.of(len(keys), 0, model, contents_of(cache))
         try:
-            agreement.numbers(lambda: self._fill_share(model, kept, keys, cache), lambda filled: 0)
+            agreement.together(lambda: self._fill_share(kept, digest, keys, passes.needs_whole_nodes, cache))
         except BaseException:
             empty(cache)
             raise
@@ -325,8 +326,8 @@ class PrefixStore:
             read_passes(prompt.model, prompt.token_ids, prompt.cache, ends, None, progress, keeper.after_pass)
         return found.reuse(prompt, self._folder)
 
-    def _keys_for(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> np.ndarray:
-        """Return the keys of a prompt, `[tokens]`, with which a cache is to go on."""
+    def _wanted(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
+        """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""
         identity = identity_for(model, cache)
         require_new(cache)
         try:
@@ -335,12 +336,13 @@ class PrefixStore:
             raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
         if different := identity.without(RANK).differences(kept.identity.without(RANK)):
             raise PrefixStoreError(f"{kept.name} is of another model or another form of cache: {'; '.join(different)}.")
-        return keys
+        return identity.digest, keys
 
-    def _fill_share(self, model: PreTrainedModel, kept: KeptPrompt, keys: np.ndarray, cache: HybridCache) -> None:
+    def _fill_share(
+        self, kept: KeptPrompt, digest: bytes, keys: np.ndarray, needs_whole_nodes: bool, cache: HybridCache
+    ) -> None:
         """Fill an empty cache with all that is stored of a prompt; it holds anything after an error."""
-        passes = Passes.of(len(keys), 0, model, contents_of(cache))
-        with self._folder.find(identity_for(model, cache).digest, keys, passes.needs_whole_nodes) as match:
+        with self._folder.find(digest, keys, needs_whole_nodes) as match:
             if match.num_tokens != len(keys):
                 raise PrefixStoreError(f"{kept.name} is not in {self.path} any more, or not all of it.")
             try:
