@@ -42,7 +42,8 @@ class Layers:
             else QuantizedHybridCache(config, bits, cpu_decode=False)
         )
         for layer in range(num_layers):
-            self._cache.update(*(random_states(config, num_tokens, torch.bfloat16, device()) for _ in range(2)), layer)
+            keys, values = (random_states(config, num_tokens, torch.bfloat16, device()) for _ in range(2))
+            self._cache.update(keys, values, layer)
         self._num_layers = num_layers
         self.attend()
         # The bytes of one layer, tokens in full precision included.

@@ -1,6 +1,5 @@
 """Attention to keys and values where they are: the kernels called from torch, and handles that take their place."""
 
-from .graph_breaks import outside_of_graphs
 from .handles import StaleHandleError, handles_of
 from .host_kernel import MAX_QUERIES, compile_kernels
 from .key_index import KeyIndex
@@ -20,5 +19,4 @@ __all__ = [
     "handles_of",
     "has_quantized_kernel",
     "observed",
-    "outside_of_graphs",
 ]

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..codecs import as_written
 from ..errors import HybridCacheError
+from ..graph_breaks import outside_of_graphs
 from ..storage import Store
-from .graph_breaks import outside_of_graphs
 from .layer_selection import LayerSelection
 from .observed_keys import OBSERVED, observed
 
@@ -56,11 +56,15 @@ class LayerView:
         store: of the layer.
         attention: runs the kernel.
         selection: lets attention skip pages; `None` to read all.
+
+    Attributes:
+        shape: of the stored states.
     """
 
     def __init__(self, store: Store, attention: HandledAttention, selection: LayerSelection | None = None):
         self.attention = attention
         self.selection = selection
+        self.shape = store.shape
         self._store = store
         self._version = store.version
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -109,7 +113,7 @@ class KVHandle(torch.Tensor):
     def make(
         layer: LayerView, role: int, shape: torch.Size, views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     ) -> "KVHandle":
-        states = layer.store.shape
+        states = layer.shape
         dtype = states.value_dtype if role else states.key_dtype
         handle = torch.Tensor._make_wrapper_subclass(KVHandle, shape, dtype=dtype, device=states.device)
         handle.layer, handle.role, handle._shape, handle.views = layer, role, shape, views
@@ -176,10 +180,10 @@ def handles_of(
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
     layer, shape = LayerView(store, attention, selection), store.shape
-    common = (shape.batch, shape.num_kv_heads, store.num_tokens)
+    batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_tokens
     return (
-        KVHandle.make(layer, 0, torch.Size((*common, shape.key_dim))),
-        KVHandle.make(layer, 1, torch.Size((*common, shape.value_dim))),
+        KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),
+        KVHandle.make(layer, 1, torch.Size((batch, num_kv_heads, num_tokens, shape.value_dim))),
     )
 
 
@@ -196,28 +200,32 @@ def _attend(
     """Compute `scaled_dot_product_attention` by the kernel; `None` for a call that it does not cover."""
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or isinstance(query, KVHandle):
         return None
-    store, sizes = key.layer.store, query.shape
-    batch, heads, tokens, head_dim = key.shape if len(key.shape) == 4 else (0, 0, 0, 0)
+    layer, sizes, shape = key.layer, query.shape, key.shape
+    if layer is not value.layer or len(sizes) != 4 or len(shape) != 4:
+        return None
+    store, states = layer.store, layer.shape
+    batch, query_heads, length, query_dim = sizes
+    kv_batch, heads, tokens, head_dim = shape
     fits = (
-        key.layer is value.layer
-        and (key.role, value.role) == (0, 1)
-        and value.shape[:3] == key.shape[:3]
-        and len(sizes) == 4
-        and (sizes[0], sizes[3]) == (batch, head_dim)
-        and (query.dtype, query.device) == (store.shape.key_dtype, store.shape.device)
-        and (sizes[1] == heads or (enable_gqa and sizes[1] % heads == 0))
+        (key.role, value.role) == (0, 1)
+        and value.shape[:3] == shape[:3]
+        and batch == kv_batch
+        and query_dim == head_dim
+        and query.dtype == states.key_dtype
+        and query.device == states.device
+        and (query_heads == heads or (enable_gqa and query_heads % heads == 0))
     )
     needs_more = dropout_p > 0 or (torch.is_grad_enabled() and query.requires_grad)
     if not fits or needs_more or not _covers(attn_mask, query, tokens):
         return None
-    is_prompt = attn_mask is None and sizes[2] == tokens
-    if is_causal and not (is_prompt and key.layer.attention.takes_prompts(store)):
+    is_prompt = attn_mask is None and length == tokens
+    if is_causal and not (is_prompt and layer.attention.takes_prompts(store)):
         return None
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    group = sizes[1] // store.shape.num_kv_heads
+    group = query_heads // states.num_kv_heads
     with as_written(query.device):
-        return key.layer.attention(query, store, group, attn_mask, scale, key.layer.selection, is_causal)
+        return layer.attention(query, store, group, attn_mask, scale, layer.selection, is_causal)
 
 
 def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:

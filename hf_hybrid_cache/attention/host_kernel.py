@@ -9,7 +9,16 @@ import numpy as np
 import torch
 
 from ..codecs import folded_codecs
-from ..kernels import QuantizedBlocks, Shape, Strided, Workspace, attend_many, compile_and_wait, uses_prefill_kernel
+from ..kernels import (
+    QuantizedBlocks,
+    Query,
+    Shape,
+    Strided,
+    Workspace,
+    attend_many,
+    compile_and_wait,
+    uses_prefill_kernel,
+)
 from ..storage import GRANULE, BlockSegment, CacheStats, KVShape, LayerStore, kernel_element
 from .kernel_thread import KernelThread
 from .layer_selection import LayerSelection
@@ -73,6 +82,7 @@ class HostKernel:
         mask: Arrays,
         selection: LayerSelection | None = None,
         elsewhere: tuple[int, int] | None = None,
+        out: torch.Tensor | None = None,
     ) -> "TorchWorkspace":
         """
         Attend to the tokens of `store`, which are in host memory; the result is in the workspace until the next call.
@@ -84,14 +94,18 @@ class HostKernel:
             selection: lets few queries skip pages; `None` to read all.
             elsewhere: tokens, from the first to before the last, that are attended to elsewhere: the last ones, or the
                 last ones that are quantized.
+            out: `[batch, query_heads, query_length, value_dim]`, of the query's type, written with the result too.
         """
         query, group, scale, _ = queries
         batch, query_heads, query_length, head_dim = query.shape
-        num_kv_heads = query_heads // group
-        workspace = self._workspace(Shape(batch, num_kv_heads, group, query_length, head_dim, store.shape.value_dim))
+        workspace = self._workspace(
+            Shape(batch, query_heads // group, group, query_length, head_dim, store.shape.value_dim)
+        )
         visible, bias = mask
         store.wait_until_stored()
-        workspace.query.copy_(query.view(batch, num_kv_heads, group, query_length, head_dim))
+        query = _as_read(query)
+        sequence_stride, head_stride, query_stride, _ = query.stride()
+        written = out.data_ptr() if out is not None and out.dtype == query.dtype else 0
         num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]
         keys, values, quantized = _arrays_of(store, 0 if store.quantized is None else num_elsewhere // GRANULE)
         num_tokens = store.middle_tokens - num_elsewhere
@@ -99,6 +113,7 @@ class HostKernel:
         indexed = selection.index.of(store) if selection is not None and top_p < 1 else None
         start = time.perf_counter()
         workspace.kernel.attend(
+            Query(query.data_ptr(), (sequence_stride, head_stride, query_stride), query.dtype == torch.bfloat16),
             keys,
             values,
             num_tokens,
@@ -109,7 +124,10 @@ class HostKernel:
             indexed=indexed,
             top_p=top_p,
             most=most,
+            written=written,
         )
+        if out is not None and not written:
+            out.copy_(workspace.out.flatten(1, 2))
         self._stats.kernel_seconds += time.perf_counter() - start
         if selection is not None:
             tokens, skipped = num_tokens * workspace.kernel.shape.heads, 0
@@ -134,8 +152,7 @@ class HostKernel:
         batch, query_heads, query_length, head_dim = query.shape
         store.wait_until_stored()
         keys, values, quantized = _arrays_of(store)
-        query = query if query.dtype == torch.bfloat16 else query.float()
-        query = query if query.stride(3) == 1 else query.contiguous()
+        query = _as_read(query)
         partial = dtype if dtype == torch.bfloat16 else torch.float32
         # In memory a token follows the other, as transformers wants it next.
         out = torch.empty(batch, query_length, query_heads, store.shape.value_dim, dtype=partial).transpose(1, 2)
@@ -176,9 +193,8 @@ class TorchWorkspace:
     A kernel's workspace, seen by torch.
 
     Attributes:
-        query: `[batch, num_kv_heads, group, query_length, head_dim]`, to be written.
-        out: `[batch, num_kv_heads, group, query_length, value_dim]`, to be read.
-        lse: `[batch, num_kv_heads, group, query_length]`, to be read.
+        out: `[batch, num_kv_heads, group, query_length, value_dim]`.
+        lse: `[batch, num_kv_heads, group, query_length]`.
     """
 
     def __init__(self, shape: Shape):
@@ -189,9 +205,14 @@ class TorchWorkspace:
             return rows.unflatten(0, (shape.batch, shape.num_kv_heads)).unflatten(2, (shape.group, shape.query_length))
 
         with torch.inference_mode(False):
-            self.query = seen(self.kernel.query, shape.key_dim)
             self.out = seen(self.kernel.out, shape.value_dim)
             self.lse = seen(self.kernel.lse[:, :, None], 1).squeeze(-1)
+
+
+def _as_read(query: torch.Tensor) -> torch.Tensor:
+    """Return a query as the kernels read it: bfloat16 or float32, with contiguous rows."""
+    query = query if query.dtype == torch.bfloat16 else query.float()
+    return query if query.stride(3) == 1 else query.contiguous()
 
 
 def _strided(states: torch.Tensor) -> Strided:

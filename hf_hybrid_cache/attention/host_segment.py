@@ -100,10 +100,12 @@ class HostSegment(AttentionSegment):
                 return self._partial_by_kernel(query.dtype).out
             self._store.wait_for_copies()
             return attend_to_chunk(query, self._store, self._queries.group, self._mask, self._queries.scale)
-        out = self._prepared()().out
-        if query.is_cpu:
-            return out.to(query.dtype, copy=True).flatten(1, 2)
-        return self._on_device(out, query.dtype)
+        if not query.is_cpu:
+            return self._on_device(self._prepared()().out, query.dtype)
+        out = query.new_empty(*query.shape[:3], self._store.shape.value_dim)
+        mask = self._kernel.masks.of(self._mask)
+        self._kernel.attend(self._queries, self._store, mask, self._selection, self._elsewhere, out)
+        return out
 
     def _prepared(self) -> Callable[[], TorchWorkspace]:
         """Return a function that runs the kernel, on any thread, once the queries are there."""

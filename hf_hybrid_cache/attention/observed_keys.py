@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .graph_breaks import outside_of_graphs
+from ..graph_breaks import outside_of_graphs
 
 Observer = Callable[[torch.Tensor], None]
 

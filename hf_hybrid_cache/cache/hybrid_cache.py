@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..attention import outside_of_graphs
+from ..graph_breaks import outside_of_graphs
 from ..layers import HybridLayer, Placement, Selection, batch_of, follow
 from ..planning.prediction import Strategy
 from ..processes import Peers

@@ -31,7 +31,7 @@ from .weights.panels import (
     quantize_panels,
 )
 from .weights.plain_products import PlainWeights, add_up_plain_experts, multiply_plain
-from .workspace import QuantizedBlocks, Shape, Workspace
+from .workspace import QuantizedBlocks, Query, Shape, Workspace
 
 __all__ = [
     "BITS",
@@ -50,6 +50,7 @@ __all__ = [
     "PanelProducts",
     "PlainWeights",
     "QuantizedBlocks",
+    "Query",
     "Shape",
     "Strided",
     "Workspace",

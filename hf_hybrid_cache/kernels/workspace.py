@@ -73,6 +73,21 @@ class Shape(NamedTuple):
         return self.group * self.query_length
 
 
+class Query(NamedTuple):
+    """
+    The query of a call, `[batch, query heads, query_length, key_dim]` in memory, the last axis contiguous.
+
+    Attributes:
+        address: of the first number.
+        strides: numbers from a sequence, a head and a query to the next one.
+        is_bfloat16: whether it is bfloat16, not float32.
+    """
+
+    address: int
+    strides: tuple[int, int, int]
+    is_bfloat16: bool
+
+
 class QuantizedBlocks(NamedTuple):
     """
     The quantized blocks of a layer.
@@ -105,11 +120,10 @@ class QuantizedBlocks(NamedTuple):
 @dataclass
 class Workspace:
     """
-    Memory that calls of one shape use again: all that a call reads and writes besides keys and values.
+    Memory that calls of one shape use again.
 
     Attributes:
         shape: of the calls.
-        query: float32 `[heads, padded rows, padded key_dim]`, after rotary embedding. The padding stays zero.
         out: float32 `[heads, padded rows, padded value_dim]`: softmax(scale * query @ keys.T + mask) @ values; zeros
             for a query that sees no token.
         lse: float32 `[heads, padded rows]`: natural log of the sum of exp(score) over the tokens that are read; minus
@@ -118,7 +132,6 @@ class Workspace:
     """
 
     shape: Shape
-    query: np.ndarray = field(init=False)
     out: np.ndarray = field(init=False)
     lse: np.ndarray = field(init=False)
     tokens_read: int = field(init=False, default=0)
@@ -126,6 +139,7 @@ class Workspace:
     def __post_init__(self) -> None:
         shape = self.shape
         rows = -(-shape.rows // ROWS) * ROWS
+        # The padding of a query stays zero.
         self.query = aligned_zeros((shape.heads, rows, value_width(shape.key_dim)), np.float32)
         self.pairs = aligned_zeros(self.query.shape, np.uint16)
         self.rotated = aligned_zeros(self.query.shape, np.float32)
@@ -148,6 +162,7 @@ class Workspace:
 
     def attend(
         self,
+        query: Query,
         keys: np.ndarray,
         values: np.ndarray,
         num_tokens: int,
@@ -158,11 +173,13 @@ class Workspace:
         indexed: IndexedBlocks | None = None,
         top_p: float = 1.0,
         most: float = 1.0,
+        written: int = 0,
     ) -> None:
         """
-        Attend with `query` to the first `num_tokens` tokens; the result is in `out` and `lse`.
+        Attend to the first `num_tokens` tokens; the result is in `out` and `lse`.
 
         Args:
+            query: after rotary embedding.
             keys: `[blocks, heads, key_dim, 64]`, see `kernels.blocks`; float32, uint16 (bfloat16 bits) or int16 (half
                 precision bits).
             values: `[blocks, heads, 64, padded value_dim]`, of the same type; the padding is zero.
@@ -178,6 +195,8 @@ class Workspace:
             top_p: the call reads the fewest pages of 16 tokens of the indexed blocks that, together with all other
                 blocks, carry this share of the attention of a KV head's queries, on average over the queries.
             most: share of the indexed pages; if more pages are needed, the call reads all.
+            written: address of contiguous `[batch, query heads, query_length, value_dim]` of the query's type, to which
+                the output is also written; 0 for none.
         """
         shape = self.shape
         # Pages are rated for a positive scale: a negative one would reverse the order of the scores.
@@ -188,9 +207,17 @@ class Workspace:
         segments = segments_apart + self._segments(-(-num_tokens // BLOCK) - apart)
         if segments != len(self.maxima):
             self._make_partial(segments)
+        sequence_stride, head_stride, query_stride = query.strides
         call = Call(
+            given=query.address,
+            sequence_stride=sequence_stride,
+            head_stride=head_stride,
+            query_stride=query_stride,
+            is_bfloat16=query.is_bfloat16,
+            written=written,
+            value_dim=shape.value_dim,
             query=self.query,
-            pairs=self._pairs_for(keys),
+            pairs=self.pairs if query.is_bfloat16 and _multiplies_pairs(keys) else _NO_PAIRS,
             keys=keys,
             values=values,
             num_tokens=num_tokens,
@@ -221,14 +248,6 @@ class Workspace:
             attend_quantized(*team_of_kernels(), of_codes)
         self.tokens_read = 0 if indexed is None else indexed.num_blocks * shape.heads * BLOCK
 
-    def _pairs_for(self, keys: np.ndarray) -> np.ndarray:
-        """The query in bfloat16, if it and the keys are of that type and the processor multiplies it; else empty."""
-        bits = self.query.view(np.uint16)
-        if keys.dtype != np.uint16 or keys.shape[2] % 2 or not has_bfloat16_products() or bits[..., ::2].any():
-            return _NO_PAIRS
-        self.pairs[...] = bits[..., 1::2]
-        return self.pairs
-
     def _segments(self, blocks: int) -> int:
         """Number of segments for some blocks of all heads. The threads do not count, so the order of sums is fixed."""
         segments = _FEWEST_SEGMENTS
@@ -251,7 +270,6 @@ class Workspace:
             value_group=values.group,
             is_integer=uses_integer_kernels(),
             key_dim=keys.dim,
-            value_dim=values.dim,
             key_rotation=keys.rotation,
             value_rotation=values.rotation,
             query_factors=_NO_FACTORS if quantized.query_factors is None else quantized.query_factors,
@@ -263,3 +281,8 @@ class Workspace:
             lane_numbers=self.lane_numbers,
             slots=self.slots,
         )
+
+
+def _multiplies_pairs(keys: np.ndarray) -> bool:
+    """Whether keys are multiplied with a query in bfloat16, both as they are."""
+    return keys.dtype == np.uint16 and keys.shape[2] % 2 == 0 and has_bfloat16_products()

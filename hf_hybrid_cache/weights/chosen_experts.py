@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ..graph_breaks import outside_of_graphs
 from .expert_layers import ExpertLayer, choices_of
-from .quantized_weight import outside_of_graphs
 from .streamed_experts import experts_across_the_bus
 
 

@@ -95,7 +95,7 @@ class QuantizedMatrices(Matrices):
 
     def multiply(self, tokens: torch.Tensor, index: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype, shape = tokens.dtype, tokens.shape
-        num_tokens = tokens.numel() // self.layout.columns
+        num_tokens = tokens.numel() // shape[-1]
         is_bfloat16 = dtype == torch.bfloat16
         by_gemm = num_tokens > _MOST_FINE_TOKENS and uses_gemm(is_bfloat16)
         by_torch = num_tokens > MOST_TOKENS and not by_gemm
@@ -104,13 +104,11 @@ class QuantizedMatrices(Matrices):
             return self.multiply(tokens.float(), index, None if bias is None else bias.float()).to(dtype)
         if by_torch:
             return self._multiply_dequantized(tokens.reshape(num_tokens, -1), index, bias).view(*shape[:-1], -1)
-        out = tokens.new_empty(shape[:-1] + self.out_sizes)
+        out = tokens.new_empty(*shape[:-1], self.layout.rows)
         if num_tokens:
             tokens = tokens.contiguous()
-            bias_at = 0
-            if bias is not None:
-                bias = bias.contiguous()
-                bias_at = bias.data_ptr()
+            bias = None if bias is None else bias.contiguous()
+            bias_at = 0 if bias is None else bias.data_ptr()
             given = tokens.data_ptr(), num_tokens, is_bfloat16, bias_at, out.data_ptr()
             if by_gemm:
                 multiply_many(self._data[index].data_ptr(), self.layout, self.factors[index], *given)
@@ -130,13 +128,26 @@ class QuantizedMatrices(Matrices):
         return partial(self._products.add_up_experts, down._products) if isinstance(down, QuantizedMatrices) else None
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantized rows of the first matrix, `[*indices, columns]`."""
-        found, places = torch.unique(indices, return_inverse=True)
-        numbers = torch.empty(len(found), self.layout.columns)
+        """
+        Dequantized rows of the first matrix, `[*indices, columns]`.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        wanted = indices.flatten().tolist()
+        if wanted and not 0 <= min(wanted) <= max(wanted) < self.layout.rows:
+            raise IndexError(
+                f"index out of range: there are {self.layout.rows:,} rows, and ids from {min(wanted)} to {max(wanted)}"
+            )
+        places = {row: place for place, row in enumerate(dict.fromkeys(wanted))}
+        numbers = torch.empty(len(places), self.layout.columns)
         panels = self._data[0].numpy()
-        for row, out in zip(found.tolist(), numbers.numpy(), strict=True):
+        for row, out in zip(places, numbers.numpy(), strict=True):
             dequantize_row(panels, self.layout, self.factors[0], row, out)
-        return numbers.to(dtype)[places]
+        found = numbers.to(dtype)
+        if len(places) < len(wanted):
+            found = found[torch.tensor([places[row] for row in wanted])]
+        return found.view(*indices.shape, self.layout.columns)
 
     def dense(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """A dequantized matrix, `[rows, columns]`."""

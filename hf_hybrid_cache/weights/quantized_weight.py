@@ -13,15 +13,12 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from ..graph_breaks import outside_of_graphs
 from .host_weight import MOVES, asked_dtype
 from .hot_experts import HotExperts
 from .quantized_matrices import QuantizedMatrices
 
 _HOST = torch.device("cpu")
-
-outside_of_graphs = torch.compiler.disable(
-    reason="products with quantized weights are computed outside of compiled graphs; compile without fullgraph=True"
-)
 
 
 class QuantizedWeight(torch.Tensor):
@@ -189,9 +186,6 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 
 def _embedding(input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any) -> Any:
     if not _is_matrix(weight, False) or max_norm is not None or isinstance(input, QuantizedWeight):
         return None
-    rows = weight.matrices.layout.rows
-    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
-        raise IndexError(f"index out of range: there are {rows:,} rows, and ids from {input.min()} to {input.max()}")
     return weight.matrices.rows(input, weight.dtype)
 
 

@@ -15,6 +15,7 @@ from hf_hybrid_cache import (
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
+    graph_breaks,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -78,3 +79,35 @@ def test_a_single_graph_is_refused_with_the_way_out():
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="outside of compiled graphs; compile without fullgraph=True"):
         generated(model, DynamicHybridCache(model.config))
+
+
+@pytest.mark.parametrize("knows_compiled", [True, False])
+def test_a_function_outside_of_graphs_is_in_none(knows_compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whether torch tells what is compiled or not."""
+    assert graph_breaks._KNOWS_COMPILED, "this version of torch has no such function, and every step takes longer"
+    monkeypatch.setattr(graph_breaks, "_KNOWS_COMPILED", knows_compiled)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.tan()
+
+    @graph_breaks.outside_of_graphs
+    def outside(x: torch.Tensor, *, more: float) -> torch.Tensor:
+        """Add the tangent."""
+        return inner(x) + more
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return outside(x.sin(), more=2.0).cos()
+
+    x = torch.linspace(0, 1, 5)
+    expected = (x.sin().tan() + 2).cos()
+    assert torch.equal(whole(x), expected)
+    assert not graphs
+    assert torch.equal(torch.compile(whole, backend=backend)(x), expected)
+    assert ["sin" in graphs[0], "cos" in graphs[1]] == [True, True]
+    assert not any("tan" in graph for graph in graphs)
+    assert outside.__doc__ == "Add the tangent."

@@ -36,7 +36,7 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
     def run(action: Callable[[], Results]) -> None:
         results = []
         for threads in THREADS:
-            monkeypatch.setattr(parallel, "get_num_threads", lambda threads=threads: threads)
+            monkeypatch.setattr(parallel, "num_threads_beside", lambda of_torch, threads=threads: threads)
             results.append([array.tobytes() for array in action()])
         assert all(result == results[0] for result in results)
         count("calls compared between numbers of threads", len(THREADS))

@@ -194,7 +194,7 @@ def test_the_same_bits_whatever_the_threads_and_the_rows_at_once(storage: str, m
     blocks = to_blocks(bits[0], True, 64), to_blocks(bits[1], False, 64)
     results = []
     for threads, rows in ((1, 256), (2, 32), (3, 48), (7, 1200)):
-        monkeypatch.setattr(parallel, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(parallel, "num_threads_beside", lambda of_torch, threads=threads: threads)
         monkeypatch.setattr(prefill, "_MOST_ROWS", rows)
         results.append([array.tobytes() for array in run(case, blocks, 0.125, causal=True)])
     assert all(result == results[0] for result in results)

@@ -10,6 +10,7 @@ from hypothesis import given
 
 from hf_hybrid_cache.kernels import BITS, BLOCK, PackedLayout, QuantizedBlocks, Shape, Workspace, value_width
 from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels, uses_integer_kernels
+from kernels.few_queries import attend_to
 from kernels.reference import (
     ELEMENTS,
     Case,
@@ -94,11 +95,8 @@ def shape_of(case: Case) -> Shape:
 def attend_in(workspace: Workspace, made: Made, scale: float = 0.125, **options) -> np.ndarray:
     """Return the result in the workspace, `[batch, query_heads, query_length, value_dim]`."""
     case, (keys, values), quantized = made
-    shape = workspace.shape
-    workspace.query[:, : shape.rows, : shape.key_dim] = case.query.reshape(shape.heads, shape.rows, shape.key_dim)
-    workspace.attend(keys, values, case.tokens, scale, quantized=quantized, **causal_as_visible(case, **options))
-    out = workspace.out[:, : shape.rows, : shape.value_dim]
-    return out.reshape(*case.query.shape[:3], shape.value_dim)
+    options = causal_as_visible(case, **options)
+    return attend_to(workspace, case.query, keys, values, case.tokens, scale, quantized=quantized, **options)
 
 
 def check(made: Made, is_integer: bool, scale: float = 0.125, **masks) -> None:
@@ -227,13 +225,10 @@ def test_attention_when_shapes_and_masks_are_random_then_is_exact(is_integer: bo
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("quantized_key_bits", BITS)
 def test_a_query_that_is_not_a_number_does_not_become_plausible(is_integer: bool, bad: float, quantized_key_bits: int):
-    case, (keys, values), quantized = make(bits=(quantized_key_bits, 4), first=0, quantized=2, last=1)
+    made = make(bits=(quantized_key_bits, 4), first=0, quantized=2, last=1)
     set_integer_kernels(None if is_integer else False)
-    workspace = Workspace(Shape(1, 1, 1, 1, 64, 64))
-    workspace.query[0, 0] = case.query[0, 0, 0]
-    workspace.query[0, 0, 7] = bad
-    workspace.attend(keys, values, case.tokens, 0.125, quantized=quantized)
-    assert not np.isfinite(workspace.out[0, 0]).any()
+    made[0].query[0, 0, 0, 7] = bad
+    assert not np.isfinite(attend_in(Workspace(shape_of(made[0])), made)).any()
 
 
 @EVERY_WAY

@@ -179,8 +179,12 @@ def test_without_openmp_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch
     case = make("bfloat16", 5000, num_kv_heads=3, group=4)
     expected = run(*case, 0.125)[0]
     monkeypatch.setattr(parallel, "openmp", lambda: None)
-    assert np.array_equal(run(*case, 0.125)[0], expected)
-    test_callers_on_several_threads_get_their_own_results()
+    parallel._team_of.cache_clear()
+    try:
+        assert np.array_equal(run(*case, 0.125)[0], expected)
+        test_callers_on_several_threads_get_their_own_results()
+    finally:
+        parallel._team_of.cache_clear()
 
 
 @numba.njit

@@ -171,6 +171,12 @@ each_experiment = pytest.mark.parametrize(
         pytest.param("steps.decode_speed", ["--prefill", "synthetic", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param("steps.decode_speed", ["--prefill", "real", *SMOLLM2], {"40"}, marks=needs_smollm2),
         pytest.param(
+            "steps.checkouts",
+            [str(REPOSITORY), "--models", "smollm2-135m", "--contexts", "64", "--bits", "4", "--rounds", "2"],
+            {"smollm2-135m, 4 bits, 64"},
+            marks=[needs_smollm2, pytest.mark.slow],
+        ),
+        pytest.param(
             "steps.compiled_decode",
             ["--contexts", "40", "--steps", "1", "--backend", "eager", "--model", "smollm2-135m", *SMALL_BUFFER],
             {"40"},

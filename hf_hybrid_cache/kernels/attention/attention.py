@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numba import float32, float64, int64, uint8, uint16
+from numba import boolean, float32, float64, int64, uint8, uint16
 
 from ..blocks import BLOCK
 from ..vector.calls import kernel_call, taking
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined
+from ..vector.numbers_at import Numbers, address_of, load_numbers, store_numbers
 from ..vector.parallel import split_work
 from ..vector.rotation import rotate_back
 from ..vector.tiles import LOG2_E, ROWS, pointer, score_tile, softmax_tile, tile_columns, weigh_narrow_tile, weigh_tile
@@ -35,8 +36,15 @@ Call = kernel_call(
     "Call",
     __name__,
     {
-        "query": float32[:, :, ::1],  # [heads, rows, at least key_dim]
-        "pairs": uint16[:, :, ::1],  # the query in bfloat16, or empty
+        "given": int64,  # address of the query [batch, query heads, query_length, key_dim], the last axis contiguous
+        "sequence_stride": int64,  # numbers from a sequence of `given`, a head and a query to the next one
+        "head_stride": int64,
+        "query_stride": int64,
+        "is_bfloat16": boolean,  # whether `given` and `written` are bfloat16, not float32
+        "written": int64,  # address of contiguous [batch, query heads, query_length, value_dim]; 0 for none
+        "value_dim": int64,
+        "query": float32[:, :, ::1],  # scratch [heads, rows, at least key_dim]
+        "pairs": uint16[:, :, ::1],  # scratch for the query in bfloat16, or empty
         "keys": _blocks,  # [blocks, heads, key_dim, BLOCK]
         "values": _blocks,  # [blocks, heads, BLOCK, width]
         "num_tokens": int64,
@@ -61,8 +69,28 @@ Call = kernel_call(
 def attend(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `split_work` says."""
     segments, heads = call.maxima.shape[:2]
+    take_queries(call)
     split_work(parallel, team, threads, segments, _attend_segment, call)
     split_work(parallel, team, threads, heads, merge_plain_segments, call)
+
+
+@jit_function
+def take_queries(call):
+    """Write the queries that are given to the rows of their KV heads."""
+    given, key_dim = Numbers(call.given, call.is_bfloat16), call.keys.shape[2]
+    for head in range(call.query.shape[0]):
+        for row in range(call.group * call.query_length):
+            group, index = row // call.query_length, row % call.query_length
+            first = (
+                head // call.num_kv_heads * call.sequence_stride
+                + (head % call.num_kv_heads * call.group + group) * call.head_stride
+                + index * call.query_stride
+            )
+            load_numbers(given, first, key_dim, call.query[head, row])
+            if call.pairs.size > 0:
+                bits = numba.carray(pointer(address_of(given, first), np.uint16(0)), key_dim)
+                for d in range(key_dim):
+                    call.pairs[head, row, d] = bits[d]
 
 
 @jit_function
@@ -279,25 +307,26 @@ def _mask_tile(start, first_row, head, factor, plan, address):
 @jit_function
 def merge_plain_segments(head, call):
     """Write the result of a head from its segments, all of float blocks."""
-    merge_segments(head, call, 0, 0, 1, call.partial[0, 0, :0])
+    merge_segments(head, call, -1, 1, call.partial[0, 0, :0])
 
 
 @jit_inlined
-def merge_segments(head, call, rotated_segments, dim, size, rotation_matrix):
+def merge_segments(head, call, rotated_segments, size, rotation_matrix):
     """
     Merge the partial results of one head's segments by their log-sum-exp.
 
     The first `rotated_segments` segments are of values that were multiplied by a matrix and then rotated, `size` of
-    their `dim` numbers together. `rotation_matrix` is the inverse of that matrix, `[dim, dim]`, or empty for none.
+    their numbers together; -1 for none. `rotation_matrix` is the inverse of the matrix, `[value_dim, value_dim]`, or
+    empty for none.
     """
     segments, heads, rows = call.maxima.shape
     width, real = call.out.shape[2], numba.float32(0)
     maxima = numba.carray(pointer(call.maxima.ctypes.data, real), (segments, heads, rows))
     sums = numba.carray(pointer(call.sums.ctypes.data, real), (segments, heads, rows))
-    partials = call.partial.ctypes.data
-    out, lse = call.out[head], call.lse[head]
+    partials, dim, first_row = call.partial.ctypes.data, call.value_dim, head * call.group * call.query_length
+    out, lse, written = call.out[head], call.lse[head], Numbers(call.written, call.is_bfloat16)
     merged = np.empty(width, np.float64)
-    for row in range(rows):
+    for row in range(call.group * call.query_length):
         base = highest_of(head, row, maxima)
         total = 0.0
         for column in range(width):
@@ -320,6 +349,8 @@ def merge_segments(head, call, rotated_segments, dim, size, rotation_matrix):
         for column in range(width):
             # A row that sees no token gives zeros, or NaN if a score is NaN, as torch does.
             out[row, column] = merged[column] / total if total != 0 else merged[column]
+        if call.written != 0:
+            store_numbers(out[row], written, (first_row + row) * dim, dim)
 
 
 @jit_inlined

@@ -14,7 +14,7 @@ from ..vector.compiled import Needed, jit, jit_function, jit_inlined
 from ..vector.parallel import split_work
 from ..vector.prefetching import prefetch_bytes
 from ..vector.rotation import rotate
-from .attention import Call, attend_block, merge_segments, share, started_segment
+from .attention import Call, attend_block, merge_segments, share, started_segment, take_queries
 from .quantized_slots import attend_slots, forms_of, put_into_slot
 
 # One call of `attend_quantized`: the fields of a `Call` on the blocks in full precision, and more.
@@ -33,7 +33,6 @@ QuantizedCall = kernel_call(
         "value_group": int64,
         "is_integer": boolean,  # whether to use the processor's integer dot products
         "key_dim": int64,
-        "value_dim": int64,
         "key_rotation": int64,  # channels of a key that were rotated together before quantization
         "value_rotation": int64,
         "query_factors": float32[:, ::1],  # [num_kv_heads, key_dim] of the query for quantized keys, or empty
@@ -52,6 +51,7 @@ QuantizedCall = kernel_call(
 def attend_quantized(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `split_work` says."""
     segments, heads = call.maxima.shape[:2]
+    take_queries(call)
     rotate_queries(call)
     split_work(parallel, team, threads, segments, attend_segment, call)
     split_work(parallel, team, threads, heads, merge_quantized_segments, call)
@@ -61,9 +61,9 @@ def attend_quantized(parallel, team, threads, call):
 def rotate_queries(call):
     """Write the queries for quantized keys: times `query_factors`, then rotated as the keys were."""
     query, rotated, factors = call.query, call.rotated, call.query_factors
-    heads, rows, inner = query.shape
+    heads, _, inner = query.shape
     for head in range(heads):
-        for row in range(rows):
+        for row in range(call.group * call.query_length):
             for d in range(inner):  # an assignment of arrays takes seconds to compile
                 rotated[head, row, d] = query[head, row, d]
             if factors.size:
@@ -131,7 +131,7 @@ def merge_quantized_segments(head, call):
     """Write the result of a head from its segments, those of quantized blocks first."""
     kv_head = head % call.num_kv_heads if call.rotation_matrix.size else 0
     rotation_matrix = call.rotation_matrix[kv_head]
-    merge_segments(head, call, call.quantized_segments, call.value_dim, call.value_rotation, rotation_matrix)
+    merge_segments(head, call, call.quantized_segments, call.value_rotation, rotation_matrix)
 
 
 def quantized_attention_kernels(element: np.dtype) -> list[Needed]:

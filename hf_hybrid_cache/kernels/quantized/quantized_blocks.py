@@ -13,6 +13,7 @@ The two halves of a word hold codes of indices that are 8 apart: where the low h
 has `16 c + 8 + p`, p < 8. A mask and a shift then give pairs of 16-bit numbers, as the processor's dot products take.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from ..blocks import BLOCK
@@ -26,7 +27,7 @@ class PackedLayout(NamedTuple):
     """
     Layout of the packed blocks of a layer's keys, or of its values.
 
-    It is a tuple, because two are made for each layer and token.
+    It is a tuple, because kernels of a layer take two for each token.
 
     Attributes:
         bits: of a code.
@@ -47,11 +48,13 @@ class PackedLayout(NamedTuple):
     rotation: int
 
     @classmethod
+    @cache
     def of_keys(cls, bits: int, key_dim: int, group: int, is_rotated: bool) -> "PackedLayout":
         rotation = rotation_size(key_dim) if is_rotated else 1
         return cls(bits, _filled(key_dim), BLOCK, min(group, BLOCK), key_dim, True, rotation)
 
     @classmethod
+    @cache
     def of_values(cls, bits: int, value_dim: int, group: int, is_rotated: bool) -> "PackedLayout":
         width, rotation = _filled(value_dim), rotation_size(value_dim) if is_rotated else 1
         return cls(bits, BLOCK, width, min(group, width), value_dim, False, rotation)

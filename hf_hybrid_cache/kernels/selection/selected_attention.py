@@ -13,6 +13,7 @@ from ..attention.attention import (
     merge_plain_segments,
     share,
     started_segment,
+    take_queries,
     weigh_values,
     weights_of_tile,
 )
@@ -94,6 +95,7 @@ _attend = attending_to_chosen(_attend_to_rest, _attend_to_all, _attend_to_chosen
 @jit
 def attend_selected(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `split_work` says."""
+    take_queries(call.attention)
     _attend(parallel, team, threads, call)
 
 

@@ -7,6 +7,7 @@ attended to.
 
 import numpy as np
 
+from ..attention.attention import take_queries
 from ..attention.quantized_attention import (
     attend_full_segment,
     attend_segment,
@@ -70,6 +71,7 @@ _attend = attending_to_chosen(_attend_to_rest, _attend_to_all, _attend_to_chosen
 @jit
 def attend_selected_quantized(parallel, team, threads, call):
     """Attend as `call` says, on several threads as `split_work` says."""
+    take_queries(call.attention)
     rotate_queries(call.attention)
     _attend(parallel, team, threads, call)
 

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .threads import get_num_threads
+from .threads import num_threads_beside, threads_of_torch
 from .vector_ir import INT8, INT32, INT64
 
 # The signatures of `body(data)` and of `parallel(body, data, threads, flags)`.
@@ -30,7 +30,13 @@ _imported_by = os.getpid()
 
 def team_of_kernels() -> tuple[int, int, int]:
     """The arguments `parallel`, `team` and `threads` of `split_work`, for a call of this thread now."""
-    threads = get_num_threads()
+    of_torch = threads_of_torch()
+    return _team_of(num_threads_beside(of_torch), of_torch, os.getpid())
+
+
+@cache
+def _team_of(threads: int, of_torch: int, process: int) -> tuple[int, int, int]:
+    """The same in this process, while torch has `of_torch` threads, which are then those of the OpenMP runtime."""
     if threads == 1:
         return 0, 1, 1
     pool = openmp() or started_threads()
@@ -69,7 +75,8 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
         def member(builder: ir.IRBuilder, shared: ir.Value, index: int) -> ir.Value:
             return builder.gep(shared, [INT32(0), INT32(index)], inbounds=True)
 
-        for index, value in enumerate((INT64(0), threads, INT64(0), parts, call)):
+        given = _uncounted(context, builder, signature.args[-1], call)
+        for index, value in enumerate((INT64(0), threads, INT64(0), parts, given)):
             builder.store(value, member(builder, shared, index))
 
         name = builder.module.get_unique_name("share_of_one_thread")
@@ -105,6 +112,24 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, types.intp, work, call), generate
+
+
+def _uncounted(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:
+    """
+    The value without owners of its arrays, which the caller keeps alive.
+
+    An owner is counted, by atomic instructions, whenever its array is taken out of a tuple, and threads would wait for
+    each other's counts.
+    """
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo, array.parent = (cgutils.get_null_value(owner.type) for owner in (array.meminfo, array.parent))
+        return array._getvalue()
+    if not isinstance(kind, types.BaseTuple):
+        return value
+    parts: Any = enumerate(kind)  # type: ignore[arg-type]
+    values = [_uncounted(context, builder, part, builder.extract_value(value, index)) for index, part in parts]
+    return context.make_tuple(builder, kind, values)
 
 
 class Threads(NamedTuple):

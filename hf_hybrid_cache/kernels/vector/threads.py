@@ -59,18 +59,23 @@ def get_num_threads() -> int:
     Raises:
         ValueError: `HF_HYBRID_CACHE_NUM_THREADS` is not such a number.
     """
+    return num_threads_beside(threads_of_torch())
+
+
+def num_threads_beside(of_torch: int) -> int:
+    """The number of threads that attend where torch has `of_torch`, see `get_num_threads`."""
     global _number
     if _number is None:
         given = os.environ.get(VARIABLE)
         most = min(_physical_cores(of_all=_is_memory_spread()), _processors_at_a_time())
         _number = _Number(most, is_asked_for=False) if given is None else _Number(_checked(given, VARIABLE), True)
-    return _number.value if _number.is_asked_for else min(_number.value, _threads_of_torch())
+    return _number.value if _number.is_asked_for else min(_number.value, of_torch)
 
 
-def _threads_of_torch() -> int:
+def threads_of_torch() -> int:
     """The number of torch's threads; unlimited if torch is not imported."""
-    torch = sys.modules.get("torch")
-    return int(torch.get_num_threads()) if torch is not None and hasattr(torch, "get_num_threads") else _UNLIMITED
+    count = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    return _UNLIMITED if count is None else int(count())
 
 
 def _processors_at_a_time(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int:

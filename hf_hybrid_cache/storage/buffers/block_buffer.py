@@ -1,7 +1,7 @@
 """The keys, or the values, of one layer in host memory, in the blocks that the kernels read."""
 
 from collections.abc import Iterator
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,13 @@ def kernel_array(states: torch.Tensor) -> np.ndarray:
     return array
 
 
+class _Places(NamedTuple):
+    """Views of the tokens of a block, `[batch, heads, 1, head_dim]`."""
+
+    block: int
+    of_tokens: tuple[torch.Tensor, ...]
+
+
 class BlockBuffer(RunBuffer):
     """
     States of one layer in blocks of 64 tokens, `[blocks, batch, heads, head_dim, 64]` or `[..., 64, head_dim]`.
@@ -51,6 +58,7 @@ class BlockBuffer(RunBuffer):
     """
 
     row_entries = BLOCK
+    _places: _Places | None = None
 
     def __init__(
         self,
@@ -83,8 +91,11 @@ class BlockBuffer(RunBuffer):
         return self._array
 
     def write(self, start: int, states: torch.Tensor) -> None:
+        if states.shape[2] == 1:  # a decode step: one operation
+            self._place_of(start).copy_(states)
+            return
         tokens, (block, offset) = states.shape[2], divmod(start, BLOCK)
-        if 0 < tokens <= BLOCK - offset:  # a decode step: few operations
+        if 0 < tokens <= BLOCK - offset:  # a step of several tokens: few operations
             self._seen.select(2, block).narrow(2, offset, tokens).copy_(states)
             return
         for first, place in self._runs(start, start + tokens):
@@ -145,6 +156,14 @@ class BlockBuffer(RunBuffer):
             target._data[first:last] = self._data[first:last].index_select(1, indices)
         return target
 
+    def _place_of(self, token: int) -> torch.Tensor:
+        """Return a view of one token, `[batch, heads, 1, head_dim]`, made with those of its block."""
+        block, offset = divmod(token, BLOCK)
+        if self._places is None or self._places.block != block:
+            with torch.inference_mode(False):
+                self._places = _Places(block, self._seen.select(2, block).split(1, dim=2))
+        return self._places.of_tokens[offset]
+
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each run in `start` to `end`: its first token and a view `[batch, heads, blocks, tokens, head_dim]`."""
         while start < end:
@@ -167,6 +186,7 @@ class BlockBuffer(RunBuffer):
 
     def _adopt(self, data: torch.Tensor) -> None:
         super()._adopt(data)
+        self._places = None
         element = kernel_element(self.dtype)
         if element is not None:
             bits = data.view(torch.uint8).flatten(1, 2).numpy()

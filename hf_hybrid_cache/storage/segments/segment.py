@@ -47,7 +47,7 @@ class Segment(KVStore):
 
     @property
     def is_intact(self) -> bool:
-        return super().is_intact and not self.keys.is_torn and not self.values.is_torn
+        return not (self._is_changing or self.keys.is_torn or self.values.is_torn)
 
     @property
     def bytes_per_token(self) -> int:

@@ -2,10 +2,9 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -29,7 +28,9 @@ from .shard import Shard
 if TYPE_CHECKING:
     from .shared_prefix_store import Store
 
-_Add = Callable[[torch.Tensor, torch.Tensor], Pair | None]
+_Result = TypeVar("_Result")
+# Adds keys and values to a segment.
+_Add = Callable[[torch.Tensor, torch.Tensor], _Result]
 
 
 class LayerStore(KVStore):
@@ -91,15 +92,19 @@ class LayerStore(KVStore):
 
     @property
     def is_intact(self) -> bool:
-        middle, held, fits = self.num_tokens, self.middle_tokens, True
-        if self.on_device is not None:
+        if self._is_changing or not self.full.is_intact:
+            return False
+        middle, held = self.num_tokens, self.full.num_tokens
+        on_device, quantized = self.on_device, self.quantized
+        if on_device is not None:
             middle = self.layout.host_tokens
-            fits = self.on_device.num_tokens + middle == self.num_tokens
-        if self.quantized is not None:
-            held += self.quantized.pending_tokens
-            fits = fits and self.quantized.num_blocks == self.layout.own_quantized_blocks
-        fits = fits and held == self.layout.shard.tokens(middle)
-        return super().is_intact and fits and all(segment.is_intact for segment in self.segments)
+            if not on_device.is_intact or on_device.num_tokens + middle != self.num_tokens:
+                return False
+        if quantized is not None:
+            if not quantized.packed.is_intact or quantized.num_blocks != self.layout.own_quantized_blocks:
+                return False
+            held += quantized.num_blocks * GRANULE + (quantized.pending_tokens if quantized.pending else 0)
+        return held == self.layout.shard.tokens(middle)
 
     @property
     def segments(self) -> list[Segment]:
@@ -176,8 +181,7 @@ class LayerStore(KVStore):
         back = pending_tokens if self.on_device is None else 0
         layout = self.layout.with_due_blocks(self.num_tokens + back)
         arrival = Arrival(layout, back, states).with_quantized(self)
-        with self._storing(arrival):
-            quantized.packed.extend(*arrival.bulk)
+        self._store(arrival, quantized.packed.extend)
         self.version = version  # handles still stand for the same tokens
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
@@ -186,8 +190,7 @@ class LayerStore(KVStore):
         only_these, num_tokens = self.num_tokens == 0, self.num_tokens + keys.shape[2]
         if self.has_one_segment:
             self.is_staged = True
-            with self._shortened_after_errors(self.full):
-                everything = self.full.append(*self._own_part(keys, values))
+            everything = _add_to(self.full, self.full.append, self._own_part(keys, values))
             self._set_length(num_tokens)
             return everything
         layout = self._make_room(keys.shape[2])
@@ -207,9 +210,8 @@ class LayerStore(KVStore):
             assert self.on_device is not None
             self._extend_newest(self.on_device, keys, values)
         else:
-            with self._storing(arrival):
-                if arrival.pending is None and (arrival.moves or self.on_device is None):
-                    bulk = self.bulk.append(*arrival.bulk)
+            is_added = arrival.pending is None and (arrival.moves or self.on_device is None)
+            bulk = self._store(arrival, self.bulk.append if is_added else None)
         return (keys, values) if states is None else put_together(self, states, bulk)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -428,7 +430,7 @@ class LayerStore(KVStore):
         return (keys, values) if shard.is_all else (shard.part(keys, start), shard.part(values, start))
 
     def _add(
-        self, keys: torch.Tensor, values: torch.Tensor, add_to_bulk: Callable[[], _Add], in_any_case: bool
+        self, keys: torch.Tensor, values: torch.Tensor, add_to_bulk: Callable[[], _Add[None]], in_any_case: bool
     ) -> None:
         """
         Store new states; what goes to the bulk segment is added by what `add_to_bulk` returns.
@@ -447,27 +449,15 @@ class LayerStore(KVStore):
             self._extend_newest(newest, keys, values)
             return
         arrival = self._arrival(layout, keys, values, may_wait=True)
-        with self._storing(arrival):
-            if arrival.pending is None and (arrival.moves or in_any_case):
-                add_to_bulk()(*arrival.bulk)
+        is_added = arrival.pending is None and (arrival.moves or in_any_case)
+        self._store(arrival, add_to_bulk() if is_added else None)
 
     def _extend_newest(
-        self, newest: Segment, keys: torch.Tensor, values: torch.Tensor, extend: _Add | None = None
+        self, newest: Segment, keys: torch.Tensor, values: torch.Tensor, extend: _Add[None] | None = None
     ) -> None:
         """Store new states in the segment of the newest tokens, where nothing else moves."""
-        with self._shortened_after_errors(newest):
-            (extend or newest.extend)(*self._own_part(keys, values))
+        _add_to(newest, extend or newest.extend, self._own_part(keys, values))
         self._set_length(self.num_tokens + keys.shape[2])
-
-    @contextmanager
-    def _shortened_after_errors(self, segment: Segment) -> Iterator[None]:
-        """Remove what was added to a segment if something ends the block inside."""
-        before = segment.num_tokens
-        try:
-            yield
-        except BaseException:
-            segment.truncate(before)  # these tokens are in another segment still, or new
-            raise
 
     def _arrival(self, layout: Layout, keys: torch.Tensor, values: torch.Tensor, may_wait: bool) -> Arrival:
         """
@@ -515,11 +505,9 @@ class LayerStore(KVStore):
                     reason = "the device has no memory for more"
                     self._stats.note_decision(self.num_tokens, "device_tokens", fewer, reason)
 
-    @contextmanager
-    def _storing(self, arrival: Arrival) -> Iterator[None]:
-        """Let the bulk segment be added to inside, then store the rest; the border moves last."""
-        with self._shortened_after_errors(self.bulk):
-            yield
+    def _store(self, arrival: Arrival, add_to_bulk: _Add[_Result] | None) -> _Result | None:
+        """Let `add_to_bulk` take what goes to the bulk segment, then store the rest; the border moves last."""
+        bulk = None if add_to_bulk is None else _add_to(self.bulk, add_to_bulk, arrival.bulk)
         with self._changing():
             if arrival.pending is not None:
                 assert self.quantized is not None
@@ -535,6 +523,7 @@ class LayerStore(KVStore):
                     self.on_device.extend(*states)
             self.layout = arrival.layout
             self._set_length(self.num_tokens + arrival.new_tokens)
+        return bulk
 
     def _keep_own(self) -> None:
         """Drop the tokens of other shards, before anything is quantized."""
@@ -575,3 +564,13 @@ class LayerStore(KVStore):
             self.full.truncate(first)
             self.full.extend(*rest)
             self.quantized.packed.truncate(kept)
+
+
+def _add_to(segment: Segment, add: _Add[_Result], states: Pair) -> _Result:
+    """Let `add` store states in a segment, and remove them if something ends it half-way."""
+    before = segment.num_tokens
+    try:
+        return add(*states)
+    except BaseException:
+        segment.truncate(before)  # these tokens are in another segment still, or new
+        raise
