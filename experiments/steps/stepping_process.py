@@ -16,7 +16,6 @@ from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.models import load
 
 
-@torch.inference_mode()
 def main() -> None:
     work = json.loads(sys.argv[1])
     torch.set_num_threads(work["threads"])
@@ -28,6 +27,7 @@ def main() -> None:
     cache = DynamicHybridCache(model.config) if bits == 16 else QuantizedHybridCache(model.config, bits=bits)
     ids = torch.randint(model.config.vocab_size, (1, work["context"]), generator=torch.Generator().manual_seed(0))
 
+    @torch.inference_mode()
     def read(ids: torch.Tensor) -> torch.Tensor:
         return model(ids, logits_to_keep=1, **cache_argument(cache)).logits[:, -1:].argmax(dim=-1)
 
