@@ -8,10 +8,12 @@ import sys
 from types import FrameType
 from typing import Any
 
+from ... import graph_breaks
+
 # The package of the caches, in which this room is.
 _CACHES = (__package__ or "").rpartition(".")[0]
 # Modules whose frames stand between a cache and its caller: decorators, and a cache that holds this one.
-_BETWEEN = (f"{_CACHES}.", "torch.", "functools", "transformers.cache_utils")
+_BETWEEN = (f"{_CACHES}.", graph_breaks.__name__, "torch.", "functools", "transformers.cache_utils")
 
 
 def length_of_whole_prompt(step: str) -> int | None:
