@@ -25,6 +25,8 @@ ALONE = ("tests/memory/test_cuda.py",)
 TOGETHER = ("tests/accelerator", "tests/device_kernels", "tests/attention/test_torch_attention.py")
 _MOST_PROCESSES = 12  # so many share one GPU
 _TEST_SECONDS = 300
+_SECONDS_TO_REPORT = 10
+_INTERRUPTED = 2  # of pytest, which the tests that have ended come from
 _VERSION = "import transformers; print(transformers.__version__)"
 
 
@@ -44,9 +46,12 @@ def run(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default", "--disable-warnings"]
         if importlib.util.find_spec("pytest_timeout"):
             command.append(f"--timeout={_TEST_SECONDS}")
-        process = subprocess.run(
-            [*command, f"--junitxml={report}", *arguments], cwd=records.RESULTS.parent, env=environment, check=False
-        )
+        command += [f"--junitxml={report}", *arguments]
+        with subprocess.Popen(command, cwd=records.RESULTS.parent, env=environment) as process:
+            try:
+                process.wait()
+            except KeyboardInterrupt:  # of pytest, too, which then reports the tests that have ended
+                process.wait(_SECONDS_TO_REPORT)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
@@ -106,6 +111,8 @@ def main() -> None:
             path = records.save("gpu/suites", {"rehearsal": given.rehearse, "runs": runs}, given.out)
             for name in runs[-1]["failed"]:
                 print(f"failed: {name}", flush=True)
+            if runs[-1]["exit_status"] == _INTERRUPTED:
+                sys.exit(1)
     print(f"record: {path}")
     answers = [
         {"transformers": run["transformers"], "passed": run["passed"], "failed": len(run["failed"])} for run in runs
