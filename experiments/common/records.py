@@ -79,8 +79,8 @@ def num_cores() -> int:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the checkout, or `GIT_REVISION` where there is no Git folder; `None` without either."""
-    return _git("rev-parse", "HEAD") or os.environ.get("GIT_REVISION")
+    """Return `GIT_REVISION`, for a copy of a checkout without its Git folder, or the commit; `None` without either."""
+    return os.environ.get("GIT_REVISION") or _git("rev-parse", "HEAD")
 
 
 def _git(*arguments: str) -> str | None:

@@ -222,7 +222,14 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[], help="of the CPU, each with a turn of its own (default: all)"
     )
+    parser.add_argument(
+        "--without-cudnn",
+        action="store_true",
+        help="let torch choose another attention than that of cuDNN, which plans each new length anew",
+    )
     given = parsed(parser)
+    if given.without_cudnn:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     for threads in given.threads:
         if not 1 <= threads <= records.num_cores():
             parser.error(f"{threads} threads, and there are {records.num_cores()} cores.")
@@ -242,6 +249,7 @@ def main() -> None:
         "prefill": "synthetic",
         "steps": given.steps,
         "rehearsal": given.rehearse,
+        "without_cudnn": given.without_cudnn,
         "bfloat16_kv_bytes": full,
         "left_out": left_out,
         **found,

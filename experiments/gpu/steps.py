@@ -10,6 +10,7 @@ FOLDER = "gpu"
 # Memory that a card is held to for the table of the source: a desktop card of today, and a small one.
 _CARDS = ("24GiB", "8GiB")
 _STREAMING = ("dynamic", "stock-offloaded", "offloaded", "streamed-8", "streamed-4", "streamed-2")
+_WITHOUT_CUDNN = ("stock", "dynamic", "stock-offloaded", "offloaded", "codes-4", "streamed-4")
 _QUANTIZED = (
     *("stock", "dynamic", "codes-8", "codes-4", "codes-4-2", "codes-2"),
     *("offloaded", "streamed-8", "streamed-4", "streamed-2"),
@@ -87,6 +88,10 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
     return [
         step("suites", "suites", 8, *others),
         *(decode(f"streaming-{context}", context, _STREAMING) for context in sizes.streaming),
+        *(
+            decode(f"without-cudnn-{context}", context, _WITHOUT_CUDNN, "--without-cudnn")
+            for context in reversed(sizes.streaming)
+        ),
         *(decode(f"quantized-{context}", context, _QUANTIZED) for context in reversed(sizes.quantized)),
         step("peaks", "peaks", 4, "--context", sizes.prompt, "--decoded-context", sizes.prompt_before_cpu),
         step("attention", "attention", 3, "--contexts", *sizes.attention, *few_rounds),

@@ -83,7 +83,7 @@ class ExpertLayer:
         """Whether transformers' own gate with a SiLU stands between the products, and nothing after them."""
         module = self._module
         is_default = module.has_gate and type(module)._apply_gate.__module__ == ExpertsInterface.__module__
-        return is_default and isinstance(module.act_fn, _SILU) and not module.has_post_expert_norm
+        return is_default and isinstance(module.act_fn, _SILU) and not _has_norm(module)
 
     def activated(self, states: torch.Tensor) -> torch.Tensor:
         """The input of the second product, from the output of the first, `[..., down's columns]`."""
@@ -93,7 +93,7 @@ class ExpertLayer:
 
     def finished(self, states: torch.Tensor) -> torch.Tensor:
         """The output of an expert, from the output of the second product, before it is weighted."""
-        result: torch.Tensor = self._module.post_expert_norm(states) if self._module.has_post_expert_norm else states
+        result: torch.Tensor = self._module.post_expert_norm(states) if _has_norm(self._module) else states
         return result
 
 
@@ -119,11 +119,16 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _is_stack(module: Any) -> bool:
-    noted = ("has_gate", "has_bias", "has_post_expert_norm")
+    noted = ("has_gate", "has_bias")
     if not holds_experts(module) or not all(isinstance(getattr(module, name, None), bool) for name in noted):
         return False
     weights = [module._parameters.get(name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
     return all(weight is not None and weight.dim() == 3 for weight in weights)
+
+
+def _has_norm(module: Any) -> bool:
+    """Whether a norm follows each expert, which transformers declares since its interface takes such experts."""
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def _matrices(weight: torch.Tensor, is_transposed: bool) -> Matrices:

@@ -79,7 +79,6 @@ class BufferContract(ABC):
     def test_selected_sequences_are_those_of_index_select(self, indices: list[int], monkeypatch: pytest.MonkeyPatch):
         # A few tokens at a time, so that several pieces are needed.
         monkeypatch.setattr("hf_hybrid_cache.storage.buffers.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
-        monkeypatch.setattr("hf_hybrid_cache.storage.buffers.run_buffer._COPY_ROWS", 2)
         states = random_states(300)
         selected = self.filled(states).select_batch(torch.tensor(indices), 300)
         assert torch.equal(selected.read(300), states[indices])

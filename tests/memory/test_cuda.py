@@ -103,7 +103,7 @@ def kernels_of_a_step(make) -> float:
 # The most kernels a layer beyond those of `DynamicCache`.
 MOST_KERNELS = {
     "dynamic": (DynamicHybridCache, 0),
-    "offloaded": (OffloadedHybridCache, 0),
+    "offloaded": (OffloadedHybridCache, 4),  # blocks are taken apart, and put together
     "codes": (partial(HybridCache, codec=minmax(4, rotate=True)), 6),
     "streamed codes": (partial(HybridCache, placement=Placement(offload=True), codec=minmax(4, rotate=True)), 6),
 }

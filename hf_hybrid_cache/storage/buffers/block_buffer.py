@@ -12,6 +12,7 @@ from .token_buffer import TokenBuffer
 
 BLOCK = GRANULE
 _LANES = 16
+_PIECE_BYTES = 32 * 2**20
 # Numba has no name for bfloat16 and half precision: kernels read them as unsigned and as signed 16-bit integers.
 _ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
@@ -125,7 +126,10 @@ class BlockBuffer(RunBuffer):
             end: any token.
         """
         for first, last in self._pieces(start // BLOCK, self.rows(end)):
-            piece = self._data[first:last].to(target.device, non_blocking=True)
+            # One kernel takes apart what several copies bring: a launch takes as long as a copy of a MiB.
+            piece = torch.empty_like(self._data[first:last], device=target.device)
+            for begin, stop in self._copies(first, last):
+                piece[begin - first : stop - first].copy_(self._data[begin:stop], non_blocking=True)
             rows = self._as_seen(piece).flatten(2, 3)
             count = min(end - first * BLOCK, rows.shape[2])
             target.write(first * BLOCK - start, rows.narrow(2, 0, count))
@@ -141,10 +145,12 @@ class BlockBuffer(RunBuffer):
             first_there: first token in the buffer, which is the first of a block.
         """
         for first, last in self._pieces(start // BLOCK, self.rows(end)):
-            piece = torch.zeros_like(self._data[first:last], device=source.device)
+            make = torch.empty_like if self.stored_dim == self.shape[2] else torch.zeros_like
+            piece = make(self._data[first:last], device=source.device)
             rows = source.read_range(first * BLOCK - first_there, last * BLOCK - first_there)
             self._as_seen(piece).copy_(rows.unflatten(2, (last - first, BLOCK)))
-            self._data[first:last].copy_(piece, non_blocking=True)
+            for begin, stop in self._copies(first, last):
+                self._data[begin:stop].copy_(piece[begin - first : stop - first], non_blocking=True)
 
     def select_batch(self, indices: torch.Tensor, num_tokens: int) -> Self:
         batch, heads, head_dim = self.shape
@@ -155,6 +161,11 @@ class BlockBuffer(RunBuffer):
         for first, last in self._pieces(0, self.rows(num_tokens)):
             target._data[first:last] = self._data[first:last].index_select(1, indices)
         return target
+
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Split blocks `first` to `last` into pieces that are put together or taken apart at once."""
+        most = max(1, _PIECE_BYTES // max(1, BLOCK * self.bytes_per_token))
+        return ((start, min(start + most, last)) for start in range(first, last, most))
 
     def _place_of(self, token: int) -> torch.Tensor:
         """Return a view of one token, `[batch, heads, 1, head_dim]`, made with those of its block."""

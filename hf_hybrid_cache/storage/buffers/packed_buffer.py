@@ -27,12 +27,13 @@ class PackedBuffer(RunBuffer):
 
     def load(self, target: TokenBuffer, start: int, end: int) -> None:
         """Copy packed blocks `start` to `end` to the start of a buffer on a device."""
-        for first, last in self._pieces(start, end):
-            target.write(first - start, self.read_range(first, last).to(target.device, non_blocking=True))
+        for first, last in self._copies(start, end):
+            there = target.read_range(first - start, last - start)
+            there.copy_(self.read_range(first, last), non_blocking=True)
 
     def save(self, source: TokenBuffer, start: int, end: int, first_there: int = 0) -> None:
         """Copy packed blocks `start` to `end` from a buffer on a device that begins with block `first_there`."""
-        for first, last in self._pieces(start, end):
+        for first, last in self._copies(start, end):
             there = source.read_range(first - first_there, last - first_there)
             self.read_range(first, last).copy_(there, non_blocking=True)
 

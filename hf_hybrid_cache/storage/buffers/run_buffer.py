@@ -3,6 +3,7 @@
 import itertools
 import math
 import mmap
+from collections.abc import Iterable
 
 import torch
 
@@ -11,8 +12,6 @@ from ..memory.growth import grown_capacity
 from ..memory.memory_limits import address_space_is_limited
 from ..memory.page_lock import PageLock, locks_in_place
 from .host_buffer import HostBuffer
-
-_COPY_ROWS = 64
 
 
 class RunBuffer(HostBuffer):
@@ -100,11 +99,10 @@ class RunBuffer(HostBuffer):
         twin._data[:rows] = self._data[:rows]
         return twin
 
-    def _pieces(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Split rows `first` to `last` into pieces that one copy can move, not across separately page-locked ranges."""
-        regular = range(first, last, _COPY_ROWS)
+    def _copies(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Split rows `first` to `last` into those that one copy can move, where page-locked ranges meet."""
         cuts = {row for cut in self._lock.cuts if first < (row := cut // self.row_entries) < last}
-        return list(itertools.pairwise(sorted({*regular, *cuts, last})))
+        return itertools.pairwise(sorted({first, *cuts, last}))
 
     def _grow(self, num_tokens: int, keep: int) -> None:
         release_old = self._lock.release

@@ -245,10 +245,8 @@ class Staging:
                 self._let_go(slot)
 
     def vacate(self, store: "StreamedSegment") -> None:
-        """Give up the device copy of `store`, and the memory it is in."""
-        slot = self._slot_of(store)
-        if slot is not None:
-            self.slots.remove(slot)
+        """Give up the device copy of `store`, and the memory it is in, with slots that were left to callers."""
+        self.slots = [slot for slot in self.slots if slot.owner is not store and slot.owner is not None]
 
     def give_up_others(self, current: "StreamedSegment") -> bool:
         """
