@@ -97,7 +97,8 @@ def _seconds(found: MachineRecords) -> dict[str, dict[int, float]]:
     """Return the seconds of a token by cache and context, the largest that was measured."""
     measured: dict[str, dict[int, float]] = {}
     for record in decode_steps(found):
-        for name, seconds in record["median_seconds"].items():
+        for cache, seconds in record["median_seconds"].items():
+            name = f"{cache}, without cuDNN" if record.get("without_cudnn") else cache
             at = measured.setdefault(name, {})
             at[record["context_tokens"]] = max(seconds, at.get(record["context_tokens"], seconds))
     return measured
