@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import OffloadedHybridCache
+from hf_hybrid_cache import OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.attention.device_segment import DeviceSegment
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.host_segment import HostSegment
@@ -140,3 +140,13 @@ def test_whatever_ends_attention_on_the_device_the_kernel_is_waited_for(cache_an
     with pytest.raises(KeyboardInterrupt):
         step()
     assert ended
+
+
+@pytest.mark.parametrize("make", [OffloadedHybridCache, QuantizedHybridCache])
+def test_device_memory_when_the_cpu_attends_after_a_prompt_in_chunks_then_is_given_back(make):
+    model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
+    cache = make(model.config, cpu_decode=True)
+    with torch.no_grad(), in_order(ORDERS[-1]):
+        for num_tokens in (256, 192, 1):
+            model(random_prompt(1, num_tokens).to(DEVICE), **cache_argument(cache))
+        assert cache.memory().device_bytes == 0

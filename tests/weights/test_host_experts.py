@@ -67,6 +67,15 @@ def with_dense_experts(model: PreTrainedModel) -> PreTrainedModel:
 # --- what a model computes
 
 
+def test_experts_when_transformers_declares_no_norm_after_them_then_compute_the_same():
+    model = copy.deepcopy(expert_model("mixtral"))
+    expected = logits(model)
+    for module in expert_modules(model).values():
+        vars(module).pop("has_post_expert_norm", None)  # since transformers 5.20
+    move_experts_to_host(model)
+    assert_close(logits(model), expected, 1e-5)
+
+
 @pytest.mark.parametrize("num_tokens", TOKEN_COUNTS)
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_model_when_experts_are_on_host_then_computes_as_eager_experts(family, num_tokens):

@@ -98,9 +98,8 @@ class StreamedSegment(BlockSegment):
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.wait_for_copies()
-        if self.is_streamed:
-            self.is_streamed = False
-            self.staging.vacate(self)
+        self.is_streamed = False
+        self.staging.vacate(self)  # also after a read, which fetched what is here
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         self.reserve(end)
         # torch copies to page-locked memory here, which it uses again once the copy is done.
