@@ -6,8 +6,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,32 +22,37 @@ from hf_hybrid_cache.cli.documents.formats import text_of
 
 from models.word_tokenizer import word_model_in, word_tokenizer
 
-for _package in ("bs4", "docx", "pypdf"):
-    pytest.importorskip(_package, reason='needs pip install "hf_hybrid_cache[documents]"')
+for _package in ("inscriptis", "lxml", "pypdf", "pypdfium2"):
+    pytest.importorskip(_package, reason='needs pip install "hf_hybrid_cache[test]"')
 
 SIGNED = "It was signed by Ada."
 
 
-def pdf_of(*pages: str) -> bytes:
-    """A PDF with a line of text on each page, or none."""
-    numbers = range(4, 4 + 2 * len(pages), 2)
+def pdf_of(*pages: str, notes: Sequence[str] = (), form: str | None = None, catalog: str = "") -> bytes:
+    """A PDF with a line of text on each page, or none; on the last one fields and notes, and the rest of its form."""
+    numbers, first_note = range(4, 4 + 2 * len(pages), 2), 4 + 2 * len(pages)
+    places = " ".join(f"{first_note + index} 0 R" for index in range(len(notes)))
+    fonts = "/Font << /F1 3 0 R >>"
+    if form is not None:
+        catalog += f" /AcroForm << /Fields [{places}] /DR << {fonts} >> {form} >>"
     objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
         f"<< /Type /Pages /Count {len(pages)} /Kids [{' '.join(f'{number} 0 R' for number in numbers)}] >>",
         "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
     ]
     for number, text in zip(numbers, pages, strict=True):
-        drawn = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET" if text else ""
-        of_page = f"/MediaBox [0 0 300 200] /Resources << /Font << /F1 3 0 R >> >> /Contents {number + 1} 0 R"
+        drawn = "BT /F1 12 Tf 12 TL 20 100 Td " + " T* ".join(f"({line}) Tj" for line in text.splitlines()) + " ET"
+        of_page = f"/MediaBox [0 0 300 200] /Resources << {fonts} >> /Contents {number + 1} 0 R /Annots [{places}]"
         objects += [
             f"<< /Type /Page /Parent 2 0 R {of_page} >>",
-            f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+            f"<< /Length {len(drawn)} >>\nstream\n{drawn if text else ''}\nendstream",
         ]
-    file, places = "%PDF-1.4\n", []
+    objects += [f"<< /Type /Annot /DA (/F1 10 Tf 0 g) {note} >>" for note in notes]
+    file, starts = "%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
-        places.append(len(file))
+        starts.append(len(file))
         file += f"{number} 0 obj\n{content}\nendobj\n"
-    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    table = "".join(f"{start:010} 00000 n \n" for start in starts)
     count = len(objects) + 1
     end = f"trailer\n<< /Size {count} /Root 1 0 R >>\nstartxref\n{len(file)}\n%%EOF\n"
     return f"{file}xref\n0 {count}\n0000000000 65535 f \n{table}{end}".encode()
@@ -63,14 +67,32 @@ def encrypted_pdf_of(text: str, password: str, algorithm: str = "RC4-128") -> by
     return file.getvalue()
 
 
-def docx_of(*paragraphs: str) -> bytes:
-    import docx
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 
-    document, file = docx.Document(), io.BytesIO()
-    for paragraph in paragraphs:
-        document.add_paragraph(paragraph)
-    document.save(file)
+
+def word_file(body: str, word: str = WORD, relations: str = RELATIONS, **parts: str | bytes) -> bytes:
+    """A Word file with the XML of its body, and of other parts; of these `chunk` is a document inside."""
+    kinds = {"chunk": "aFChunk"}
+    links = "".join(
+        f'<Relationship Id="{part}" Type="{relations}/{kinds.get(part, part)}" Target="{part}.xml"/>' for part in parts
+    )
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as written:
+        written.writestr("word/_rels/document.xml.rels", f"<Relationships>{links}</Relationships>")
+        for part, content in {"document": f"<w:document><w:body>{body}</w:body></w:document>", **parts}.items():
+            if isinstance(content, str):
+                content = re.sub("(?<=<)[^<> ]+", rf'\g<0> xmlns:w="{word}" xmlns:r="{relations}"', content, count=1)
+            written.writestr(f"word/{part}.xml", content)
     return file.getvalue()
+
+
+def paragraph(text: str, properties: str = "") -> str:
+    return f"<w:p><w:pPr>{properties}</w:pPr><w:r><w:t>{text}</w:t></w:r></w:p>"
+
+
+def docx_of(*paragraphs: str) -> bytes:
+    return word_file("".join(map(paragraph, paragraphs)))
 
 
 def html_of(text: str) -> bytes:
@@ -123,15 +145,6 @@ def test_a_pdf_is_read_page_by_page_and_pages_without_text_are_said(tmp_path: Pa
     remarks: list[str] = []
     assert text_of("a.pdf", pdf_of("One.", "", "Three."), remarks.append) == "One.\n\nThree."
     assert remarks == ["a.pdf: 1 of 3 pages have no text, as where they were scanned"]
-    assert text_of("b.pdf", pdf_of(*["Page."] * 101), remarks.append).count("Page.") == 101
-    assert remarks[1:] == ["b.pdf: reading 101 pages"]
-
-
-def test_pdf_when_repaired_by_pypdf_then_says_so():
-    remarks: list[str] = []
-    mended = pdf_of(SIGNED).replace(b"startxref\n", b"startxref\n9")
-    assert text_of("a.pdf", mended, remarks.append) == SIGNED
-    assert [remark.partition("; ")[0] for remark in remarks] == ["a.pdf: text may be missing or wrong"]
 
 
 def test_a_pdf_that_is_encrypted_without_a_password_is_read():
@@ -146,20 +159,31 @@ def test_a_pdf_when_aes_encrypts_it_then_is_read_without_a_password(algorithm: s
         text_of("a.pdf", encrypted_pdf_of(SIGNED, "secret", algorithm), print)
 
 
-def test_a_pdf_when_it_is_encrypted_with_aes_then_names_the_package():
-    if find_spec("cryptography") is not None:
-        pytest.skip("the package that decrypts AES is installed")
-    # The last object says how the others are encrypted, and stands before the table whose place the end tells.
-    written, place = encrypted_pdf_of(SIGNED, "").split(b"startxref\n")
-    filters = b"/CF << /StdCF << /CFM /AESV2 /Length 16 >> >>\n/StmF /StdCF\n/StrF /StdCF"
-    with_aes = written.replace(b"/V 2\n/R 3", b"/V 4\n/R 4\n" + filters)
-    moved = int(place.split()[0]) + len(with_aes) - len(written)
-    with pytest.raises(UsageError, match=r'package cryptography: pip install "hf_hybrid_cache\[encrypted\]"'):
-        text_of("a.pdf", with_aes + b"startxref\n%d\n%%%%EOF\n" % moved, print)
+def test_a_pdf_when_it_is_filled_in_then_what_is_typed_and_noted_follows_the_nearest_line():
+    def at(top: int) -> str:
+        return f"/Rect [90 {top - 12} 250 {top}]"
+
+    notes = [
+        f"/Subtype /Widget /FT /Tx /T (name) /V (Ada) {at(110)} /F 4",
+        f"/Subtype /Widget /FT /Ch /Ff 131072 /T (city) /Opt [[(b) (Berlin)] [(p) (Paris)]] /V (p) {at(98)} /F 4",
+        f"/Subtype /Widget /FT /Tx /T (hidden) /V (HIDDEN) {at(60)} /F 2",
+        f"/Subtype /Widget /FT /Btn /T (box) /V /Yes /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",  # drawn nowhere
+        f"/Subtype /FreeText /Contents (Paid.) {at(86)} /F 4",
+    ]
+    said = text_of("a.pdf", pdf_of("Name:\nCity:\nTotal: 7", notes=notes, form=""), print)
+    assert said == "Name: Ada\nCity: Paris\nTotal: 7 Paid."
+    assert text_of("a.pdf", pdf_of("Name:", notes=[notes[-1].replace(at(86), at(110))]), print) == "Name: Paid."
 
 
-def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted():
-    word = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+@pytest.mark.parametrize("catalog", ["", "/NeedsRendering true"])
+def test_a_pdf_whose_form_it_does_not_show_is_refused(catalog: str):
+    with pytest.raises(UsageError, match="is a PDF whose form only Adobe's programs show"):
+        text_of("a.pdf", pdf_of("Please wait...", form="/XFA [(template) 5 0 R]", catalog=catalog), print)
+    assert text_of("a.pdf", pdf_of(SIGNED, form="/XFA [(template) 5 0 R]"), print) == SIGNED
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted(strict: bool):
     body = """
         <w:p><w:pPr><w:tabs><w:tab w:val="left" w:pos="9"/></w:tabs></w:pPr>
             <w:r><w:t>A</w:t><w:tab/><w:t>tab</w:t></w:r>
@@ -169,20 +193,69 @@ def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted():
         <w:tbl><w:tr><w:tc><w:p><w:r><w:t>c1</w:t></w:r></w:p><w:p><w:r><w:t>c2</w:t></w:r></w:p></w:tc>
             <w:tc><w:p><w:r><w:t>d</w:t></w:r></w:p></w:tc></w:tr></w:tbl>
         <w:p><w:r><w:t>last</w:t></w:r></w:p>"""
-    notes = f"<w:footnotes {word}><w:footnote><w:p><w:r><w:t>a note</w:t></w:r></w:p></w:footnote></w:footnotes>"
-    relations = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-    plain, file = zipfile.ZipFile(io.BytesIO(docx_of())), io.BytesIO()
-    with zipfile.ZipFile(file, "w") as changed:
-        for name in plain.namelist():
-            content = plain.read(name).decode("utf-8", "replace") if name.endswith((".xml", ".rels")) else ""
-            if name == "word/document.xml":
-                content = f"<w:document {word}><w:body>{body}</w:body></w:document>"
-            if name == "word/_rels/document.xml.rels":
-                added = f'<Relationship Id="n" Type="{relations}/footnotes" Target="footnotes.xml"/></Relationships>'
-                content = content.replace("</Relationships>", added)
-            changed.writestr(name, content or plain.read(name))
-        changed.writestr("word/footnotes.xml", notes)
-    assert text_of("a.docx", file.getvalue(), print) == "A\ttab inserted\na field\nc1 c2\td\nlast\na note"
+    notes = f"<w:footnotes><w:footnote>{paragraph('a note')}</w:footnote></w:footnotes>"
+    purl = "http://purl.oclc.org/ooxml"
+    spaces = (f"{purl}/wordprocessingml/main", f"{purl}/officeDocument/relationships") if strict else (WORD, RELATIONS)
+    said = text_of("a.docx", word_file(body, *spaces, footnotes=notes), print)
+    assert said == "A\ttab inserted\na field\nc1 c2\td\nlast\na note"
+
+
+def test_a_word_file_when_its_lists_are_numbered_then_has_the_numbers_that_it_shows():
+    def level(index: int, shown: str, shape: str, more: str = "") -> str:
+        return (
+            f'<w:lvl w:ilvl="{index}"><w:start w:val="1"/><w:numFmt w:val="{shape}"/>{more}<w:lvlText w:val="{shown}"/>'
+            "</w:lvl>"
+        )
+
+    def numbered(of_list: int, index: int, text: str = "x") -> str:
+        return paragraph(text, f'<w:numPr><w:ilvl w:val="{index}"/><w:numId w:val="{of_list}"/></w:numPr>')
+
+    levels = (
+        level(0, "%1.", "upperRoman"),
+        level(1, "%1.%2", "decimal", "<w:isLgl/>"),
+        level(2, "(%3)", "lowerLetter"),
+    )
+    numbering = f"""<w:numbering>
+        <w:abstractNum w:abstractNumId="0">{"".join(levels)}</w:abstractNum>
+        <w:abstractNum w:abstractNumId="1">{level(0, "*", "bullet")}</w:abstractNum>
+        <w:abstractNum w:abstractNumId="2"><w:numStyleLink w:val="Clauses"/></w:abstractNum>
+        <w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>
+        <w:num w:numId="2"><w:abstractNumId w:val="1"/></w:num>
+        <w:num w:numId="3"><w:abstractNumId w:val="2"/>
+            <w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/></w:lvlOverride></w:num></w:numbering>"""
+    styles = """<w:styles>
+        <w:style w:styleId="Clauses"><w:pPr><w:numPr><w:numId w:val="1"/></w:numPr></w:pPr></w:style>
+        <w:style w:styleId="Heading"><w:basedOn w:val="Clauses"/></w:style></w:styles>"""
+    places = [(1, 0), (1, 0), (1, 1), (1, 2), (1, 2), (1, 1), (2, 0), (7, 0)]
+    body = "".join(numbered(*place) for place in places) + paragraph("x", '<w:pStyle w:val="Heading"/>')
+    said = text_of("a.docx", word_file(body + numbered(3, 0), numbering=numbering, styles=styles), print)
+    assert said.split("\n") == ["I. x", "II. x", "2.1 x", "(a) x", "(b) x", "2.2 x", "• x", "x", "III. x", "IX. x"]
+
+
+def test_a_word_file_when_text_is_hidden_or_chosen_then_is_read_as_shown():
+    def run(properties: str, text: str) -> str:
+        return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
+
+    styles = '<w:styles><w:style w:styleId="Gone"><w:rPr><w:vanish/></w:rPr></w:style></w:styles>'
+    fields = """<w:ddList><w:result w:val="1"/><w:listEntry w:val="Red"/><w:listEntry w:val="Blue"/></w:ddList>
+        <w:checkBox><w:default w:val="0"/><w:checked/></w:checkBox><w:checkBox><w:default w:val="0"/></w:checkBox>"""
+    body = f"""<w:p>{run("<w:vanish/>", "a")}{run('<w:rStyle w:val="Gone"/>', "b")}{run('<w:vanish w:val="0"/>', "c")}
+        <w:r><w:fldChar><w:ffData>{fields}</w:ffData></w:fldChar></w:r></w:p>"""
+    hidden = paragraph("d", '<w:pStyle w:val="Gone"/><w:rPr><w:vanish/></w:rPr>')
+    assert text_of("a.docx", word_file(body + hidden, styles=styles), print) == "cBlue☒☐"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "said"),
+    [(html_of(SIGNED), SIGNED), (docx_of(SIGNED), SIGNED), (b"{\\rtf1 x}", "")],
+    ids=["html", "docx", "rtf"],
+)
+def test_a_word_file_when_a_document_is_inside_then_is_read_or_said_to_be_left_out(chunk: bytes, said: str):
+    remarks: list[str] = []
+    body = f'{paragraph("before")}<w:altChunk r:id="chunk"/>{paragraph("after")}'
+    assert text_of("a.docx", word_file(body, chunk=chunk), remarks.append) == f"before\n{said}\nafter"
+    left_out = ["a.docx: left out of it: word/chunk.xml is neither HTML nor a Word file."]
+    assert remarks == ([] if said else left_out)
 
 
 def test_html_is_read_as_a_browser_shows_it():
@@ -190,9 +263,22 @@ def test_html_is_read_as_a_browser_shows_it():
         <h1>A
         head</h1><p>It was <b>signed</b>   by
         <a href="x">Ada</a>.<p>Two<br>lines<!-- not shown --><ul><li>one<li>two</ul>
-        <table><tr><th>a</th><td>b</td></tr><tr><td>c<td>d</table><pre>\ndef f():\n    return 1\n</pre>caf&eacute;"""
-    shown = "T & U|A head|It was signed by Ada.|Two\nlines|one\ntwo|a\tb\nc\td|def f():\n    return 1|café"
+        <table><tr><th>a</th><td>b</td></tr><tr><td>c<td>d</table>
+        <pre><code>\n<b>def</b> f():\n    return 1\n</code></pre>caf&eacute;"""
+    shown = "T & U|A head|It was signed by Ada.|Two\nlines|  * one\n  * two|a\tb\nc\td|def f():\n    return 1|café"
     assert text_of("-", page, print).split("\n\n") == shown.split("|")
+
+
+def test_html_when_parts_are_hidden_or_typed_then_is_read_as_a_browser_shows_it():
+    page = b"""<html hidden><p hidden>1</p><div STYLE="color: red; Display : none"><p>2</div><dialog>3</dialog>
+        <p style="visibility:hidden">4<p>Name: <input value=Ada> <input type=hidden value=5> <textarea>typed</textarea>
+        <input type=checkbox checked><select><option>6<option selected>Paris</select><select><option>Red<option>7
+        </select><ol start=3><li>one<?x ?> two</ol>"""
+    assert " ".join(text_of("-", page, print).split()) == "Name: Ada typed ☒ Paris Red 3. one two"
+    remarks: list[str] = []
+    styled = b"<html><style>p { display: none }</style><p>a"
+    assert text_of("-", styled, remarks.append) == "a"
+    assert remarks == ["-: its style sheet hides parts of it, which were read all the same"]
 
 
 @pytest.mark.parametrize(
@@ -209,22 +295,32 @@ def test_html_is_decoded_as_a_browser_does(content: bytes):
     assert text_of("a.html", content, print) == "café"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_text_is_decoded_by_its_first_bytes_and_a_guess_is_said(encoding: str):
+    remarks: list[str] = []
+    assert text_of("a.txt", "Über 5 €\r\nb".encode(encoding), remarks.append) == "Über 5 €\nb"
+    guessed = "a.txt: not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8"
+    assert remarks == ([guessed] if encoding == "cp1252" else [])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.pdf", encrypted_pdf_of(SIGNED, "secret"), "a.pdf is an encrypted PDF. Make a copy that is not"),
         ("a.pdf", pdf_of("", ""), "a.pdf is a PDF without any text (pages: 2), as a scanner makes it. Add text"),
-        ("a.txt", pdf_of(SIGNED)[:-200], "a.txt is a damaged PDF ("),
+        ("a.txt", pdf_of(SIGNED)[:-200], "a.txt is a damaged PDF (its end is missing)."),
         ("a.pdf", b"%PDF-1.7 and nothing else", "a.pdf is a damaged PDF ("),
-        ("a.docx", docx_of(SIGNED)[:-2000], "a.docx is a damaged Word file ("),
+        ("a.docx", docx_of(SIGNED)[:-100], "a.docx is a damaged Word file ("),
         ("a.docx", docx_of(), "a.docx is a Word file without any text."),
-        ("a.htm", b"<p>caf\xe9", "a.htm is not UTF-8 text (byte 6 is 0xe9)."),
+        ("a.htm", b"<p>caf\xe9\x01", "a.htm is not UTF-8 text (byte 6 is 0xe9)."),
         ("a.htm", b'<meta charset="euc-jp"><p>caf\xe9', "a.htm says that it is in euc-jp, and is not: "),
-        ("a.htm", b"<p>a<![ b", "a.htm is damaged HTML. Open it in a browser, and save what it shows."),
+        ("a.htm", b"<div>" * 3000 + b"a", "a.htm is HTML that is nested too deeply. Save what a browser shows"),
+        ("a.htm", b"<!-- a -->", "a.htm is HTML without any text, as where a script fills a page."),
         ("a.htm", b"<script>fill()</script>", "a.htm is HTML without any text, as where a script fills a page."),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a.doc is not UTF-8 text (byte 0 is 0xd0)."),
         ("a.zip", b"PK\x03\x04\0\0", "a.zip is a binary file, not text."),
         ("a.txt", b" ", "a.txt is empty."),
+        ("a.txt", b"\xff\xfea", "a.txt says that it is in utf-16, and is not: "),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else value[:40],
 )
@@ -258,9 +354,9 @@ def test_whatever_is_damaged_is_read_or_refused_in_one_line(kind: str, changes: 
 @pytest.mark.parametrize(
     ("kind", "library", "message"),
     [
-        ("pdf", "pypdf", "a is a PDF, which pypdf reads"),
-        ("docx", "docx", "a is a Word file, which python-docx reads"),
-        ("html", "bs4", "a is HTML, which beautifulsoup4 reads"),
+        ("pdf", "pypdfium2", "a is a PDF, which pypdfium2 reads"),
+        ("docx", "lxml", "a is a Word file, which lxml reads"),
+        ("html", "inscriptis", "a is HTML, which inscriptis reads"),
     ],
 )
 def test_without_the_package_the_extra_is_named(kind: str, library: str, message: str, monkeypatch: pytest.MonkeyPatch):
@@ -286,7 +382,7 @@ def test_folder_when_read_then_is_sorted_and_names_skipped_files(texts: Path):
     (texts / "sub").mkdir()
     (texts / "sub" / "c.pdf").write_bytes(pdf_of(SIGNED))
     (texts / "Z.docx").write_bytes(docx_of(SIGNED))
-    (texts / "picture.png").write_bytes(b"\x89PNG\r\n")
+    (texts / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (texts / "scan.pdf").write_bytes(pdf_of(""))
     (texts / ".hidden").write_text("no")
     (texts / ".git").mkdir()
@@ -325,7 +421,7 @@ def test_links_to_folders_and_what_is_no_file_are_said_and_not_waited_for(texts:
 def test_a_folder_without_anything_to_read_is_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="has no files, except hidden ones"):
         read(tmp_path)
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n")
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(UsageError, match=r"No file in .* can be read, the first because: .*a\.png is not UTF-8"):
         read(tmp_path)
 
@@ -420,7 +516,7 @@ def test_documents_that_cannot_be_used_are_refused(
 
 
 def test_questions_can_be_about_a_folder_or_a_list_of_documents(model: Path, texts: Path, tmp_path: Path):
-    (texts / "picture.png").write_bytes(b"\x89PNG\r\n")
+    (texts / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     lines = [
         {"document": "texts", "question": "w3"},
         {"document": ["texts/b.md", "texts/a.txt"], "question": "w3"},

@@ -1,21 +1,25 @@
 """The text of a web page."""
 
 import re
-import warnings
+from collections.abc import Callable
 from pathlib import PurePath
 
 from ...console import UsageError
-from ...files import plain_text
+from .encodings import decoded
 
 _SUFFIXES = {".html", ".htm", ".xhtml"}
-_NOT_SHOWN = ["script", "style", "template", "noscript"]
-_PARAGRAPHS = re.compile(
-    "^(address|article|aside|blockquote|dl|fieldset|figure|footer|form|h[1-6]|header|hr|main|nav|ol|p|pre|section|table"
-    "|title|ul)$"
+_DECLARED = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
+# What browsers do where a page cannot be in the encoding that it names, or names a part of another.
+_MEANT = {"utf-16": "utf-8", "iso-8859-1": "cp1252", "latin-1": "cp1252", "us-ascii": "cp1252", "ascii": "cp1252"}
+_STYLE = "translate(@style, 'DISPLAYVBHEN \t\r\n', 'displayvbhen')"
+_NOT_SHOWN = (
+    ".//script | .//style | .//template | .//noscript | .//datalist | .//dialog[not(@open)] | .//svg//title"
+    f" | .//*[@hidden or contains({_STYLE}, 'display:none') or contains({_STYLE}, 'visibility:hidden')]"
+    " | .//input[@type='hidden' or @type='password']"
 )
-_LINES = re.compile("^(br|caption|dd|details|div|dt|figcaption|legend|li|option|summary|tr)$")
-# Code points that are no characters: an end of a line, an end of a paragraph, and a space and an end of a line of code.
-_LINE, _PARAGRAPH, _CODE_SPACE, _CODE_LINE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+_PARAGRAPHS = ("dl", "fieldset", "form", "hr", "section", "table", "title")
+_LINES = ("caption", "dd", "details", "dt", "legend", "summary", "tr")
+_CELL = "\ufdd0"  # the end of a cell: a code point that is no character
 
 
 def is_html(name: str, content: bytes) -> bool:
@@ -24,78 +28,69 @@ def is_html(name: str, content: bytes) -> bool:
     return PurePath(name).suffix.lower() in _SUFFIXES or start.startswith((b"<!doctype html", b"<html"))
 
 
-def html_text(name: str, content: bytes) -> str:
+def html_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
     """
-    Extract the text that a browser would show.
+    Extract the text that a browser would show, with the values of fields.
 
     Args:
         name: for messages.
         content: the whole file.
+        remark: receives that the style sheet of the page hides parts of it, which are read all the same.
 
     Raises:
-        UsageError: the page is damaged, is not in the encoding that it names, or has no text.
-        ImportError: Beautiful Soup is not installed.
+        UsageError: the page is not in the encoding that it names, is nested too deeply, or has no text.
+        ImportError: inscriptis is not installed.
     """
-    from bs4 import BeautifulSoup
-    from bs4.element import NavigableString
-    from bs4.exceptions import ParserRejectedMarkup
+    from inscriptis import Inscriptis
+    from inscriptis.css_profiles import STRICT_CSS_PROFILE
+    from inscriptis.html_properties import Display
+    from inscriptis.model.config import ParserConfig
+    from inscriptis.model.html_element import HtmlElement
+    from lxml import etree, html
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # says that XHTML is not HTML, or that a short text may be a name
-        try:
-            page = BeautifulSoup(_decoded(name, content), "html.parser")
-        except ParserRejectedMarkup as error:
-            raise UsageError(f"{name} is damaged HTML. Open it in a browser, and save what it shows.") from error
-    for tag in page.find_all(_NOT_SHOWN):
-        if not tag.decomposed:
-            tag.decompose()
-    for string in page.find_all(string=True):
-        if type(string) is NavigableString:  # not a comment
-            is_code = string.find_parent("pre") is not None
-            shown = string.replace(" ", _CODE_SPACE).replace("\n", _CODE_LINE) if is_code else _one_spaced(string)
-            string.replace_with(shown)
-    for tag in page.find_all(["td", "th"]):
-        tag.insert_before("\t")  # and not after it: where its end is left out, the next one is inside
-    for tags, end in ((_PARAGRAPHS, _PARAGRAPH), (_LINES, _LINE)):
-        for tag in page.find_all(tags):
-            tag.insert_before(end)
-            tag.append(end)
-    text = re.sub(rf"[\s{_LINE}{_PARAGRAPH}{_CODE_LINE}]+", _gap, page.get_text()).strip()
-    text = text.replace(_CODE_SPACE, " ").replace(_CODE_LINE, "\n")
+    named = _DECLARED.search(content[:4096])
+    encoding = named[1].decode().lower() if named else "utf-8"
+    parser = html.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True, huge_tree=True)
+    page = etree.fromstring(decoded(name, content, remark, _MEANT.get(encoding, encoding)).encode(), parser)
+    if page is None:
+        page = html.Element("html")
+    if any(re.search(r"display\s*:\s*none", style.text or "") for style in page.iter("style")):
+        remark(f"{name}: its style sheet hides parts of it, which were read all the same")
+    for tag in page.xpath(_NOT_SHOWN):
+        tag.drop_tree()
+    for select in page.iter("select"):
+        options = list(select.iter("option"))
+        first = options[:1] if "multiple" not in select.attrib else []
+        chosen = [option for option in options if "selected" in option.attrib] or first
+        for option in set(options).difference(chosen):
+            option.drop_tree()
+    for field in page.iter("input", "textarea", "option", "button"):
+        value = field.get("value") or ""
+        if field.get("type") in ("checkbox", "radio"):
+            value = "☐" if field.get("checked") is None else "☒"
+        field.text = f" {value if field.tag == 'input' else field.text or ''}"
+        field.tail = f" {field.tail or ''}"
+    for item in page.xpath(".//ol[@start]/li[1][not(@value)]"):
+        item.set("value", item.getparent().get("start"))
+    for code in page.iter("pre"):
+        for end in code.iter("br"):
+            end.text = "\n"
+        etree.strip_tags(code, "*")  # whose spaces and lines would be lost
+    for cell in page.iter("td", "th"):
+        cell.tag = "span"
+        if cell.getnext() is not None:
+            cell.tail = _CELL + (cell.tail or "")
+    for kind, tags in (("section", _PARAGRAPHS), ("div", _LINES)):
+        for tag in page.iter(*tags):
+            tag.tag = kind
+    # Not after it, too: the lines in it would take that as theirs.
+    section = HtmlElement(tag="section", display=Display.block, margin_before=1)
+    shown = {**STRICT_CSS_PROFILE, "head": HtmlElement(tag="head"), "section": section}
+    try:
+        text = Inscriptis(page, ParserConfig(css=shown)).get_text()
+    except RecursionError:
+        raise UsageError(f"{name} is HTML that is nested too deeply. Save what a browser shows as text.") from None
+    text = re.sub(rf" *{_CELL} *", "\t", text).strip("\n")
     if not text.strip():
         raise UsageError(f"{name} is HTML without any text, as where a script fills a page. Save what a browser shows.")
     return text
-
-
-def _decoded(name: str, content: bytes) -> str:
-    """Decode a page with the encoding that it names, or else as UTF-8."""
-    from bs4.dammit import EncodingDetector
-
-    content, marked = EncodingDetector.strip_byte_order_mark(content)
-    encoding = marked or EncodingDetector.find_declared_encoding(content, is_html=True) or "utf-8"
-    if encoding.startswith("utf-16") and not marked:
-        encoding = "utf-8"  # otherwise its name could not have been read
-    if encoding in ("iso-8859-1", "latin-1", "us-ascii", "ascii"):
-        encoding = "windows-1252"  # as browsers do
-    try:
-        return plain_text(name, content.decode(encoding).encode())
-    except (LookupError, UnicodeError) as error:
-        if encoding == "utf-8":
-            return plain_text(name, content)  # which says what is wrong
-        why = _one_spaced(f"says that it is in {encoding}, and is not: {error}")
-        raise UsageError(f"{name} {why}. Save it in UTF-8.") from None
-
-
-def _one_spaced(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
-
-
-def _gap(match: re.Match[str]) -> str:
-    """The largest of the gaps that follow each other between two words."""
-    if _PARAGRAPH in match[0]:
-        return "\n\n"
-    if _LINE in match[0]:
-        return "\n"
-    if _CODE_LINE in match[0]:
-        return match[0]
-    return "\t" if "\t" in match[0] else " "
