@@ -152,10 +152,13 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         if batch > 1 and (layer.batch if isinstance(layer, HybridLayer) else batch_of(layer)) == 1:
             self.batch_repeat_interleave(batch)
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
             wanted = max(num_tokens + key_states.shape[2], self._stores.capacity.device_tokens)
             raise advised(error, self._contents, wanted, KVShape.of(key_states, value_states)) from None
+        if self._prompts.asked is not None:
+            self._prompts.note_stored()
+        return states
 
     @outside_of_graphs
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -350,7 +353,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         with `IncompleteCacheError`.
 
         Raises:
-            ValueError: `generate` is about to continue what is stored with a prompt that is not longer.
+            ValueError: `generate` is about to continue what is stored with a prompt that is not longer, or begins with
+                other tokens, as far as it is known which are stored.
         """
         self._prompts.check(self._passes.note_question())
         return super().get_seq_length(layer_idx)
@@ -390,6 +394,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         if not self._passes.take_back():
             self.reset()
+        self._prompts.keep_stored()
 
     def reset(self) -> None:
         """Forget all tokens and checkpoints and give their memory back; the cache can be used again."""
@@ -404,7 +409,9 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         Check that a prompt begins with the tokens that are stored, as far as it is known which these are.
 
-        They are known after `load` of a file that has them, and after `note_tokens`.
+        They are known after `prefill`, after `load` of a file that has them, after `note_tokens`, and of the prompts of
+        `generate` that began with an empty cache, or continued known tokens. `generate` checks them once a call. Of an
+        answer it is known which tokens it has once a prompt contains it.
 
         Args:
             token_ids: of the whole prompt, `[batch, tokens]`.
