@@ -20,6 +20,7 @@ from .changes.going_back import GoingBack
 from .changes.moving import move
 from .changes.sequences import ChangingSequences
 from .checks.forward_passes import ForwardPasses
+from .checks.image_positions import ImagePositions
 from .checks.prompts import Prompts
 from .checks.slow_steps import SlowSteps
 from .construction import ClassOfCaches, chosen_for, new_contents, of_an_instance, require_config
@@ -80,6 +81,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         self._model_traits = traits_of(config)
         self._passes = ForwardPasses(self._contents)
         self._prompts = Prompts(self._contents, self._passes)
+        self._image_positions = ImagePositions()
         self._steps = SlowSteps()
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
         Cache.__init__(self, layers=self._contents.layers)
@@ -158,6 +160,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             raise advised(error, self._contents, wanted, KVShape.of(key_states, value_states)) from None
         if self._prompts.asked is not None:
             self._prompts.note_stored()
+        if self._image_positions.has_asked is not None:
+            self._image_positions.note_stored()
         return states
 
     @outside_of_graphs
@@ -201,7 +205,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
                 `hf-hybrid-cache chat` takes questions back as far as that.
 
         Raises:
-            CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
+            CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved, or
+                the model keeps an offset of positions after images itself, as Qwen2-VL does.
             ValueError: `token_ids` are not as many as there are tokens, or `document_tokens` are more.
             IncompleteCacheError: something ended a change of the cache half-way.
             LostProcessError: another process ended, or did not call it.
@@ -213,6 +218,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         self._passes.require_complete()
         self._contents.require_whole()
+        self._image_positions.refuse_file(path)
         save(self._contents, self._model_traits, path, token_ids, document_tokens)
 
     @staticmethod
@@ -357,6 +363,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
                 other tokens, as far as it is known which are stored.
         """
         self._prompts.check(self._passes.note_question())
+        self._image_positions.note_question()
         return super().get_seq_length(layer_idx)
 
     def activate_past_recording(self) -> None:
@@ -403,6 +410,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         self._contents.forget()
         self._passes.reset()
         self._prompts.token_ids = None
+        self._image_positions.reset()
         self.stats.clear()
 
     def require_prefix(self, token_ids: torch.Tensor) -> None:
