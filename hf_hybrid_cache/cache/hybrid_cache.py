@@ -20,6 +20,7 @@ from .changes.going_back import GoingBack
 from .changes.moving import move
 from .changes.sequences import ChangingSequences
 from .checks.forward_passes import ForwardPasses
+from .checks.image_positions import ImagePositions
 from .checks.prompts import Prompts
 from .checks.slow_steps import SlowSteps
 from .construction import ClassOfCaches, chosen_for, new_contents, of_an_instance, require_config
@@ -80,6 +81,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         self._model_traits = traits_of(config)
         self._passes = ForwardPasses(self._contents)
         self._prompts = Prompts(self._contents, self._passes)
+        self._image_positions = ImagePositions()
         self._steps = SlowSteps()
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
         Cache.__init__(self, layers=self._contents.layers)
@@ -152,10 +154,15 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         if batch > 1 and (layer.batch if isinstance(layer, HybridLayer) else batch_of(layer)) == 1:
             self.batch_repeat_interleave(batch)
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
             wanted = max(num_tokens + key_states.shape[2], self._stores.capacity.device_tokens)
             raise advised(error, self._contents, wanted, KVShape.of(key_states, value_states)) from None
+        if self._prompts.asked is not None:
+            self._prompts.note_stored()
+        if self._image_positions.has_asked is not None:
+            self._image_positions.note_stored()
+        return states
 
     @outside_of_graphs
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -198,7 +205,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
                 `hf-hybrid-cache chat` takes questions back as far as that.
 
         Raises:
-            CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved.
+            CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved, or
+                the model keeps an offset of positions after images itself, as Qwen2-VL does.
             ValueError: `token_ids` are not as many as there are tokens, or `document_tokens` are more.
             IncompleteCacheError: something ended a change of the cache half-way.
             LostProcessError: another process ended, or did not call it.
@@ -210,6 +218,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         self._passes.require_complete()
         self._contents.require_whole()
+        self._image_positions.refuse_file(path)
         save(self._contents, self._model_traits, path, token_ids, document_tokens)
 
     @staticmethod
@@ -350,9 +359,11 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         with `IncompleteCacheError`.
 
         Raises:
-            ValueError: `generate` is about to continue what is stored with a prompt that is not longer.
+            ValueError: `generate` is about to continue what is stored with a prompt that is not longer, or begins with
+                other tokens, as far as it is known which are stored.
         """
         self._prompts.check(self._passes.note_question())
+        self._image_positions.note_question()
         return super().get_seq_length(layer_idx)
 
     def activate_past_recording(self) -> None:
@@ -390,6 +401,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         if not self._passes.take_back():
             self.reset()
+        self._prompts.keep_stored()
 
     def reset(self) -> None:
         """Forget all tokens and checkpoints and give their memory back; the cache can be used again."""
@@ -398,13 +410,16 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         self._contents.forget()
         self._passes.reset()
         self._prompts.token_ids = None
+        self._image_positions.reset()
         self.stats.clear()
 
     def require_prefix(self, token_ids: torch.Tensor) -> None:
         """
         Check that a prompt begins with the tokens that are stored, as far as it is known which these are.
 
-        They are known after `load` of a file that has them, and after `note_tokens`.
+        They are known after `prefill`, after `load` of a file that has them, after `note_tokens`, and of the prompts of
+        `generate` that began with an empty cache, or continued known tokens. `generate` checks them once a call. Of an
+        answer it is known which tokens it has once a prompt contains it.
 
         Args:
             token_ids: of the whole prompt, `[batch, tokens]`.

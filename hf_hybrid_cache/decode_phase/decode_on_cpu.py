@@ -133,8 +133,6 @@ class DecodeOnCPU:
         caller = input_ids.device
         prompt_length = _prompt_length(input_ids, generation_config, model_kwargs)
         is_whole = prompt_length == input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None
-        if is_whole:
-            cache.require_prefix(input_ids)
         offered = {"streamer": streamer, "inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
         taken = {name: value for name, value in offered.items() if name in inspect.signature(loop).parameters}
         inputs = on_device({"input_ids": input_ids} | taken | model_kwargs, HOST)
@@ -157,8 +155,9 @@ class DecodeOnCPU:
             with chosen_experts_if_any(model):
                 output = switch.run(loop, inputs)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        # Beams are not stored in the order in which they are returned.
-        cache.note_tokens(sequences if is_whole and generation_config.num_beams == 1 else None)
+        # Beams are not stored in the order in which they are returned: what is known of them is the prompt.
+        known = sequences if generation_config.num_beams == 1 else input_ids
+        cache.note_tokens(known if is_whole else None)
         return on_device(output, caller)
 
 

@@ -20,8 +20,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -34,6 +32,7 @@ from hf_hybrid_cache.prompt_reading.progress import PrefillProgress
 from hf_hybrid_cache.prompt_reading.times import TimeLeft
 
 from models.architectures import small_model
+from models.image_models import model_of_images
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 TOKENS = 150
@@ -340,18 +339,3 @@ def test_prefill_when_images_came_before_then_positions_begin_anew(tmp_path: Pat
         model.model.rope_deltas = torch.tensor([[33]])
         fill(cache := DynamicHybridCache(model.config), progress=False)
         assert torch.equal(answer(model, ids, cache), expected)
-
-
-def model_of_images() -> PreTrainedModel:
-    """Make a model whose positions go on from the images of the prompt before."""
-    torch.manual_seed(0)
-    rotation = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    text = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "rope_parameters": rotation, **heads}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
-    tokens = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight *= 8
-    return model

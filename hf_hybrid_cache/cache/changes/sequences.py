@@ -17,20 +17,22 @@ class ChangingSequences(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""
-        self._prompts.token_ids = None
+        self._prompts.note_reordered()
         with self._contents.changing("reorder_cache"):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self._contents.checkpoints.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
-        self._prompts.token_ids = None
+        selected = self._prompts.selected(indices)
+        self._prompts.token_ids = None  # something may end it half-way
         with self._contents.changing("batch_select_indices"):
             for layer in self._contents.ours:
                 layer.batch_select_indices(indices)
             for layer in self._contents.theirs:
                 select_sequences_of(layer, indices)
             self._contents.checkpoints.select(indices)
+        self._prompts.token_ids = selected
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """
@@ -51,5 +53,4 @@ class ChangingSequences(DynamicCache):
             for layer in self._contents.theirs:
                 repeat_sequences_of(layer, repeats)
             self._contents.checkpoints.repeat(repeats)
-        if self._prompts.token_ids is not None:
-            self._prompts.token_ids = self._prompts.token_ids.repeat_interleave(repeats, dim=0)
+        self._prompts.repeat(repeats)

@@ -8,7 +8,7 @@ import torch
 from ...cache_argument import CACHE_ARGUMENT
 from ...saving import first_difference
 from ..contents.contents import Contents
-from .callers import border_that_drops_the_cache, length_of_whole_prompt, stack_level
+from .callers import WholePrompt, border_that_drops_the_cache, is_computing, stack_level, whole_prompt
 from .forward_passes import ForwardPasses
 
 
@@ -17,22 +17,28 @@ class Prompts:
     Refuses prompts that do not continue what is stored, and warns of models that do not use it.
 
     Attributes:
-        token_ids: of the stored tokens and perhaps some after them, `[batch, tokens]`; `None` if they are not known.
+        token_ids: of the first stored tokens, and perhaps some after them, `[batch, tokens]`, one row if they are those
+            of all sequences; `None` if they are not known.
+        asked: token ids of the prompt that `generate` is about to compute, until the first of it is stored.
     """
 
     def __init__(self, contents: Contents, passes: ForwardPasses):
         self._contents, self._passes = contents, passes
         self.token_ids: torch.Tensor | None = None
+        self.asked: torch.Tensor | None = None
+        self._are_reordered = False
         # Such models have two forms of rotary embedding, one for short and one for long contexts.
         self._may_leave_border = hasattr(contents.stores.config, "original_max_position_embeddings")
         self._has_left_border = False
 
     def check(self, num_tokens: int) -> None:
-        """Refuse a prompt of `generate` that is not longer than what is stored; warn if the model leaves the cache."""
-        prompt = length_of_whole_prompt("_prefill") if num_tokens else None
-        if prompt is not None and prompt <= num_tokens:
-            self._passes.require_complete()
-            self.refuse(f"the prompt of {prompt:,} tokens")
+        """Refuse a prompt of `generate` that does not continue what is stored; warn if the model leaves the cache."""
+        prompt = whole_prompt("_prefill")
+        if prompt is not None:
+            if num_tokens and prompt.length <= num_tokens:
+                self._passes.require_complete()
+                self.refuse(f"the prompt of {prompt.length:,} tokens")
+            self._ask(prompt)
         border = border_that_drops_the_cache(num_tokens) if self._may_leave_border else None
         if border is not None:
             self._may_leave_border, self._has_left_border = False, True
@@ -54,25 +60,51 @@ class Prompts:
 
     def refuse_assistant(self) -> None:
         """Raise a `ValueError` if assisted decoding is about to compute a whole prompt, and something is stored."""
-        num_tokens = self._contents.num_tokens
-        if num_tokens and length_of_whole_prompt("_assisted_decoding") is not None:
+        num_tokens, prompt = self._contents.num_tokens, whole_prompt("_assisted_decoding")
+        if prompt is not None and num_tokens:
             raise ValueError(
                 f"Assisted decoding and prompt lookup compute the whole prompt, and the cache holds {num_tokens:,} "
                 "tokens already: those of the prompt would be in it twice. Use a new cache, or generate without an "
                 "assistant and prompt_lookup_num_tokens."
             )
+        if prompt is not None:
+            self._ask(prompt)
 
-    def require_prefix(self, given: torch.Tensor) -> None:
-        """Raise a `ValueError` if a prompt, `[batch, tokens]`, does not begin with the stored tokens that are known."""
+    def _ask(self, prompt: WholePrompt) -> None:
+        """Refuse a prompt that begins with other tokens than those that are known to be stored; remember it."""
+        self.asked = None
+        if prompt.token_ids is None or prompt.token_ids.dim() != 2:
+            return
+        self.require_prefix(prompt.token_ids, prompt.mask)
+        # Of states whose tokens are not known, nobody says that a prompt has them.
+        if self.token_ids is not None or not self._contents.num_tokens:
+            self.asked = prompt.token_ids
+
+    def note_stored(self) -> None:
+        """Note the prompt that was asked for, once the first of it is stored: an error may have ended it before."""
+        asked, self.asked = self.asked, None
+        if asked is not None and is_computing(asked):
+            self._keep(asked)
+
+    def require_prefix(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """
+        Raise a `ValueError` if a prompt, `[batch, tokens]`, does not begin with the stored tokens that are known.
+
+        Tokens that `mask` hides may be any.
+        """
+        self._settle_order()
         if self.token_ids is None:
             return
-        num_tokens, given = self._contents.num_tokens, given.to("cpu", torch.long)
+        num_tokens = self._contents.num_tokens
         known = self.token_ids[:, : min(num_tokens, given.shape[1])]
         if known.shape[0] == 1:
             known = known.expand(given.shape[0], -1)
         if given.shape[0] != known.shape[0]:
             return  # another batch, which the layers refuse
-        different = first_difference(known, given[:, : known.shape[1]])
+        given = given[:, : known.shape[1]].to("cpu", torch.long)
+        if mask is not None:
+            given = torch.where(mask[:, : known.shape[1]].to("cpu") == 0, known, given)
+        different = first_difference(known, given)
         if different is not None:
             sequence, position = different
             raise ValueError(
@@ -83,12 +115,48 @@ class Prompts:
 
     def keep_stored(self) -> None:
         """Forget the tokens after those that are stored, which others may follow."""
+        num_tokens = self._contents.num_tokens
         if self.token_ids is not None:
-            self.token_ids = self.token_ids[:, : self._contents.num_tokens]
+            self.token_ids = self.token_ids[:, :num_tokens] if num_tokens else None
+
+    def note_reordered(self) -> None:
+        """Note that sequences have changed places, as beams do at every step."""
+        self._are_reordered = True
+
+    def selected(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """Return the known tokens of the sequences that `indices` (integers or a boolean mask) selects."""
+        self._settle_order()
+        if self.token_ids is None or len(self.token_ids) == 1:
+            return self.token_ids
+        try:
+            return self.token_ids[torch.as_tensor(indices, device="cpu")]
+        except IndexError:  # the layers refuse it, or the caller has noted the tokens of fewer sequences
+            return None
+
+    def repeat(self, repeats: int) -> None:
+        """Repeat the tokens of every sequence side by side."""
+        self._settle_order()
+        if self.token_ids is not None and len(self.token_ids) > 1:
+            self.token_ids = self.token_ids.repeat_interleave(repeats, dim=0)
+
+    def _settle_order(self) -> None:
+        """Keep what all sequences begin with, if they have changed places: that is known of each."""
+        if self._are_reordered and self.token_ids is not None:
+            different = first_difference(self.token_ids[:1], self.token_ids)
+            self.token_ids = self.token_ids[:1, : None if different is None else different[1]]
+        self._are_reordered = False
+
+    def _keep(self, token_ids: torch.Tensor) -> None:
+        """Keep a copy: the caller may write to the tensor."""
+        with torch.inference_mode(False):
+            self.token_ids = token_ids.detach().to("cpu", torch.long, copy=True)
+        self._are_reordered = False
 
     def note_tokens(self, token_ids: torch.Tensor | None) -> None:
         """Note which tokens a generation has computed; warn if it left the cache empty, and no warning told why."""
-        self.token_ids = None if token_ids is None else token_ids.detach().to("cpu", torch.long)
+        self.token_ids = None
+        if token_ids is not None:
+            self._keep(token_ids)
         if self._contents.of_text and not self._contents.num_tokens and not self._has_left_border:
             warnings.warn(
                 "The model has not used the cache that it was passed, which is empty: it keeps none, or one of its "

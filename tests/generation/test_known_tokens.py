@@ -1,0 +1,264 @@
+"""A cache that knows its tokens refuses prompts that begin with others, in `generate` too, and no other prompts."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache
+
+from hf_hybrid_cache import DecodeOnCPU, DynamicHybridCache, HybridCache, PrefixStore, QuantizedHybridCache, prefill
+from hf_hybrid_cache.cache_argument import cache_argument
+
+from models.byte_tokenizer import byte_tokenizer, model_in
+from models.tiny_models import llama, random_prompt, tiny_model
+
+CONFIG = llama()
+DOCUMENT = random_prompt(1, 40)
+OTHER = torch.cat([DOCUMENT[:, :10], random_prompt(1, 70, seed=5)], dim=1)
+FIRST_DIFFERENCE = next(i for i in range(10, 40) if OTHER[0, i] != DOCUMENT[0, i])
+REFUSAL = f"token {FIRST_DIFFERENCE} of sequence 0 is {OTHER[0, FIRST_DIFFERENCE]}, .*whole conversation"
+
+
+def answer(ids: torch.Tensor, cache: Any, model: PreTrainedModel | None = None, **options: Any) -> torch.Tensor:
+    options = {"max_new_tokens": 4, "do_sample": False, **options}
+    return (model or tiny_model("llama")).generate(ids, **cache_argument(cache), **options)
+
+
+def question(*before: torch.Tensor, seed: int = 7) -> torch.Tensor:
+    """The text before, and six tokens."""
+    text = torch.cat(before, dim=1)
+    return torch.cat([text, random_prompt(len(text), 6, seed)], dim=1)
+
+
+def read(**options: Any) -> HybridCache:
+    """A cache with the document, by way of `generate`."""
+    answer(DOCUMENT, cache := DynamicHybridCache(CONFIG), **options)
+    return cache
+
+
+def read_by_hand() -> HybridCache:
+    cache = DynamicHybridCache(CONFIG)
+    with torch.no_grad():
+        tiny_model("llama")(DOCUMENT, **cache_argument(cache))
+    return cache
+
+
+def prefilled(_: Path) -> HybridCache:
+    return copy.deepcopy(prefill(tiny_model("llama"), DOCUMENT, QuantizedHybridCache(CONFIG), progress=False))
+
+
+def kept(folder: Path) -> HybridCache:
+    cache, store = DynamicHybridCache(CONFIG), PrefixStore(folder)
+    store.prefill(tiny_model("llama"), question(DOCUMENT), cache, progress=False)
+    return cache
+
+
+def loaded(folder: Path) -> HybridCache:
+    read_by_hand().save(folder / "document.kv", DOCUMENT)
+    return HybridCache.load(folder / "document.kv", CONFIG)
+
+
+def cropped(_: Path) -> HybridCache:
+    cache = read()
+    cache.go_back(30)
+    return cache
+
+
+def selected(_: Path) -> HybridCache:
+    answer(torch.cat([random_prompt(1, 40, seed=3), DOCUMENT]), cache := DynamicHybridCache(CONFIG))
+    cache.batch_select_indices(torch.tensor([1]))
+    return cache
+
+
+WAYS: dict[str, Callable[[Path], HybridCache]] = {
+    "prefill": prefilled,
+    "store": kept,
+    "file": loaded,
+    "generate": lambda _: read(),
+    "chunks": lambda _: read(prefill_chunk_size=16),
+    "prompt lookup": lambda _: read(prompt_lookup_num_tokens=3),
+    "go back": cropped,
+    "select": selected,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_longer_text_when_the_tokens_are_known_then_is_refused(way: str, tmp_path: Path):
+    cache = WAYS[way](tmp_path)
+    held = cache.get_seq_length()
+    with pytest.raises(ValueError, match=REFUSAL):
+        answer(OTHER, cache)
+    assert cache.get_seq_length() == held
+    cache.go_back(min(40, held))
+    longer = question(DOCUMENT)
+    assert torch.equal(answer(longer, cache), answer(longer, DynamicHybridCache(CONFIG)))
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+@pytest.mark.parametrize("custom", [{}, {"custom_generate": DecodeOnCPU()}], ids=["loop", "DecodeOnCPU"])
+def test_another_text_when_sequences_were_expanded_then_is_refused(options: dict[str, Any], custom: dict[str, Any]):
+    cache = read(**options, **custom)
+    with pytest.raises(ValueError, match=REFUSAL):
+        answer(OTHER, cache, **options)
+    cache.go_back(40)
+    answer(question(DOCUMENT), cache, **options)
+
+
+def test_two_texts_when_their_sequences_are_repeated_then_each_goes_on():
+    both = torch.cat([DOCUMENT, random_prompt(1, 40, seed=3)])
+    answer(both, cache := DynamicHybridCache(CONFIG))
+    cache.batch_repeat_interleave(2)
+    cache.go_back(40)
+    answer(question(both.repeat_interleave(2, dim=0)), copy.deepcopy(cache))
+    with pytest.raises(ValueError, match="of sequence 1 is"):
+        answer(question(both.repeat(2, 1)), cache)
+
+
+def test_own_output_when_continued_then_gives_the_tokens_of_stock():
+    ours, stock, ids = DynamicHybridCache(CONFIG), DynamicCache(config=CONFIG), DOCUMENT.expand(2, -1)
+    for seed in (1, 2, 3):
+        answered = answer(ids, ours)
+        assert torch.equal(answered, answer(ids, stock))
+        ids = question(answered, seed=seed)
+
+
+def test_answer_when_it_comes_back_in_other_tokens_then_is_not_refused():
+    cache = read()
+    answered = answer(question(DOCUMENT), cache)
+    answered[:, -3:] += 1
+    again = answer(question(answered), cache)
+    changed = question(again)
+    changed[:, answered.shape[1] - 2] += 1  # now it is known
+    with pytest.raises(ValueError, match=f"token {answered.shape[1] - 2} of sequence 0"):
+        answer(changed, cache)
+
+
+def test_padding_when_its_tokens_change_then_is_hidden_by_the_mask():
+    ids, mask = random_prompt(2, 20), torch.ones(2, 30, dtype=torch.long)
+    mask[0, :5] = 0
+    answer(ids, cache := DynamicHybridCache(CONFIG), attention_mask=mask[:, :20])
+    longer, other = question(ids), question(ids)
+    other[0, :5] += 1
+    expected = answer(longer, copy.deepcopy(cache), attention_mask=mask[:, :26])
+    assert torch.equal(answer(other, copy.deepcopy(cache), attention_mask=mask[:, :26])[:, 20:], expected[:, 20:])
+    with pytest.raises(ValueError, match="token 0 of sequence 0"):
+        answer(other, cache)
+
+
+def by_embeddings() -> HybridCache:
+    model, cache = tiny_model("llama"), DynamicHybridCache(CONFIG)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    model.generate(inputs_embeds=model.get_input_embeddings()(DOCUMENT), **cache_argument(cache), **options)
+    return cache
+
+
+def without_token_ids(folder: Path) -> HybridCache:
+    read().save(folder / "document.kv")
+    return HybridCache.load(folder / "document.kv", CONFIG)
+
+
+def after_reset() -> HybridCache:
+    cache = read()
+    cache.reset()
+    return cache
+
+
+def all_removed() -> HybridCache:
+    cache = read()
+    cache.crop(-100)
+    with torch.no_grad():
+        tiny_model("llama")(random_prompt(1, 20, seed=9), **cache_argument(cache))
+    return cache
+
+
+NOT_KNOWN: dict[str, Callable[[Path], HybridCache]] = {
+    "forward pass": lambda _: read_by_hand(),
+    "embeddings": lambda _: by_embeddings(),
+    "file without token ids": without_token_ids,
+    "reset": lambda _: after_reset(),
+    "all removed": lambda _: all_removed(),
+}
+
+
+@pytest.mark.parametrize("way", NOT_KNOWN)
+def test_prompts_when_the_tokens_are_not_known_then_are_not_compared(way: str, tmp_path: Path):
+    cache = NOT_KNOWN[way](tmp_path)
+    cache.go_back(min(30, held := cache.get_seq_length()))
+    for text in (OTHER, question(OTHER.flip(1))):
+        answer(text, cache)
+        if held:
+            cache.go_back(min(30, held))
+        else:
+            cache.reset()
+
+
+def test_new_tokens_alone_when_the_mask_covers_the_stored_ones_then_go_on():
+    longer = question(DOCUMENT)
+    cache = prefill(tiny_model("llama"), DOCUMENT, DynamicHybridCache(CONFIG), progress=False)
+    new = answer(longer[:, 40:], cache, attention_mask=torch.ones_like(longer))
+    assert torch.equal(new[:, 6:], answer(longer, DynamicHybridCache(CONFIG))[:, 46:])
+
+
+def test_prompt_when_its_call_failed_before_storing_then_is_not_known():
+    model, cache = tiny_model("llama"), DynamicHybridCache(CONFIG)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    hook = model.model.layers[0].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(MemoryError):
+            answer(DOCUMENT, cache)
+    finally:
+        hook.remove()
+    with torch.no_grad():
+        model(OTHER, **cache_argument(cache))
+    answer(question(OTHER), cache)
+
+
+def test_prompt_when_the_caller_writes_to_it_afterwards_then_stays_known():
+    ids = DOCUMENT.clone()
+    with torch.inference_mode():
+        answer(ids, cache := DynamicHybridCache(CONFIG))
+    ids[:] = 5
+    answer(question(DOCUMENT, random_prompt(1, 4)), copy.deepcopy(cache))
+    with pytest.raises(ValueError, match="does not go on with"):
+        answer(question(ids, random_prompt(1, 4)), cache)
+
+
+def test_encoder_decoder_when_its_decoder_goes_on_then_is_not_refused():
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 4, "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, num_layers=2)).eval()
+    cache = EncoderDecoderCache(DynamicHybridCache(model.config), DynamicCache(config=model.config))
+    answer(DOCUMENT, cache, model)
+    cache.self_attention_cache.reset()
+    cache.cross_attention_cache = DynamicCache(config=model.config)
+    cache.is_updated.clear()
+    again = answer(OTHER, cache, model)
+    fresh = EncoderDecoderCache(DynamicHybridCache(model.config), DynamicCache(config=model.config))
+    assert torch.equal(again, answer(OTHER, fresh, model))
+
+
+def test_chat_when_its_turns_go_through_the_template_then_answers_as_stock(tmp_path: Path):
+    """The loop of transformers' guide to caches: the text of each answer is tokenized again."""
+    model_in(tmp_path, 2048)
+    model, tokenizer = type(tiny_model("llama")).from_pretrained(tmp_path), byte_tokenizer()
+    caches = DynamicHybridCache(model.config), DynamicCache(config=model.config)
+    conversations: tuple[list[dict[str, str]], ...] = [], []
+    for said in ("Hello, what is it?", "And what else?", "Thank you."):
+        answers = []
+        for messages, cache in zip(conversations, caches, strict=True):
+            messages.append({"role": "user", "content": said})
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            length = inputs["input_ids"].shape[1]
+            output = model.generate(**inputs, **cache_argument(cache), max_new_tokens=8, do_sample=False)
+            answers.append(tokenizer.decode(output[0, length:], skip_special_tokens=True))
+            messages.append({"role": "assistant", "content": answers[-1]})
+        assert answers[0] == answers[1]
