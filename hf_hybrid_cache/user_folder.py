@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from .durable_files import replaced_when_whole
+
 
 def cache_home() -> Path:
     """
@@ -28,13 +30,8 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with replaced_when_whole(path) as file:
+        file.write(text.encode())
 
 
 def make_private(path: Path) -> None:
