@@ -176,9 +176,7 @@ NUMBERS = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama", None), ("gemma3", 4)])
-def test_numbers_of_a_file_when_tensors_fit_them_then_are_refused_or_attended_to(
-    family: str, bits: int | None, tmp_path: Path
-):
+def test_numbers_when_tensors_fit_them_then_are_refused_or_attended_to(family: str, bits: int | None, tmp_path: Path):
     content, path = good_file(family, bits), tmp_path / "cache.kv"
 
     @search_at_random(40, 1000)
@@ -227,7 +225,7 @@ def test_numbers_of_a_file_when_tensors_fit_them_then_are_refused_or_attended_to
         ),
     ],
 )
-def test_numbers_of_a_file_when_they_do_not_fit_each_other_then_it_is_refused(
+def test_numbers_when_they_do_not_fit_each_other_then_are_refused(
     bits: int | None, change: Change, message: str, tmp_path: Path
 ):
     path = tmp_path / "cache.kv"
@@ -236,7 +234,7 @@ def test_numbers_of_a_file_when_they_do_not_fit_each_other_then_it_is_refused(
         assert error_of(path, **options()) == message
 
 
-def test_quantized_blocks_when_they_come_before_the_sinks_are_complete_then_no_store_takes_them():
+def test_quantized_blocks_when_sinks_are_incomplete_then_are_refused():
     layout = Layout(sink_tokens=128, is_quantized=True)
     layout.require_entries(128, 3)
     layout.require_entries(64, 0)

@@ -1,4 +1,4 @@
-"""What is written takes the place of an older file whole, with its permissions, and of nothing else."""
+"""A written file takes the place of an older one whole, with its permissions, and of nothing else."""
 
 import errno
 import os
@@ -153,7 +153,7 @@ with replaced_when_whole(Path(sys.argv[2])) as file:
 """
 
 
-def test_a_writer_when_it_is_killed_then_leaves_the_older_file_and_no_other(has_nameless: bool, tmp_path: Path):
+def test_a_writer_when_killed_then_leaves_the_older_file_alone(has_nameless: bool, tmp_path: Path):
     if not has_nameless:
         pytest.skip("where files need a name a killed process leaves one")
     path = tmp_path / "file"
@@ -165,7 +165,7 @@ def test_a_writer_when_it_is_killed_then_leaves_the_older_file_and_no_other(has_
 
 
 @pytest.mark.usefixtures("has_nameless")
-def test_a_file_of_the_user_folder_when_writing_it_fails_then_the_older_one_stays(tmp_path: Path):
+def test_a_user_file_when_writing_fails_then_the_older_one_stays(tmp_path: Path):
     write_whole(tmp_path / "folder" / "file", "older")
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "folder" / "file", "\ud800")
