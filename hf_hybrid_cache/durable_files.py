@@ -1,30 +1,67 @@
 """Files that get their name when they are whole and on the disk."""
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+_Opener = Callable[[str, int], int]
+_GROUP_BITS = 0o070
+
 
 @contextmanager
-def replaced_when_whole(
-    path: Path, unfinished: Path | None = None, opener: Callable[[str, int], int] | None = None
-) -> Iterator[BinaryIO]:
+def replaced_when_whole(path: Path) -> Iterator[BinaryIO]:
     """
-    Open a file for writing, which replaces `path` when it is complete and on the disk; else what was there stays.
+    Open a file for writing, which replaces the file at `path` when it is complete and on the disk; else that stays.
+
+    A link stays, and the file that it leads to is replaced. Permissions, and the owner where the system allows it,
+    stay; those of a new file are usual. Where the file system has files without a name (Linux), not even a process that
+    is killed leaves an unfinished one.
+
+    Raises:
+        OSError: it cannot be written, or there is something else than a file, such as a folder, a device or a pipe.
+    """
+    before = file_status(path)
+    path = Path(os.path.realpath(path))
+    unfinished = path.parent / f".{secrets.token_hex(8)}.tmp"
+    opener = _mode_opener(0o666 if before is None else 0o600)
+    file = _opened_without_name(path.parent, opener)
+    if file is None:
+        with renamed_when_whole(unfinished, path, opener) as file:
+            yield file
+            _take_permissions(file, before)
+        return
+    with file:
+        yield file
+        _take_permissions(file, before)
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            _give_name(file, unfinished)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def renamed_when_whole(unfinished: Path, path: Path, opener: _Opener | None = None) -> Iterator[BinaryIO]:
+    """
+    Make a new file, which gets the name `path`, whatever has it, when it is complete and on the disk.
 
     Args:
+        unfinished: path of the file until then, in the same file system.
         path: of the file.
-        unfinished: path of the file until then, in the same file system; `None` for a hidden one beside it.
         opener: as `open` takes it.
 
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = unfinished or path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
         with open(unfinished, "xb", opener=opener) as file:
             yield file
@@ -36,6 +73,24 @@ def replaced_when_whole(
         unfinished.unlink(missing_ok=True)
 
 
+def file_status(path: Path) -> os.stat_result | None:
+    """
+    Return the status of a file, that which a link leads to; `None` if there is none.
+
+    Raises:
+        OSError: there is something else than a file: what is written to it is not kept, or nobody may read it.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "It is a device, a pipe or a socket, not a file", os.fspath(path))
+    return status
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk. Not every system opens folders."""
     with contextlib.suppress(OSError):
@@ -44,3 +99,41 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _mode_opener(mode: int) -> _Opener:
+    return lambda path, flags: os.open(path, flags, mode)
+
+
+def _opened_without_name(folder: Path, opener: _Opener) -> BinaryIO | None:
+    """Open a new file that has no name yet; `None` where the system, or the file system, has no such files."""
+    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        handle = opener(os.fspath(folder), os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:  # what is wrong, if anything is, a named file will tell
+        return None
+    return open(handle, "wb")
+
+
+def _give_name(file: BinaryIO, path: Path) -> None:
+    """Give a name to a file without one."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # With a folder's handle Python follows the link in /proc, which is how the system knows the file.
+        os.link(f"/proc/self/fd/{file.fileno()}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _take_permissions(file: BinaryIO, before: os.stat_result | None) -> None:
+    """Give a file the permissions, and if possible the owner and the group, of the one that it replaces."""
+    if before is None or not hasattr(os, "fchmod"):
+        return
+    for owner in ((-1, before.st_gid), (before.st_uid, -1)):
+        with contextlib.suppress(OSError):
+            os.fchown(file.fileno(), *owner)
+    mode = stat.S_IMODE(before.st_mode)
+    if os.fstat(file.fileno()).st_gid != before.st_gid:
+        mode &= ~_GROUP_BITS  # they were meant for another group
+    os.fchmod(file.fileno(), mode)

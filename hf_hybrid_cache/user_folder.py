@@ -1,7 +1,10 @@
 """The folder for files that are kept between runs."""
 
 import os
+import stat
 from pathlib import Path
+
+from .durable_files import replaced_when_whole
 
 
 def cache_home() -> Path:
@@ -28,13 +31,8 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with replaced_when_whole(path) as file:
+        file.write(text.encode())
 
 
 def make_private(path: Path) -> None:
@@ -47,3 +45,70 @@ def make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     path.chmod(0o600)
+
+
+def make_private_folders(folder: Path, home: Path) -> bool:
+    """
+    Make a folder, and those from `home` on that it is in, where they are missing, each for its owner alone.
+
+    Args:
+        folder: to make.
+        home: the same, or one above it.
+
+    Returns:
+        Whether it was missing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if folder.is_dir():
+        return False
+    if folder == home:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        make_private_folders(folder.parent, home)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return True
+
+
+def why_not_trusted(folder: Path, home: Path) -> str | None:
+    """
+    Say why what is in a folder may be from another user; `None` if it is from this one, or from root.
+
+    Others must not be able to write to it, or to put another folder in the place of one that it is in. Above `home` a
+    group is trusted.
+
+    Args:
+        folder: that is asked about; of one that is missing those above it are.
+        home: the same, or one above it.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    folder, home = (Path(os.path.realpath(each)) for each in (folder, home))
+    for each in (folder, *folder.parents):
+        try:
+            status = each.stat()
+        except OSError:  # it is missing, or nothing can be read from it either
+            continue
+        is_own = each.is_relative_to(home)
+        if is_own and status.st_uid not in (0, os.geteuid()):
+            return f"{each} belongs to another user, number {status.st_uid}"
+        # With the sticky bit, as in /tmp, others cannot replace what is in it; they can add to it.
+        if each != folder and status.st_mode & stat.S_ISVTX:
+            continue
+        by_group = is_own and status.st_mode & stat.S_IWGRP and not _is_group_of_one(status.st_gid)
+        if by_group or status.st_mode & stat.S_IWOTH:
+            return f"others can write to {each}"
+    return None
+
+
+def _is_group_of_one(group: int) -> bool:
+    """Whether a group is that which many systems make for this user alone."""
+    import grp
+    import pwd
+
+    try:
+        user, named = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return (group, named.gr_name) == (user.pw_gid, user.pw_name) and not {*named.gr_mem} - {user.pw_name}

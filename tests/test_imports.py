@@ -27,7 +27,7 @@ ALLOWED = {
     "graph_breaks": {"torch"},
     "other_processes": set(),
     "control_groups": set(),
-    "user_folder": set(),
+    "user_folder": {"durable_files"},
     "planning": {
         "_version",
         "cache_argument",
@@ -257,6 +257,7 @@ def test_modules_when_importing_then_have_no_cycle(room: str):
 FOR_EXPERIMENTS = {
     "",
     "cache_argument",
+    "durable_files",
     "jobs",
     "kernels.integer_kernels",  # to measure both ways
     "model_identity",

@@ -1,5 +1,6 @@
 """Records: what was measured, on what machine, with which versions. Written whole or not at all."""
 
+import io
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ import psutil
 import torch
 
 import hf_hybrid_cache
+from hf_hybrid_cache.durable_files import replaced_when_whole
 from hf_hybrid_cache.planning.machine import cpu_name
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -64,13 +66,10 @@ def save(experiment: str, record: dict[str, Any], folder: Path | None = None) ->
 def written_whole(path: Path) -> Iterator[TextIO]:
     """A file to write, which takes the place of `path` once it is complete; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("w") as file:
-            yield file
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replaced_when_whole(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8")
+        yield text
+        text.detach()
 
 
 def num_cores() -> int:

@@ -192,10 +192,11 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         Keep what is stored in a file, a safetensors file with a checksum for each layer.
 
-        It is written beside `path` and takes its place when it is complete; what was there stays until then. States
-        that are on a device pass through host memory layer by layer. Where processes keep a shard each all of them
-        call it, and the first one writes the whole file. It is that of one process, but for sequences that were
-        repeated: one process may share their first blocks, and writes these once; a group copies them.
+        It is written beside `path` and takes its place when it is complete; what was there stays until then. A link
+        stays, and so do the permissions of a file that is replaced; a device or a pipe is refused. States that are on a
+        device pass through host memory layer by layer. Where processes keep a shard each all of them call it, and the
+        first one writes the whole file. It is that of one process, but for sequences that were repeated: one process
+        may share their first blocks, and writes these once; a group copies them.
 
         Args:
             path: of the file, in a folder that exists.

@@ -19,10 +19,8 @@ def replaced_file(path: Path, is_forced: bool, way_out: str) -> str | None:
     Raises:
         UsageError: there is a file that is not a cache, and `is_forced` is false.
     """
-    if not os.path.lexists(path) or path.is_dir():  # writing to a folder fails with its own message
+    if not os.path.isfile(path):  # writing to anything else fails with its own message
         return None
-    if not path.is_file():
-        raise UsageError(f"{path} is no regular file, so no cache can be kept there: use another name.")
     try:
         with CacheFile(path):
             return "the cache that was kept there"

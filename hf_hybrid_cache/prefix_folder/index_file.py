@@ -15,7 +15,7 @@ from pathlib import Path
 from struct import Struct
 from typing import BinaryIO
 
-from ..durable_files import replaced_when_whole
+from ..durable_files import renamed_when_whole
 from .errors import IndexFileError
 from .files import is_damage, open_file, private, read_all, sync, write_all
 from .tokens import BLOCK_BYTES, BLOCK_TOKENS, DIGEST_BYTES, ID_BYTES, TOKEN_BYTES
@@ -108,7 +108,7 @@ class IndexFile:
         """
         header = _HEADER.pack(_MAGIC, VERSION, secrets.token_bytes(16))
         records = b"".join(_record(_CAME, node) for node in nodes)
-        with replaced_when_whole(self.path, unfinished, private) as file:
+        with renamed_when_whole(unfinished, self.path, private) as file:
             write_all(file, header + _checksum(header) + records)
         self.read()
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from ..codecs import describe, described_codec
 from ..layers import Placement
-from ..storage import KVCodec, KVShape
+from ..storage import GRANULE, KVCodec, KVShape
 from .plain_layers import dtype_name, named_dtype
 
 # What the names of parts begin with that hold the tokens after a shared prefix.
 TAILS = "tails."
+FULL, PACKED = "full", "packed"
 FORMAT = "hf_hybrid_cache"
 VERSION = "5"
 
@@ -43,6 +44,12 @@ class States:
         """Describe a store with states of `shape`."""
         sizes = shape.batch, prefixes or shape.batch, shape.num_kv_heads, shape.key_dim, shape.value_dim
         return cls(*sizes, dtype_name(shape.key_dtype), dtype_name(shape.value_dtype), str(shape.device), entries)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each sequence."""
+        sizes = {PACKED: GRANULE, f"{TAILS}{PACKED}": GRANULE}
+        return sum(number * sizes.get(part, 1) for part, number in self.entries.items())
 
     @property
     def is_shared(self) -> bool:

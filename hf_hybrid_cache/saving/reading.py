@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import BlockSegment, KVCodec, LayerStore, Segment, ShardedStore
+from ..storage import BlockSegment, KVCodec, LayerStore, Layout, Segment, ShardedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
-from .description import FORMAT, TAILS, VERSION, CacheDescription, LayerDescription, named_dtype
+from .description import FORMAT, FULL, PACKED, TAILS, VERSION, CacheDescription, LayerDescription, States, named_dtype
 from .devices import Devices
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
@@ -67,13 +67,41 @@ class CacheFile:
 
     def require_model(self, config: PreTrainedConfig) -> None:
         """
-        Check that the cache is of a model with this config.
+        Check that the cache is of a model with this config, whose layers hold the same tokens.
 
         Raises:
             CacheFileError: it is not.
         """
         if different := differences(self.description.model, traits_of(config)):
             raise CacheFileError(self.path, f"is of another model: {'; '.join(different)}.")
+        of_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+        self._require_same_tokens({index: each for index, each in self._states.items() if index not in of_images})
+
+    @property
+    def _states(self) -> dict[int, States]:
+        """The states of our layers that hold any, by index."""
+        layers = enumerate(self.description.layers)
+        return {index: layer.states for index, layer in layers if layer.states is not None}
+
+    def _require_same_tokens(self, states: Mapping[int, States]) -> None:
+        """Check that layers, and the token ids, are of as many tokens: attention gets one mask for all layers."""
+        if not states:
+            return
+        first, expected = next(iter(states.items()))
+        for index, each in states.items():
+            if (each.batch, each.num_tokens) != (expected.batch, expected.num_tokens):
+                raise CacheFileError(
+                    self.path,
+                    f"does not describe a cache (layer {first} has {expected.num_tokens:,} tokens of "
+                    f"{expected.batch:,} sequences, layer {index} has {each.num_tokens:,} of {each.batch:,}).",
+                )
+        placed = self._placed_token_ids()
+        if placed is not None and placed.form.shape[-1:] != (expected.num_tokens,):
+            raise CacheFileError(
+                self.path,
+                f"does not describe a cache (layer {first} has {expected.num_tokens:,} tokens, and there are ids of "
+                f"{sum(placed.form.shape[-1:]):,}).",
+            )
 
     def token_ids(self) -> torch.Tensor | None:
         """
@@ -322,6 +350,7 @@ class CacheFile:
         except ValueError as error:
             raise ValueError(f"does not describe a cache ({error}).") from error
         self._require_sections()
+        self._require_entries()
         self._require_document()
 
     def _require_sections(self) -> None:
@@ -330,6 +359,15 @@ class CacheFile:
         known |= {index_name(index) for index in range(len(self.description.layers))}
         if unknown := {tensor.section for tensor in self._header.tensors} - known:
             raise ValueError(f"does not describe a cache (it has tensors of {', '.join(map(repr, sorted(unknown)))}).")
+
+    def _require_entries(self) -> None:
+        for index, states in self._states.items():
+            codec, entries = self.description.codecs.get(index), states.entries
+            sinks = Layout(0 if codec is None else codec.sink_tokens)
+            try:
+                sinks.require_entries(entries.get(FULL, 0), entries.get(PACKED, 0))
+            except ValueError as error:
+                raise ValueError(f"does not describe a cache (layer {index}: {error}).") from error
 
     def _placed_token_ids(self) -> PlacedTensor | None:
         return next((tensor for tensor in self._header.tensors if tensor.name == TOKEN_IDS), None)

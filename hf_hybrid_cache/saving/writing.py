@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from .._version import __version__
-from ..durable_files import replaced_when_whole
+from ..durable_files import file_status, replaced_when_whole
 from ..layers import LayerStores
 from ..processes import Peers
 from .container import ALIGNMENT, CHECKSUM_BYTES, Header
@@ -163,36 +163,39 @@ def _write_section(file: BinaryIO, section: Section) -> str:
     return f"{checksum:08x}"
 
 
-def require_place(path: Path) -> None:
+def require_place(path: Path) -> Path:
     """
     Check the path before any data is made.
+
+    Returns:
+        The path of the file that is written, to which links lead.
 
     Raises:
         CacheFileError: there is no such folder, or nothing can be written there, or no file can have that name.
     """
-    folder = path.parent
     try:
-        has_folder, is_folder = folder.is_dir(), path.is_dir()
-        if has_folder and not is_folder:
-            path.lstat()
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:  # a name too long, a zero in it
+        file_status(path)
+        file = Path(os.path.realpath(path))
+        has_folder = file.parent.is_dir()
+    except IsADirectoryError as error:
+        raise CacheFileError(path, "was not written: it is a folder. Give the name of a file.") from error
+    except NotADirectoryError:
+        file, has_folder = path, False
+    except (OSError, ValueError) as error:  # a name too long, a zero in it, a device
         raise CacheFileError(path, f"was not written: {getattr(error, 'strerror', None) or error}.") from error
     if not has_folder:
-        raise CacheFileError(path, f"was not written: there is no folder {folder}. Make it first.")
-    if is_folder:
-        raise CacheFileError(path, "was not written: it is a folder. Give the name of a file.")
-    if not os.access(folder, os.W_OK):
-        raise CacheFileError(path, f"was not written: you may not write to the folder {folder}.")
+        raise CacheFileError(path, f"was not written: there is no folder {file.parent}. Make it first.")
+    if not os.access(file.parent, os.W_OK):
+        raise CacheFileError(path, f"was not written: you may not write to the folder {file.parent}.")
+    return file
 
 
 @contextmanager
 def _opened_with_room(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """Open a file of this size for writing, which replaces `path` when it is complete and on the disk."""
-    require_place(path)
+    folder = require_place(path).parent
     try:
-        free = shutil.disk_usage(path.parent).free
+        free = shutil.disk_usage(folder).free
         if num_bytes > free:
             raise CacheFileError(
                 path,

@@ -611,6 +611,28 @@ def test_answers_when_on_standard_output_then_equal_those_of_a_file(batch: Batch
     assert sorted(path.name for path in batch.folder.iterdir()) == ["long.txt", "questions.jsonl", "short.txt"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs links of POSIX")
+def test_answers_when_out_is_a_link_then_are_in_its_target(batch: Batch):
+    batch.ask({"document": batch.document("short.txt", 20), "question": "w1"})
+    target = batch.folder / "target.jsonl"
+    target.touch(0o600)
+    batch.out.symlink_to(target)
+    assert batch.run().exit_code == 0
+    assert batch.out.is_symlink()
+    assert target.read_text().count("\n") == 1
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes of POSIX")
+def test_a_pipe_as_out_is_refused_in_one_line(batch: Batch):
+    batch.ask({"document": batch.document("short.txt", 20), "question": "w1"})
+    os.mkfifo(batch.out)
+    result = batch.run()
+    assert result.exit_code == 2
+    assert f"{batch.out}: It is a device, a pipe or a socket, not a file. Name a file, or - for" in result.stderr
+    assert batch.out.is_fifo()
+
+
 @pytest.mark.parametrize("as_list", [True, False])
 def test_an_answer_says_that_the_model_ended_it(batch: Batch, as_list: bool, tmp_path: Path):
     batch.ask({"document": batch.document("short.txt", 20), "question": "w1"})

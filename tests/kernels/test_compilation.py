@@ -209,6 +209,37 @@ def test_where_nothing_can_be_written_kernels_answer_and_that_is_said_once(home:
     assert "Set HF_HYBRID_CACHE_HOME to a folder that can be written." in said
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs permissions of POSIX")
+def test_kernels_that_others_could_write_are_not_used_with_one_warning(tmp_path: Path):
+    home = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    assert run_small("/nowhere", **home) == (COMPILED, "")
+    (open_to_others,) = (path.parent for path in tmp_path.rglob("*.nbi"))
+    open_to_others.chmod(0o777)
+    before = contents(tmp_path)
+    answer, said = run_small("/nowhere", CALL_SMALL + ANOTHER, **home)
+    assert answer == COMPILED
+    assert said.count("are not used, because") == said.count("Warning") == 1
+    assert f"others can write to {open_to_others}: each process compiles them again" in said
+    assert "or set NUMBA_CACHE_DIR to one that only you can write to." in said
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs permissions of POSIX")
+def test_folders_of_kernels_when_made_then_are_for_their_owner_alone(tmp_path: Path):
+    umask = os.umask(0)
+    try:
+        run_small(tmp_path / "deep" / "home")
+    finally:
+        os.umask(umask)
+    folders = [path for path in (tmp_path / "deep" / "home").rglob("*") if path.is_dir()]
+    assert len(folders) == 2
+    assert {path.stat().st_mode & 0o777 for path in [tmp_path / "deep" / "home", *folders]} == {0o700}
+
+
 ANOTHER = "assert another() == 2\n"
 FILL_THE_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
 

@@ -1,12 +1,13 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
+import errno
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...durable_files import replaced_when_whole
+from ...durable_files import file_status, replaced_when_whole
 from ..console import UsageError
 
 Answer = dict[str, Any]
@@ -55,11 +56,10 @@ class AnswerFile:
             UsageError: the file cannot be read, or another line is not an answer.
         """
         try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return []
+            text = b"" if file_status(self.path) is None else self.path.read_bytes()
         except OSError as error:
-            raise UsageError(f"Cannot read {self.path}: {error.strerror}.") from error
+            way_out = " Name a file, or - for standard output." if error.errno == errno.EINVAL else ""
+            raise UsageError(f"Cannot read {self.path}: {error.strerror}.{way_out}") from error
         lines = text[: text.rfind(b"\n") + 1].splitlines()
         return [self._answer(number, line) for number, line in enumerate(lines, 1)]
 

@@ -22,7 +22,7 @@ from filelock import FileLock
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache, _CacheLocator
 from numba.core.registry import cpu_target
 
-from ...user_folder import cache_home
+from ...user_folder import cache_home, make_private_folders, why_not_trusted
 
 # Another process that compiles a kernel for longer has stopped.
 _SECONDS_TO_WAIT = 60.0
@@ -40,9 +40,35 @@ def kernel_folder() -> Path:
     Raises:
         FileNotFoundError: there is no home.
     """
+    return _home() / "kernels" / _state()
+
+
+def _home() -> Path:
     given = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    home = Path(given) / "hf_hybrid_cache" if given else cache_home()
-    return home / "kernels" / _state()
+    return Path(given) / "hf_hybrid_cache" if given else cache_home()
+
+
+@cache
+def _trusted_folder() -> Path | None:
+    """
+    Make the folder of compiled kernels; `None` where files in it may be from another user, whose code would run.
+
+    A warning says so. A folder that cannot be made is one that cannot be written.
+
+    Raises:
+        FileNotFoundError: there is no home.
+    """
+    folder, home = kernel_folder(), _home()
+    with suppress(OSError):
+        if make_private_folders(folder, home):
+            _delete_old(folder.parent)
+    reason = why_not_trusted(folder, home)
+    if reason is not None:
+        _warn(
+            f"Compiled kernels in {folder} are not used, because {reason}: each process compiles them again, which "
+            f"takes seconds. Remove that folder, or set {_variable()} to one that only you can write to."
+        )
+    return folder if reason is None else None
 
 
 def _state() -> str:
@@ -72,8 +98,9 @@ class KernelFiles(NullCache):
     """
     The files of one kernel, which Numba asks for and writes.
 
-    No file is touched until the kernel is needed. A file that cannot be read is compiled again. If no file can be
-    written, a warning says so once in a process.
+    No file is touched until the kernel is needed. A file that cannot be read is compiled again. Files run as code, so
+    those that may be from another user are not read. If there are such, or none can be written, a warning says so once
+    in a process.
 
     Args:
         function: the kernel, in Python.
@@ -85,9 +112,10 @@ class KernelFiles(NullCache):
 
     @property
     def cache_path(self) -> str | None:
-        """The folder; `None` if there is no home."""
+        """The folder; `None` if there is no home, or files in it may be from another user."""
         with suppress(FileNotFoundError):
-            return str(kernel_folder())
+            folder = _trusted_folder()
+            return None if folder is None else str(folder)
         return None
 
     @contextmanager
@@ -114,17 +142,24 @@ class KernelFiles(NullCache):
         return self.cache_path is not None and any(Path(self.cache_path).glob(f"{self._name}-*.nbi"))
 
     def _lock(self, seconds: float) -> FileLock:
-        """Acquire the lock of this kernel, within some seconds."""
-        folder = kernel_folder()
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            _delete_old(folder.parent)
+        """
+        Acquire the lock of this kernel, within some seconds.
+
+        Raises:
+            TimeoutError: another process or thread holds it.
+            OSError: there is no place for it.
+        """
+        folder = _trusted_folder()
+        if folder is None:
+            raise PermissionError("Other users could write there.")
         lock = FileLock(folder / f"{self._name}.lock", seconds, poll_interval=_SECONDS_BETWEEN_LOOKS)
         lock.acquire()
         return lock
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load the compiled code for a signature; `None` if there is none, or the file is damaged."""
+        """Load the compiled code for a signature; `None` if there is none to trust, or the file is damaged."""
+        if self.cache_path is None:
+            return None
         try:
             return self._files.load_overload(sig, target_context)
         except OSError:
@@ -137,13 +172,19 @@ class KernelFiles(NullCache):
     def save_overload(self, sig: Any, cres: Any) -> None:
         """Keep the compiled code for a signature."""
         try:
-            self._files.save_overload(sig, cres)
+            if _trusted_folder() is not None:
+                self._files.save_overload(sig, cres)
         except (OSError, RuntimeError) as error:
-            _warn(self.cache_path, error)
+            place = "they have no place" if self.cache_path is None else f"{self.cache_path} cannot be written"
+            _warn(
+                f"Compiled kernels are not kept, because {place} ({error}): each process compiles them again, which "
+                f"takes seconds. Set {_variable()} to a folder that can be written."
+            )
 
     def flush(self) -> None:
         """Delete the index of the files."""
-        self._files.flush()
+        if self.cache_path is not None:
+            self._files.flush()
 
     @cached_property
     def _files(self) -> FunctionCache:
@@ -186,14 +227,14 @@ def _delete_old(kernels: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _warn(folder: str | None, error: Exception) -> None:
+def _variable() -> str:
+    """The variable of the environment that says where the folder is."""
+    return "NUMBA_CACHE_DIR" if numba.config.CACHE_DIR else "HF_HYBRID_CACHE_HOME"  # type: ignore[attr-defined]
+
+
+def _warn(said: str) -> None:
+    """Warn once in a process."""
     global _has_warned
-    if _has_warned:
-        return
-    _has_warned = True
-    place = "they have no place" if folder is None else f"{folder} cannot be written"
-    warnings.warn(
-        f"Compiled kernels are not kept, because {place} ({error}): each process compiles them again, which takes "
-        "seconds. Set HF_HYBRID_CACHE_HOME to a folder that can be written.",
-        stacklevel=2,
-    )
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(said, stacklevel=2)

@@ -340,11 +340,17 @@ class LayerStore(KVStore):
         return {"states": full} if self.quantized is None else {"full": full, "packed": Part.whole(self.bulk)}
 
     def take_parts(self, parts: Mapping[str, Segment]) -> None:
-        """Store the entries of `parts` in this empty store; its own segments may be among them, already filled."""
+        """
+        Store the entries of `parts` in this empty store; its own segments may be among them, already filled.
+
+        Raises:
+            ValueError: no sequence has so many entries.
+        """
         states, blocks = parts["states" if self.quantized is None else "full"], 0
         if self.quantized is not None:
-            self.quantized.fit()
             blocks = parts["packed"].num_tokens
+            self.layout.require_entries(states.num_tokens, blocks)
+            self.quantized.fit()
             if parts["packed"] is not self.quantized.packed:
                 self.quantized.packed.extend_from(parts["packed"], 0, blocks)
         num_tokens = states.num_tokens + blocks * GRANULE

@@ -83,6 +83,14 @@ class Layout:
             host_tokens = max(host_tokens, min(recent, full_tokens - self.first_tokens)) + quantized_blocks * GRANULE
         return replace(self, host_tokens=host_tokens, quantized_blocks=quantized_blocks)
 
+    def require_entries(self, full_tokens: int, quantized_blocks: int) -> None:
+        """Raise a `ValueError` if blocks would be quantized before the sinks are complete: kernels read all sinks."""
+        if quantized_blocks and full_tokens < self.sink_tokens:
+            raise ValueError(
+                f"there are {quantized_blocks:,} quantized blocks after {full_tokens:,} tokens in full precision, of "
+                f"which the first {self.sink_tokens:,} are never quantized"
+            )
+
     def cropped(self, num_tokens: int) -> "Layout":
         """Return the layout of the first `num_tokens`; a block that loses tokens is not quantized any more."""
         host_tokens = min(self.host_tokens, max(0, num_tokens - self.first_tokens))

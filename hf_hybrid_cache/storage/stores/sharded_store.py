@@ -166,8 +166,7 @@ class ShardedStore(LayerStore):
         if entries.keys() != self.parts().keys():
             raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.parts())}")
         full, quantized = entries.get("full", entries.get("states", 0)), entries.get("packed", 0)
-        if quantized and full < self.layout.sink_tokens:
-            raise ValueError(f"there are {quantized:,} quantized blocks after {full:,} tokens")
+        self.layout.require_entries(full, quantized)
         layout = replace(self.layout, quantized_blocks=quantized)
         num_tokens = full + quantized * GRANULE
         self.full.make_rows(layout.shard.tokens(num_tokens) - layout.own_quantized_blocks * GRANULE)

@@ -1,0 +1,242 @@
+"""Files whose numbers do not fit each other are refused in a sentence; what loads is attended to, in every place."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from saving.test_bad_files import error_of, good_file, parts, with_header
+
+from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache, Placement, Selection
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.saving.container import DTYPES, HEADER_CHECKSUM, TensorForm
+from hf_hybrid_cache.saving.sections import Section
+from hf_hybrid_cache.saving.writing import write
+from hf_hybrid_cache.storage import Layout
+
+from common.caches import group_of_one
+from common.soak import count, search_at_random
+from models.tiny_models import random_prompt, tiny_model
+
+# How a file may be loaded. A group keeps its cache in host memory, and `None` is the file's own placement.
+PLACES: dict[str, Callable[[], dict[str, Any]]] = {
+    "as saved": dict,
+    "on the device": lambda: {"placement": Placement()},
+    "streamed": lambda: {"placement": Placement(True, cpu_decode=False)},
+    "split": lambda: {"placement": Placement(True, cpu_decode=True, device_tokens=128)},
+    "shared": lambda: {"placement": Placement(True, cpu_decode=0.5)},
+    "mapped": lambda: {"placement": Placement(cpu_decode=True), "mmap": True},
+    "selected": lambda: {"placement": Placement(cpu_decode=True), "selection": Selection(most=1)},
+    "divided": lambda: {"group": group_of_one()},
+}
+Change = Callable[[Any, dict[str, TensorForm]], None]
+
+
+def rewritten(content: bytes, path: Path, change: Change) -> None:
+    """Write a file like this one to `path`, of ones, after a change of its description and the forms of its tensors."""
+    tree, _ = parts(content)
+    metadata = tree.pop("__metadata__")
+    cache = json.loads(metadata.pop("cache"))
+    forms = {
+        name: TensorForm(DTYPES[each["dtype"]], tuple(each["shape"]))
+        for name, each in tree.items()
+        if "/padding." not in name and name != HEADER_CHECKSUM
+    }
+    change(cache, forms)
+    sections: dict[str, dict[str, TensorForm]] = {}
+    for name, form in forms.items():
+        sections.setdefault(name.partition("/")[0], {})[name] = form
+    kept = {name: value for name, value in metadata.items() if not name.startswith("checksum ")}
+    write(path, {**kept, "cache": json.dumps(cache)}, [Section(*each, ones_of(each[1])) for each in sections.items()])
+
+
+def ones_of(forms: dict[str, TensorForm]) -> Callable[[], Any]:
+    return lambda: ([torch.ones(form.shape, dtype=form.dtype)] for form in forms.values())
+
+
+def with_numbers(layers: set[int] | None = None, sink_tokens: int | None = None, **numbers: int) -> Change:
+    """A change of numbers of all layers, or of some, to which the tensors are made to fit."""
+
+    def change(cache: Any, forms: dict[str, TensorForm]) -> None:
+        for _, codec in cache["codecs"]:
+            codec["sink_tokens"] = codec["sink_tokens"] if sink_tokens is None else sink_tokens
+        for index, layer in enumerate(cache["layers"]):
+            if layer["states"] is None or (layers is not None and index not in layers):
+                continue
+            states, entries = layer["states"], layer["states"]["entries"]
+            for tree in (states, entries):
+                tree |= {name: number for name, number in numbers.items() if name in tree}
+            for part, number in entries.items():
+                for name in (f"layers.{index}/{part}.keys", f"layers.{index}/{part}.values"):
+                    rows, form = number if part == "packed" else -(-number // 64), forms[name]
+                    sizes = rows, states["prefixes"], states["num_kv_heads"]
+                    forms[name] = TensorForm(form.dtype, (*sizes, *form.shape[3:]))
+
+    return change
+
+
+def in_turn(*changes: Change) -> Change:
+    def change(cache: Any, forms: dict[str, TensorForm]) -> None:
+        for each in changes:
+            each(cache, forms)
+
+    return change
+
+
+def without_token_ids(cache: Any, forms: dict[str, TensorForm]) -> None:
+    forms.pop("token_ids", None)
+    cache["document_tokens"] = None
+
+
+@torch.no_grad()
+def attends_or_is_refused(path: Path, family: str) -> None:
+    """Load a file to every place, and read a token there, and more than the kernel for few takes."""
+    model = tiny_model(family)
+    has_theirs = any(kind != "full_attention" for kind in getattr(model.config, "layer_types", None) or ())
+    for options in PLACES.values():
+        try:
+            cache = HybridCache.load(path, model.config, **options())
+        except (CacheFileError, HostMemoryError) as error:  # a cache may be said to be meant for far too many tokens
+            assert "\n" not in str(error)  # noqa: PT017
+            continue
+        try:
+            for num_tokens in (1, 70):
+                model(random_prompt(1, num_tokens), **cache_argument(cache))
+        except HostMemoryError:
+            pass
+        except Exception as error:
+            # The file's heads, or sequences, may be others; and of transformers' own layers torch finds what is wrong.
+            if not has_theirs and "the new states are" not in str(error):
+                raise
+
+
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([-1, 0, 1, 2**31, 2**40, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, float("nan"), float("inf")]),
+    st.sampled_from(["", "/etc/passwd", "../x", "cuda:0", "meta", "cpu", "__class__", "update", "\ud800", "F32"]),
+    st.just([]),
+    st.just({}),
+    st.just([[[]]]),
+)
+
+
+def replace_somewhere(tree: Any, data: st.DataObject) -> None:
+    """Put something hostile somewhere into a tree of dicts and lists."""
+    node = tree
+    while True:
+        places = list(node) if isinstance(node, dict) else list(range(len(node)))
+        place = data.draw(st.sampled_from(places))
+        child = node[place]
+        if not isinstance(child, (dict, list)) or not child or data.draw(st.integers(0, 3)) == 0:
+            break
+        node = child
+    if isinstance(node, dict) and data.draw(st.booleans()):
+        node[data.draw(st.sampled_from(["update", "keys", "x/y", "__metadata__", "layers.99/keys"]))] = node.pop(place)
+    else:
+        node[place] = data.draw(HOSTILE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("gemma3", None)])
+def test_a_hostile_header_is_refused_in_a_sentence_or_harmless(family: str, bits: int | None, tmp_path: Path):
+    content, path = good_file(family, bits), tmp_path / "cache.kv"
+
+    @search_at_random(40, 1000)
+    @given(st.data())
+    def search(data: st.DataObject) -> None:
+        tree, rest = parts(content)
+        if data.draw(st.booleans()):
+            cache = json.loads(tree["__metadata__"]["cache"])
+            replace_somewhere(cache, data)
+            tree["__metadata__"]["cache"] = json.dumps(cache)
+        else:
+            replace_somewhere(tree, data)
+        path.write_bytes(with_header(json.dumps(tree).encode(), rest))
+        attends_or_is_refused(path, family)
+        count("files altered")
+
+    search()
+
+
+NUMBERS = {
+    "full": st.sampled_from([0, 1, 63, 64, 65, 128, 200, 1000]),
+    "states": st.sampled_from([0, 1, 63, 64, 65, 128, 192, 1000]),
+    "packed": st.sampled_from([0, 1, 2, 3, 50]),
+    "batch": st.integers(0, 4),
+    "prefixes": st.integers(0, 4),
+    "num_kv_heads": st.integers(0, 4),
+    "sink_tokens": st.sampled_from([0, 1, 64, 128, 1024, 2**20, 2**34, 2**62]),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama", None), ("gemma3", 4)])
+def test_numbers_when_tensors_fit_them_then_are_refused_or_attended_to(family: str, bits: int | None, tmp_path: Path):
+    content, path = good_file(family, bits), tmp_path / "cache.kv"
+
+    @search_at_random(40, 1000)
+    @given(st.data())
+    def search(data: st.DataObject) -> None:
+        changes = []
+        for _ in range(data.draw(st.integers(1, 3))):
+            name = data.draw(st.sampled_from(list(NUMBERS)))
+            layers = data.draw(st.none() | st.sets(st.integers(0, 3), min_size=1))
+            changes.append(with_numbers(layers, **{name: data.draw(NUMBERS[name])}))
+        if data.draw(st.booleans()):
+            changes.append(without_token_ids)
+        rewritten(content, path, in_turn(*changes))
+        attends_or_is_refused(path, family)
+        count("files altered")
+
+    search()
+
+
+# What is refused, and why
+
+
+@pytest.mark.parametrize(
+    ("bits", "change", "message"),
+    [
+        (
+            4,
+            with_numbers(packed=1000, sink_tokens=2**34),
+            "does not describe a cache (layer 0: there are 1,000 quantized blocks after 72 tokens in full precision, "
+            "of which the first 17,179,869,184 are never quantized).",
+        ),
+        (
+            4,
+            with_numbers({2}, full=60),
+            "does not describe a cache (layer 0 has 200 tokens of 1 sequences, layer 2 has 188 of 1).",
+        ),
+        (
+            None,
+            with_numbers({1}, batch=2, prefixes=2),
+            "does not describe a cache (layer 0 has 200 tokens of 1 sequences, layer 1 has 200 of 2).",
+        ),
+        (
+            None,
+            with_numbers(states=199),
+            "does not describe a cache (layer 0 has 199 tokens, and there are ids of 200).",
+        ),
+    ],
+)
+def test_numbers_when_they_do_not_fit_each_other_then_are_refused(
+    bits: int | None, change: Change, message: str, tmp_path: Path
+):
+    path = tmp_path / "cache.kv"
+    rewritten(good_file("llama", bits), path, change)
+    for options in PLACES.values():
+        assert error_of(path, **options()) == message
+
+
+def test_quantized_blocks_when_sinks_are_incomplete_then_are_refused():
+    layout = Layout(sink_tokens=128, is_quantized=True)
+    layout.require_entries(128, 3)
+    layout.require_entries(64, 0)
+    with pytest.raises(ValueError, match="3 quantized blocks after 127 tokens"):
+        layout.require_entries(127, 3)
