@@ -22,7 +22,7 @@ from typing import BinaryIO
 from ..durable_files import sync_folder
 from .bounds import Bounds, in_order_of_removal
 from .errors import IndexFileError, NodeFileError, NodeNotFoundError, PrefixFolderError, PrefixFolderFullError
-from .files import FOLDER_MODE, open_file, read_all, reported, sync, write_all
+from .files import FOLDER_MODE, make_own_folder, open_file, read_all, reported, sync, write_all
 from .index_file import IndexFile
 from .locks import wait_for_lock
 from .node_file import NO_PARENT, NodeFile, NodeHead
@@ -208,13 +208,19 @@ class Folder:
             file.seek(0)
             mark = read_all(file, 2 * len(_MARK))
             if mark != _MARK:
-                if not _MARK.startswith(mark):
+                # The mark is written before all else, by a process that may have ended half-way.
+                if not _MARK.startswith(mark) or os.listdir(self.path) != [self._lock.name]:
                     raise PrefixFolderError(self.path, "is no store, or one of another version: give another folder.")
                 self.path.chmod(FOLDER_MODE)
                 write_all(file, _MARK[len(mark) :])
                 sync(file)
             for folder in (self.nodes.path, self.unfinished.path):
-                folder.mkdir(FOLDER_MODE, exist_ok=True)
+                if not make_own_folder(folder):
+                    raise PrefixFolderError(
+                        self.path,
+                        f"has {folder.name}, which is a link, a file, or of another user: give another folder, or "
+                        "remove it.",
+                    )
 
     def _prepare(self) -> None:
         try:

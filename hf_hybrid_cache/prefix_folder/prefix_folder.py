@@ -52,9 +52,11 @@ class PrefixFolder:
         lock_seconds: float = 30.0,
     ):
         try:
-            given = Path(path).expanduser()
+            given = Path(path).expanduser().absolute()  # the working directory may change
         except RuntimeError as error:
             raise PrefixFolderError(path, "cannot be found: there is no home folder. Give another path.") from error
+        except FileNotFoundError as error:
+            raise PrefixFolderError(path, "cannot be found: the working directory is gone.") from error
         self._folder = Folder(given, lock_seconds)
         self._bounds = Bounds(max_bytes, min_free_bytes)
 
