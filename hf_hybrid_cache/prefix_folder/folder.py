@@ -246,16 +246,16 @@ class Folder:
             else:
                 if file is not None:
                     found[own_id] = Node.of(file.head)
-        nodes: dict[bytes, Node] = {}
+        tree = Tree()
         for node in sorted(found.values(), key=lambda each: each.start):
-            if node.parent == NO_PARENT or node.parent in nodes:
-                nodes[node.id] = node
-            else:
+            tree.add(node)
+            if (node.parent != NO_PARENT and node.parent not in tree.nodes) or not tree.is_in_order(node.id):
+                tree.remove(node.id)
                 reasons[node.id] = f"{self.nodes.path_of(node.id)} continues a prompt that is gone."
         for own_id in reasons:
             with contextlib.suppress(OSError):
                 self.nodes.path_of(own_id).unlink()
-        self._index.replace(nodes.values(), self.unfinished.new_path())
+        self._index.replace(tree.nodes.values(), self.unfinished.new_path())
         for reason in reasons.values():
             warnings.warn(f"{reason} It was removed from the store.", stacklevel=2)
 
