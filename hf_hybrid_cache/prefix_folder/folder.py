@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -41,15 +41,19 @@ class Folder:
     Args:
         path: of the folder; it is made if there is none.
         lock_seconds: how long to wait for a lock.
+        require_readable: see `PrefixFolder`.
 
     Raises:
         PrefixFolderError: it cannot be used, holds other files, or is of another version.
     """
 
-    def __init__(self, path: Path, lock_seconds: float):
+    def __init__(
+        self, path: Path, lock_seconds: float, require_readable: Callable[[NodeHead], object] = lambda head: None
+    ):
         self.path, self._lock_seconds = path, lock_seconds
         self._lock, self._index = path / "lock", IndexFile(path / "index")
-        self.nodes, self.unfinished = NodeFolder(path / "nodes", lock_seconds), Unfinished(path / "unfinished")
+        self.nodes = NodeFolder(path / "nodes", lock_seconds, require_readable)
+        self.unfinished = Unfinished(path / "unfinished")
         # Held beside the lock of the folder, and while the tree is read.
         self.mutex = threading.RLock()
         self._is_locked = self._is_tidy = False
@@ -157,7 +161,7 @@ class Folder:
 
     def publish(self, path: Path, file: BinaryIO, head: NodeHead) -> None:
         """
-        Make a written file a node of the store, unless another one wrote the same node meanwhile.
+        Make a written file a node of the store, unless another one wrote the same node meanwhile, which can be read.
 
         Raises:
             NodeNotFoundError: the node before it is gone.
@@ -166,8 +170,9 @@ class Folder:
         with reported(self.path, "cannot be written"):
             sync(file)
         with self.locked():
-            if head.id in self.tree.nodes and self.nodes.path_of(head.id).exists():
-                return
+            with contextlib.suppress(NodeFileError):
+                if head.id in self.tree.nodes and self.nodes.read(self.tree.nodes[head.id]) is not None:
+                    return
             if head.parent != NO_PARENT and head.parent not in self.tree.nodes:
                 raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
             file.close()  # Windows renames no open file

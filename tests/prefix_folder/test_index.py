@@ -284,3 +284,16 @@ def test_node_when_its_file_contradicts_its_parent_then_goes(path: Path):
         user = open_folder(path)
     assert num_found(user, (1,) * 100) == 100
     assert len(user.entries()) == 1
+
+
+def test_prompts_when_removed_then_files_of_others_are_not_opened(path: Path, monkeypatch: pytest.MonkeyPatch):
+    user = open_folder(path)
+    for number in range(20):
+        keep(user, (*range(64), number))
+    opened = Opened(monkeypatch)
+    for entry in [entry for entry in user.entries() if entry.start]:
+        opened.clear()
+        user.remove_unshared(entry.id)
+        assert len([each for each in opened if each.suffix == ".node"]) <= 6
+    # The one that they shared went with the last of them.
+    assert user.entries() == []
