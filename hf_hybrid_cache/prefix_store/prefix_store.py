@@ -58,7 +58,7 @@ class PrefixStore:
         >>> store = PrefixStore("~/prompts", max_bytes="40GiB")
         >>> cache = QuantizedHybridCache(model.config, bits=4)
         >>> print(store.prefill(model, input_ids, cache))
-        8,064 of 8,128 tokens from ~/prompts, the first difference at token 8,064: 1724 instead of 2683
+        8,064 of 8,128 tokens from /home/ada/prompts, the first difference at token 8,064: 1724 instead of 2683
         >>> model.generate(input_ids, cache=cache, max_new_tokens=200)
     """
 

@@ -1,7 +1,7 @@
 """Filling an empty cache from the nodes of a prompt."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, BinaryIO, NamedTuple
@@ -64,7 +64,8 @@ def fill(contents: Contents, parts: Sequence[StoredPart]) -> None:
         if described.type != type(layer).__name__:
             raise ValueError(f"layer {index} is a {described.type} there and a {type(layer).__name__} here")
         if not isinstance(layer, HybridLayer):
-            tensors = _empty_tensors(last, lambda name, prefix=f"{index}/": name.startswith(prefix))
+            own = {each.name for each in last.states.sections if each.name.startswith(f"{index}/")}
+            tensors = _empty_tensors(last, own)
             targets[-1] |= {name: bytes_of(each) for name, each in tensors.items()}
             restored.append((index, described, tensors))
         elif described.states is not None:
@@ -84,7 +85,7 @@ def fill(contents: Contents, parts: Sequence[StoredPart]) -> None:
 def _take_codecs(part: StoredPart, stores: LayerStores) -> None:
     """Take the codecs that a node was written with, and the queries that they are to be chosen by."""
     names, asked = part.states.choice_forms(), stores.asked_codecs
-    tensors = _empty_tensors(part, names.__contains__)
+    tensors = _empty_tensors(part, names)
     _read_node(part, {name: bytes_of(each) for name, each in tensors.items()})
     codecs = part.states.chosen_codecs(tensors)
     for index, codec in codecs.items():
@@ -169,9 +170,9 @@ def _shares(name: str, form: TensorForm, is_ends: bool, parts: Sequence[StoredPa
     return [(node, start, stop) for (node, _), (start, stop) in zip(givers, pairwise(starts), strict=True)]
 
 
-def _empty_tensors(part: StoredPart, is_wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Make empty tensors for the sections of a node with names that are wanted."""
-    wanted = [section for section in part.states.sections if is_wanted(section.name)]
+def _empty_tensors(part: StoredPart, names: Container[str]) -> dict[str, torch.Tensor]:
+    """Make empty tensors for the sections of a node with these names."""
+    wanted = [section for section in part.states.sections if section.name in names]
     require_host_bytes(sum(section.form.num_bytes for section in wanted), f"States of {part.end:,} tokens need")
     with torch.inference_mode(False):
         return {each.name: torch.empty(each.form.shape, dtype=each.form.dtype) for each in wanted}

@@ -100,7 +100,8 @@ class NodeStates:
         if any(index >= len(self.layers) for index in self.codecs):
             raise ValueError(f"it has codecs of {list(self.codecs)}, and {len(self.layers)} layers.")
         forms = self.choice_forms()
-        empty = {str(index) for index, layer in enumerate(self.layers) if layer.states is layer.attributes is None}
+        are_empty = [layer.states is None and layer.attributes is None for layer in self.layers]
+        empty = {str(index) for index, is_empty in enumerate(are_empty) if is_empty}
         for section in self.sections:
             if section.name.partition("/")[0] in empty:
                 raise ValueError(f"it has {section.name} of an empty layer.")
