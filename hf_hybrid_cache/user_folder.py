@@ -18,7 +18,8 @@ def cache_home() -> Path:
     """
     given = os.environ.get("HF_HYBRID_CACHE_HOME")
     try:
-        return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_hybrid_cache").expanduser()
+        home = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_hybrid_cache").expanduser()
+        return home.absolute()  # the working directory may change
     except RuntimeError as error:
         raise FileNotFoundError("There is no home folder: set HF_HYBRID_CACHE_HOME to another one.") from error
 

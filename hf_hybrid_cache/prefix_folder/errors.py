@@ -35,6 +35,10 @@ class NodeFileError(HybridCacheError, ValueError):
         self.reason = reason
 
 
+class UnreadableNodeError(NodeFileError):
+    """A file of the store is whole, and what it says cannot be read here; another version may read it."""
+
+
 class NodeNotFoundError(HybridCacheError, LookupError):
     """The store has no such node, or not any more."""
 

@@ -1,7 +1,9 @@
 """Private files: opening, writing, and having them on the disk."""
 
+import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,19 @@ def open_file(path: Path, mode: str = "rb") -> BinaryIO:
 def private(path: str, flags: int) -> int:
     """Open a file as `open_file` does, for `open`."""
     return os.open(path, flags | _FLAGS, FILE_MODE)
+
+
+def make_own_folder(path: Path) -> bool:
+    """
+    Make a private folder, if there is none; return whether what is there is a folder of this user, and no link to one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(FOLDER_MODE)
+    status = os.lstat(path)
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "geteuid") or status.st_uid == os.geteuid())
 
 
 def is_damage(error: OSError) -> bool:

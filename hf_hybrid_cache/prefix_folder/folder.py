@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,7 @@ from typing import BinaryIO
 from ..durable_files import sync_folder
 from .bounds import Bounds, in_order_of_removal
 from .errors import IndexFileError, NodeFileError, NodeNotFoundError, PrefixFolderError, PrefixFolderFullError
-from .files import FOLDER_MODE, open_file, read_all, reported, sync, write_all
+from .files import FOLDER_MODE, make_own_folder, open_file, read_all, reported, sync, write_all
 from .index_file import IndexFile
 from .locks import wait_for_lock
 from .node_file import NO_PARENT, NodeFile, NodeHead
@@ -41,15 +41,19 @@ class Folder:
     Args:
         path: of the folder; it is made if there is none.
         lock_seconds: how long to wait for a lock.
+        require_readable: see `PrefixFolder`.
 
     Raises:
         PrefixFolderError: it cannot be used, holds other files, or is of another version.
     """
 
-    def __init__(self, path: Path, lock_seconds: float):
+    def __init__(
+        self, path: Path, lock_seconds: float, require_readable: Callable[[NodeHead], object] = lambda head: None
+    ):
         self.path, self._lock_seconds = path, lock_seconds
         self._lock, self._index = path / "lock", IndexFile(path / "index")
-        self.nodes, self.unfinished = NodeFolder(path / "nodes", lock_seconds), Unfinished(path / "unfinished")
+        self.nodes = NodeFolder(path / "nodes", lock_seconds, require_readable)
+        self.unfinished = Unfinished(path / "unfinished")
         # Held beside the lock of the folder, and while the tree is read.
         self.mutex = threading.RLock()
         self._is_locked = self._is_tidy = False
@@ -157,7 +161,7 @@ class Folder:
 
     def publish(self, path: Path, file: BinaryIO, head: NodeHead) -> None:
         """
-        Make a written file a node of the store, unless another one wrote the same node meanwhile.
+        Make a written file a node of the store, unless another one wrote the same node meanwhile, which can be read.
 
         Raises:
             NodeNotFoundError: the node before it is gone.
@@ -166,8 +170,9 @@ class Folder:
         with reported(self.path, "cannot be written"):
             sync(file)
         with self.locked():
-            if head.id in self.tree.nodes and self.nodes.path_of(head.id).exists():
-                return
+            with contextlib.suppress(NodeFileError):
+                if head.id in self.tree.nodes and self.nodes.read(self.tree.nodes[head.id]) is not None:
+                    return
             if head.parent != NO_PARENT and head.parent not in self.tree.nodes:
                 raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
             file.close()  # Windows renames no open file
@@ -208,13 +213,19 @@ class Folder:
             file.seek(0)
             mark = read_all(file, 2 * len(_MARK))
             if mark != _MARK:
-                if not _MARK.startswith(mark):
+                # The mark is written before all else, by a process that may have ended half-way.
+                if not _MARK.startswith(mark) or os.listdir(self.path) != [self._lock.name]:
                     raise PrefixFolderError(self.path, "is no store, or one of another version: give another folder.")
                 self.path.chmod(FOLDER_MODE)
                 write_all(file, _MARK[len(mark) :])
                 sync(file)
             for folder in (self.nodes.path, self.unfinished.path):
-                folder.mkdir(FOLDER_MODE, exist_ok=True)
+                if not make_own_folder(folder):
+                    raise PrefixFolderError(
+                        self.path,
+                        f"has {folder.name}, which is a link, a file, or of another user: give another folder, or "
+                        "remove it.",
+                    )
 
     def _prepare(self) -> None:
         try:
@@ -240,16 +251,16 @@ class Folder:
             else:
                 if file is not None:
                     found[own_id] = Node.of(file.head)
-        nodes: dict[bytes, Node] = {}
+        tree = Tree()
         for node in sorted(found.values(), key=lambda each: each.start):
-            if node.parent == NO_PARENT or node.parent in nodes:
-                nodes[node.id] = node
-            else:
+            tree.add(node)
+            if (node.parent != NO_PARENT and node.parent not in tree.nodes) or not tree.is_in_order(node.id):
+                tree.remove(node.id)
                 reasons[node.id] = f"{self.nodes.path_of(node.id)} continues a prompt that is gone."
         for own_id in reasons:
             with contextlib.suppress(OSError):
                 self.nodes.path_of(own_id).unlink()
-        self._index.replace(nodes.values(), self.unfinished.new_path())
+        self._index.replace(tree.nodes.values(), self.unfinished.new_path())
         for reason in reasons.values():
             warnings.warn(f"{reason} It was removed from the store.", stacklevel=2)
 

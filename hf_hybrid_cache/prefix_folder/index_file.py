@@ -34,6 +34,7 @@ _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _CAME, _WENT = 1, 2
 # Records of nodes that went, beyond as many as there are nodes, after which the log is written anew.
 _SPARE_RECORDS = 256
+_RECORDS_AT_ONCE = 4096
 
 
 class IndexFile:
@@ -65,11 +66,14 @@ class IndexFile:
                 if generation != self._generation:
                     self._forget()
                 self._generation = generation
-                num_bytes = os.fstat(file.fileno()).st_size - self._end
-                if num_bytes < 0:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._end:
                     raise IndexFileError(f"{self.path} was cut off.")
                 file.seek(self._end)
-                self._apply(read_all(file, num_bytes))
+                # In pieces: a file may have a size that nobody has written.
+                while size - self._end >= _RECORD_BYTES:
+                    if not self._apply(read_all(file, min(size - self._end, _RECORDS_AT_ONCE * _RECORD_BYTES))):
+                        raise IndexFileError(f"{self.path} was cut off.")
         except BaseException as error:
             # The tree may have half of a change.
             self._forget()
@@ -141,8 +145,8 @@ class IndexFile:
             sync(file)
         self.read()
 
-    def _apply(self, log: bytes) -> None:
-        """Apply whole records; of the last one only a part may be there yet."""
+    def _apply(self, log: bytes) -> int:
+        """Apply whole records, and return how many bytes they have; of the last one only a part may be there yet."""
         whole = memoryview(log)[: len(log) - len(log) % _RECORD_BYTES]
         start = 0
         for kind, *fields, block, checksum in _RECORD_AND_CHECKSUM.iter_unpack(whole):
@@ -151,12 +155,15 @@ class IndexFile:
             node = Node._make((*fields, block))
             if kind == _WENT:
                 self.tree.remove(node.id)
-            elif node.num_tokens < BLOCK_TOKENS:
-                self.tree.add(node._replace(first_block=block[: node.num_tokens * TOKEN_BYTES]))
             else:
+                if node.num_tokens < BLOCK_TOKENS:
+                    node = node._replace(first_block=block[: node.num_tokens * TOKEN_BYTES])
                 self.tree.add(node)
+                if not self.tree.is_in_order(node.id):
+                    raise IndexFileError(f"{self.path} has {node.id.hex()} in another place than its parent's.")
             start += _RECORD_BYTES
         self._end += start
+        return start
 
 
 def _record(kind: int, node: Node) -> bytes:

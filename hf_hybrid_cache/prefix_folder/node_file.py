@@ -23,7 +23,7 @@ from typing import BinaryIO, Self
 from .errors import NodeFileError
 from .files import is_damage, open_file, read_all, write_all
 from .payload import PIECE_BYTES, PayloadWriter
-from .tokens import DIGEST_BYTES, ID_BYTES, TOKEN_BYTES
+from .tokens import DIGEST_BYTES, ID_BYTES, MOST_TOKENS, TOKEN_BYTES
 
 ALIGNMENT = 4096
 VERSION = 1
@@ -116,6 +116,8 @@ class NodeHead:
         first, tokens, description, payload = numbers
         if magic != _MAGIC or version != VERSION:
             raise NodeFileError(path, f"does not begin as a node of version {VERSION}.")
+        if tokens > MOST_TOKENS or description > LONGEST_DESCRIPTION:
+            raise NodeFileError(path, f"has {tokens:,} tokens and {description:,} bytes of description: too many.")
         # Before memory is asked for; Python's integers do not overflow.
         payload_start = _payload_start(tokens * TOKEN_BYTES, description)
         if payload_start + payload != length:

@@ -7,14 +7,14 @@ Who uses a node shares the lock of its file; the time of the file is that of the
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from .errors import NodeFileError, PrefixFolderError
+from .errors import NodeFileError, PrefixFolderError, UnreadableNodeError
 from .files import is_damage, open_file, reported
 from .locks import Lock, try_lock, wait_for_lock
-from .node_file import NO_PARENT, SUFFIX, NodeFile, file_name
+from .node_file import NO_PARENT, SUFFIX, NodeFile, NodeHead, file_name
 from .tokens import ID_BYTES
 from .tree import Node
 
@@ -51,10 +51,11 @@ class NodeFolder:
     Args:
         path: of the folder.
         lock_seconds: how long to wait for the lock of a file.
+        require_readable: raises `ValueError` if a node of this head is of no use.
     """
 
-    def __init__(self, path: Path, lock_seconds: float):
-        self.path, self._lock_seconds = path, lock_seconds
+    def __init__(self, path: Path, lock_seconds: float, require_readable: Callable[[NodeHead], object]):
+        self.path, self._lock_seconds, self._require_readable = path, lock_seconds, require_readable
 
     def path_of(self, own_id: bytes) -> Path:
         return self.path / file_name(own_id)
@@ -73,6 +74,7 @@ class NodeFolder:
         Read the file of a node; `None` if there is none.
 
         Raises:
+            UnreadableNodeError: it is whole, and of no use.
             NodeFileError: it is damaged, or the file of another node.
             PrefixFolderError: it cannot be read now.
         """
@@ -80,11 +82,16 @@ class NodeFolder:
             found = NodeFile.read(self.path_of(node.id))
         if found is not None and Node.of(found.head) != node:
             raise NodeFileError(found.path, "does not fit the index.")
+        if found is not None:
+            try:
+                self._require_readable(found.head)
+            except ValueError as error:
+                raise UnreadableNodeError(found.path, f"is of no use to this version: {error}") from error
         return found
 
     def entry(self, node: Node) -> Entry | None:
         """
-        Read what a list shows of a node; `None` if its file is gone or damaged.
+        Read what a list shows of a node; `None` if its file is gone, damaged, or of no use.
 
         Raises:
             PrefixFolderError: it cannot be read now.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bounds import Bounds
-from .errors import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolderError
+from .errors import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolderError, UnreadableNodeError
 from .folder import Folder
 from .match import Match
 from .node_file import LONGEST_DESCRIPTION, NO_PARENT, NodeFile, NodeHead, write_node
@@ -38,6 +38,8 @@ class PrefixFolder:
         max_bytes: the most that files of nodes may have together; `None` for no limit but the disk's.
         min_free_bytes: what stays free on the disk.
         lock_seconds: how long to wait for a process that holds a lock.
+        require_readable: raises `ValueError` if a node of this head is of no use, such as one that another version
+            wrote; then it is as if it were not there, but for `damages`.
 
     Raises:
         PrefixFolderError: the folder cannot be used, has other files, or is of another version.
@@ -50,12 +52,15 @@ class PrefixFolder:
         max_bytes: int | None = None,
         min_free_bytes: int = 2**30,
         lock_seconds: float = 30.0,
+        require_readable: Callable[[NodeHead], object] = lambda head: None,
     ):
         try:
-            given = Path(path).expanduser()
+            given = Path(path).expanduser().absolute()  # the working directory may change
         except RuntimeError as error:
             raise PrefixFolderError(path, "cannot be found: there is no home folder. Give another path.") from error
-        self._folder = Folder(given, lock_seconds)
+        except FileNotFoundError as error:
+            raise PrefixFolderError(path, "cannot be found: the working directory is gone.") from error
+        self._folder = Folder(given, lock_seconds, require_readable)
         self._bounds = Bounds(max_bytes, min_free_bytes)
 
     @property
@@ -159,21 +164,21 @@ class PrefixFolder:
 
         Raises:
             NodeNotFoundError: there is none, or not any more.
-            NodeFileError: its file, or that of a node before it, is damaged.
+            NodeFileError: its file, or that of a node before it, is damaged, or of no use.
             PrefixFolderError: the folder cannot be read.
         """
         with self._folder.mutex:
             self._folder.refresh()
             nodes = self._folder.tree.way_to(own_id)
-        tokens = b""
+        tokens = bytearray()
         for node in nodes:
             if (file := self._folder.nodes.read(node)) is None:
-                tokens = b""
+                tokens.clear()
                 break
-            tokens = tokens[: node.start * TOKEN_BYTES] + file.head.tokens
+            tokens[node.start * TOKEN_BYTES :] = file.head.tokens
         if not tokens:
             raise NodeNotFoundError(f"{self.path} has no node {own_id.hex()}.")
-        return as_array(tokens)
+        return as_array(bytes(tokens))
 
     def remove(self, own_id: bytes) -> None:
         """
@@ -191,9 +196,30 @@ class PrefixFolder:
             if any(map(self._folder.nodes.is_in_use, ids)) or not self._folder.delete(ids):
                 raise NodeInUseError(f"{self.path} uses the node {own_id.hex()}, or one that continues it.")
 
+    def remove_unshared(self, own_id: bytes, except_tokens: int = 0) -> None:
+        """
+        Remove the last node of a prompt, and those before it, up to one that another node continues, which can be read.
+
+        Args:
+            own_id: of the last node; nothing happens if there is none.
+            except_tokens: nodes that end with one of the first tokens, so many, stay.
+
+        Raises:
+            NodeInUseError: a node is in use; it and those before it are there still.
+            PrefixFolderError: the folder cannot be changed.
+        """
+        with self._folder.locked():
+            nodes = self._folder.tree.nodes
+            while (node := nodes.get(own_id)) is not None and node.end > except_tokens:
+                following = (nodes[each] for each in self._folder.tree.children(own_id))
+                if any(self._folder.nodes.entry(each) is not None for each in following):
+                    return
+                self.remove(own_id)
+                own_id, nodes = node.parent, self._folder.tree.nodes
+
     def damages(self) -> dict[bytes, str]:
         """
-        Read everything and compare it with its checksums; return what is wrong, by the ids of the nodes.
+        Read everything and compare it with its checksums; return what is wrong, or of no use, by the ids of the nodes.
 
         Raises:
             PrefixFolderError: the folder cannot be read.
@@ -208,13 +234,13 @@ class PrefixFolder:
         Verify a node that does not seem right, and remove it and all that continue it if it is not, even in use.
 
         Returns:
-            whether it was damaged.
+            whether it was damaged, or of no use.
 
         Raises:
             PrefixFolderError: the folder cannot be changed.
 
         Warns:
-            UserWarning: it was damaged.
+            UserWarning: it was.
         """
         with self._folder.locked():
             node = self._folder.tree.nodes.get(own_id)
@@ -231,6 +257,8 @@ class PrefixFolder:
         def read(node: Node) -> NodeFile | None:
             try:
                 return self._folder.nodes.read(node)
+            except UnreadableNodeError:
+                return None
             except NodeFileError:
                 damaged.add(node.id)
                 return None

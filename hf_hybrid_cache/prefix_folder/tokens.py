@@ -14,6 +14,8 @@ from .errors import TokenIdsError
 
 BLOCK_TOKENS = 64
 TOKEN_BYTES = 4
+# Beyond any context; the sizes in a file are compared with it before memory is taken.
+MOST_TOKENS = 2**26
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 DIGEST_BYTES = 32
 ID_BYTES = 16
@@ -37,6 +39,8 @@ def as_bytes(token_ids: Any) -> bytes:
         return b""
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TokenIdsError(f"Token ids must be integers [tokens], got {list(array.shape)} of {array.dtype}.")
+    if len(array) > MOST_TOKENS:
+        raise TokenIdsError(f"A prompt can have up to {MOST_TOKENS:,} tokens, got {len(array):,}.")
     if array.min() < 0 or array.max() >= 2 ** (8 * TOKEN_BYTES):
         raise TokenIdsError(f"Token ids must be between 0 and 2**32 - 1, got {array.min()} to {array.max()}.")
     return array.astype(">u4").tobytes()

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-from .node_file import NodeHead
+from .node_file import NO_PARENT, NodeHead
 from .tokens import BLOCK_BYTES, TOKEN_BYTES, node_id, num_common
 
 
@@ -87,6 +87,20 @@ class Tree:
         self._following.setdefault(node.prefix_digest, []).append((node.first_block, node.id))
         self._unsorted.add(node.prefix_digest)
         self._ending.setdefault(node.end_digest, set()).add(node.id)
+
+    def is_in_order(self, own_id: bytes) -> bool:
+        """
+        Whether a node begins within its parent, after its first token, as far as that is known; and its children too.
+
+        So no way goes in a circle.
+        """
+        node = self.nodes[own_id]
+        pairs = [(node, self.nodes[each]) for each in self.children(own_id)]
+        if node.parent in self.nodes:
+            pairs.append((self.nodes[node.parent], node))
+        return (node.start > 0) == (node.parent != NO_PARENT) and all(
+            parent.start < child.start <= parent.end for parent, child in pairs
+        )
 
     def remove(self, own_id: bytes) -> None:
         """Remove a node, if there is one."""

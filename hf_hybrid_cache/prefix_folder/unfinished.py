@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +11,7 @@ from .files import open_file
 from .locks import Lock, try_lock
 
 _NAME_BYTES = 16
+_NAME = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}")
 
 
 class Unfinished:
@@ -49,10 +51,12 @@ class Unfinished:
         """
         Return the bytes of all files, and how many of them are not on the disk yet; remove what nobody writes.
 
-        Where there are no locks nobody can tell, and all stay.
+        Where there are no locks nobody can tell, and all stay. Files with other names are no concern of ours.
         """
         reserved = unwritten = 0
         for path in self.path.iterdir():
+            if not _NAME.fullmatch(path.name):
+                continue
             with contextlib.suppress(OSError), open_file(path, "rb+") as file:
                 if try_lock(file, True) is Lock.HELD:
                     path.unlink()

@@ -1,6 +1,9 @@
 """The prompts and conversations that a store has, as lists show them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..model_identity import Identity
 from ..prefix_folder import Entry, NodeFileError, NodeNotFoundError, PrefixFolder
@@ -18,7 +21,7 @@ class KeptPrompt:
         identity: of the model and the form of the cache.
         model_name: of the model.
         title: that it was given.
-        token_ids: all of them.
+        token_ids: all of them, `[tokens]`.
         document_tokens: those before the first answer; all of them if it is a prompt.
         num_bytes: of its files, with those that other prompts share.
         last_use: seconds since the epoch.
@@ -28,7 +31,7 @@ class KeptPrompt:
     identity: Identity
     model_name: str
     title: str
-    token_ids: tuple[int, ...]
+    token_ids: NDArray[np.int64] = field(compare=False)  # which the id stands for
     document_tokens: int
     num_bytes: int
     last_use: float
@@ -63,7 +66,7 @@ def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> Kept
         keys, description = folder.token_ids(entry.id), NodeDescription.from_bytes(entry.description)
     except (NodeNotFoundError, NodeFileError, ValueError):
         return None
-    token_ids = *token_ids_of(keys).tolist(), *description.rest
+    token_ids = np.concatenate([token_ids_of(keys), np.array(description.rest, np.int64)])
     num_bytes, node = 0, by_id.get(entry.id)
     while node is not None:
         num_bytes += node.num_bytes

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..prefix_folder import Match, NodeFileError, PrefixFolder
+from ..prefix_folder import Match, PrefixFolder
 from .nodes.description import NodeDescription
 from .nodes.filling import StoredPart
 from .nodes.keys import token_ids_of
@@ -56,7 +56,6 @@ def find(folder: PrefixFolder, prompt: Prompt, most_tokens: int | None = None) -
 
     Raises:
         PrefixFolderError: the folder cannot be read.
-        NodeFileError: a node is not described as it should be.
     """
     keys, passes, digest = prompt.keys, prompt.passes, prompt.identity.digest
     match = folder.find(digest, keys)
@@ -79,29 +78,15 @@ def find_all(folder: PrefixFolder, prompt: Prompt) -> Found:
 
     Raises:
         PrefixFolderError: the folder cannot be read.
-        NodeFileError: a node is not described as it should be.
     """
     match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
     return Found(match, parts_of(match), match.num_tokens)
 
 
 def parts_of(match: Match) -> tuple[StoredPart, ...]:
-    """
-    Return the nodes of a match with their descriptions; close it after an error.
-
-    Raises:
-        NodeFileError: one is not described as it should be.
-    """
-    parts = []
-    for part in match.parts:
-        try:
-            states = NodeDescription.from_bytes(part.file.head.description).states
-        except ValueError as error:
-            match.close()
-            raise NodeFileError(part.file.path, str(error)) from error
-        assert states is not None
-        parts.append(StoredPart(part.file, states, part.end))
-    return tuple(parts)
+    """Return the nodes of a match with their descriptions."""
+    described = ((part, NodeDescription.from_bytes(part.file.head.description).states) for part in match.parts)
+    return tuple(StoredPart(part.file, states, part.end) for part, states in described if states is not None)
 
 
 def _next_token(match: Match) -> int | None:

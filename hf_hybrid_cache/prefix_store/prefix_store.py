@@ -22,6 +22,7 @@ from .errors import PrefixStoreError
 from .keeping import Keeper
 from .kept_prompts import KeptPrompt, kept_prompts
 from .lookup import find, find_all, parts_of
+from .nodes.description import require_described
 from .nodes.filling import fill
 from .nodes.keys import token_ids_of
 from .obstacles import obstacles
@@ -30,7 +31,7 @@ from .prompts.checks import identity_for, require_new
 from .prompts.conversation import Conversation
 from .prompts.passes import Passes
 from .prompts.prompt import Prompt
-from .removing import Replaced, remove_prompt
+from .removing import Replaced
 from .reuse import Reuse
 from .taking_over import empty, taken_over
 
@@ -57,7 +58,7 @@ class PrefixStore:
         >>> store = PrefixStore("~/prompts", max_bytes="40GiB")
         >>> cache = QuantizedHybridCache(model.config, bits=4)
         >>> print(store.prefill(model, input_ids, cache))
-        8,064 of 8,128 tokens from ~/prompts, the first difference at token 8,064: 1724 instead of 2683
+        8,064 of 8,128 tokens from /home/ada/prompts, the first difference at token 8,064: 1724 instead of 2683
         >>> model.generate(input_ids, cache=cache, max_new_tokens=200)
     """
 
@@ -69,7 +70,8 @@ class PrefixStore:
         min_free_bytes: int | str = "1GiB",
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
-        self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=parse_bytes(min_free_bytes))
+        free = parse_bytes(min_free_bytes)
+        self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=free, require_readable=require_described)
 
     @property
     def path(self) -> Path:
@@ -279,13 +281,13 @@ class PrefixStore:
             PrefixStoreError: a process reads it now.
         """
         try:
-            remove_prompt(self._folder, bytes.fromhex(kept.id))
+            self._folder.remove_unshared(bytes.fromhex(kept.id))
         except NodeInUseError as error:
             raise PrefixStoreError(f"{kept.name} is not removed: a process reads it now.") from error
 
     def verify(self) -> list[str]:
         """
-        Read all files, remove those that are damaged, and return what was wrong with each.
+        Read all files, remove those that are damaged or that this version cannot read, and return what was wrong.
 
         Raises:
             PrefixFolderError: the folder cannot be read, or changed.
@@ -346,8 +348,8 @@ class PrefixStore:
             if match.num_tokens != len(keys):
                 raise PrefixStoreError(f"{kept.name} is not in {self.path} any more, or not all of it.")
             try:
-                fill(contents_of(cache).layers, contents_of(cache).stores, parts_of(match))
-            except NodeFileError as error:
+                fill(contents_of(cache), parts_of(match))
+            except ValueError as error:
                 raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
 
 

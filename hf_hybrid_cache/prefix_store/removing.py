@@ -1,4 +1,4 @@
-"""Removing prompts from a folder, and conversations that others take the place of."""
+"""Removing conversations that others take the place of."""
 
 import contextlib
 
@@ -6,30 +6,6 @@ import numpy as np
 
 from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
 from .nodes.keys import num_common, num_shared_tokens
-
-
-def remove_prompt(folder: PrefixFolder, last_id: bytes | None, except_tokens: int = 0) -> None:
-    """
-    Remove the nodes of a prompt from its last one on, up to one that others share.
-
-    Args:
-        folder: of the nodes.
-        last_id: of the last node.
-        except_tokens: nodes that end with one of the first tokens, so many, stay.
-
-    Raises:
-        PrefixFolderError: the folder cannot be changed.
-        NodeInUseError: a process reads it now.
-    """
-    while last_id is not None:
-        entries = {entry.id: entry for entry in folder.entries()}
-        last = entries.get(last_id)
-        if last is None or any(entry.parent == last_id for entry in entries.values()):
-            return
-        if last.start + last.num_tokens <= except_tokens:
-            return
-        folder.remove(last_id)
-        last_id = last.parent
 
 
 class Replaced:
@@ -67,4 +43,4 @@ class Replaced:
 
     def _remove(self, except_tokens: int) -> None:
         with contextlib.suppress(NodeInUseError):
-            remove_prompt(self._folder, self._own_id, except_tokens)
+            self._folder.remove_unshared(self._own_id, except_tokens)

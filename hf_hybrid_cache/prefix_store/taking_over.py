@@ -4,7 +4,7 @@ import warnings
 from functools import partial
 
 from ..cache import HybridCache, contents_of
-from ..prefix_folder import NodeFileError, PrefixFolder
+from ..prefix_folder import PrefixFolder
 from .agreement import Agreement
 from .lookup import Found, find
 from .nodes.filling import fill
@@ -69,8 +69,8 @@ def _num_tokens(found: Found) -> int:
 def _is_filled(folder: PrefixFolder, prompt: Prompt, found: Found, failed: set[bytes]) -> bool:
     """Fill the cache of a prompt; return false if the states cannot be read, and note their last node."""
     try:
-        fill(prompt.contents.layers, prompt.contents.stores, found.parts)
-    except (NodeFileError, ValueError) as error:
+        fill(prompt.contents, found.parts)
+    except ValueError as error:
         found.match.close()
         ids = [part.file.head.id for part in found.parts]
         failed.add(ids[-1])

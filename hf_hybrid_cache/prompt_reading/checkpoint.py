@@ -30,7 +30,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], cache: Cache):
         if not isinstance(cache, HybridCache):
             raise TypeError(f"checkpoint= needs a cache that has a file, a HybridCache, got {type(cache).__name__}.")
-        self._path, self._cache = Path(path), cache
+        self._path, self._cache = Path(path).absolute(), cache  # the working directory may change
         self._next = time.monotonic() + _LEAST_SECONDS
 
     def taken_up(self, model: PreTrainedModel, token_ids: torch.Tensor) -> Cache:

@@ -152,6 +152,9 @@ def test_converted_models_go_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "own"))
     assert cache_home() == tmp_path / "own"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", "own")
+    assert cache_home() == tmp_path / "own"
     monkeypatch.delenv("HF_HYBRID_CACHE_HOME")
     assert cache_home() == tmp_path / "xdg" / "hf_hybrid_cache"
     monkeypatch.delenv("XDG_CACHE_HOME")

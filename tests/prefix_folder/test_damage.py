@@ -79,6 +79,14 @@ def claim_more_than_memory(file: Path) -> None:
         opened.write((2**62).to_bytes(8, "little"))
 
 
+def claim_a_file_larger_than_memory(file: Path) -> None:
+    """Make a file without content whose sizes fit each other."""
+    with file.open("r+b") as opened:
+        opened.seek(128)
+        opened.write((2**38).to_bytes(8, "little") + bytes(8) + bytes(8))
+    os.truncate(file, 184 + 4 * 2**38 + -(184 + 4 * 2**38) % 4096)
+
+
 def make_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -112,6 +120,7 @@ def put_another_here(file: Path) -> None:
         lengthen,
         alter_tokens,
         claim_more_than_memory,
+        claim_a_file_larger_than_memory,
         make_pipe,
         pytest.param(make_socket, marks=pytest.mark.skipif(sys.platform != "linux", reason="makes a socket by name")),
         make_link,

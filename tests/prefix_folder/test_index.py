@@ -1,5 +1,7 @@
 """A search looks at an index that is read once, and at the files of the nodes on its way."""
 
+import os
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hf_hybrid_cache.prefix_folder import files, folder, index_file, node_file, node_folder
+from hf_hybrid_cache.prefix_folder import NodeNotFoundError, files, folder, index_file, node_file, node_folder
 from hf_hybrid_cache.prefix_folder.index_file import IndexFile
-from hf_hybrid_cache.prefix_folder.node_file import NO_PARENT
+from hf_hybrid_cache.prefix_folder.node_file import NO_PARENT, NodeHead, write_node
 from hf_hybrid_cache.prefix_folder.tokens import as_bytes, block_digests, node_id
 from hf_hybrid_cache.prefix_folder.tree import Node
 
@@ -220,3 +222,78 @@ def test_index_of_another_folder_when_put_here_then_nothing_wrong_is_found(path:
     # The next change finds what the index lacks.
     keep(late, (3,) * 100)
     assert [num_found(late, (number,) * 100) for number in (1, 2, 3)] == [100, 0, 100]
+
+
+def forged(path: Path, parents: dict[int, tuple[int, int]]) -> list[bytes]:
+    """Add nodes of one block to an index, each with the number of its parent and its start; return their ids."""
+    ids = [bytes([number + 1]) * 16 for number in parents]
+    nodes = [
+        Node(own_id, ids[parent] if parent >= 0 else NO_PARENT, bytes(32), bytes(32), start, BLOCK, 4096, bytes(256))
+        for own_id, (parent, start) in zip(ids, parents.values(), strict=True)
+    ]
+    content = (path / "index").read_bytes()
+    for node in nodes:
+        record = struct.pack("<B16s16s32s32sQQQ256s", 1, *node)
+        content += record + zlib.crc32(record).to_bytes(4, "little")
+    (path / "index").write_bytes(content)
+    return ids
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [
+        {0: (0, 64)},
+        {0: (1, 64), 1: (0, 64)},
+        {0: (1, 64), 1: (2, 128), 2: (0, 192)},
+        {0: (-1, 64)},
+        {0: (-1, 0), 1: (0, 0)},
+        {0: (-1, 0), 1: (0, 128)},
+    ],
+    ids=["itself", "two", "three", "a start without tokens", "no start", "a hole"],
+)
+def test_index_when_parents_are_in_no_order_then_is_made_again(parents: dict[int, tuple[int, int]], path: Path):
+    known = open_folder(path)
+    keep(known, (1,) * 100)
+    ids = forged(path, parents)
+    for user in (known, open_folder(path)):
+        assert num_found(user, (1,) * 100) == 100
+        for own_id in ids:
+            with pytest.raises(NodeNotFoundError):
+                user.token_ids(own_id)
+            with pytest.raises(NodeNotFoundError):
+                user.remove(own_id)
+        assert len(user.entries()) == 1
+
+
+def test_index_when_its_size_is_larger_than_memory_then_is_made_again(path: Path):
+    user = open_folder(path)
+    keep(user, (1,) * 100)
+    os.truncate(path / "index", 2**42)
+    assert num_found(user, (1,) * 100) == 100
+    assert (path / "index").stat().st_size < 1000
+
+
+def test_node_when_its_file_contradicts_its_parent_then_goes(path: Path):
+    keep(open_folder(path), (1,) * 100)
+    tokens = as_bytes([2] * 64)
+    head = NodeHead(b"begins with hers", b"begins with hers", bytes(32), bytes(32), 64, tokens, b"", 0)
+    with (path / "nodes" / f"{head.id.hex()}.node").open("xb+") as file:
+        write_node(file, head, lambda payload: None)
+    (path / "index").unlink()
+    with pytest.warns(UserWarning, match="It was removed from the store"):
+        user = open_folder(path)
+    assert num_found(user, (1,) * 100) == 100
+    assert len(user.entries()) == 1
+
+
+def test_prompts_when_removed_then_files_of_others_are_not_opened(path: Path, monkeypatch: pytest.MonkeyPatch):
+    user = open_folder(path)
+    for number in range(20):
+        keep(user, (*range(64), number))
+    opened = Opened(monkeypatch)
+    for entry in [entry for entry in user.entries() if entry.start]:
+        opened.clear()
+        user.remove_unshared(entry.id)
+        assert len([each for each in opened if each.suffix == ".node"]) <= 6
+    # The one that they shared went with the last of them.
+    assert user.entries() == []

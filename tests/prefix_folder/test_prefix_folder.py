@@ -260,3 +260,20 @@ def test_folder_when_removed_meanwhile_then_says_so(path: Path):
     path.rename(path.with_name("elsewhere"))
     with pytest.raises(PrefixFolderError, match="cannot be"):
         folder.find(IDENTITY, FIRST)
+
+
+def test_prompt_when_removed_then_what_another_continues_stays(path: Path):
+    folder = open_folder(path)
+    for end in (200, 500, 1000):
+        keep(folder, FIRST[:end])
+    keep(folder, (*FIRST[:200], 7))
+    ids = {entry.start + entry.num_tokens: entry.id for entry in folder.entries()}
+    with folder.find(IDENTITY, FIRST), pytest.raises(NodeInUseError):
+        folder.remove_unshared(ids[1000])
+    for own_id, except_tokens in ((bytes(16), 0), (ids[1000], 1000), (ids[200], 0)):
+        folder.remove_unshared(own_id, except_tokens)
+    assert num_found(folder, FIRST) == 1000
+    folder.remove_unshared(ids[1000])
+    assert num_found(folder, FIRST) == 200
+    folder.remove_unshared(ids[201], except_tokens=200)
+    assert [entry.id for entry in folder.entries()] == [ids[200]]

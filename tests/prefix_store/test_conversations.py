@@ -37,7 +37,8 @@ def test_conversation_when_resumed_then_goes_on_to_the_bit(family: str, form: st
         tokens = say(model, tokens, live, random_prompt(1, 20, seed))
         store.keep(model, tokens, live, document_tokens=length, title="of two questions")
     (kept,) = store.kept_prompts()
-    assert list(kept.token_ids) == tokens[0].tolist()
+    assert kept.token_ids.tolist() == tokens[0].tolist()
+    assert store.kept_prompts() == [kept]
     assert (kept.document_tokens, kept.title, kept.is_conversation) == (length, "of two questions", True)
     resumed = FORMS[form](model.config)
     store.resume(model, kept, resumed)

@@ -139,7 +139,7 @@ def _kept_start(
         token_ids = _read_document(options, documents, ready.model, ready.tokenizer, out, notes)
         document_tokens = len(token_ids)
     else:
-        token_ids, document_tokens = list(going_on.token_ids), going_on.document_tokens
+        token_ids, document_tokens = going_on.token_ids.tolist(), going_on.document_tokens
         assert prompts is not None
         prompts.resume(ready.model, going_on, cache)
         taken = f"{len(token_ids):,} of {context_length(ready.model):,} tokens are taken"

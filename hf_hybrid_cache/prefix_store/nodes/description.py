@@ -3,14 +3,19 @@
 import json
 import zlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NoReturn
 
 from transformers import PreTrainedModel
 
 from ...model_identity import Identity
-from .states import NodeStates
+from ...prefix_folder import NodeHead
+from .states import NodeStates, as_count
 
 # Beyond any model of hundreds of layers.
 _LONGEST = 2**26
+# As many as keys have bits for.
+_MOST_TOKEN_IDS = 2**30
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,35 @@ class NodeDescription:
         """
         decompressor = zlib.decompressobj()
         try:
-            tree = json.loads(decompressor.decompress(data, _LONGEST))
+            tree = json.loads(decompressor.decompress(data, _LONGEST), parse_constant=_refused)
             identity = Identity.from_json(tree["identity"])
-            rest = tuple(int(token) for token in tree["rest"])
+            rest = tuple(as_count(token, _MOST_TOKEN_IDS) for token in tree["rest"])
             states = NodeStates.from_tree(tree["states"])
-            told = str(tree["model_name"]), str(tree["title"]), int(tree["document_tokens"])
+            told = str(tree["model_name"]), str(tree["title"]), as_count(tree["document_tokens"])
             return cls(identity, *told, rest, states)
         except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"does not describe a node ({type(error).__name__}: {error}).") from error
+
+
+def require_described(head: NodeHead) -> None:
+    """
+    Check that a node has a description, which fits its tokens and its size.
+
+    Raises:
+        ValueError: it has none, or that of another node.
+    """
+    _require_described(head.description, head.start + head.num_tokens, head.payload_bytes)
+
+
+# A prompt that is kept pass by pass goes through all of its nodes with each pass.
+@lru_cache(maxsize=1024)
+def _require_described(description: bytes, end: int, payload_bytes: int) -> None:
+    described = NodeDescription.from_bytes(description)
+    assert described.states is not None
+    described.states.require_fit(end, payload_bytes)
+    if described.document_tokens > end:
+        raise ValueError(f"its document has {described.document_tokens:,} tokens of {end:,}.")
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")

@@ -1,21 +1,23 @@
 """Filling an empty cache from the nodes of a prompt."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from ...cache import Contents
 from ...layers import HybridLayer, LayerStores
 from ...prefix_folder import NodeFile, NodeFileError
+from ...saving.container import TensorForm
 from ...saving.description import LayerDescription, States
 from ...saving.devices import Devices
 from ...saving.plain_layers import restore
-from ...saving.sections import ROLES
+from ...saving.sections import ROLES, forms_of
 from ...saving.writing import bytes_of
-from ...storage import BlockSegment, LayerStore, Segment, ShardedStore
+from ...storage import BlockSegment, LayerStore, Segment, ShardedStore, require_host_bytes
 from .states import NodeStates
 
 # Two readers: one sums up while the other one copies.
@@ -38,13 +40,12 @@ class StoredPart(NamedTuple):
     end: int
 
 
-def fill(layers: Sequence[Any], stores: LayerStores, parts: Sequence[StoredPart]) -> None:
+def fill(contents: Contents, parts: Sequence[StoredPart]) -> None:
     """
     Put the states of nodes into the empty layers of a cache.
 
     Args:
-        layers: all of the cache.
-        stores: of the layers.
+        contents: of the cache.
         parts: in order. Of the last one a beginning is enough where all layers are in full precision.
 
     Raises:
@@ -52,23 +53,21 @@ def fill(layers: Sequence[Any], stores: LayerStores, parts: Sequence[StoredPart]
         ValueError: the nodes do not fit the layers, or each other; likewise.
         HostMemoryError: host memory would not suffice.
     """
-    last, devices = parts[-1], Devices(None)
+    last, stores, devices = parts[-1], contents.stores, Devices(None)
     targets: list[dict[str, memoryview]] = [{} for _ in parts]
     for part in parts:
         if part.states.codecs:
-            tensors = _empty_tensors(part, "codecs.") | _empty_tensors(part, "queries.")
-            _read_node(part, {name: bytes_of(each) for name, each in tensors.items()})
-            stores.take_codecs(part.states.chosen_codecs(tensors))
-            stores.take_seen_queries(part.states.seen_queries(tensors))
+            _take_codecs(part, stores)
     filled: list[tuple[HybridLayer, dict[str, Segment]]] = []
-    restored: list[tuple[Any, LayerDescription, dict[str, torch.Tensor]]] = []
-    for index, (layer, described) in enumerate(zip(layers, last.states.layers, strict=True)):
+    restored: list[tuple[int, LayerDescription, dict[str, torch.Tensor]]] = []
+    for index, (layer, described) in enumerate(zip(contents.layers, last.states.layers, strict=True)):
         if described.type != type(layer).__name__:
             raise ValueError(f"layer {index} is a {described.type} there and a {type(layer).__name__} here")
         if not isinstance(layer, HybridLayer):
-            tensors = _empty_tensors(last, f"{index}/")
+            own = {each.name for each in last.states.sections if each.name.startswith(f"{index}/")}
+            tensors = _empty_tensors(last, own)
             targets[-1] |= {name: bytes_of(each) for name, each in tensors.items()}
-            restored.append((layer, described, tensors))
+            restored.append((index, described, tensors))
         elif described.states is not None:
             filled.append((layer, _place_rows(index, layer, described.states, parts, targets, devices)))
     with ThreadPoolExecutor(_READERS) as pool:
@@ -77,9 +76,41 @@ def fill(layers: Sequence[Any], stores: LayerStores, parts: Sequence[StoredPart]
         assert isinstance(layer.store, LayerStore)
         if not isinstance(layer.store, ShardedStore):
             layer.store.take_parts(segments)
-    for layer, described, tensors in restored:
-        by_name = {name.partition("/")[2]: each for name, each in tensors.items()}
-        restore(layer, described.attributes or {}, by_name, devices)
+    for index, described, tensors in restored:
+        _restore(index, contents.layers[index], described.attributes or {}, tensors, devices)
+    if contents.num_tokens != last.end:
+        raise ValueError(f"they are states of {contents.num_tokens:,} tokens")
+
+
+def _take_codecs(part: StoredPart, stores: LayerStores) -> None:
+    """Take the codecs that a node was written with, and the queries that they are to be chosen by."""
+    names, asked = part.states.choice_forms(), stores.asked_codecs
+    tensors = _empty_tensors(part, names)
+    _read_node(part, {name: bytes_of(each) for name, each in tensors.items()})
+    codecs = part.states.chosen_codecs(tensors)
+    for index, codec in codecs.items():
+        if index not in asked or codec.sink_tokens != asked[index].sink_tokens:
+            raise ValueError(f"the codec of layer {index} is not what was asked for")
+    stores.take_codecs(codecs)
+    stores.take_seen_queries(part.states.seen_queries(tensors))
+
+
+def _restore(
+    index: int, layer: Any, attributes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], devices: Devices
+) -> None:
+    """Give a layer of transformers' own, which is new, its states; what it knows by its config stays as it is."""
+    by_name = {name.partition("/")[2]: each for name, each in tensors.items()}
+    for name, value in vars(layer).items():
+        if type(value) in (bool, int, float, str):
+            given = attributes.get(name, value)
+            if type(given) is not type(value) or (value and given != value):
+                raise ValueError(f"layer {index} has {name} {given!r} there and {value!r} here")
+    try:
+        restore(layer, attributes, by_name, devices)
+    except torch.OutOfMemoryError:
+        raise
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"layer {index} cannot be restored ({type(error).__name__}: {error})") from error
 
 
 def _place_rows(
@@ -95,64 +126,69 @@ def _place_rows(
     entries = dict(states.entries)
     if "states" in entries:
         entries["states"] = parts[-1].end
+    if entries.keys() != store.parts().keys():
+        raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(store.parts())}")
+    if entries.get("packed") and (store.wants_queries or entries["full"] < store.layout.sink_tokens):
+        raise ValueError(f"layer {index} has {entries['packed']:,} quantized blocks after {entries['full']:,} tokens")
     filled: dict[str, Segment] = {}
+    is_shared_out = isinstance(store, ShardedStore)
     if isinstance(store, ShardedStore):
         store.expect(entries)
     for name, part in store.parts().items():
         host = part.own_segment or BlockSegment.like(part.form, entries[name])
-        if not isinstance(store, ShardedStore):
+        names = [f"{index}/{name}.{role}" for role in ROLES]
+        # Shapes are compared before memory is taken.
+        forms = forms_of(host, host.num_tokens if is_shared_out else entries[name])
+        shares = [_shares(*each, name == "full", parts) for each in zip(names, forms, strict=True)]
+        if not is_shared_out:
             host.make_rows(entries[name])
         filled[name] = host
-        for role, rows in zip(ROLES, host.rows(), strict=True):
-            _share_out(f"{index}/{name}.{role}", rows, name == "full", parts, targets)
+        for tensor, rows, of_nodes in zip(names, host.rows(), shares, strict=True):
+            for node, start, stop in of_nodes:
+                targets[node][tensor] = bytes_of(rows[start:stop])
     return filled
 
 
-def _share_out(
-    name: str,
-    rows: torch.Tensor,
-    is_ends: bool,
-    parts: Sequence[StoredPart],
-    targets: Sequence[dict[str, memoryview]],
-) -> None:
+def _shares(name: str, form: TensorForm, is_ends: bool, parts: Sequence[StoredPart]) -> list[tuple[int, int, int]]:
     """
-    Let each node fill the rows up to those of the next one.
+    Return which node fills which rows, from the first one to those of the next node: its number, and their range.
 
     Both ends of a quantized layer come from the last node, the sinks from the last one that begins with them.
     """
     found = [next((each for each in part.states.sections if each.name == name), None) for part in parts]
-    givers = [(target, each) for target, each in zip(targets, found, strict=True) if each is not None]
+    givers = [(node, each) for node, each in enumerate(found) if each is not None]
     if is_ends:
         sinks = max((at for at, (_, each) in enumerate(givers) if not each.first_row), default=0)
         givers = [giver for at, giver in enumerate(givers) if at in (sinks, len(givers) - 1)]
-    starts = [each.first_row for _, each in givers] + [len(rows)]
+    starts = [each.first_row for _, each in givers] + [form.shape[0]]
     if starts[0] != 0 or any(stop - start < 0 for start, stop in pairwise(starts)):
         raise ValueError(f"the rows of {name} do not follow each other")
-    for (target, section), (start, stop) in zip(givers, pairwise(starts), strict=True):
-        expected = (*section.form.shape[:1], *rows.shape[1:])
-        if section.form.dtype != rows.dtype or section.form.shape != expected or section.form.shape[0] < stop - start:
-            raise ValueError(f"{name} has rows of {list(section.form.shape)} instead of {list(rows.shape)}")
-        target[name] = bytes_of(rows[start:stop])
+    for (_, section), (start, stop) in zip(givers, pairwise(starts), strict=True):
+        expected = (*section.form.shape[:1], *form.shape[1:])
+        if section.form != TensorForm(form.dtype, expected) or section.form.shape[0] < stop - start:
+            raise ValueError(f"{name} has rows of {list(section.form.shape)} instead of {list(form.shape)}")
+    return [(node, start, stop) for (node, _), (start, stop) in zip(givers, pairwise(starts), strict=True)]
 
 
-def _empty_tensors(part: StoredPart, prefix: str) -> dict[str, torch.Tensor]:
-    """Make empty tensors for the sections of a node whose names begin so."""
+def _empty_tensors(part: StoredPart, names: Container[str]) -> dict[str, torch.Tensor]:
+    """Make empty tensors for the sections of a node with these names."""
+    wanted = [section for section in part.states.sections if section.name in names]
+    require_host_bytes(sum(section.form.num_bytes for section in wanted), f"States of {part.end:,} tokens need")
     with torch.inference_mode(False):
-        return {
-            each.name: torch.empty(each.form.shape, dtype=each.form.dtype)
-            for each in part.states.sections
-            if each.name.startswith(prefix)
-        }
+        return {each.name: torch.empty(each.form.shape, dtype=each.form.dtype) for each in wanted}
 
 
 def _read_node(part: StoredPart, targets: Mapping[str, memoryview]) -> None:
     """Read all of a node, what is wanted into `targets`, and compare it with its checksum."""
     checksum, scratch = 0, memoryview(bytearray(_PIECE_BYTES))
-    with part.file.open() as file:
-        for section in part.states.sections:
-            target = targets.get(section.name, memoryview(b""))
-            checksum = _read_into(file, target, checksum)
-            checksum = _skip(file, section.padded_bytes - len(target), scratch, checksum)
+    try:
+        with part.file.open() as file:
+            for section in part.states.sections:
+                target = targets.get(section.name, memoryview(b""))
+                checksum = _read_into(file, target, checksum)
+                checksum = _skip(file, section.padded_bytes - len(target), scratch, checksum)
+    except OSError as error:
+        raise NodeFileError(part.file.path, f"cannot be read: {error.strerror or error}.") from error
     if checksum != part.file.head.payload_checksum:
         raise NodeFileError(part.file.path, "was altered: its payload does not fit its checksum.")
 

@@ -9,7 +9,7 @@ import torch
 from ...codecs import describe, described_codec, weights_of
 from ...layers import HybridLayer, LayerStores
 from ...saving.container import TensorForm
-from ...saving.description import LayerDescription, described_layers
+from ...saving.description import LayerDescription, States, described_layers
 from ...saving.plain_layers import dtype_name, named_dtype, tensors_by_name
 from ...saving.sections import ROLES, described_layer
 from ...storage import GRANULE, KVCodec, LayerStore, SeenQueries
@@ -78,28 +78,83 @@ class NodeStates:
         """
         try:
             sections = tuple(_section(*each) for each in tree["sections"])
-            codecs = {int(index): dict(each) for index, each in tree["codecs"]}
+            codecs = {as_count(index): dict(each) for index, each in tree["codecs"]}
             return cls(described_layers(tree["layers"]), sections, codecs)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"does not describe states ({type(error).__name__}: {error}).") from error
 
+    def require_fit(self, num_tokens: int, payload_bytes: int) -> None:
+        """
+        Compare all numbers with each other, with the tokens up to the node's end, and with the size of its payload.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        if self.num_bytes != payload_bytes:
+            raise ValueError(f"its tensors have {self.num_bytes:,} bytes, and its payload {payload_bytes:,}.")
+        if len({section.name for section in self.sections}) != len(self.sections):
+            raise ValueError("two of its tensors have one name.")
+        for index, layer in enumerate(self.layers):
+            if layer.states is not None and not _are_of(num_tokens, layer.states):
+                raise ValueError(f"layer {index} does not have states of {num_tokens:,} tokens ({layer.states}).")
+        if any(index >= len(self.layers) for index in self.codecs):
+            raise ValueError(f"it has codecs of {list(self.codecs)}, and {len(self.layers)} layers.")
+        forms = self.choice_forms()
+        are_empty = [layer.states is None and layer.attributes is None for layer in self.layers]
+        empty = {str(index) for index, is_empty in enumerate(are_empty) if is_empty}
+        for section in self.sections:
+            if section.name.partition("/")[0] in empty:
+                raise ValueError(f"it has {section.name} of an empty layer.")
+            if section.form not in forms.get(section.name, (section.form,)):
+                raise ValueError(f"{section.name} has the shape {list(section.form.shape)}.")
+
+    def choice_forms(self) -> dict[str, tuple[TensorForm, ...]]:
+        """Return the forms that sections with what codecs were, or are to be, chosen by may have, by their names."""
+        forms: dict[str, tuple[TensorForm, ...]] = {}
+        for index in self.codecs:
+            states = self.layers[index].states
+            if states is None:  # a layer that the model does not use
+                continue
+            heads, dims = states.num_kv_heads, (states.key_dim, states.value_dim)
+            for role, dim in zip(ROLES, dims, strict=True):
+                shapes = (heads, dim), (heads, dim, dim)
+                forms[f"codecs.{index}/{role}"] = (*(TensorForm(torch.float32, shape) for shape in shapes),)
+            forms[f"queries.{index}/squares"] = (TensorForm(torch.float32, (heads, dims[0])),)
+            forms[f"queries.{index}/number"] = (TensorForm(torch.int64, (1,)),)
+        return forms
+
     def chosen_codecs(self, weights: Mapping[str, torch.Tensor]) -> dict[int, KVCodec]:
-        """Make the codecs, with their weights by the names of sections."""
+        """
+        Make the codecs, with their weights by the names of sections.
+
+        Raises:
+            ValueError: these are none.
+        """
         made = {}
         for index, tree in self.codecs.items():
-            prefix = f"codecs.{index}/"
-            of_layer = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
-            made[index] = described_codec(tree, of_layer)
+            of_layer = {role: weights[name] for role in ROLES if (name := f"codecs.{index}/{role}") in weights}
+            try:
+                made[index] = described_codec(tree, of_layer)
+            except (TypeError, ImportError) as error:
+                raise ValueError(f"there is no codec for layer {index} ({error})") from error
         return made
 
     def seen_queries(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, SeenQueries]:
-        """Return the queries by which codecs are still to be chosen, with their tensors by the names of sections."""
-        squares = {index: tensors.get(f"queries.{index}/squares") for index in self.codecs}
-        return {
-            index: SeenQueries(each, int(tensors[f"queries.{index}/number"]))
-            for index, each in squares.items()
-            if each is not None
-        }
+        """
+        Return the queries by which codecs are still to be chosen, with their tensors by the names of sections.
+
+        Raises:
+            ValueError: these are none.
+        """
+        seen = {}
+        for index in self.codecs:
+            squares, number = (tensors.get(f"queries.{index}/{name}") for name in ("squares", "number"))
+            if squares is None and number is None:
+                continue
+            if squares is None or number is None or int(number) < 1 or not bool(torch.isfinite(squares).all()):
+                raise ValueError(f"there are no means of queries for layer {index}")
+            seen[index] = SeenQueries(squares, int(number))
+        return seen
 
 
 def states_since(
@@ -168,9 +223,32 @@ def _entries(node: NodeStates | None, index: int) -> Mapping[str, int]:
     return {} if states is None else states.entries
 
 
+def as_count(value: Any, limit: int = 2**40) -> int:
+    """
+    Return an integer from JSON.
+
+    Raises:
+        ValueError: it is something else, negative, or not below the limit.
+    """
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _are_of(num_tokens: int, states: States) -> bool:
+    """Whether states are numbers of one sequence of so many tokens, by what they say of themselves."""
+    entries, dtypes = states.entries, (named_dtype(states.key_dtype), named_dtype(states.value_dtype))
+    counts = {"states": entries.get("states", 0)}, {"full": entries.get("full", 0), "packed": entries.get("packed", 0)}
+    return (
+        (states.batch, states.prefixes) == (1, 1)
+        and min(states.num_kv_heads, states.key_dim, states.value_dim) > 0
+        and all(dtype.is_floating_point for dtype in dtypes)
+        and entries in counts
+        and sum(GRANULE * number if name == "packed" else number for name, number in entries.items()) == num_tokens
+    )
+
+
 def _section(name: Any, dtype: Any, shape: Any, first_row: Any) -> Section:
     if not isinstance(name, str) or not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{name!r} is no tensor")
-    if any(type(each) is not int or not 0 <= each < 2**40 for each in (*shape, first_row)):
-        raise ValueError(f"{name!r} has no shape, or no place")
-    return Section(name, TensorForm(named_dtype(dtype), tuple(shape)), first_row)
+    return Section(name, TensorForm(named_dtype(dtype), tuple(map(as_count, shape))), as_count(first_row))

@@ -1,0 +1,75 @@
+"""Nodes with forged descriptions are not used, or the model goes on from them: a decode step, and a prompt."""
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from fuzz.altered import altered
+from hf_hybrid_cache import (
+    DynamicHybridCache,
+    HostMemoryError,
+    HybridCache,
+    IncompleteCacheError,
+    OffloadedHybridCache,
+    Placement,
+    PrefixStore,
+    QuantizedHybridCache,
+    minmax,
+)
+
+from common.soak import count, search_at_random
+from models.tiny_models import random_prompt, tiny_model
+from prefix_store.forged import describe, description_of, nodes_of
+from prefix_store.prompts import next_logits
+
+# The models have short contexts.
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")]
+PLACEMENTS: dict[str, Callable[..., HybridCache]] = {
+    "full": DynamicHybridCache,
+    "quantized": QuantizedHybridCache,
+    "offloaded": OffloadedHybridCache,
+    "dequantized": lambda config: HybridCache(config, codec=minmax(4), placement=Placement(cpu_decode=False)),
+    "split": lambda config: HybridCache(
+        config, codec=minmax(4), placement=Placement(cpu_decode=True, offload=True, device_tokens=192)
+    ),
+}
+PROMPT = random_prompt(1, 1400)
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of a placement, and a folder with a prompt."""
+    folder, model = tmp_path_factory.mktemp("kept"), tiny_model("llama")
+    PrefixStore(folder).prefill(model, PROMPT[:, :1281], PLACEMENTS[request.param](model.config), progress=False)
+    return request.param, folder
+
+
+@search_at_random(60, 500)
+@given(data=st.data())
+def test_a_forged_node_is_not_used_or_can_be_gone_on_from(data: st.DataObject, kept: tuple[str, Path], tmp_path: Path):
+    name, folder = kept
+    shutil.copytree(folder, tmp_path / "store", dirs_exist_ok=True)
+    node = data.draw(st.sampled_from(nodes_of(tmp_path / "store")))
+    tree = description_of(node)
+    tree["states"] = data.draw(altered(tree["states"]))
+    describe(node, tree)
+    model = tiny_model("llama")
+    cache = PLACEMENTS[name](model.config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="States of .* are not used")
+        try:
+            reuse = PrefixStore(tmp_path / "store").prefill(model, PROMPT[:, :1281], cache, progress=False)
+        except HostMemoryError:
+            return
+    count(f"forged nodes that were {'gone on from' if reuse.num_tokens else 'not used'}")
+    # States of other sizes are told from new ones, and layers without states from those that have some.
+    with contextlib.suppress(ValueError, IncompleteCacheError):
+        for length in (1281, 1282, 1400):
+            assert next_logits(model, PROMPT[:, :length], cache).isfinite().all()
+    shutil.rmtree(tmp_path / "store")
