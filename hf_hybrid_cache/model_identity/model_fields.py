@@ -14,9 +14,8 @@ from .cache_form import codecs_of, layers_of, selection_of
 from .config_digest import config_digest
 from .identity import Identity
 from .modules import modules_digest, name_of_class
-from .refusals import require_identifiable
-from .remembered import weights_digest_of
-from .weights import stored_tensors
+from .refusals import require_identifiable, require_nothing_elsewhere
+from .weights import stored_tensors, weights_digest
 
 # Raise it when an identity means something else.
 _FORMAT = 1
@@ -28,10 +27,8 @@ def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
     """
     Return what the states that a model stores in a cache depend on, beside the tokens.
 
-    The first call reads all weights once, as fast as memory is read. Later ones take about a millisecond: they compare
-    the tensors, their version counters, and some numbers of each, with those of the first. A change through
-    `weight.data`, which torch does not count, is noticed if it changes one of these numbers, as one of a whole weight
-    does. Hooks are told by their names, so what they do must not change.
+    Each call reads all weights, as fast as memory is read: torch does not count writes through `weight.data`, so
+    nothing proves that they are as they were. Hooks are told by their names, so what they do must not change.
 
     It is no protection from somebody who wants two models to have the same identity.
 
@@ -59,6 +56,7 @@ def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
 
 def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: HybridCache) -> Iterator[tuple[str, str]]:
     tensors = stored_tensors(modules)
+    require_nothing_elsewhere(model, (each.owner for each in tensors))
     config = model.config
     text = config.get_text_config(decoder=True)
     version = Version(transformers.__version__)
@@ -67,7 +65,7 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     yield "class", name_of_class(type(model))
     yield "config", config_digest(config)
     yield "modules", modules_digest(modules)
-    yield "weights", weights_digest_of(model, tensors)
+    yield "weights", weights_digest(tensors)
     yield "adapters", adapters_of(modules)
     yield "dtype", _dtype_of(model)
     yield "attention", str(text._attn_implementation)

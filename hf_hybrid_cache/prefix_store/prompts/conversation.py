@@ -7,11 +7,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ...cache import HybridCache, contents_of
+from ...model_identity import Identity
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
 from ..nodes.description import NodeDescription
 from ..nodes.keys import keys_as_they_came
-from .checks import identity_for, require_short_enough
+from .checks import require_short_enough
 from .passes import Passes
 from .prompt import Prompt
 
@@ -29,15 +30,20 @@ class Conversation(Prompt):
 
     @classmethod
     def checked(
-        cls, model: PreTrainedModel, token_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+        cls,
+        model: PreTrainedModel,
+        token_ids: TokenIds,
+        cache: HybridCache,
+        document_tokens: int,
+        title: str,
+        identity: Identity,
     ) -> "Conversation":
         """
-        Check all arguments of `PrefixStore.keep`.
+        Check all arguments of `PrefixStore.keep`, but for the model's identity.
 
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
         """
-        identity = identity_for(model, cache)
         cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
         held = cache.get_seq_length()
         require_short_enough(model, held)

@@ -12,7 +12,7 @@ from ...model_identity import Identity
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
 from ..nodes.description import NodeDescription
-from .checks import identity_for, require_new, require_short_enough
+from .checks import require_new, require_short_enough
 from .passes import Passes
 
 _MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
@@ -39,15 +39,20 @@ class Prompt:
 
     @classmethod
     def checked(
-        cls, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+        cls,
+        model: PreTrainedModel,
+        input_ids: TokenIds,
+        cache: HybridCache,
+        document_tokens: int,
+        title: str,
+        identity: Identity,
     ) -> "Prompt":
         """
-        Check all arguments of `PrefixStore.prefill`.
+        Check all arguments of `PrefixStore.prefill`, but for the model's identity.
 
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
         """
-        identity = identity_for(model, cache)
         require_new(cache)
         token_ids = as_token_ids("input_ids", input_ids).cpu()
         batch, tokens = token_ids.shape
