@@ -14,7 +14,7 @@ from .cache_form import codecs_of, layers_of, selection_of
 from .config_digest import config_digest
 from .identity import Identity
 from .modules import modules_digest, name_of_class
-from .refusals import require_identifiable, require_nothing_elsewhere
+from .refusals import require_identifiable, require_known_code, require_nothing_elsewhere
 from .weights import stored_tensors, weights_digest
 
 # Raise it when an identity means something else.
@@ -23,23 +23,25 @@ _FORMAT = 1
 RANK = "rank"
 
 
-def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
+def identity_of(model: PreTrainedModel, cache: HybridCache, name: str | None = None) -> Identity:
     """
     Return what the states that a model stores in a cache depend on, beside the tokens.
 
     Each call reads all weights, as fast as memory is read: torch does not count writes through `weight.data`, so
-    nothing proves that they are as they were. Hooks are told by their names, so what they do must not change.
+    nothing proves that they are as they were. What hooks and functions of other programs do cannot be read: a model
+    that has some needs a name.
 
     It is no protection from somebody who wants two models to have the same identity.
 
     Args:
         model: in evaluation mode, with all of its weights in memory.
         cache: which it will use; what is stored in it does not matter.
+        name: of what the model does beside the code of its classes, such as "steering 2.0".
 
     Raises:
         TypeError: `model` is no model of transformers, such as the wrapper of PEFT, or `cache` is not one of ours.
         ModelIdentityError: the model is in training mode, some weights are not in memory, another library has quantized
-            them, or their states depend on texts that it read before.
+            them, its states depend on texts that it read before, or it has no name and runs code of other programs.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -51,7 +53,9 @@ def identity_of(model: PreTrainedModel, cache: HybridCache) -> Identity:
         raise TypeError(f"cache must be one of hf_hybrid_cache, got {type(cache).__name__}.")
     modules = dict(model.named_modules())
     require_identifiable(model, modules.values())
-    return Identity(tuple(_fields(model, modules, cache)))
+    if name is None:
+        require_known_code(model, modules)
+    return Identity((*_fields(model, modules, cache), *([] if name is None else [("identity", name)])))
 
 
 def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: HybridCache) -> Iterator[tuple[str, str]]:

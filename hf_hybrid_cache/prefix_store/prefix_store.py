@@ -48,6 +48,9 @@ class PrefixStore:
         max_bytes: the most that it may take, in bytes or as text such as "40GiB"; what was used longest ago goes first.
             `None` for no limit but the disk's.
         min_free_bytes: what stays free on the disk, likewise.
+        identity: name of what models do beside the code of their classes, such as "steering 2.0". Without one a model
+            with hooks, patched functions or objects of other programs is refused. Give another name whenever one of
+            these does something else: states are used under the same name alone.
 
     Raises:
         PrefixFolderError: the folder cannot be used, or has other files.
@@ -67,8 +70,10 @@ class PrefixStore:
         *,
         max_bytes: int | str | None = None,
         min_free_bytes: int | str = "1GiB",
+        identity: str | None = None,
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
+        self._identity = identity
         self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=parse_bytes(min_free_bytes))
 
     @property
@@ -165,7 +170,7 @@ class PrefixStore:
             >>> store.prefill_batch(model, inputs.input_ids, cache, inputs.attention_mask)
             >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
         """
-        identity = identity_for(model, cache)  # of each row, too
+        identity = identity_for(model, cache, self._identity)  # of each row, too
         batch = Batch.checked(input_ids, cache, attention_mask, document_tokens)
         warn_beyond_context(model, batch.token_ids.shape[1] - min(batch.paddings), stacklevel=3)
         reuses = []
@@ -224,7 +229,7 @@ class PrefixStore:
         replaces: str | None,
     ) -> str:
         """Keep the share of this process, see `keep`."""
-        identity = identity_for(model, cache)
+        identity = identity_for(model, cache, self._identity)
         conversation = Conversation.checked(model, token_ids, cache, document_tokens, title, identity)
         replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), conversation.keys)
         if replaced is not None:
@@ -319,7 +324,7 @@ class PrefixStore:
         self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
     ) -> Prompt:
         """Return a prompt after all checks."""
-        identity = identity_for(model, cache)
+        identity = identity_for(model, cache, self._identity)
         return Prompt.checked(model, input_ids, cache, document_tokens, title, identity)
 
     def _read(self, prompt: Prompt, agreement: Agreement, progress: bool | Callable[[int], None]) -> Reuse:
@@ -337,7 +342,7 @@ class PrefixStore:
 
     def _wanted(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""
-        identity = identity_for(model, cache)
+        identity = identity_for(model, cache, self._identity)
         require_new(cache)
         try:
             keys = self._folder.token_ids(bytes.fromhex(kept.id))
