@@ -12,7 +12,7 @@ from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
 from ..nodes.description import NodeDescription
 from ..nodes.keys import keys_as_they_came
-from .checks import require_short_enough
+from .checks import require_short_enough, require_text
 from .passes import Passes
 from .prompt import Prompt
 
@@ -45,6 +45,7 @@ class Conversation(Prompt):
             PrefixStoreError: a conversation of this model or cache cannot be kept.
         """
         cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
+        require_text(model, tokens)
         held = cache.get_seq_length()
         require_short_enough(model, held)
         if len(tokens) != 1 or not 0 < document_tokens <= held <= tokens.shape[1]:
