@@ -1,6 +1,7 @@
 """The fields of an identity, read from a model and a cache."""
 
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 
 import torch
 import transformers
@@ -14,11 +15,12 @@ from .cache_form import codecs_of, layers_of, selection_of
 from .config_digest import config_digest
 from .identity import Identity
 from .modules import modules_digest, name_of_class
+from .numbers import NUMBERS
 from .refusals import require_identifiable, require_known_code, require_nothing_elsewhere
 from .weights import stored_tensors, weights_digest
 
 # Raise it when an identity means something else.
-_FORMAT = 1
+_FORMAT = 2
 # The field with the rank of a process that keeps a shard.
 RANK = "rank"
 
@@ -65,6 +67,9 @@ def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: Hyb
     text = config.get_text_config(decoder=True)
     version = Version(transformers.__version__)
     yield "format", str(_FORMAT)
+    yield "numbers", str(NUMBERS)
+    yield "numba", metadata.version("numba")
+    yield "torch", str(torch.__version__)
     yield "transformers", f"{version.major}.{version.minor}"
     yield "class", name_of_class(type(model))
     yield "config", config_digest(config)
