@@ -8,6 +8,7 @@ first token on, and at the end of the document, whatever is stored; and states a
 them ended there, too.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -88,6 +89,7 @@ class Passes:
 
     def usable(self, stored: int) -> int:
         """Return how many of the first tokens, of `stored` ones, leave the next pass long enough."""
+        stored = min(stored, self.shared_tokens)
         if not self.can_end_anywhere or stored in (0, self.num_tokens):
             return stored
         if stored >= self.document_tokens:
@@ -120,7 +122,7 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
         and not contents.theirs
         and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         and getattr(config, "_attn_implementation", None) == "sdpa"
-        and not any(getattr(config, name, None) for name in _EXPERTS)
+        and not any(_EXPERTS.search(f"{name} {type(module).__name__}") for name, module in model.named_modules())
         and placement.cpu_decode in (None, True)
         and not placement.offload
         and not placement.device_tokens
@@ -130,4 +132,5 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
     )
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# In names of modules and of their classes. Products with the weights of an expert have as many rows as chose it.
+_EXPERTS = re.compile("expert|moe|router", re.IGNORECASE)
