@@ -103,11 +103,23 @@ def test_family_when_a_conversation_is_resumed_then_goes_on(name: str, form: str
 
 
 @pytest.mark.parametrize("name", ["AriaTextConfig", "MixtralConfig"])
-def test_experts_when_prompts_part_anywhere_then_states_are_used_from_ends_of_passes(name: str, tmp_path: Path):
+def test_experts_when_prompts_part_then_states_are_used_from_ends_of_passes(name: str, tmp_path: Path):
     model, document = model_of(name), tokens(200, 0)
     for seed in (1, 2):
         prompt = torch.cat([document, tokens(140, seed)], dim=1)
         assert read(tmp_path, model, prompt, DynamicHybridCache(model.config))[0] == 0
+
+
+@pytest.mark.parametrize("name", ["DiffLlamaConfig", "MiniCPM3Config"])
+def test_states_of_codes_when_attention_reads_them_then_equal_a_cold_read(name: str, tmp_path: Path):
+    model, make = model_of(name), FORMS["quantized"]
+    first = tokens(1330, 0)
+    second = torch.cat([first[:, :-1], tokens(200, 1)], dim=1)
+    _, cold = read(tmp_path / "cold", model, second, make(model.config))
+    read(tmp_path / "store", model, first, make(model.config))
+    reused, states = read(tmp_path / "store", model, second, make(model.config))
+    assert reused == 1024
+    assert are_equal(states, cold)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -32,8 +32,9 @@ def test_hit_when_prompts_part_late_then_equals_a_cold_read(family: str, form: s
     reused, states = read(tmp_path / "store", model, second, make(model.config))
     again, whole = read(tmp_path / "store", model, second, make(model.config))
     assert none == 0
-    assert reused == (2500 if family == "llama" and form == "full" else CHUNK)
-    assert again == second.shape[1] - 1
+    assert reused == (2500 if family in ("llama", "deepseek_v3") and form == "full" else CHUNK)
+    # Attention to latents reads the states of codes, which depend on where the last pass ends.
+    assert again == (CHUNK if (family, form) == ("deepseek_v3", "quantized") else second.shape[1] - 1)
     assert are_equal(states, cold)
     assert are_equal(whole, cold)
 

@@ -59,7 +59,8 @@ class Conversation(Prompt):
     @cached_property
     def keys(self) -> np.ndarray:
         """The tokens that the cache holds, `[tokens]`, as the conversation is found by them."""
-        tokens, shared = self.token_ids[0], self.passes.shared_tokens
+        are_read = self.passes.first_tokens > 0 and self.contents.stores.attention.has_given_states
+        tokens, shared = self.token_ids[0], 0 if are_read else self.passes.shared_tokens
         return np.concatenate([self.passes.keys(tokens)[:shared], keys_as_they_came(tokens[shared : self.held])])
 
     @property

@@ -54,10 +54,19 @@ class Passes:
             document_tokens = 0
         return cls(num_tokens, min(document_tokens, num_tokens), anywhere, is_quantized or not anywhere, first)
 
-    def is_kept(self, start: int, end: int) -> bool:
-        """Return whether a pass gives states that are those of any prompt with these tokens."""
+    def is_kept(self, start: int, end: int, are_read: bool = False) -> bool:
+        """
+        Return whether a pass gives states that are those of any prompt with these tokens.
+
+        Args:
+            start: first token of the pass.
+            end: of the pass.
+            are_read: attention has read the states of the cache, those of codes as they were at the end of the pass.
+        """
         if not self.can_end_anywhere:
             return True
+        if are_read and self.first_tokens and end != self.first_tokens and end % PREFILL_CHUNK_SIZE:
+            return False
         return end == self.first_tokens or (start >= self.first_tokens and end - start >= FEWEST_TOKENS_OF_SAME_BITS)
 
     @property
