@@ -9,7 +9,7 @@ from .noted_sources import NOTES, code_of, current_notes
 from model_identity.models import differing, identity, new_llama
 
 
-def test_sources_that_compute_when_changed_then_somebody_has_looked_at_the_version_of_numbers():
+def test_sources_of_numbers_when_changed_then_are_noted_anew():
     noted = NOTES.read_text(encoding="utf-8").splitlines()
     changed = sorted({line.split()[0] for line in set(noted).symmetric_difference(current_notes())})
     assert not changed, (

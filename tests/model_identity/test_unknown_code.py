@@ -22,7 +22,7 @@ from models.tiny_models import random_prompt
 
 
 class Steering:
-    """What adds a number to what a module returns, in the ways that programs do it."""
+    """Change what a module returns, in the ways that programs do it."""
 
     def __init__(self, strength: float):
         self.strength = strength
@@ -162,7 +162,7 @@ def test_class_when_it_has_no_source_then_needs_a_name():
     )
 
 
-def test_store_when_named_then_takes_hooks_and_uses_states_of_that_name_alone(tmp_path: Path):
+def test_store_when_named_then_uses_states_of_that_name_alone(tmp_path: Path):
     model, prompt = new_llama(), random_prompt(1, 300)
     layer: Any = model.model.layers[0]
     layer.mlp.register_forward_hook(Steering(2.0))

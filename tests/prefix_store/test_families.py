@@ -103,7 +103,7 @@ def test_family_when_a_conversation_is_resumed_then_goes_on(name: str, form: str
 
 
 @pytest.mark.parametrize("name", ["AriaTextConfig", "MixtralConfig"])
-def test_experts_when_prompts_part_then_states_are_used_from_ends_of_passes(name: str, tmp_path: Path):
+def test_experts_when_prompts_part_then_ends_of_passes_count(name: str, tmp_path: Path):
     model, document = model_of(name), tokens(200, 0)
     for seed in (1, 2):
         prompt = torch.cat([document, tokens(140, seed)], dim=1)
@@ -111,7 +111,7 @@ def test_experts_when_prompts_part_then_states_are_used_from_ends_of_passes(name
 
 
 @pytest.mark.parametrize("name", ["DiffLlamaConfig", "MiniCPM3Config"])
-def test_states_of_codes_when_attention_reads_them_then_equal_a_cold_read(name: str, tmp_path: Path):
+def test_codes_when_attention_reads_states_then_equal_a_cold_read(name: str, tmp_path: Path):
     model, make = model_of(name), FORMS["quantized"]
     first = tokens(1330, 0)
     second = torch.cat([first[:, :-1], tokens(200, 1)], dim=1)

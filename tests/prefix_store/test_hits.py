@@ -96,7 +96,7 @@ def test_hit_when_prompts_are_short_then_equals_a_cold_read(common: int, tmp_pat
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 100, 128, 129])
-def test_hit_when_a_prompt_is_the_beginning_of_a_longer_one_then_equals_a_cold_read(length: int, tmp_path: Path):
+def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int, tmp_path: Path):
     model, (longer, _) = tiny_model("llama"), prompts(common=300, first=10, second=10)
     for form, make in FORMS.items():
         _, cold = read(tmp_path / f"cold {form}", model, longer[:, :length], make(model.config))
