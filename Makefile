@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo notebooks test test-all test-quantized-models test-newest soak docs options lint sweep sweep-gpu gpu gpu-wheels report clean
+.PHONY: demo notebooks test test-all test-quantized-models test-newest soak docs options numbers lint sweep sweep-gpu gpu gpu-wheels report clean
 
 demo: $(VENV)/.demo
 	$(BIN)/hf-hybrid-cache generate --compare
@@ -56,6 +56,10 @@ OPTIONS = $(BIN)/python -m typer hf_hybrid_cache.cli.app utils docs --name hf-hy
 OPTIONS_PAGE := docs/api/options.md
 options: $(VENV)/.demo
 	$(OPTIONS) > $(OPTIONS_PAGE)
+
+# The code that computes states as it is now, once somebody has decided whether its results have changed (test_numbers.py).
+numbers: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m model_identity.noted_sources
 
 # The site, from the pages, docstrings and notebooks that are here: docs/_build/html/index.html.
 docs: $(VENV)/.docs

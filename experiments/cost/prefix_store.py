@@ -6,7 +6,7 @@ The time that a store of prompts saves, and what it costs.
   resumed, seven times: the median. What was just written is in the system's cache of files; `--drop-caches` asks the
   system to forget it before it is read once more, which needs root.
 - One prompt of 131,072 tokens is found among 10,000 nodes.
-- The digest of all weights is computed, and asked for again.
+- The digest of all weights is computed.
 - Two documents with a common first half are kept.
 """
 
@@ -76,7 +76,6 @@ def conversation(model: PreTrainedModel, form: str, num_tokens: int, drops: bool
     """Keep random states as a conversation, then 200 tokens more, and resume it."""
     store, cache = PrefixStore(folder), CACHES[form](model.config)
     ids = torch.randint(5, 40_000, (1, num_tokens + TURN_TOKENS), generator=torch.Generator().manual_seed(0))
-    identity_of(model, cache)  # the digest of the weights has a row of its own
     keep_seconds = 0.0
     for end in range(PASS_TOKENS, num_tokens + 1, PASS_TOKENS):
         fill(cache, model.config, PASS_TOKENS, model.dtype)
@@ -138,7 +137,7 @@ def search(num_nodes: int, num_tokens: int, folder: Path) -> dict[str, Any]:
 
 
 def digest(name: str, model: PreTrainedModel) -> dict[str, Any]:
-    """Compute the identity of a model for the first time in the process, and again."""
+    """Compute the identity of a model, which reads all weights."""
     cache = DynamicHybridCache(model.config)
     first = seconds_of(lambda: identity_of(model, cache))
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -147,7 +146,6 @@ def digest(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "model": name,
         "weight_bytes": num_bytes,
         "first_seconds": first,
-        "again_seconds": seconds_of(lambda: identity_of(model, cache)),
     }
 
 

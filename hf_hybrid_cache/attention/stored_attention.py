@@ -198,6 +198,11 @@ class StoredAttention:
             segments.append(others)
         return segments
 
+    @property
+    def has_given_states(self) -> bool:
+        """Whether something has read the states themselves."""
+        return self.is_declined or self._has_warned
+
     def decline(self) -> None:
         """Note that something needs the states themselves, or warn once if the user asked for attention on the CPU."""
         if not self._is_asked_for:

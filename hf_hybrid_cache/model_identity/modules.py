@@ -13,8 +13,8 @@ from torch import nn
 from .digests import canonical, digest_of
 from .tensor_digests import tensor_digests
 
-# Their version, or ours, is in an identity, or does not matter; of other code the source counts.
-_LIBRARIES = {"hf_hybrid_cache", "torch", "transformers"}
+# Their versions are in an identity; of other code the source counts.
+OUR_VERSIONS = {"hf_hybrid_cache", "torch", "transformers"}
 # What no state depends on.
 _LEFT_OUT = {
     "all_tied_weights_keys",
@@ -28,7 +28,7 @@ _LEFT_OUT = {
     "training",
     "warnings_issued",
 }
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -38,20 +38,28 @@ def modules_digest(modules: Mapping[str, nn.Module]) -> str:
 
 
 def name_of_class(kind: type) -> str:
-    """Return the name of a class, with a digest of its module's source if it is none of torch or transformers."""
-    return kind.__qualname__ if _is_known(kind) else f"{kind.__qualname__} {_source_digest(kind.__module__)}"
+    """Return the name of a class, with digests of the sources of it and its bases where no version tells them."""
+    return " ".join([kind.__qualname__, *(source_digest(each) or "without source" for each in own_modules(kind))])
+
+
+def own_modules(kind: type) -> list[str]:
+    """List the Python modules of a class and its bases whose source counts, as no version in an identity tells it."""
+    told = OUR_VERSIONS | sys.stdlib_module_names | {"builtins"}
+    modules = dict.fromkeys(base.__module__ for base in kind.__mro__)
+    return [module for module in modules if module.partition(".")[0] not in told]
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _LIBRARIES
+    return kind.__module__.partition(".")[0] in OUR_VERSIONS
 
 
 @functools.cache
-def _source_digest(module: str) -> str:
+def source_digest(module: str) -> str | None:
+    """Return the digest of the source of a Python module; `None` where there is no file, as in a notebook."""
     try:
         return digest_of(Path(str(sys.modules[module].__file__)).read_bytes())
-    except (AttributeError, KeyError, OSError):  # as in a notebook
-        return "without source"
+    except (AttributeError, KeyError, OSError):
+        return None
 
 
 def _form_of(module: nn.Module) -> list[Any]:
@@ -63,8 +71,13 @@ def _form_of(module: nn.Module) -> list[Any]:
         for name, each in attributes.items()
         if not name.startswith("_") and name not in _LEFT_OUT and (value := _plain(each, with_tensors)) is not None
     }
-    hooks = [_plain(hook) or type(hook).__qualname__ for name in _HOOKS for hook in attributes[name].values()]
-    return [name_of_class(kind), plain, hooks]
+    hooks = [hook for name in HOOKS for hook in attributes[name].values() if not _only_reads(hook)]
+    return [name_of_class(kind), plain, [_plain(hook) or type(hook).__qualname__ for hook in hooks]]
+
+
+def _only_reads(hook: Any) -> bool:
+    """Return whether transformers left a hook after a pass that returned hidden states."""
+    return isinstance(hook, FunctionType) and hook.__globals__.get("__name__") == "transformers.utils.output_capturing"
 
 
 def _plain(value: Any, with_tensors: bool = False) -> Any:

@@ -1,6 +1,6 @@
 """Models that have no identity, because their states depend on something that cannot be read from them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ..weights import QUANT_METHOD
 from .errors import ModelIdentityError
 from .rotations import unknown_by_length
+from .unknown_code import unknown_code
 
 _ELSEWHERE = (
     "which may keep numbers where they are not found. Load the model unquantized, or with QuantizedWeightsConfig."
@@ -44,6 +45,24 @@ def require_identifiable(model: PreTrainedModel, modules: Collection[nn.Module])
             f"{type(model).__name__} turns keys by the length of the text, and of texts that it read before (rope_type "
             f"{' and '.join(by_length)}), so states depend on more than the tokens before them. Use a rope_type that "
             "does not, such as yarn."
+        )
+
+
+def require_known_code(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> None:
+    """
+    Check that what a model computes can be told from its classes, attributes and weights.
+
+    Args:
+        model: of transformers.
+        modules: all of its modules, by name.
+
+    Raises:
+        ModelIdentityError: it runs code of other programs, such as a hook.
+    """
+    if unknown := unknown_code(model, modules):
+        raise ModelIdentityError(
+            f"{type(model).__name__} runs code whose effect cannot be told: {unknown}. Remove it, or give what it does "
+            'a name, PrefixStore(path, identity="steering 2.0"), and another name whenever that changes.'
         )
 
 

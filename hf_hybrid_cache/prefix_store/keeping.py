@@ -37,7 +37,8 @@ class Keeper:
             PrefixStoreError: the model has put states elsewhere than into the cache.
         """
         _require_all_states(self._prompt, reached)
-        self._is_keeping = self._is_keeping and self._prompt.passes.is_kept(self._end, reached)
+        are_read = self._prompt.contents.stores.attention.has_given_states
+        self._is_keeping = self._is_keeping and self._prompt.passes.is_kept(self._end, reached, are_read)
         if not self._is_keeping:
             return
         try:

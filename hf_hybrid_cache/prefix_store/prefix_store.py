@@ -49,6 +49,9 @@ class PrefixStore:
         max_bytes: the most that it may take, in bytes or as text such as "40GiB"; what was used longest ago goes first.
             `None` for no limit but the disk's.
         min_free_bytes: what stays free on the disk, likewise.
+        identity: name of what models do beside the code of their classes, such as "steering 2.0". Without one a model
+            with hooks, patched functions or objects of other programs is refused. Give another name whenever one of
+            these does something else: states are used under the same name alone.
 
     Raises:
         PrefixFolderError: the folder cannot be used, or has other files.
@@ -68,9 +71,11 @@ class PrefixStore:
         *,
         max_bytes: int | str | None = None,
         min_free_bytes: int | str = "1GiB",
+        identity: str | None = None,
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
         free = parse_bytes(min_free_bytes)
+        self._identity = identity
         self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=free, require_readable=require_described)
 
     @property
@@ -120,7 +125,7 @@ class PrefixStore:
         """
         agreement = Agreement.for_cache(cache)
         prompt = agreement.same(
-            lambda: Prompt.checked(model, input_ids, cache, document_tokens, title), lambda each: _checksum(each.keys)
+            lambda: self._checked(model, input_ids, cache, document_tokens, title), lambda each: _checksum(each.keys)
         )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
         return self._read(prompt, agreement, progress)
@@ -167,13 +172,14 @@ class PrefixStore:
             >>> store.prefill_batch(model, inputs.input_ids, cache, inputs.attention_mask)
             >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
         """
-        batch = Batch.checked(model, input_ids, cache, attention_mask, document_tokens)
+        identity = identity_for(model, cache, self._identity)  # of each row, too
+        batch = Batch.checked(input_ids, cache, attention_mask, document_tokens)
         warn_beyond_context(model, batch.token_ids.shape[1] - min(batch.paddings), stacklevel=3)
         reuses = []
         with batch.filling():
             for row, token_ids in enumerate(batch.prompts):
                 alone = copy.deepcopy(batch.empty)  # takes the place of the one before, whose memory is free then
-                prompt = Prompt.checked(model, token_ids, alone, document_tokens, title)
+                prompt = Prompt.checked(model, token_ids, alone, document_tokens, title, identity)
                 reuses.append(self._read(prompt, Agreement.for_cache(alone), progress))
                 batch.place(row, alone)
         return reuses
@@ -225,7 +231,8 @@ class PrefixStore:
         replaces: str | None,
     ) -> str:
         """Keep the share of this process, see `keep`."""
-        conversation = Conversation.checked(model, token_ids, cache, document_tokens, title)
+        identity = identity_for(model, cache, self._identity)
+        conversation = Conversation.checked(model, token_ids, cache, document_tokens, title, identity)
         replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), conversation.keys)
         if replaced is not None:
             replaced.remove_taken_back()
@@ -310,10 +317,17 @@ class PrefixStore:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
             PrefixFolderError: the folder cannot be read.
         """
-        prompt = Prompt.checked(model, input_ids, cache, 0, "")
+        prompt = self._checked(model, input_ids, cache, 0, "")
         found = find(self._folder, prompt)
         found.match.close()
         return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
+
+    def _checked(
+        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+    ) -> Prompt:
+        """Return a prompt after all checks."""
+        identity = identity_for(model, cache, self._identity)
+        return Prompt.checked(model, input_ids, cache, document_tokens, title, identity)
 
     def _read(self, prompt: Prompt, agreement: Agreement, progress: bool | Callable[[int], None]) -> Reuse:
         """Fill the cache of a prompt from the store, and by reading the rest, which is kept."""
@@ -330,7 +344,7 @@ class PrefixStore:
 
     def _wanted(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""
-        identity = identity_for(model, cache)
+        identity = identity_for(model, cache, self._identity)
         require_new(cache)
         try:
             keys = self._folder.token_ids(bytes.fromhex(kept.id))

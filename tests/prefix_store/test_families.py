@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 KEPT = {
+    "AriaTextConfig": "experts, told by the modules alone",
     "BambaConfig": "state spaces and attention, positions that begin at 0 in each pass unless they are given",
     "Cohere2Config": "windows and full attention without positions",
     "FalconH1Config": "state spaces beside attention in each layer",
@@ -99,6 +100,26 @@ def test_family_when_a_conversation_is_resumed_then_goes_on(name: str, form: str
     said = torch.cat([said, tokens(9, 2)], dim=1)
     assert torch.equal(next_logits(model, said, resumed), next_logits(model, said, live))
     assert are_equal(held(resumed), held(live))
+
+
+@pytest.mark.parametrize("name", ["AriaTextConfig", "MixtralConfig"])
+def test_experts_when_prompts_part_then_ends_of_passes_count(name: str, tmp_path: Path):
+    model, document = model_of(name), tokens(200, 0)
+    for seed in (1, 2):
+        prompt = torch.cat([document, tokens(140, seed)], dim=1)
+        assert read(tmp_path, model, prompt, DynamicHybridCache(model.config))[0] == 0
+
+
+@pytest.mark.parametrize("name", ["DiffLlamaConfig", "MiniCPM3Config"])
+def test_codes_when_attention_reads_states_then_equal_a_cold_read(name: str, tmp_path: Path):
+    model, make = model_of(name), FORMS["quantized"]
+    first = tokens(1330, 0)
+    second = torch.cat([first[:, :-1], tokens(200, 1)], dim=1)
+    _, cold = read(tmp_path / "cold", model, second, make(model.config))
+    read(tmp_path / "store", model, first, make(model.config))
+    reused, states = read(tmp_path / "store", model, second, make(model.config))
+    assert reused == 1024
+    assert are_equal(states, cold)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -32,8 +32,9 @@ def test_hit_when_prompts_part_late_then_equals_a_cold_read(family: str, form: s
     reused, states = read(tmp_path / "store", model, second, make(model.config))
     again, whole = read(tmp_path / "store", model, second, make(model.config))
     assert none == 0
-    assert reused == (2500 if family == "llama" and form == "full" else CHUNK)
-    assert again == second.shape[1] - 1
+    assert reused == (2500 if family in ("llama", "deepseek_v3") and form == "full" else CHUNK)
+    # Attention to latents reads the states of codes, which depend on where the last pass ends.
+    assert again == (CHUNK if (family, form) == ("deepseek_v3", "quantized") else second.shape[1] - 1)
     assert are_equal(states, cold)
     assert are_equal(whole, cold)
 
@@ -91,6 +92,18 @@ def test_hit_when_prompts_are_short_then_equals_a_cold_read(common: int, tmp_pat
         read(tmp_path / form, model, first, make(model.config))
         reused, states = read(tmp_path / form, model, second, make(model.config))
         assert reused == (common if form == "full" else 0)
+        assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 100, 128, 129])
+def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int, tmp_path: Path):
+    model, (longer, _) = tiny_model("llama"), prompts(common=300, first=10, second=10)
+    for form, make in FORMS.items():
+        _, cold = read(tmp_path / f"cold {form}", model, longer[:, :length], make(model.config))
+        read(tmp_path / form, model, longer, make(model.config))
+        reused, states = read(tmp_path / form, model, longer[:, :length], make(model.config))
+        # A pass of fewer tokens than 128 has the bits of other kernels.
+        assert reused == (128 if length == 129 and form == "full" else 0)
         assert are_equal(states, cold)
 
 

@@ -1,6 +1,8 @@
 """Prompts that cannot be kept are refused; where files cannot be read or written, a warning says so."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,11 +94,25 @@ def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path
     assert found == [0, 0, 399, 399]
 
 
-def test_prefill_when_prompt_has_images_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model, prompt = tiny_model("llama"), random_prompt(1, 9)
-    monkeypatch.setattr(model.config, "image_token_id", int(prompt[0, 4]), raising=False)
-    with pytest.raises(PrefixStoreError, match="images"):
-        PrefixStore(tmp_path).prefill(model, prompt, DynamicHybridCache(model.config))
+def placeholder_of_the_config(config: Any, token: int) -> None:
+    config.image_token_id = token
+
+
+def placeholder_of_a_part(config: Any, token: int) -> None:
+    config.thinker_config = type(config)(audio_config=type(config)(audio_token_index=token))
+
+
+@pytest.mark.parametrize("place", [placeholder_of_the_config, placeholder_of_a_part])
+def test_tokens_when_they_stand_for_media_then_refused(place: Callable[[Any, int], None], tmp_path: Path):
+    model, prompt, store = new_llama(), random_prompt(1, 9), PrefixStore(tmp_path)
+    cache = DynamicHybridCache(model.config)
+    store.prefill(model, prompt, cache, progress=False)
+    place(model.config, int(prompt[0, 4]))
+    with pytest.raises(PrefixStoreError, match="images, sound or video"):
+        store.keep(model, prompt, cache, document_tokens=8)
+    with pytest.raises(PrefixStoreError, match="images, sound or video"):
+        store.prefill(model, prompt, DynamicHybridCache(model.config))
+    assert not any(kept.is_conversation for kept in store.kept_prompts())
 
 
 def test_prefill_when_prompt_exceeds_the_context_then_warns(tmp_path: Path):

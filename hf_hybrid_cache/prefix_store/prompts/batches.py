@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ...cache import HybridCache, contents_of
 from ...layers import HybridLayer, copy_of, put_back, side_by_side
 from ...storage import BlockSegment, LayerStore, Part
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
-from .checks import identity_for, require_new
+from .checks import require_new
 
 
 @dataclass
@@ -39,19 +38,17 @@ class Batch:
     @classmethod
     def checked(
         cls,
-        model: PreTrainedModel,
         input_ids: TokenIds,
         cache: HybridCache,
         attention_mask: torch.Tensor | None,
         document_tokens: int,
     ) -> "Batch":
         """
-        Check all arguments of `PrefixStore.prefill_batch`.
+        Check all arguments of `PrefixStore.prefill_batch`, but for the model's identity.
 
         Raises:
             PrefixStoreError: the prompts, or those of this model or cache, cannot be kept, or not in one cache.
         """
-        identity_for(model, cache)
         require_new(cache)
         if cache.group is not None:
             raise PrefixStoreError(

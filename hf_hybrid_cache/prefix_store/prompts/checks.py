@@ -1,16 +1,23 @@
 """Checks of models, texts and caches whose states are to be kept."""
 
-from transformers import PreTrainedModel
+import re
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache import HybridCache, contents_of
 from ...model_identity import Identity, ModelIdentityError, identity_of, longest_text
 from ...prompt_reading import layer_that_begins_anew
 from ..errors import PrefixStoreError
 
+# As in image_token_id, video_token_index and vision_start_token_id.
+_MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)$")
 
-def identity_for(model: PreTrainedModel, cache: HybridCache) -> Identity:
+
+def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -> Identity:
     """
-    Return the identity under which the states of a model in a cache are kept.
+    Return the identity under which the states of a model in a cache are kept; the name is the user's, of the model.
 
     Raises:
         PrefixStoreError: they cannot be kept.
@@ -41,7 +48,7 @@ def identity_for(model: PreTrainedModel, cache: HybridCache) -> Identity:
             "go on from states that are kept. Pass it to generate without a store."
         )
     try:
-        return identity_of(model, cache)
+        return identity_of(model, cache, name)
     except ModelIdentityError as error:
         raise PrefixStoreError(str(error)) from error
 
@@ -59,6 +66,30 @@ def require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
             f"{type(model).__name__} turns keys otherwise, all of them, when a text has more than {limit:,} tokens "
             f"(rope_type longrope), and this one has {num_tokens:,}. Only texts up to {limit:,} can be kept."
         )
+
+
+def require_text(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    """
+    Check that tokens stand for text alone.
+
+    Raises:
+        PrefixStoreError: some are those of images, sound or video, by the config or one inside it.
+    """
+    present = set(token_ids.flatten().tolist())
+    for name, token in _media_tokens(model.config):
+        if token in present:
+            raise PrefixStoreError(
+                f"The text has tokens that stand for images, sound or video ({name} {token}): its states depend on "
+                "more than its tokens, so it cannot be kept. Pass it to generate without a store."
+            )
+
+
+def _media_tokens(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _media_tokens(value)
+        elif isinstance(value, int) and _MEDIA_TOKEN.search(name):
+            yield name, value
 
 
 def require_new(cache: HybridCache) -> None:

@@ -7,11 +7,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ...cache import HybridCache, contents_of
+from ...model_identity import Identity
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
 from ..nodes.description import NodeDescription
 from ..nodes.keys import keys_as_they_came
-from .checks import identity_for, require_short_enough
+from .checks import require_short_enough, require_text
 from .passes import Passes
 from .prompt import Prompt
 
@@ -29,16 +30,22 @@ class Conversation(Prompt):
 
     @classmethod
     def checked(
-        cls, model: PreTrainedModel, token_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+        cls,
+        model: PreTrainedModel,
+        token_ids: TokenIds,
+        cache: HybridCache,
+        document_tokens: int,
+        title: str,
+        identity: Identity,
     ) -> "Conversation":
         """
-        Check all arguments of `PrefixStore.keep`.
+        Check all arguments of `PrefixStore.keep`, but for the model's identity.
 
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
         """
-        identity = identity_for(model, cache)
         cache.require_prefix(tokens := as_token_ids("token_ids", token_ids).cpu())
+        require_text(model, tokens)
         held = cache.get_seq_length()
         require_short_enough(model, held)
         if len(tokens) != 1 or not 0 < document_tokens <= held <= tokens.shape[1]:
@@ -52,7 +59,8 @@ class Conversation(Prompt):
     @cached_property
     def keys(self) -> np.ndarray:
         """The tokens that the cache holds, `[tokens]`, as the conversation is found by them."""
-        tokens, shared = self.token_ids[0], self.passes.shared_tokens
+        are_read = self.passes.first_tokens > 0 and self.contents.stores.attention.has_given_states
+        tokens, shared = self.token_ids[0], 0 if are_read else self.passes.shared_tokens
         return np.concatenate([self.passes.keys(tokens)[:shared], keys_as_they_came(tokens[shared : self.held])])
 
     @property

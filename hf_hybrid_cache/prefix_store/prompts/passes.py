@@ -8,6 +8,7 @@ first token on, and at the end of the document, whatever is stored; and states a
 them ended there, too.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,10 +54,19 @@ class Passes:
             document_tokens = 0
         return cls(num_tokens, min(document_tokens, num_tokens), anywhere, is_quantized or not anywhere, first)
 
-    def is_kept(self, start: int, end: int) -> bool:
-        """Return whether a pass gives states that are those of any prompt with these tokens."""
+    def is_kept(self, start: int, end: int, are_read: bool = False) -> bool:
+        """
+        Return whether a pass gives states that are those of any prompt with these tokens.
+
+        Args:
+            start: first token of the pass.
+            end: of the pass.
+            are_read: attention has read the states of the cache, those of codes as they were at the end of the pass.
+        """
         if not self.can_end_anywhere:
             return True
+        if are_read and self.first_tokens and end != self.first_tokens and end % PREFILL_CHUNK_SIZE:
+            return False
         return end == self.first_tokens or (start >= self.first_tokens and end - start >= FEWEST_TOKENS_OF_SAME_BITS)
 
     @property
@@ -88,6 +98,7 @@ class Passes:
 
     def usable(self, stored: int) -> int:
         """Return how many of the first tokens, of `stored` ones, leave the next pass long enough."""
+        stored = min(stored, self.shared_tokens)
         if not self.can_end_anywhere or stored in (0, self.num_tokens):
             return stored
         if stored >= self.document_tokens:
@@ -120,7 +131,7 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
         and not contents.theirs
         and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         and getattr(config, "_attn_implementation", None) == "sdpa"
-        and not any(getattr(config, name, None) for name in _EXPERTS)
+        and not any(_EXPERTS.search(f"{name} {type(module).__name__}") for name, module in model.named_modules())
         and placement.cpu_decode in (None, True)
         and not placement.offload
         and not placement.device_tokens
@@ -130,4 +141,5 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
     )
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# In names of modules and of their classes. Products with the weights of an expert have as many rows as chose it.
+_EXPERTS = re.compile("expert|moe|router", re.IGNORECASE)

@@ -12,10 +12,8 @@ from ...model_identity import Identity
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
 from ..nodes.description import NodeDescription
-from .checks import identity_for, require_new, require_short_enough
+from .checks import require_new, require_short_enough, require_text
 from .passes import Passes
-
-_MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,20 @@ class Prompt:
 
     @classmethod
     def checked(
-        cls, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+        cls,
+        model: PreTrainedModel,
+        input_ids: TokenIds,
+        cache: HybridCache,
+        document_tokens: int,
+        title: str,
+        identity: Identity,
     ) -> "Prompt":
         """
-        Check all arguments of `PrefixStore.prefill`.
+        Check all arguments of `PrefixStore.prefill`, but for the model's identity.
 
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
         """
-        identity = identity_for(model, cache)
         require_new(cache)
         token_ids = as_token_ids("input_ids", input_ids).cpu()
         batch, tokens = token_ids.shape
@@ -59,7 +62,7 @@ class Prompt:
         require_short_enough(model, tokens)
         if tokens < 2:
             raise PrefixStoreError(f"A prompt has at least two tokens, of which generate computes one; got {tokens}.")
-        _refuse_media(model, token_ids)
+        require_text(model, token_ids)
         if not 0 <= document_tokens <= tokens:
             raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
         read_tokens = tokens if document_tokens == tokens else tokens - 1
@@ -80,13 +83,3 @@ class Prompt:
     def description(self) -> NodeDescription:
         """The description of its nodes, without their states."""
         return NodeDescription.of(self.model, self.identity, self.title)
-
-
-def _refuse_media(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
-    for name in _MEDIA_TOKENS:
-        token = getattr(model.config, name, None)
-        if isinstance(token, int) and bool((token_ids == token).any()):
-            raise PrefixStoreError(
-                f"The prompt has tokens that stand for images, sound or video ({name} {token}): its states depend on "
-                "more than its tokens, so it cannot be kept. Pass it to generate without a store."
-            )

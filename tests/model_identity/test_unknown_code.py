@@ -1,0 +1,178 @@
+"""Code of other programs in a model: refused, unless the user names what it does."""
+
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError
+from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of
+
+from common.programs import run_program
+from model_identity.models import differing, identity, new_llama
+from models.tiny_models import random_prompt
+
+
+class Steering:
+    """Change what a module returns, in the ways that programs do it."""
+
+    def __init__(self, strength: float):
+        self.strength = strength
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output + self.strength
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states * self.strength
+
+
+def hook_of_a_function(model: Any, _: Any) -> None:
+    strength = 2.0
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + strength)
+
+
+def hook_of_an_object(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(Steering(2.0))
+
+
+def hook_before(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 2.0,))
+
+
+def hook_in_a_decorator_of_torch(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(torch.no_grad()(lambda module, inputs, output: output + 2.0))
+
+
+def hook_of_all_modules(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch.nn.modules.module._global_forward_hooks, 0, Steering(2.0))
+
+
+def forward_of_a_function(model: Any, _: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, states: states * 2.0, mlp)
+
+
+def forward_of_an_object(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.forward = Steering(2.0).forward
+
+
+def forward_that_is_compiled(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.forward = torch.compile(Steering(2.0).forward)
+
+
+def function_in_a_list(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.steps = [functools.partial(Steering(2.0))]
+
+
+def object_as_attribute(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp._steering = Steering(2.0)
+
+
+def module_beside_the_model(model: Any, _: Any) -> None:
+    model.model.layers[0].mlp.hidden = [nn.Linear(2, 2).eval()]
+
+
+def forward_of_a_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, states: states * 2.0)
+
+
+def function_of_a_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda states, times: states)
+
+
+def attention_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: args)
+
+
+def hook_of_accelerate_with_another(model: Any, _: Any) -> None:
+    from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
+
+    class Doubling(ModelHook):
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return output * 2
+
+    add_hook_to_module(model.model.layers[0].mlp, SequentialHook(ModelHook(), Doubling()))
+
+
+CHANGES: list[tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = [
+    (hook_of_a_function, r"forward hook of model\.layers\.0\.mlp \(hook_of_a_function"),
+    (hook_of_an_object, r"forward hook .*an object of Steering"),
+    (hook_before, "forward hook"),
+    (hook_in_a_decorator_of_torch, "forward hook .*lambda"),
+    (hook_of_all_modules, "forward hook of all modules"),
+    (forward_of_a_function, r"forward of model\.layers\.0\.mlp"),
+    (forward_of_an_object, r"forward of model\.layers\.0\.mlp"),
+    (forward_that_is_compiled, r"forward of model\.layers\.0\.mlp"),
+    (function_in_a_list, r"steps of .*an object of Steering"),
+    (object_as_attribute, r"_steering of .*an object of Steering"),
+    (module_beside_the_model, "hidden of .* Linear is no part"),
+    (forward_of_a_class, r"LlamaMLP\.forward"),
+    (function_of_a_module, r"modeling_llama\.repeat_kv"),
+    (attention_of_its_own, "attention 'sdpa'"),
+    (hook_of_accelerate_with_another, "_hf_hook of .*Doubling"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES, ids=lambda each: getattr(each, "__name__", ""))
+def test_model_when_it_runs_code_of_others_then_needs_a_name(
+    change: Callable[[Any, pytest.MonkeyPatch], None], told: str, monkeypatch: pytest.MonkeyPatch
+):
+    model = new_llama()
+    cache = DynamicHybridCache(model.config)
+    change(model, monkeypatch)
+    with pytest.raises(ModelIdentityError, match=told) as raised:
+        identity_of(model, cache)
+    assert 'PrefixStore(path, identity="steering 2.0")' in str(raised.value)
+    one, other = identity_of(model, cache, "steering 2.0"), identity_of(model, cache, "steering 3.0")
+    assert differing(one, other) == {"identity"}
+
+
+def test_model_when_libraries_have_hung_hooks_on_it_then_needs_no_name():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model: Any = new_llama()
+    add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu", io_same_device=True))
+    before = identity(model)
+    with torch.no_grad():
+        model(random_prompt(1, 9), output_hidden_states=True, output_attentions=True)
+    assert model.model.layers[0]._forward_hooks
+    assert identity(model) == before
+    model.enable_input_require_grads()
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+    identity(model)
+
+
+def test_class_when_it_has_no_source_then_needs_a_name():
+    run_program(
+        "from model_identity.models import *\n"
+        "class Head(torch.nn.Linear): ...\n"
+        "model = new_llama(); model.lm_head = Head(64, 128, bias=False).eval()\n"
+        "try: identity(model)\n"
+        "except ValueError as error: assert 'class of __main__' in str(error), error\n"
+        "else: raise SystemExit('not refused')\n"
+        "identity_of(model, DynamicHybridCache(model.config), 'head')"
+    )
+
+
+def test_store_when_named_then_uses_states_of_that_name_alone(tmp_path: Path):
+    model, prompt = new_llama(), random_prompt(1, 300)
+    layer: Any = model.model.layers[0]
+    layer.mlp.register_forward_hook(Steering(2.0))
+
+    def found(name: str | None) -> int:
+        store = PrefixStore(tmp_path, identity=name)
+        return store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False).num_tokens
+
+    assert [found(name) for name in ("one", "one", "two", "one")] == [0, 299, 0, 299]
+    with pytest.raises(PrefixStoreError, match="Steering"):
+        found(None)
+    told = PrefixStore(tmp_path, identity="three").why(model, prompt, DynamicHybridCache(model.config))
+    assert "identity: one there, three here" in told
