@@ -269,6 +269,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             known = config.get_text_config(decoder=True).dtype
             converted_to = file.conversion(dtype, known if isinstance(known, torch.dtype) else None, mmap)
             file.fill(cache.layers, device, mmap, verify)
+            cache._stores.take_seen_queries(file.seen_queries())
+            cache._stores.sees_as_alone = saved.sees_as_alone
             cache._prompts.token_ids = file.token_ids()
         return cache if converted_to is None else cache.to(converted_to)
 

@@ -141,3 +141,14 @@ def test_read_when_interrupted_then_goes_on_from_the_last_pass(tmp_path: Path, m
     reused, states = read(tmp_path / "store", model, prompt, make(model.config))
     assert reused == 2 * CHUNK
     assert are_equal(states, cold)
+
+
+@torch.no_grad()
+def test_cache_when_saved_and_loaded_then_later_passes_see_the_same_codes(tmp_path: Path):
+    model = tiny_model("llama")
+    _, prompt = prompts(common=300, first=1, second=400)
+    caches = [QuantizedHybridCache(model.config)]
+    PrefixStore(tmp_path / "store").prefill(model, prompt[:, :300], caches[0], document_tokens=300, progress=False)
+    caches[0].save(tmp_path / "cache.kv")
+    caches.append(HybridCache.load(tmp_path / "cache.kv", model.config))
+    assert torch.equal(*(model(prompt[:, 300:], **cache_argument(cache)).logits for cache in caches))
