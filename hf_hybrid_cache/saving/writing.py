@@ -58,7 +58,6 @@ def save_layers(
         HostMemoryError: the copy of one layer, which one on a device needs, does not fit the host.
     """
     try:
-        # First, because it has states stored that wait for the choice of their codec.
         described = tuple(described_layer(layer) for layer in layers)
         description = CacheDescription(
             __version__,
