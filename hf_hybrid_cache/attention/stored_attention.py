@@ -115,6 +115,7 @@ class StoredAttention:
         """
         if store.wants_queries:
             store.observe(query)
+        store.take_pending()
         queries = Queries(query, group, scale, are_causal)
         if isinstance(store, ChunkStore) and store.tokens_before:
             if is_later_chunk(store, query.shape[2]):
@@ -169,7 +170,6 @@ class StoredAttention:
             return [ShardedSegment(queries, mask, store, kernel, self._own_masks)]
         if store.on_device is None:
             return [HostSegment(queries, mask, store, kernel, selection)]
-        store.take_pending()
         on_host = store.middle_tokens
         first, last = store.first_tokens, store.first_tokens + on_host
         of_ends = of_middle = None

@@ -2,7 +2,7 @@
 
 from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
 from .contents.contents import Contents
-from .hybrid_cache import HybridCache, MemoryReport, contents_of
+from .hybrid_cache import HybridCache, MemoryReport, contents_of, fill_from_file
 from .same_logits import SameLogits
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "QuantizedHybridCache",
     "SameLogits",
     "contents_of",
+    "fill_from_file",
 ]

@@ -9,11 +9,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..codecs import is_form_of
 from ..graph_breaks import outside_of_graphs
 from ..layers import HybridLayer, Placement, Selection, batch_of, follow
 from ..planning.prediction import Strategy
 from ..processes import Peers
-from ..saving import CacheFileError, traits_of
+from ..saving import CacheFile, CacheFileError, traits_of
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
 from ..token_ids import TokenIds
 from .changes.going_back import GoingBack
@@ -278,9 +279,24 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
                 raise CacheFileError(path, f"cannot be loaded: {error} {advice}") from error
             known = config.get_text_config(decoder=True).dtype
             converted_to = file.conversion(dtype, known if isinstance(known, torch.dtype) else None, mmap)
-            file.fill(cache.layers, device, mmap, verify)
-            cache._prompts.token_ids = file.token_ids()
-        return cache if converted_to is None else cache.to(converted_to)
+            cache._take(file, converted_to, device, mmap, verify)
+        return cache
+
+    def _take(
+        self,
+        file: CacheFile,
+        converted_to: torch.dtype | None,
+        device: torch.device | str | None,
+        mmap: bool = False,
+        verify: bool = True,
+    ) -> None:
+        """Put what a file holds into this empty cache, which has its codecs; see `load` for the errors."""
+        file.fill(self.layers, device, mmap, verify)
+        self._stores.take_seen_queries(file.seen_queries())
+        self._stores.sees_as_alone = file.description.sees_as_alone
+        self._prompts.token_ids = file.token_ids()
+        if converted_to is not None:
+            self.to(converted_to)
 
     def __repr__(self) -> str:
         return in_one_line(type(self).__name__, self._contents)
@@ -454,6 +470,52 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             f"A {type(self).__name__} cannot be pickled, or copied without what it holds: use cache.save(path) and "
             "HybridCache.load(path, model.config) to keep it, copy.deepcopy(cache) for a copy."
         )
+
+
+def fill_from_file(
+    cache: HybridCache,
+    path: str | os.PathLike[str],
+    config: PreTrainedConfig,
+    device: torch.device,
+    token_ids: TokenIds,
+    dtype: torch.dtype,
+) -> None:
+    """
+    Fill an empty cache with what one of the same form has saved; it stays as it was made, and empty after an error.
+
+    Args:
+        cache: whose placement, selection, group and other options hold, whatever those of the saved one were.
+        path: of the file.
+        config: of the model.
+        device: of the model.
+        token_ids: see `HybridCache.load`.
+        dtype: see `HybridCache.load`.
+
+    Raises:
+        CacheFileError: see `HybridCache.load`; or it is quantized in another way.
+        HostMemoryError: host memory would not suffice.
+    """
+    stores = cache._stores
+    with opened_for(config, path, token_ids) as file:
+        saved, asked_for, before = file.codecs(), stores.asked_codecs, stores.codecs
+        forms = [{index: str(codec) for index, codec in each.items()} for each in (saved, asked_for)]
+        same = saved.keys() == asked_for.keys()
+        if not same or not all(is_form_of(codec, asked_for[index]) for index, codec in saved.items()):
+            differing = [index for index in sorted({*saved, *asked_for}) if forms[0].get(index) != forms[1].get(index)]
+            index = differing[0] if differing else min(asked_for)
+            there, here = (form.get(index, "in full precision") for form in forms)
+            raise CacheFileError(
+                path,
+                f"is of a cache that is quantized in another way: layer {index} is {there} there and {here} here. "
+                "Pass a cache of its form.",
+            )
+        try:
+            stores.take_codecs(saved)
+            cache._take(file, file.conversion(dtype, dtype, mmap=False), device)
+        except BaseException:
+            cache.reset()
+            stores.take_codecs(before)
+            raise
 
 
 def contents_of(cache: HybridCache) -> Contents:

@@ -48,6 +48,20 @@ def weights_of(codec: KVCodec) -> dict[str, torch.Tensor]:
     return {role: scaling.weights for role, scaling in scalings.items() if scaling is not None}
 
 
+def is_form_of(codec: KVCodec, asked_for: KVCodec) -> bool:
+    """Return whether a codec is the one that was asked for, or a form of it that a cache has chosen."""
+    both, wanted = minmax_codecs(codec), minmax_codecs(asked_for)
+    if codec == asked_for or asked_for.is_fitted or both is None or wanted is None:
+        return codec == asked_for
+    if (codec.sink_tokens, codec.auto_bits) != (asked_for.sink_tokens, asked_for.auto_bits):
+        return False
+    return both[0].channel_scaling is not None and all(
+        chosen.group_size == asked.group_size
+        and (chosen.bits == asked.bits or (codec.auto_bits and chosen.bits > asked.bits))
+        for chosen, asked in zip(both, wanted, strict=True)
+    )
+
+
 def described_codec(tree: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> KVCodec:
     """
     Make the codec that `describe` described.

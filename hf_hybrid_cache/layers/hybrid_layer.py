@@ -268,9 +268,10 @@ class HybridLayer(CacheLayerMixin):
         store.extend(keys, values)
 
     def get_seq_length(self) -> int:
-        if self._lent is not None and (assigned := self._lent.assigned_tokens) is not None:
+        lent, store = self._lent, self._store
+        if lent is not None and (assigned := lent.assigned_tokens) is not None:
             return assigned
-        return 0 if self._store is None else self._store.num_tokens
+        return 0 if store is None else store.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that a mask must cover when `query_length` tokens come next."""
@@ -397,8 +398,14 @@ class HybridLayer(CacheLayerMixin):
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
-        index = () if self._selection is None else self._selection.index.buffers()
-        return *(() if self._store is None else self._store.buffers()), *index
+        index, store = () if self._selection is None else self._selection.index.buffers(), self._store
+        return *(() if store is None else store.buffers()), *index
+
+    @property
+    def pending(self) -> tuple[Pair, ...]:
+        """Keys and values that wait until the codec is chosen, in pieces."""
+        store = self._store
+        return () if store is None else store.pending
 
     @property
     def index(self) -> KeyIndex | None:

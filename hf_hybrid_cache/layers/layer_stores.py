@@ -122,6 +122,11 @@ class LayerStores:
         """The codecs of quantized layers, by index in the model, as far as they are chosen by now."""
         return {index: choice.codec for index, choice in self._choices.items()}
 
+    @property
+    def most_sink_tokens(self) -> int | None:
+        """The most tokens that a quantized layer never quantizes; `None` if no layer is quantized."""
+        return max((choice.asked_for.sink_tokens for choice in self._choices.values()), default=None)
+
     def take_codecs(self, codecs: Mapping[int, KVCodec]) -> None:
         """Let quantized layers, which are empty, have codecs that were chosen before."""
         for index, codec in codecs.items():

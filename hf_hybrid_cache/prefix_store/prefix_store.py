@@ -61,7 +61,7 @@ class PrefixStore:
         >>> store = PrefixStore("~/prompts", max_bytes="40GiB")
         >>> cache = QuantizedHybridCache(model.config, bits=4)
         >>> print(store.prefill(model, input_ids, cache))
-        8,064 of 8,128 tokens from /home/ada/prompts, the first difference at token 8,064: 1724 instead of 2683
+        7,680 of 8,128 tokens from /home/ada/prompts, the first difference at token 8,064: 1724 instead of 2683
         >>> model.generate(input_ids, cache=cache, max_new_tokens=200)
     """
 
@@ -105,8 +105,9 @@ class PrefixStore:
             input_ids: of the whole prompt, `[1, tokens]` or a list.
             cache: for the model, empty.
             document_tokens: how many of the first tokens are those of a document that other prompts begin with, too:
-                a pass ends there. Without it a prompt in a quantized cache, on a device, of a model with other layers
-                or experts, or of several processes goes on from the last multiple of 2,048 tokens.
+                a pass ends there. Without it a prompt on a device, of a model with other layers or experts, or of
+                several processes goes on from the last multiple of 2,048 tokens; another one in a quantized cache from
+                one of 512 if they part near the end.
             title: of the prompt, for lists.
             progress: show tokens, tokens a second, and the time that is left. Or what is called with the number of
                 tokens that came from the store, and then with that of each pass.
@@ -334,7 +335,7 @@ class PrefixStore:
         prompt.contents.stores.sees_as_alone = True
         forget_images(prompt.model)
         found = taken_over(self._folder, prompt, agreement)
-        ends = prompt.passes.ends(found.num_tokens, [prompt.passes.usable(found.common_tokens)])
+        ends = prompt.passes.ends(found.num_tokens)
         keeper = Keeper(self._folder, prompt, found)
         with found.match:
             if callable(progress):

@@ -24,7 +24,6 @@ def taken_over(folder: PrefixFolder, prompt: Prompt, agreement: Agreement) -> Fo
     """
     failed: set[bytes] = set()
     most: int | None = None
-    prompt.contents.stores.take_seen_queries({})  # those of another prompt, before `reset`
     while True:
         found, counts = agreement.numbers(partial(_found, folder, prompt, most, failed), _num_tokens)
         is_used = False
@@ -50,7 +49,6 @@ def empty(cache: HybridCache) -> None:
     stores = contents_of(cache).stores
     cache.reset()
     stores.take_codecs(stores.asked_codecs)
-    stores.take_seen_queries({})
 
 
 def _found(folder: PrefixFolder, prompt: Prompt, most_tokens: int | None, failed: set[bytes]) -> Found:

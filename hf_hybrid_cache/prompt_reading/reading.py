@@ -49,18 +49,19 @@ def prefill(
         progress: show tokens, tokens a second, and the time that is left: in a bar on a terminal and in a notebook;
             elsewhere in lines on standard error, the first after half a minute, then one a minute. Or what is called
             with the number of tokens of each chunk.
-        checkpoint: file to keep the cache in while the prompt is read, and at the end. If it is there already, what it
-            holds is taken from it: use the cache that is returned. Writing takes about 3% of the time at most; what was
-            read since the last time is lost with the process.
+        checkpoint: file to keep the cache in while the prompt is read, and at the end. If it is there already, `cache`
+            is filled with what it holds, and stays where it was made to be. Writing takes about 3% of the time at most;
+            what was read since the last time is lost with the process. Processes that share a cache have one file.
 
     Returns:
-        `cache`, or the one from `checkpoint`.
+        `cache`.
 
     Raises:
         ValueError: the cache holds something else, or more; or an argument is not what it should be; or the model needs
             all tokens in one pass.
         TypeError: a checkpoint of a cache that has no file, or an encoder-decoder model.
-        CacheFileError: `checkpoint` is of another prompt or model, or cannot be written.
+        CacheFileError: `checkpoint` is of another prompt or model, or of a cache that is quantized in another way, or
+            cannot be written.
 
     Example:
         >>> cache = prefill(model, document_ids, QuantizedHybridCache(model.config, bits=4), checkpoint="report.kv")
@@ -71,7 +72,7 @@ def prefill(
     kept = None if checkpoint is None else Checkpoint(checkpoint, cache)
     end = token_ids.shape[1]
     if kept is not None:
-        cache = kept.taken_up(model, token_ids)
+        kept.take_up(model, token_ids)
     if isinstance(cache, HybridCache):
         cache.require_prefix(token_ids)
     start = cache.get_seq_length()
@@ -82,8 +83,8 @@ def prefill(
     warn_beyond_context(model, end, stacklevel=4)  # of who calls prefill, beneath no_grad
 
     def keep(reached: int, is_last: bool) -> None:
-        if kept is not None and (kept.is_due or is_last):
-            kept.write(cache, token_ids[:, :reached])
+        if kept is not None:
+            kept.write_if_due(token_ids[:, :reached], is_last)
 
     ends = [*range(start + chunk, end, chunk), *([end] if start < end else [])]
     if (start or len(ends) > 1) and (layer := layer_that_begins_anew(model)):

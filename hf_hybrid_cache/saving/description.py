@@ -93,6 +93,7 @@ class CacheDescription:
         layers: all of them.
         document_tokens: of the saved tokens, how many are those of a document at the start; `None` where that was not
             told.
+        sees_as_alone: whether tokens see the codes that they would see had they come one by one.
     """
 
     package_version: str
@@ -103,6 +104,7 @@ class CacheDescription:
     codecs: dict[int, KVCodec]
     layers: tuple[LayerDescription, ...]
     document_tokens: int | None
+    sees_as_alone: bool
 
     def to_json(self) -> str:
         """
@@ -122,6 +124,7 @@ class CacheDescription:
             "codecs": [[layer, describe(codec)] for layer, codec in self.codecs.items()],
             "layers": [asdict(layer) for layer in self.layers],
             "document_tokens": self.document_tokens,
+            "sees_as_alone": self.sees_as_alone,
         }
         return json.dumps(tree, allow_nan=False)
 
@@ -144,7 +147,7 @@ def _described(tree: Any) -> CacheDescription:
     for name in ("offload", "pin_memory"):
         if placement[name] not in (True, False, None):
             raise ValueError(f"{name} is {placement[name]!r}")
-    document_tokens = tree.get("document_tokens")  # older files have none
+    document_tokens = tree.get("document_tokens")  # older files have none, nor the last one
     return CacheDescription(
         _text(tree["package_version"]),
         _text(tree["transformers_version"]),
@@ -154,6 +157,7 @@ def _described(tree: Any) -> CacheDescription:
         {_count(layer): described_codec(_mapping(codec)) for layer, codec in tree["codecs"]},
         described_layers(tree["layers"]),
         None if document_tokens is None else _count(document_tokens),
+        tree.get("sees_as_alone", False) is True,
     )
 
 

@@ -12,14 +12,25 @@ from transformers import PreTrainedConfig
 
 from ..codecs import describe, described_codec
 from ..layers import HybridLayer
-from ..storage import BlockSegment, KVCodec, LayerStore, Layout, Segment, ShardedStore
+from ..storage import BlockSegment, KVCodec, LayerStore, Layout, SeenQueries, Segment, ShardedStore
 from .container import CHECKSUM_BYTES, HEADER_CHECKSUM, LENGTH_BYTES, Header, PlacedTensor, TensorForm, header_length
 from .description import FORMAT, FULL, PACKED, TAILS, VERSION, CacheDescription, LayerDescription, States, named_dtype
 from .devices import Devices
 from .errors import CacheFileError
 from .model_traits import differences, traits_of
 from .plain_layers import restore
-from .sections import ROLES, TOKEN_IDS, codec_name, forms_of, index_name, layer_name, part_names
+from .sections import (
+    ROLES,
+    TOKEN_IDS,
+    codec_name,
+    forms_of,
+    forms_of_queries,
+    index_name,
+    layer_name,
+    part_names,
+    queries_name,
+    queries_of,
+)
 from .token_prefix import first_difference
 from .writing import bytes_of, checksum_of_header, pieces
 
@@ -168,7 +179,34 @@ class CacheFile:
             self._read_section(name, tensors)
             weights = {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
             return described_codec(describe(codec), weights)
+        except CacheFileError:
+            raise
         except (ValueError, TypeError) as error:
+            raise CacheFileError(self.path, f"does not describe a cache ({name}: {error}).") from error
+
+    def seen_queries(self) -> dict[int, SeenQueries]:
+        """
+        Return the queries by which codecs are still to be chosen, by layer; older files have none.
+
+        Raises:
+            CacheFileError: they were altered, or are none.
+        """
+        indices = self.description.codecs
+        return {index: self._seen(index) for index in indices if self._header.section(queries_name(index))}
+
+    def _seen(self, index: int) -> SeenQueries:
+        name, states = queries_name(index), self.description.layers[index].states
+        try:
+            if states is None or self.description.codecs[index].is_fitted:
+                raise ValueError("no codec is to be chosen by them")
+            forms = forms_of_queries(index, states.num_kv_heads, states.key_dim)
+            placed = self._placed(list(forms), list(forms.values()))
+            tensors = {tensor.name: _empty(tensor.form) for tensor in placed}
+            self._read_section(name, tensors)
+            return queries_of(index, tensors)
+        except CacheFileError:
+            raise
+        except ValueError as error:
             raise CacheFileError(self.path, f"does not describe a cache ({name}: {error}).") from error
 
     def conversion(self, asked_for: torch.dtype | None, expected: torch.dtype | None, mmap: bool) -> torch.dtype | None:
@@ -355,7 +393,7 @@ class CacheFile:
 
     def _require_sections(self) -> None:
         known = {layer_name(index) for index in range(len(self.description.layers))} | {TOKEN_IDS, HEADER_CHECKSUM}
-        known |= {codec_name(index) for index in self.description.codecs}
+        known |= {name(index) for index in self.description.codecs for name in (codec_name, queries_name)}
         known |= {index_name(index) for index in range(len(self.description.layers))}
         if unknown := {tensor.section for tensor in self._header.tensors} - known:
             raise ValueError(f"does not describe a cache (it has tensors of {', '.join(map(repr, sorted(unknown)))}).")

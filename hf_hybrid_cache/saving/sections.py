@@ -8,7 +8,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer
-from ..storage import BlockSegment, KVCodec, Part, ShardedStore, Store
+from ..storage import BlockSegment, KVCodec, Part, SeenQueries, ShardedStore, Store
 from .container import TensorForm
 from .description import TAILS, LayerDescription, States
 from .plain_layers import attributes_of, tensors_by_name
@@ -17,6 +17,7 @@ TOKEN_IDS = "token_ids"
 ROLES = ("keys", "values")
 CODEC_SECTIONS = "codecs."
 INDEX_SECTIONS = "index."
+QUERY_SECTIONS = "queries."
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -52,6 +53,46 @@ def codec_section(index: int, codec: KVCodec) -> Section:
     tensors = {f"{codec_name(index)}/{role}": weights for role, weights in weights_of(codec).items()}
     forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
     return Section(codec_name(index), forms, lambda: ([tensor] for tensor in tensors.values()))
+
+
+def queries_name(index: int) -> str:
+    """Return the name of the section with the queries by which a layer's codec is to be chosen."""
+    return f"{QUERY_SECTIONS}{index}"
+
+
+def forms_of_queries(index: int, num_kv_heads: int, key_dim: int) -> dict[str, TensorForm]:
+    """Return the forms of the tensors of that section, by name."""
+    name = queries_name(index)
+    squares = TensorForm(torch.float32, (num_kv_heads, key_dim))
+    return {f"{name}/squares": squares, f"{name}/number": TensorForm(torch.int64, (1,))}
+
+
+def tensors_of_queries(index: int, seen: SeenQueries) -> dict[str, torch.Tensor]:
+    """Return the tensors of that section, by name."""
+    name = queries_name(index)
+    return {f"{name}/squares": seen.squares.cpu(), f"{name}/number": torch.tensor([seen.number])}
+
+
+def queries_of(index: int, tensors: Tensors) -> SeenQueries:
+    """
+    Return the queries of that section.
+
+    Raises:
+        ValueError: these are none.
+    """
+    name = queries_name(index)
+    squares, number = tensors.get(f"{name}/squares"), tensors.get(f"{name}/number")
+    is_whole = squares is not None and number is not None and int(number) >= 1
+    if not is_whole or not bool((torch.isfinite(squares) & (squares >= 0)).all()):
+        raise ValueError(f"there are no means of squares of queries for layer {index}")
+    return SeenQueries(squares, int(number))
+
+
+def queries_section(index: int, seen: SeenQueries) -> Section:
+    """Return the section with the queries by which a layer's codec is to be chosen."""
+    tensors = tensors_of_queries(index, seen)
+    forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+    return Section(queries_name(index), forms, lambda: ([tensor] for tensor in tensors.values()))
 
 
 def index_name(index: int) -> str:

@@ -20,7 +20,15 @@ from .container import ALIGNMENT, CHECKSUM_BYTES, Header
 from .description import FORMAT, VERSION, CacheDescription
 from .errors import CacheFileError
 from .round_robin import RoundRobin
-from .sections import Section, codec_section, described_layer, index_section, section_of, token_section
+from .sections import (
+    Section,
+    codec_section,
+    described_layer,
+    index_section,
+    queries_section,
+    section_of,
+    token_section,
+)
 
 PIECE_BYTES = 4 * 2**20
 _NO_CHECKSUM = f"{0:08x}"
@@ -50,7 +58,6 @@ def save_layers(
         HostMemoryError: the copy of one layer, which one on a device needs, does not fit the host.
     """
     try:
-        # First, because it has states stored that wait for the choice of their codec.
         described = tuple(described_layer(layer) for layer in layers)
         description = CacheDescription(
             __version__,
@@ -61,11 +68,14 @@ def save_layers(
             stores.codecs,
             described,
             document_tokens,
+            stores.sees_as_alone,
         )
         indices = [index_section(index, layer) for index, layer in enumerate(layers)]
         found = [section for section in indices if section is not None]
         metadata = {"format": FORMAT, "format_version": VERSION, "cache": description.to_json()}
         sections = [codec_section(index, codec) for index, codec in stores.codecs.items()]
+        seen_queries = stores.seen_queries.items()
+        sections += [queries_section(index, seen) for index, seen in seen_queries if described[index].states]
         sections += [section_of(index, layer) for index, layer in enumerate(layers)] + found
     except ValueError as error:
         raise CacheFileError(path, f"was not written: {error}") from error

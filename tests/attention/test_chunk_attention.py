@@ -51,6 +51,7 @@ def filled(cache: HybridCache, tokens: int, dims: tuple[int, int], dtype: torch.
     cache.update(keys, values, 0)
     store = cache.layers[0].store
     assert isinstance(store, LayerStore)
+    store.take_pending()
     return store, [states.double().numpy() for states in store.read()]
 
 

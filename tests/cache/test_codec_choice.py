@@ -36,6 +36,11 @@ def fill(cache: HybridCache, num_tokens: int, seed: int = 0) -> None:
         cache.update(states(num_tokens, seed + layer), states(num_tokens, seed + layer + 10), layer)
 
 
+def code(cache: HybridCache) -> None:
+    """Have the states quantized that wait for queries: a selection of sequences does not go on waiting."""
+    cache.reorder_cache(torch.tensor([0]))
+
+
 def are_fitted(cache: HybridCache) -> list[bool]:
     return [codec.is_fitted for codec in cache.codecs.values()]
 
@@ -92,10 +97,10 @@ def test_the_choice_is_made_when_the_first_block_is_coded_and_never_again(chunk:
 def test_sinks_and_recent_tokens_when_first_block_is_quantized_then_are_64():
     cache = HybridCache(CONFIG, codec=minmax(4))
     fill(cache, UNTIL_QUANTIZED)
-    copy.deepcopy(cache).memory()
+    code(cache)
     assert not any(are_fitted(cache))
     fill(cache, 1)
-    cache.memory()
+    code(cache)
     assert all(are_fitted(cache))
 
 
@@ -138,7 +143,7 @@ def test_the_choice_stays_through_reset_crop_reorder_and_copies(place: str):
     assert copy.deepcopy(cache).codecs == cache.codecs == chosen
     cache.reset()
     fill(cache, 300, seed=90)
-    cache.memory()
+    code(cache)
     assert cache.codecs == chosen
 
 
@@ -158,9 +163,56 @@ def test_a_copy_that_was_made_before_the_choice_chooses_for_itself():
     twin = copy.deepcopy(cache)
     fill(cache, 200)
     fill(twin, 200, seed=50)
-    cache.memory(), twin.memory()
+    code(cache), code(twin)
     assert all(are_fitted(cache) + are_fitted(twin))
     assert twin.codecs != cache.codecs
+
+
+def attend(cache: HybridCache, num_tokens: int) -> None:
+    """Store states of all layers, and attend to them with queries that have their own scales."""
+    for layer in range(3):
+        query = states(num_tokens, 20 + layer).repeat(1, 2, 1, 1).flip(3)
+        held = cache.update(states(num_tokens, 30 + layer), states(num_tokens, 40 + layer), layer)
+        torch.nn.functional.scaled_dot_product_attention(query, *held, enable_gqa=True)
+
+
+LOOKS = {
+    "memory": lambda cache, _: cache.memory(),
+    "text": lambda cache, _: (repr(cache), str(cache)),
+    "copy": lambda cache, _: copy.deepcopy(cache),
+    "states": lambda cache, _: [(layer.keys, layer.values) for layer in cache.layers],
+    "checkpoint": lambda cache, _: cache.checkpoint(),
+    "file": lambda cache, path: cache.save(path / "cache.kv"),
+}
+
+
+@pytest.mark.parametrize("place", [*PLACES, "split"])
+def test_looking_at_a_cache_when_states_await_queries_then_changes_nothing(place: str, tmp_path: Path):
+    placement = PLACES.get(place, Placement(cpu_decode=True, device_tokens=192))
+    caches = [HybridCache(CONFIG, placement, codec=minmax(4)) for _ in range(2)]
+    # On a device states that come after others do not wait.
+    chunks = (400,) if place in ("device", "streamed") else (100, 300)
+    for cache in caches:
+        for num_tokens in chunks:
+            fill(cache, num_tokens)
+    held = [(layer.store.pending_bytes, layer.store.version) for layer in caches[0].layers]
+    assert min(held)[0] > 0
+    assert caches[0].memory().device_bytes + caches[0].memory().host_bytes > sum(number for number, _ in held)
+    for look in LOOKS.values():
+        look(caches[0], tmp_path)
+        assert not any(are_fitted(caches[0]))
+        assert [(layer.store.pending_bytes, layer.store.version) for layer in caches[0].layers] == held
+    assert torch.equal(caches[0].layers[0].keys, torch.cat([states(each) for each in chunks], dim=2))
+    assert torch.equal(caches[0].layers[0].values, torch.cat([states(each, 10) for each in chunks], dim=2))
+    caches += [copy.deepcopy(caches[0]), HybridCache.load(tmp_path / "cache.kv", CONFIG)]
+    for cache in caches:
+        attend(cache, 20)
+    assert all(are_fitted(caches[0]))
+    for cache in caches[1:]:
+        assert cache.codecs == caches[0].codecs
+        for ours, theirs in zip(cache.layers, caches[0].layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
 
 
 def test_the_same_calls_lead_to_the_same_choice():
@@ -171,7 +223,7 @@ def test_the_same_calls_lead_to_the_same_choice():
         try:
             cache = HybridCache(CONFIG, codec=minmax(4))
             fill(cache, 3000)
-            cache.memory()
+            code(cache)
         finally:
             torch.set_num_threads(before)
         choices.append(cache.codecs)
@@ -184,6 +236,7 @@ def test_the_same_calls_lead_to_the_same_choice():
 def test_the_choice_is_kept_in_a_file(saved_after: int, tmp_path: Path):
     cache = QuantizedHybridCache(CONFIG, bits=(4, 2))
     fill(cache, saved_after)
+    code(cache)
     cache.save(tmp_path / "cache.kv")
     loaded = HybridCache.load(tmp_path / "cache.kv", CONFIG)
     assert loaded.codecs == cache.codecs
@@ -196,7 +249,7 @@ def test_the_choice_is_kept_in_a_file(saved_after: int, tmp_path: Path):
 def test_an_empty_cache_keeps_its_choice_in_a_file(tmp_path: Path):
     cache = QuantizedHybridCache(CONFIG, bits=4)
     fill(cache, 300)
-    cache.memory()
+    code(cache)
     cache.reset()
     cache.save(tmp_path / "cache.kv")
     assert HybridCache.load(tmp_path / "cache.kv", CONFIG).codecs == cache.codecs
@@ -205,7 +258,7 @@ def test_an_empty_cache_keeps_its_choice_in_a_file(tmp_path: Path):
 def test_a_choice_for_other_heads_is_refused():
     cache = QuantizedHybridCache(CONFIG, bits=4)
     fill(cache, 300)
-    cache.memory()
+    code(cache)
     other = HybridCache(CONFIG, codec=cache.codecs)
     with pytest.raises(ValueError, match=r"chosen for 2 KV heads of 64, and there are 4 of 64"):
         other.update(torch.zeros(1, 4, 9, 64), torch.zeros(1, 4, 9, 64), 0)
@@ -232,7 +285,7 @@ def test_only_so_many_bytes_are_held_where_queries_are_not_seen(place: str, monk
     for layer, expected in enumerate(([False] * 3, [False] * 3, [True, False, False])):
         cache.update(states(300), states(300), layer)
         assert are_fitted(cache) == expected
-    assert copy.deepcopy(cache).memory().num_tokens == 300
+    assert cache.memory().num_tokens == 300
 
 
 def test_states_when_added_without_attention_then_await_first_queries():
@@ -257,7 +310,7 @@ def test_states_when_added_without_attention_then_await_first_queries():
     unseen = HybridCache(tiny_model("llama").config, codec=minmax(4))
     for index, layer in enumerate(plain.layers):
         unseen.update(layer.keys, layer.values, index)
-    unseen.memory()
+    code(unseen)
     assert unseen.codecs != cache.codecs
 
 
@@ -289,8 +342,8 @@ def test_a_chosen_codec_says_so_and_equals_itself():
     store = cache.layers[0].store
     assert store is not None
     assert store.quantized is not None
+    code(cache)
     assert isinstance(cache.codecs[0], KVCodec)
-    assert cache.memory().num_tokens == 300
     assert cache.codecs[0] == store.quantized.codec
     assert store.quantized.codec.keys.channel_scaling is not None
 
@@ -299,7 +352,7 @@ def test_printing_a_cache_tells_how_its_layers_are_coded():
     cache = QuantizedHybridCache(CONFIG, bits={0: (4, 2), 2: (4, 2), 1: 8})
     assert "  layers 0, 2: keys 4 bits (to be chosen), values 2 bits (to be chosen)\n" in str(cache)
     fill(cache, 300)
-    cache.memory()
+    code(cache)
     assert "  layers 1: keys 8 bits (channel-scaled, rotated), values 8 bits (mixed, rotated)" in str(cache)
     assert str(HybridCache(CONFIG, codec=minmax(4, rotate=False))).endswith(
         "keys 4 bits (plain), values 4 bits (plain)"

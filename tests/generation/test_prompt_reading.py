@@ -25,7 +25,16 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, PrefixStore, minmax, prefill
+from hf_hybrid_cache import (
+    CacheFileError,
+    DynamicHybridCache,
+    HybridCache,
+    PrefixStore,
+    QuantizedHybridCache,
+    Selection,
+    minmax,
+    prefill,
+)
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prompt_reading import checkpoint
 from hf_hybrid_cache.prompt_reading.progress import PrefillProgress
@@ -181,6 +190,31 @@ def test_what_a_crash_left_in_the_file_is_not_read_again(make: Any, tmp_path: Pa
     with forward_passes(model) as passes:
         prefill(model, ids, make(model.config), checkpoint=path)
     assert passes == []
+
+
+def test_cache_when_filled_from_a_checkpoint_then_stays_as_it_was_made(tmp_path: Path):
+    model, ids, path = tiny_model("llama"), random_prompt(1, 300), tmp_path / "report.kv"
+    made = prefill(model, ids, QuantizedHybridCache(model.config, bits=8), checkpoint=path)
+    selection = Selection(top_p=0.9)
+    options = QuantizedHybridCache(model.config, bits=8, max_length=500, selection=selection)
+    for cache in (options, QuantizedHybridCache(model.config, bits=8, offload=True, cpu_decode=False)):
+        with forward_passes(model) as passes:
+            assert prefill(model, ids, cache, checkpoint=path) is cache
+        assert passes == []
+        assert cache.codecs == made.codecs
+        assert torch.equal(cache.layers[0].keys, made.layers[0].keys)
+    assert options.selection is selection
+    assert not cache.layers[0].is_attended_on_cpu
+
+
+@pytest.mark.parametrize("bits", [(8, 4), {0: 8}, None])
+def test_checkpoint_when_quantized_in_another_way_then_is_refused(bits: Any, tmp_path: Path):
+    model, ids, path = tiny_model("llama"), random_prompt(1, 300), tmp_path / "report.kv"
+    prefill(model, ids, QuantizedHybridCache(model.config, bits=8), checkpoint=path)
+    cache = DynamicHybridCache(model.config) if bits is None else QuantizedHybridCache(model.config, bits=bits)
+    with pytest.raises(CacheFileError, match=r"quantized in another way: layer \d is keys 8 bits .* there and .* here"):
+        prefill(model, ids, cache, checkpoint=path)
+    assert prefill(model, ids, cache).get_seq_length() == 300
 
 
 def test_a_prompt_when_the_context_is_shorter_then_is_warned_of():

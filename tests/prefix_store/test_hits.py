@@ -1,10 +1,13 @@
 """A prompt whose beginning is stored has the bits of one that is read whole."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from hf_hybrid_cache import HybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -13,7 +16,8 @@ from hf_hybrid_cache.prefix_store.keeping import Keeper
 from hf_hybrid_cache.storage import KVCodec
 
 from .prompts import FORMS, are_equal, prompts, read
-from models.tiny_models import FAMILIES, tiny_model
+from common.soak import count, search_at_random
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 CHUNK = 2048
 
@@ -78,7 +82,7 @@ def test_hit_when_quantized_then_equals_a_cold_read(bits: int | tuple[int, int],
     third = torch.cat([second[:, :3001], first[:, 3001:], second], dim=1)
     reused, _ = read(tmp_path / "store", model, third, QuantizedHybridCache(model.config, bits=bits))
     again, states = read(tmp_path / "store", model, second, QuantizedHybridCache(model.config, bits=bits))
-    assert reused >= 3001  # where the first two parted a pass ended
+    assert reused == 3150  # all of the first one
     assert again == second.shape[1] - 1
     assert are_equal(states, cold)
 
@@ -105,6 +109,67 @@ def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int,
         # A pass of fewer tokens than 128 has the bits of other kernels.
         assert reused == (128 if length == 129 and form == "full" else 0)
         assert are_equal(states, cold)
+
+
+def test_quantized_prompts_when_they_part_near_the_end_then_little_is_read_again(tmp_path: Path):
+    model = tiny_model("llama")
+    first, second = prompts(common=3700, first=300, second=150)
+    read(tmp_path / "store", model, first, QuantizedHybridCache(model.config))
+    reused, states = read(tmp_path / "store", model, second, QuantizedHybridCache(model.config))
+    _, cold = read(tmp_path / "cold", model, second, QuantizedHybridCache(model.config))
+    assert reused == 3584
+    assert are_equal(states, cold)
+
+
+@pytest.mark.parametrize(("bits", "length"), [(8, 256), (4, 700), (4, 1151), (2, 1023)])
+def test_short_prompt_when_a_longer_one_begins_alike_then_equals_a_cold_read(bits: int, length: int, tmp_path: Path):
+    model = tiny_model("llama")
+    longer, prompt = prompts(common=128, first=1200, second=length - 128)
+    _, cold = read(tmp_path / "cold", model, prompt, QuantizedHybridCache(model.config, bits=bits))
+    read(tmp_path / "store", model, longer, QuantizedHybridCache(model.config, bits=bits))
+    _, states = read(tmp_path / "store", model, prompt, QuantizedHybridCache(model.config, bits=bits))
+    assert are_equal(states, cold)
+
+
+def test_prompts_when_all_of_the_usual_first_pass_are_sinks_then_equal_cold_reads(tmp_path: Path):
+    model = tiny_model("llama")
+
+    def make() -> HybridCache:
+        return HybridCache(model.config, codec=minmax(4, sink_tokens=1024))
+
+    longer, prompt = prompts(common=1200, first=1100, second=700)
+    _, cold = read(tmp_path / "cold", model, prompt, make(), document_tokens=1400)
+    read(tmp_path / "store", model, longer, make(), document_tokens=0)
+    _, states = read(tmp_path / "store", model, prompt, make(), document_tokens=1400)
+    assert are_equal(states, cold)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_any_history_of_a_folder_leaves_the_bits_of_a_cold_read(bits: int, tmp_path: Path):
+    """Prompts of any length and document, which begin as others do, each with other sinks in a folder of its own."""
+    model, beginning = tiny_model("llama"), random_prompt(1, 3000)
+    sinks, length = st.sampled_from([0, 64, 1024]), st.one_of(*map(st.integers, (2, 128, 1000), (400, 1300, 3000)))
+    described = st.tuples(length, st.integers(0, 200), st.integers(0, 200), st.integers(0, 3))
+    folders = map(str, itertools.count())
+
+    @search_at_random(10, 100)
+    @given(sinks, st.lists(described, min_size=3, max_size=6))
+    def search(sink_tokens: int, history: list[tuple[int, int, int, int]]) -> None:
+        store = tmp_path / next(folders)
+        for num_tokens, num_own, after_document, seed in history:
+            common = max(0, num_tokens - num_own)
+            prompt = torch.cat([beginning[:, :common], random_prompt(1, num_tokens - common + 1, seed)], dim=1)
+            results = []
+            for folder in (store, tmp_path / next(folders)):
+                cache = HybridCache(model.config, codec=minmax(bits, sink_tokens=sink_tokens))
+                document = max(0, num_tokens - after_document) if seed else 0
+                results.append(read(folder, model, prompt, cache, document_tokens=document))
+            (_, states), (_, cold) = results
+            assert are_equal(states, cold)
+            count("prompts read from a folder with others")
+
+    search()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -154,3 +219,14 @@ def test_read_when_interrupted_then_goes_on_from_the_last_pass(tmp_path: Path, m
     reused, states = read(tmp_path / "store", model, prompt, make(model.config))
     assert reused == 2 * CHUNK
     assert are_equal(states, cold)
+
+
+@torch.no_grad()
+def test_cache_when_saved_and_loaded_then_later_passes_see_the_same_codes(tmp_path: Path):
+    model = tiny_model("llama")
+    _, prompt = prompts(common=300, first=1, second=400)
+    caches = [QuantizedHybridCache(model.config)]
+    PrefixStore(tmp_path / "store").prefill(model, prompt[:, :300], caches[0], document_tokens=300, progress=False)
+    caches[0].save(tmp_path / "cache.kv")
+    caches.append(HybridCache.load(tmp_path / "cache.kv", model.config))
+    assert torch.equal(*(model(prompt[:, 300:], **cache_argument(cache)).logits for cache in caches))

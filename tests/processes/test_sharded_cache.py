@@ -23,6 +23,7 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     SameLogits,
     minmax,
+    prefill,
     quanto,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
@@ -341,6 +342,35 @@ def raised_by(what: str, path: str) -> str:
 def test_shared_cache_when_misused_then_error_has_way_out(what: str, message: str, group: Group, tmp_path: Path):
     for answer in group.call(raised_by, what, str(tmp_path / "cache.kv")):
         assert re.match(message, answer), answer
+
+
+def read_with_checkpoint(folder: str, name: str) -> tuple[str, int, bool]:
+    """Read a prompt, go on from the file into another cache; return its share, its tokens, and whether all agree."""
+    model, path = tiny_model("llama"), Path(folder, name)
+    ids = random_prompt(1, 500)
+    if name == "missing":
+        path = Path(folder, f"{distributed.get_rank()}.kv")
+        if distributed.get_rank() == 0:
+            path.touch()
+    try:
+        for _ in range(2):
+            cache = DynamicHybridCache(model.config, group=distributed.group.WORLD)
+            prefill(model, ids, cache, chunk_size=300, progress=False, checkpoint=path)
+    except CacheFileError as error:
+        return str(error), 0, False
+    keys = cache.layers[0].keys
+    alone = prefill(model, ids, DynamicHybridCache(model.config), progress=False)
+    return repr(cache), cache.get_seq_length(), torch.allclose(keys, alone.layers[0].keys, atol=1e-5)
+
+
+def test_shared_cache_when_filled_from_a_checkpoint_then_each_process_has_its_share(group: Group, tmp_path: Path):
+    for rank, (text, num_tokens, are_equal) in enumerate(group.call(read_with_checkpoint, str(tmp_path), "cache.kv")):
+        assert f"share {rank + 1} of " in text
+        assert num_tokens == 500
+        assert are_equal
+    assert HybridCache.load(tmp_path / "cache.kv", tiny_model("llama").config).get_seq_length() == 500
+    for text, *_ in group.call(read_with_checkpoint, str(tmp_path), "missing"):
+        assert re.search(r"is there for 1 of the \d processes that share the cache: give all of them the same", text)
 
 
 def codes_without_kernel() -> str:

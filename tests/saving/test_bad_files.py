@@ -115,6 +115,14 @@ def with_header(text: bytes, data: bytes) -> bytes:
     return start + data[:-4] + checksum_of_header(start)
 
 
+def with_cache(content: bytes, **changed: Any) -> bytes:
+    """The same file with another description of the cache."""
+    tree, rest = parts(content)
+    cache = json.loads(tree["__metadata__"]["cache"])
+    tree["__metadata__"]["cache"] = json.dumps(cache | changed)
+    return with_header(json.dumps(tree).encode(), rest)
+
+
 def with_document(content: bytes, **document: Any) -> bytes:
     """The same file with other `document_tokens`, or without."""
     tree, rest = parts(content)
@@ -248,6 +256,49 @@ def test_a_file_when_it_is_older_and_tells_of_no_document_then_loads(tmp_path: P
     path = tmp_path / "cache.kv"
     path.write_bytes(with_document(good_file("llama", None)))
     assert HybridCache.load(path, CONFIG).get_seq_length() == 200
+
+
+@cache
+def file_before_the_choice() -> bytes:
+    """A cache of 4 bits with a few tokens."""
+    model = tiny_model("llama")
+    filled = HybridCache(model.config, codec=minmax(4))
+    with torch.no_grad():
+        model(random_prompt(1, 9), **cache_argument(filled))
+    with tempfile.TemporaryDirectory() as folder:
+        filled.save(f"{folder}/cache.kv")
+        return Path(folder, "cache.kv").read_bytes()
+
+
+def test_a_file_when_it_is_older_and_has_no_queries_then_loads(tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    filled = HybridCache(model.config, codec=minmax(4))
+    states = torch.ones(1, 2, 9, model.config.head_dim)
+    for layer in range(model.config.num_hidden_layers):
+        filled.update(states, states, layer)
+    filled.save(path)
+    tree, rest = parts(path.read_bytes())
+    assert not any(name.startswith("queries.") for name in tree)
+    cache = json.loads(tree["__metadata__"]["cache"])
+    del cache["sees_as_alone"]
+    tree["__metadata__"]["cache"] = json.dumps(cache)
+    path.write_bytes(with_header(json.dumps(tree).encode(), rest))
+    assert HybridCache.load(path, CONFIG).get_seq_length() == 9
+
+
+def test_queries_when_they_cannot_be_those_of_a_layer_then_are_refused(tmp_path: Path):
+    path, content = tmp_path / "cache.kv", file_before_the_choice()
+    codec = {"name": "minmax", "bits": [4, 4], "group_size": 64, "sink_tokens": 64, "rotate": True, "auto_bits": False}
+    path.write_bytes(with_cache(content, codecs=[[layer, codec] for layer in range(CONFIG.num_hidden_layers)]))
+    assert "(queries.0: no codec is to be chosen by them)" in error_of(path)
+    tree, rest = parts(content)
+    tree["queries.1/squares"]["dtype"] = "I32"
+    path.write_bytes(with_header(json.dumps(tree).encode(), rest))
+    assert "(queries.1: the tensor queries.1/squares is not torch.float32" in error_of(path)
+    altered, (start, _) = bytearray(rest), tree["queries.0/number"]["data_offsets"]
+    altered[start] ^= 1
+    path.write_bytes(with_header(json.dumps(parts(content)[0]).encode(), bytes(altered)))
+    assert error_of(path) == "was altered: queries.0 does not fit its checksum."
 
 
 def test_another_model_is_refused_with_what_differs(tmp_path: Path):

@@ -150,6 +150,21 @@ def test_lengths_around_a_block_go_on_with_the_same_tokens_and_logits(
     assert_goes_on_like(model, HybridCache.load(path, model.config), original, num_tokens)
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 128, 150, 191, 192, 300])
+def test_quantized_cache_when_saved_then_goes_on_as_if_it_was_not(bits: int, num_tokens: int, tmp_path: Path):
+    model = tiny_model("llama")
+    cache = filled(model, lambda config: QuantizedHybridCache(config, bits=bits), num_tokens)
+    cache.save(tmp_path / "cache.kv")
+    loaded = HybridCache.load(tmp_path / "cache.kv", model.config)
+    rest, logits = random_prompt(1, 200, seed=1), []
+    for each in (cache, loaded):
+        with torch.no_grad():
+            logits.append([model(piece, **cache_argument(each)).logits for piece in rest.split([1, 66, 133], dim=1)])
+    assert loaded.codecs == cache.codecs
+    assert all(map(torch.equal, *logits))
+
+
 @pytest.mark.parametrize("codec", [None, minmax(4)])
 def test_a_cache_is_loaded_into_any_placement(codec: KVCodec | None, tmp_path: Path):
     model, path = tiny_model("llama"), tmp_path / "cache.kv"

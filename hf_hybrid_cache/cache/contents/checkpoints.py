@@ -64,7 +64,7 @@ class Checkpoints:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that the checkpoints hold in memory."""
-        for each in self._by_length.values():
+        for each in tuple(self._by_length.values()):
             yield from each.tensors()
 
     def can_crop(self, left: int, num_tokens: int) -> bool:

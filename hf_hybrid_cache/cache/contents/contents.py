@@ -55,9 +55,10 @@ class Contents:
             layer.require_whole()
 
     def forget(self) -> None:
-        """Drop what layers that were reset still hold, and the note of an operation that ended half-way."""
+        """Drop what is known of the tokens of layers that were reset, and the note of an operation half-way."""
         for layer in self.layers:
             forget_states_of(layer)
+        self.stores.take_seen_queries({})
         self.stores.unfinished = None
         if self.stores.cpu_fraction is not None:
             self.stores.cpu_fraction.reset()

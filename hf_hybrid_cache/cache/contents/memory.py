@@ -89,13 +89,15 @@ def _a_shape(contents: Contents) -> KVShape:
 
 def _buffers(stores: LayerStores, layers: Iterable[object]) -> Iterator[tuple[torch.device, int]]:
     """Yield device and bytes of each buffer of these layers, and of each that layers share."""
-    for staging in stores.stagings.values():
+    # Copies of what another thread, which runs the model, may add to meanwhile.
+    for staging in tuple(stores.stagings.values()):
         for slot in staging.slots:
             yield from ((buffer.device, buffer.num_bytes) for buffer in (slot.keys, slot.values))
-    for device, scratch in stores.scratches.items():
+    for device, scratch in tuple(stores.scratches.items()):
         yield device, scratch.num_bytes
     for layer in layers:
         if isinstance(layer, HybridLayer):
             yield from ((buffer.device, buffer.num_bytes) for buffer in layer.buffers())
+            yield from ((states.device, states.nbytes) for pair in layer.pending for states in pair)
         else:
             yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))

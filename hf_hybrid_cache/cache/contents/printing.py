@@ -9,15 +9,10 @@ from .memory import measured
 
 def in_one_line(name: str, contents: Contents) -> str:
     """Return the kinds of the layers, their places and sizes, after the name of the cache's class."""
-    stores = [layer.store for layer in contents.ours]
-    if any(store is not None and store.pending_bytes for store in stores):
-        # To ask for the memory would be to have them quantized.
-        content = f"{contents.num_tokens:,} tokens, some to be quantized"
-    else:
-        held = measured(contents)
-        places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
-        sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
-        content = ", ".join([f"{held.num_tokens:,} tokens", *sizes]) if held.num_tokens else "empty"
+    held = measured(contents)
+    places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
+    sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
+    content = ", ".join([f"{held.num_tokens:,} tokens", *sizes]) if held.num_tokens else "empty"
     return f"{name}({', '.join(_forms(contents))}; {content})"
 
 

@@ -11,7 +11,7 @@ from ...layers import HybridLayer, LayerStores
 from ...saving.container import TensorForm
 from ...saving.description import LayerDescription, States, described_layers
 from ...saving.plain_layers import dtype_name, named_dtype, tensors_by_name
-from ...saving.sections import ROLES, described_layer
+from ...saving.sections import QUERY_SECTIONS, ROLES, described_layer, queries_name, queries_of, tensors_of_queries
 from ...storage import GRANULE, KVCodec, LayerStore, SeenQueries
 
 ALIGNMENT = 64
@@ -146,15 +146,8 @@ class NodeStates:
         Raises:
             ValueError: these are none.
         """
-        seen = {}
-        for index in self.codecs:
-            squares, number = (tensors.get(f"queries.{index}/{name}") for name in ("squares", "number"))
-            if squares is None and number is None:
-                continue
-            if squares is None or number is None or int(number) < 1 or not bool(torch.isfinite(squares).all()):
-                raise ValueError(f"there are no means of queries for layer {index}")
-            seen[index] = SeenQueries(squares, int(number))
-        return seen
+        found = {name.partition("/")[0] for name in tensors if name.startswith(QUERY_SECTIONS)}
+        return {index: queries_of(index, tensors) for index in self.codecs if queries_name(index) in found}
 
 
 def states_since(
@@ -187,8 +180,7 @@ def states_since(
             codecs[index] = describe(codec)
             named += [(f"codecs.{index}/{role}", 0, each) for role, each in weights_of(codec).items()]
     for index, seen in stores.seen_queries.items():
-        tensors = {"squares": seen.squares.cpu(), "number": torch.tensor([seen.number])}
-        named += [(f"queries.{index}/{name}", 0, tensor) for name, tensor in tensors.items()]
+        named += [(name, 0, tensor) for name, tensor in tensors_of_queries(index, seen).items()]
     for index, layer in enumerate(layers):
         if not isinstance(layer, HybridLayer):
             named += [(f"{index}/{name}", 0, tensor.detach().cpu()) for name, tensor in tensors_by_name(layer).items()]

@@ -6,10 +6,12 @@ end, unless a pass has few tokens. There a prompt can go on from any token of a 
 layers of transformers' own, with experts, in several processes) passes end at multiples of the chunk size from the
 first token on, and at the end of the document, whatever is stored; and states are used only where the passes before
 them ended there, too.
+
+In a quantized cache states go on from where a pass ended, wherever they do not depend on it. So the last passes of a
+prompt are short: another one that parts there has little to read again.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +21,15 @@ from transformers import PreTrainedModel
 from ...cache import Contents
 from ...kernels import uses_prefill_kernel
 from ...prefill_chunks import FEWEST_TOKENS_OF_SAME_BITS, PREFILL_CHUNK_SIZE
-from ...storage import kernel_element
+from ...storage import GRANULE, kernel_element
 from ..nodes.keys import PASS_ENDS
 
-# The first pass chooses the codecs of a quantized cache: it is the same for all prompts.
-FIRST_TOKENS = 1024
+# The first pass chooses the codecs of a quantized cache: it is the same for all prompts. So many come after the sinks.
+_FIRST_TOKENS = 15 * GRANULE
+# Tokens of a quantized prompt's passes after the last whole chunk.
+_LAST_TOKENS = 512
+# In names of modules and of their classes. Products with the weights of an expert have as many rows as chose it.
+_EXPERTS = re.compile("expert|moe|router", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,9 @@ class Passes:
     @classmethod
     def of(cls, num_tokens: int, document_tokens: int, model: PreTrainedModel, contents: Contents) -> "Passes":
         """Return the passes by which a model reads a prompt, of which a document is the beginning, into a cache."""
-        anywhere, is_quantized = _can_end_anywhere(model, contents), bool(contents.stores.codecs)
-        first = FIRST_TOKENS if anywhere and is_quantized else 0
+        anywhere, sinks = _can_end_anywhere(model, contents), contents.stores.most_sink_tokens
+        is_quantized = sinks is not None
+        first = sinks + _FIRST_TOKENS if anywhere and sinks is not None else 0
         if anywhere and document_tokens < first + FEWEST_TOKENS_OF_SAME_BITS:
             document_tokens = 0
         return cls(num_tokens, min(document_tokens, num_tokens), anywhere, is_quantized or not anywhere, first)
@@ -79,20 +86,14 @@ class Passes:
             start = end
         return start
 
-    def ends(self, start: int = 0, marks: Iterable[int] = ()) -> list[int]:
-        """
-        Return where passes end that begin after `start` tokens.
-
-        Args:
-            start: tokens that are there already.
-            marks: where a pass is to end, too, if it can end anywhere.
-        """
+    def ends(self, start: int = 0) -> list[int]:
+        """Return where passes end that begin after `start` tokens, which are there already."""
         if start < self.first_tokens and self.num_tokens >= self.first_tokens + FEWEST_TOKENS_OF_SAME_BITS:
-            return [self.first_tokens, *self.ends(self.first_tokens, marks)]
+            return [self.first_tokens, *self.ends(self.first_tokens)]
         ends: list[int] = []
         for border in (self.document_tokens, self.num_tokens):
             if start < border:
-                ends += self._ends_between(start, border, marks if self.can_end_anywhere else ())
+                ends += self._ends_between(start, border)
                 start = border
         return ends
 
@@ -112,14 +113,14 @@ class Passes:
         keys[[end - 1 for end in ends if 0 < end <= self.num_tokens]] |= PASS_ENDS
         return keys
 
-    def _ends_between(self, start: int, border: int, marks: Iterable[int]) -> list[int]:
+    def _ends_between(self, start: int, border: int) -> list[int]:
         least = FEWEST_TOKENS_OF_SAME_BITS if self.can_end_anywhere else 1
         first_chunk = start - start % PREFILL_CHUNK_SIZE + PREFILL_CHUNK_SIZE
-        ends: list[int] = []
-        for end in sorted({*range(first_chunk, border, PREFILL_CHUNK_SIZE), *marks}):
-            if end - (ends[-1] if ends else start) >= least and border - end >= least:
-                ends.append(end)
-        return [*ends, border]
+        ends = list(range(first_chunk, border, PREFILL_CHUNK_SIZE))
+        if self.first_tokens and border == self.num_tokens:
+            last = ends[-1] if ends else start
+            ends += range(last - last % _LAST_TOKENS + _LAST_TOKENS, border, _LAST_TOKENS)
+        return [*(end for end in ends if end - start >= least and border - end >= least), border]
 
 
 def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
@@ -139,7 +140,3 @@ def _can_end_anywhere(model: PreTrainedModel, contents: Contents) -> bool:
         and element is not None
         and uses_prefill_kernel(element)
     )
-
-
-# In names of modules and of their classes. Products with the weights of an expert have as many rows as chose it.
-_EXPERTS = re.compile("expert|moe|router", re.IGNORECASE)

@@ -32,10 +32,10 @@ def put_together(store: "LayerStore", states: Pair, bulk: Pair | None = None) ->
 def put_middle_together(store: "LayerStore", states: Pair, bulk: Pair | None = None) -> None:
     """Write the states of the middle into `states`; arguments are those of `put_together`."""
     quantized = store.quantized
-    if quantized is None or quantized.pending:  # then all of the middle is pending
-        sources = quantized.pending_states() if quantized is not None else bulk or store.full.read()
-        for target, source in zip(states, sources, strict=True):
-            target.copy_(source)
+    if quantized is None or quantized.pending:  # then nothing is quantized
+        pieces = bulk or store.full.read(), *store.pending
+        for target, *sources in zip(states, *pieces, strict=True):
+            torch.cat([source.to(target.device) for source in sources], dim=2, out=target)
         return
     first, last = _quantized_range(store)
     quantized.decode(quantized.packed.read() if bulk is None else bulk, _range_of(states, first, last))

@@ -10,6 +10,7 @@ import torch
 
 from ..buffers.token_buffer import TokenBuffer
 from ..memory.growth import GRANULE
+from ..segments.block_segment import BlockSegment
 from ..segments.kv_store import KVShape, KVStore, Pair
 from ..segments.part import Part, Run
 from ..segments.quantized_segment import QuantizedSegment
@@ -85,6 +86,9 @@ class LayerStore(KVStore):
         self.wait_for_copies()
         twin = copy.copy(self)
         memo[id(self)] = twin
+        memo |= {
+            id(states): states.clone() for pair in self.pending for states in pair
+        }  # without what they are views of
         twin.full, twin.quantized, twin.on_device = copy.deepcopy((self.full, self.quantized, self.on_device), memo)
         twin.cpu_fraction = copy.deepcopy(self.cpu_fraction, memo)
         twin._scratch, twin._stats = copy.deepcopy((self._scratch, self._stats), memo)
@@ -130,7 +134,9 @@ class LayerStore(KVStore):
     @property
     def middle_tokens(self) -> int:
         """Number of own tokens that are not in `on_device`."""
-        return self.full.num_tokens + (0 if self.quantized is None else self.quantized.num_blocks * GRANULE)
+        quantized = self.quantized
+        others = 0 if quantized is None else quantized.num_blocks * GRANULE + quantized.pending_tokens
+        return self.full.num_tokens + others
 
     @property
     def first_tokens(self) -> int:
@@ -146,6 +152,11 @@ class LayerStore(KVStore):
     def wants_queries(self) -> bool:
         """Whether the store needs queries to choose its codec."""
         return self.quantized is not None and not self.quantized.is_chosen
+
+    @property
+    def pending(self) -> tuple[Pair, ...]:
+        """The pending states, in pieces."""
+        return () if self.quantized is None else self.quantized.pending
 
     @property
     def pending_bytes(self) -> int:
@@ -229,7 +240,6 @@ class LayerStore(KVStore):
 
     def staged_range(self) -> tuple[int, int]:
         """Return the range of tokens in the middle that the device uses now, counted from the first of them."""
-        self.take_pending()
         if self.cpu_fraction is None:
             return 0, self.middle_tokens
         start, end = self.bulk.staged_range()
@@ -258,7 +268,6 @@ class LayerStore(KVStore):
         self.cpu_fraction.note(cpu_was_last, self.num_tokens)
 
     def read(self) -> Pair:
-        self.take_pending()  # a shard has fewer tokens afterwards
         if self.has_one_segment:
             return self.full.read()
         if self.on_device is not None and not self.middle_tokens:
@@ -269,14 +278,12 @@ class LayerStore(KVStore):
     def read_copy(self) -> Pair:
         if self.quantized is None or self.on_device is not None or not self.layout.shard.is_all:
             return super().read_copy()
-        self.take_pending()
         return put_together(self, Scratch(self.shape.device).lend_states(self.shape, self.middle_tokens))
 
     def read_middle(self) -> Pair:
         """Return the states that are not in `on_device`, on the compute device."""
         if self.quantized is None:
             return self.full.read()
-        self.take_pending()
         states = self._scratch.lend_states(self.shape, self.middle_tokens)
         put_middle_together(self, states)
         return states
@@ -297,17 +304,25 @@ class LayerStore(KVStore):
 
     @property
     def num_shareable(self) -> int:
-        """Number of first tokens, in whole blocks, that later tokens do not change."""
-        self.take_pending()
-        return self.layout.settled_tokens(self.num_tokens)
+        """Number of first tokens, in whole blocks, that later tokens do not change once nothing is pending."""
+        layout = self.layout.with_due_blocks(self.num_tokens) if self.pending else self.layout
+        return layout.settled_tokens(self.num_tokens)
 
     def recent_states(self) -> RecentStates:
         """Copy the states that later tokens would quantize; those of a split layer to host memory."""
-        start = self.num_shareable
+        start = self.layout.settled_tokens(self.num_tokens)
         self.wait_for_copies()
         before = self.layout.cropped(start)
         middle = start if self.on_device is None else before.host_tokens
-        keys, values = self.full.read_range(middle - before.quantized_blocks * GRANULE, self.full.num_tokens)
+        first, num_full = middle - before.quantized_blocks * GRANULE, self.full.num_tokens
+        keys, values = self.full.read_range(min(first, num_full), num_full)
+        skipped = max(0, first - num_full)
+        for pair in self.pending:
+            keys, values = (
+                torch.cat([old, new[:, :, skipped:].to(old.device)], dim=2)
+                for old, new in zip((keys, values), pair, strict=True)
+            )
+            skipped = max(0, skipped - pair[0].shape[2])
         if self.on_device is None:
             return RecentStates(start, None, keys.clone(), values.clone())
         on_device = self.on_device.read_range(min(start, self.layout.first_tokens), self.on_device.num_tokens)
@@ -332,8 +347,12 @@ class LayerStore(KVStore):
 
     def parts(self) -> dict[str, Part]:
         """Return the stored entries by their names in a file, the same for stores of the same states and codes."""
-        self.take_pending()
         full = Part.whole(self.full)
+        if self.pending:
+            held = BlockSegment.like(self.full, sum(keys.shape[2] for keys, _ in self.pending))
+            for keys, values in self.pending:
+                held.extend(keys.cpu(), values.cpu())
+            full = Part(self.full, (*full.runs, *Part.whole(held).runs))
         if self.on_device is not None:
             first, end = self.first_tokens, self.on_device.num_tokens
             full = Part(self.full, (Run(self.on_device, 0, first), *full.runs, Run(self.on_device, first, end)))
@@ -364,13 +383,19 @@ class LayerStore(KVStore):
         if states is not self.full:
             self.full.extend_from(states, first, end)
         self._set_length(num_tokens)
+        if not self.wants_queries or self.layout.with_due_blocks(num_tokens) is self.layout:
+            return
+        assert self.quantized is not None
+        keys, values = self.full.read()
+        self.quantized.pending = ((keys.clone(), values.clone()),)
+        self.full.truncate(0)
 
     def take_from(self, other: "Store") -> None:
         """Store the states of another store of the same kind, for another device or type, in this empty one."""
+        other.take_pending()
         self.take_parts({name: part.in_one_segment() for name, part in other.parts().items()})
 
     def buffers(self) -> Iterable[TokenBuffer]:
-        self.take_pending()
         return [buffer for segment in self.segments for buffer in segment.buffers()]
 
     def planned_bytes(self, lengths: Sequence[int]) -> Iterable[tuple[torch.device, int]]:
@@ -410,12 +435,10 @@ class LayerStore(KVStore):
             self.version += 1
 
     def wait_for_copies(self) -> None:
-        self.take_pending()
         for segment in self.segments:
             segment.wait_for_copies()
 
     def wait_until_stored(self) -> None:
-        self.take_pending()
         for segment in self.segments:
             segment.wait_until_stored()
 
@@ -444,6 +467,8 @@ class LayerStore(KVStore):
         It is added `in_any_case`, even if nothing goes there. `add_to_bulk` is asked late, because a codec that was
         chosen replaces the segment.
         """
+        if self.quantized is not None and self.quantized.is_chosen:  # something ended the update that chose it
+            self.take_pending()
         newest = self.full if self.on_device is None else self.on_device
         if newest is self.bulk:
             self._extend_newest(newest, keys, values, add_to_bulk())

@@ -146,9 +146,7 @@ class ShardedStore(LayerStore):
         """Return own rows by their names in a file."""
         own, parts = self.parts(), {}
         for name, (entries, runs) in self.layout.parts(self.num_tokens).items():
-            segment = own[name].own_segment
-            assert segment is not None
-            parts[name] = SharedPart(segment, entries, runs)
+            parts[name] = SharedPart(own[name].in_host_memory(), entries, runs)
         return parts
 
     def own_rows(self, part: SharedPart) -> list[bool]:

@@ -60,6 +60,7 @@ class SharedPrefixStore(KVStore):
         Raises:
             HostMemoryError: the host has no room for the copies; nothing has changed then.
         """
+        store.take_pending()
         num_shared = store.num_shareable
         try:
             tails.extend(*repeated(copy_from(store, num_shared), tails.shape.batch // store.shape.batch))
@@ -74,6 +75,15 @@ class SharedPrefixStore(KVStore):
         memo[id(self)] = twin
         twin.prefix, twin.tails = copy.deepcopy(self.prefix, memo), copy.deepcopy(self.tails, memo)
         return twin
+
+    @property
+    def pending(self) -> tuple[Pair, ...]:
+        """The pending states of the tails, in pieces."""
+        return self.tails.pending
+
+    def take_pending(self) -> None:
+        """Store the pending states, see `LayerStore`."""
+        self.tails.take_pending()
 
     @property
     def continuations(self) -> int:
