@@ -140,6 +140,9 @@ class HybridLayer(CacheLayerMixin):
         first = _first_difference(held, (keys, values))
         if first == old.num_tokens == keys.shape[2]:
             return
+        if old.is_continued and first < old.least_tokens:  # too few are left for a prefix
+            self._replace_store(shape, lambda new: new.extend(keys, values))
+            return
         try:
             self._truncate(old, first)
             old.extend(keys[:, :, first:], values[:, :, first:])

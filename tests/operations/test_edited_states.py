@@ -117,6 +117,16 @@ def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
         assert torch.equal(torch.as_tensor(part), torch.as_tensor(expected))
 
 
+@pytest.mark.parametrize("name", ["dynamic", "offloaded", "default", "split_in_three", "8 bits", "8 bits streamed"])
+def test_read_states_in_any_place_then_are_contiguous_as_stock(name: str):
+    cache = filled(ALL[name])
+    for _ in range(2):
+        for layer in cache.layers:
+            assert layer.keys.is_contiguous()
+            assert layer.values.is_contiguous()
+        cache.batch_repeat_interleave(2)
+
+
 @contextmanager
 def attention_of_ones_own(attend: Callable) -> Iterator[torch.nn.Module]:
     model = copy.deepcopy(tiny_model("llama"))
