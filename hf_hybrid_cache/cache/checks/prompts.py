@@ -88,7 +88,7 @@ class Prompts:
 
     def note_tokens(self, token_ids: torch.Tensor | None) -> None:
         """Note which tokens a generation has computed; warn if it left the cache empty, and no warning told why."""
-        self.token_ids = None if token_ids is None else token_ids.detach().to("cpu", torch.long)
+        self.token_ids = None if token_ids is None else token_ids.detach().to("cpu", torch.long, copy=True)
         if self._contents.of_text and not self._contents.num_tokens and not self._has_left_border:
             warnings.warn(
                 "The model has not used the cache that it was passed, which is empty: it keeps none, or one of its "

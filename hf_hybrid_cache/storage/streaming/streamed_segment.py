@@ -101,6 +101,9 @@ class StreamedSegment(BlockSegment):
         if self.is_streamed:
             self.is_streamed = False
             self.staging.vacate(self)
+        if keys.device.type == "cpu":  # nothing to wait for, and the caller may write to them afterwards
+            super().extend(keys, values)
+            return
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         self.reserve(end)
         # torch copies to page-locked memory here, which it uses again once the copy is done.
