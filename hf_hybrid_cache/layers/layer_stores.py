@@ -1,6 +1,7 @@
 """The stores of a cache's layers, and the memory and counters that they share."""
 
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -107,7 +108,7 @@ class LayerStores:
         self.unfinished: str | None = None
         self.sees_as_alone = False
         self.needs_states = False
-        self._holding: list[LayerStore] = []
+        self._holding = _Holding()
         self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
@@ -286,10 +287,7 @@ class LayerStores:
 
         If attention cannot be observed, all layers would otherwise hold all of their states.
         """
-        self._holding = [each for each in self._holding if each is not store and each.pending_bytes]
-        while self._holding and sum(each.pending_bytes for each in self._holding) > MOST_HELD_BYTES:
-            self._holding.pop(0).take_pending()
-        self._holding.append(store)
+        self._holding.note(store)
 
     def _segment(
         self,
@@ -312,6 +310,24 @@ class LayerStores:
         pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
         resident = ordinal in self._resident and not on_cpu
         return StreamedSegment(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
+
+
+class _Holding:
+    """Stores that may hold pending states, in the order of their last use; they stay no longer for it."""
+
+    def __init__(self) -> None:
+        self._stores: list[weakref.ref[LayerStore]] = []
+
+    def __deepcopy__(self, memo: dict) -> "_Holding":
+        """Return an empty one: the stores of a copy are noted at their next use."""
+        return _Holding()
+
+    def note(self, store: LayerStore) -> None:
+        alive = (reference() for reference in self._stores)
+        holding = [each for each in alive if each is not None and each is not store and each.pending_bytes]
+        while holding and sum(each.pending_bytes for each in holding) > MOST_HELD_BYTES:
+            holding.pop(0).take_pending()
+        self._stores = [weakref.ref(each) for each in (*holding, store)]
 
 
 @dataclass(frozen=True)

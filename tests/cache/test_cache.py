@@ -113,6 +113,44 @@ def test_reset_gives_memory_back_and_the_cache_serves_other_inputs(cache: Hybrid
     assert cache.get_seq_length() == 7
 
 
+QUANTIZED_PLACES = {
+    "quantized": {},
+    "quantized on device": {"cpu_decode": False},
+    "quantized streamed": {"offload": True, "cpu_decode": False},
+    "quantized split": {"offload": True, "device_tokens": 128},
+    "quantized in three": {"offload": True, "device_tokens": 128, "cpu_decode": 0.5},
+}
+
+
+def bytes_of(buffers: list[weakref.ref]) -> int:
+    return sum(buffer.num_bytes for reference in buffers if (buffer := reference()) is not None)
+
+
+@pytest.mark.parametrize("operation", ["reset", "to", "repeat and reset"])
+@pytest.mark.parametrize("place", ["dynamic", "offloaded", "split_in_three", *QUANTIZED_PLACES])
+def test_reset_or_move_when_done_then_all_buffers_of_before_are_gone(place: str, operation: str):
+    is_quantized = place in QUANTIZED_PLACES
+    cache = QuantizedHybridCache(CONFIG, bits=4, **QUANTIZED_PLACES[place]) if is_quantized else CACHES[place](CONFIG)
+    with torch.no_grad():
+        for num_tokens in (300, 1):
+            tiny_model("llama")(random_prompt(1, num_tokens), **cache_argument(cache), logits_to_keep=1)
+    if operation == "repeat and reset" and place != "shared_with_nobody":
+        cache.batch_repeat_interleave(2)
+    before = [weakref.ref(buffer) for layer in cache.layers for buffer in layer.buffers()]
+    if operation != "to":  # slots are shared, and stay for the next states
+        before += [weakref.ref(slot.keys) for staging in cache._stores.stagings.values() for slot in staging.slots]
+    assert bytes_of(before) > 0
+    gc.disable()
+    try:
+        if operation == "to":
+            cache.to(torch.bfloat16)
+        else:
+            cache.reset()
+        assert bytes_of(before) == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_reset_a_prompt_is_answered_as_by_a_new_cache(family: str):
     model = tiny_model(family)
