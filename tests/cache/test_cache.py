@@ -370,6 +370,40 @@ def test_cropping_to_a_length_is_refused_and_the_message_says_how(cache: HybridC
         cache.crop(2)
 
 
+REFUSED = {
+    "crop to a length": (lambda cache: cache.crop(5), ValueError),
+    "crop with edits that are lost": (lambda cache: (assign_keys_alone(cache), cache.crop(-1)), ValueError),
+    "beams that are not there": (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), IndexError),
+    "sequences that are not there": (lambda cache: cache.batch_select_indices([7]), IndexError),
+    "a mask of another length": (lambda cache: cache.batch_select_indices(torch.ones(3, dtype=bool)), IndexError),
+    "negative repeats": (lambda cache: cache.batch_repeat_interleave(-1), ValueError),
+    "states of another width": (lambda cache: cache.update(*torch.ones(2, 3, 2, 1, 8), 1), ValueError),
+}
+
+
+def assign_keys_alone(cache: HybridCache) -> None:
+    cache.layers[3].keys = torch.ones(SHAPE)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache])
+def test_operation_on_all_layers_when_one_refuses_it_then_none_has_changed(make: type[HybridCache], name: str):
+    model, (operation, error) = tiny_model("gemma3"), REFUSED[name]
+    untouched, cache = make(model.config), make(model.config)
+    # Beyond the window transformers' layers refuse any crop, and say another reason.
+    batch, num_tokens = (1 if name == "states of another width" else 2), (20 if name == "crop to a length" else 10)
+    for each in (untouched, cache):
+        with torch.no_grad():
+            model(random_prompt(batch, num_tokens), **cache_argument(each))
+    with pytest.raises(error):
+        operation(cache)
+    if name == "crop with edits that are lost":
+        cache.layers[3].set(untouched.layers[3].keys, untouched.layers[3].values)
+    with torch.no_grad():
+        logits = [model(random_prompt(batch, 1), **cache_argument(each)).logits for each in (untouched, cache)]
+    assert torch.equal(*logits)
+
+
 def test_states_that_need_gradients_are_refused_but_not_without_grad_mode(cache: HybridCache):
     states = torch.ones(SHAPE, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):

@@ -1,5 +1,7 @@
 """The methods of caches that change which sequences they hold."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -16,14 +18,27 @@ class ChangingSequences(DynamicCache):
     _prompts: Prompts
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `beam_idx[i]` was."""
+        """
+        Make sequence `i` what sequence `beam_idx[i]` was.
+
+        Raises:
+            IndexError: there are fewer sequences; nothing has changed then.
+        """
+        if beam_idx.device.type == "cpu":  # elsewhere the check would wait for the device
+            self._require(lambda sequences: sequences.index_select(0, beam_idx))
         self._prompts.token_ids = None
         with self._contents.changing("reorder_cache"):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self._contents.checkpoints.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
+        """
+        Keep the sequences that `indices` (integers or a boolean mask) selects, in that order.
+
+        Raises:
+            IndexError: there are fewer sequences, or it is neither; nothing has changed then.
+        """
+        self._require(lambda sequences: sequences[torch.as_tensor(indices, device="cpu")])
         self._prompts.token_ids = None
         with self._contents.changing("batch_select_indices"):
             for layer in self._contents.ours:
@@ -41,7 +56,10 @@ class ChangingSequences(DynamicCache):
 
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
+            ValueError: `repeats` is negative.
         """
+        if repeats < 0:
+            raise ValueError(f"Sequences cannot be repeated {repeats} times: pass a number of at least 0.")
         if repeats > 1:
             copied = f"{repeats} copies of {self._contents.num_tokens:,} tokens need"
             require_room_for_copies(self._contents, repeats, copied, are_shared=True)
@@ -53,3 +71,10 @@ class ChangingSequences(DynamicCache):
             self._contents.checkpoints.repeat(repeats)
         if self._prompts.token_ids is not None:
             self._prompts.token_ids = self._prompts.token_ids.repeat_interleave(repeats, dim=0)
+
+    def _require(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let a choice of sequences be refused before it changes the first layers."""
+        self._contents.require_whole()
+        held = self._contents.num_sequences
+        if held is not None:
+            choose(torch.arange(held))
