@@ -198,7 +198,8 @@ class HybridLayer(CacheLayerMixin):
         needs_states = self._stores.needs_states
         if self.is_attended_on_cpu or self._store.is_continued:  # where it is
             if needs_states:
-                self._stores.attention.decline()
+                what = f"attn_implementation={self._stores.implementation!r}"
+                self._stores.attention.decline(what, self._store.num_tokens)
             if self._stores.attention.is_declined:
                 self._move(self._store.shape)
         store = self._store

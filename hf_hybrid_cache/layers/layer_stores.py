@@ -70,7 +70,8 @@ class LayerStores:
         recently_lent: layers that callers have read from.
         sees_as_alone: whether each token of a quantized prompt sees the codes that it would see had the tokens come one
             by one, so that its bits do not depend on where chunks end (`attention/later_chunks.py`).
-        needs_states: whether the model's attention is neither "sdpa", which handles answer, nor "eager": then it needs
+        implementation: the model's implementation of attention in the last forward pass.
+        needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
             the states.
     """
 
@@ -108,6 +109,7 @@ class LayerStores:
         self.unfinished: str | None = None
         self.sees_as_alone = False
         self.needs_states = False
+        self.implementation: str | None = None
         self._holding = _Holding()
         self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
         self._resident = placement.resident_ordinals(num_layers)
@@ -202,8 +204,9 @@ class LayerStores:
         if ordinal == 0:
             self._thread = thread
             # Asked once a pass, because transformers' configs take long to answer.
-            name = getattr(self.config, "_attn_implementation", None)
-            self.needs_states = name not in (None, "sdpa", "eager")
+            self.implementation = getattr(self.config, "_attn_implementation", None)
+            self.needs_states = self.implementation not in (None, "sdpa", "eager")
+            self.attention.expects_reads = self.needs_states or self.implementation == "eager"
         elif self._thread not in (thread, None):
             raise RuntimeError(
                 "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "

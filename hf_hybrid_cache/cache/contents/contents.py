@@ -65,6 +65,7 @@ class Contents:
         for layer in self.layers:
             forget_states_of(layer)
         self.stores.unfinished = None
+        self.stores.attention.reset()
         if self.stores.cpu_fraction is not None:
             self.stores.cpu_fraction.reset()
 
