@@ -44,8 +44,8 @@ class HandledAttention(Protocol):
     def takes_prompts(self, store: Store) -> bool:
         """Return whether queries may be causal."""
 
-    def decline(self) -> None:
-        """Note that something needs the states themselves."""
+    def decline(self, what: str, num_tokens: int) -> None:
+        """Note that an operation needs the states themselves, and which it is."""
 
 
 class LayerView:
@@ -84,11 +84,11 @@ class LayerView:
             )
         return self._store
 
-    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the real keys and values on the device of the model; they are brought once for both."""
+    def states(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the real keys and values, which `what` reads, on the device of the model, brought once for both."""
         store = self.store
         if self._states is None:
-            self.attention.decline()
+            self.attention.decline(what, store.num_tokens)
             keys, values = store.read()
             self._states = (observed(keys, store.observe) if store.wants_queries else keys), values
         return self._states
@@ -124,9 +124,9 @@ class KVHandle(torch.Tensor):
         """The shape of the states. Torch's own property would go through `__torch_function__`, several times a step."""
         return self._shape
 
-    def states(self) -> torch.Tensor:
-        """Return the real tensor."""
-        states = self.layer.states()[self.role]
+    def states(self, what: str) -> torch.Tensor:
+        """Return the real tensor, which `what` reads."""
+        states = self.layer.states(what)[self.role]
         for view in self.views:
             states = view(states)
         return states
@@ -143,6 +143,7 @@ class KVHandle(torch.Tensor):
             result = _attend(*args, **kwargs)
             if result is not None:
                 return result
+            args, kwargs = _with_states("scaled_dot_product_attention with such arguments", args, kwargs)
         elif func is torch.Tensor.to and _is_there(*args, **kwargs):
             return args[0]
         elif func in _REPEATING and isinstance(args[0], KVHandle) and not kwargs:
@@ -151,10 +152,10 @@ class KVHandle(torch.Tensor):
             if shape is not None:
                 return handle.seen_as(shape, lambda states: func(states, *arguments))
         elif func in OBSERVED and cls._are_observed(args):
-            args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs))
+            args, kwargs = _with_states(func.__name__, args, kwargs)
             return func(*args, **kwargs)
         elif func in _NOT_DISPATCHED:
-            args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs))
+            args, kwargs = _with_states(func.__name__, args, kwargs)
         # The handle itself answers shape, type and device; operations that need data end in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -168,7 +169,7 @@ class KVHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(KVHandle, KVHandle.states, (args, kwargs or {}))
+        args, kwargs = _with_states(str(func.overloadpacket), args, kwargs or {})
         if func is torch.ops.aten.view.default:
             # A handle claims to be contiguous; streamed states are not.
             func = torch.ops.aten.reshape.default
@@ -185,6 +186,12 @@ def handles_of(
         KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),
         KVHandle.make(layer, 1, torch.Size((batch, num_kv_heads, num_tokens, shape.value_dim))),
     )
+
+
+def _with_states(what: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of an operation with the real states in the places of handles."""
+    result: tuple[Any, Any] = tree_map_only(KVHandle, lambda handle: handle.states(what), (args, kwargs))
+    return result
 
 
 def _attend(

@@ -76,7 +76,7 @@ class QuantizedAttention:
         parts = attend_in_splits(rows, self._turned(rows), keys, values, codes, length, mask, scale)
         return merged(parts, self._result_map, query.dtype).reshape(batch, query_heads, length, -1)
 
-    def decline(self) -> None:
+    def decline(self, what: str, num_tokens: int) -> None:
         """Note that something needs the states themselves."""
         self.is_declined = True
 

@@ -44,13 +44,14 @@ class StoredAttention:
 
     Attributes:
         is_declined: something else reads the states, so that they are better kept as tensors.
+        expects_reads: the model's implementation of attention is known to read them, which is worth no warning.
     """
 
     def __init__(self, stats: CacheStats, is_asked_for: bool, shard: Shard = Shard.ALL):
         self._stats = stats
         self._shard = shard
         self._is_asked_for = is_asked_for
-        self.is_declined = False
+        self.is_declined = self.expects_reads = False
         self._kernel = HostKernel(stats)
         # It has its own workspaces, because its result is merged with that of the other one.
         self._prefix_kernel = HostKernel(stats, self._kernel.thread)
@@ -203,18 +204,37 @@ class StoredAttention:
         """Whether something has read the states themselves."""
         return self.is_declined or self._has_warned
 
-    def decline(self) -> None:
-        """Note that something needs the states themselves, or warn once if the user asked for attention on the CPU."""
-        if not self._is_asked_for:
+    def decline(self, what: str, num_tokens: int) -> None:
+        """
+        Note that something needs the states themselves, and warn once of what it was.
+
+        Unless the user asked for attention on the CPU they are tensors from now on.
+
+        Args:
+            what: the operation that reads them.
+            num_tokens: tokens that are stored.
+        """
+        if not self._is_asked_for and not self.is_declined:
             self.is_declined = True
-        elif not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "Attention asks for the keys and values that are kept for attention on the CPU: at every step all of "
-                "them are copied, which is right and slow. Load the model with attn_implementation='sdpa' to attend "
-                "where they are, or pass cpu_decode=False to the cache.",
-                stacklevel=2,
-            )
+            self._stats.note_decision(num_tokens, "cpu_decode", False, f"{what} reads keys and values")
+        if self._has_warned or (self.expects_reads and not self._is_asked_for):
+            return
+        self._has_warned = True
+        consequence = (
+            "at every step all of them are copied, which is right and slow"
+            if self._is_asked_for
+            else "from now on this cache keeps them as tensors and attends by torch, until reset()"
+        )
+        warnings.warn(
+            f"Attention asks for the keys and values that are kept for attention on the CPU ({what} reads them): "
+            f"{consequence}. Load the model with attn_implementation='sdpa' to attend where they are, read "
+            "cache.layers[i].keys instead of what update() returned, or pass cpu_decode=False to the cache.",
+            stacklevel=2,
+        )
+
+    def reset(self) -> None:
+        """Forget that something needed the states."""
+        self.is_declined = self._has_warned = False
 
     def _own_columns_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return the columns of a mask for the tokens of the own shard, in host memory."""

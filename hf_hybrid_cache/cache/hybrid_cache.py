@@ -153,6 +153,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         if not isinstance(layer, HybridLayer):
             follow(layer, key_states.device)
         if batch > 1 and (layer.batch if isinstance(layer, HybridLayer) else batch_of(layer)) == 1:
+            if isinstance(layer, HybridLayer):  # before any layer is changed for them
+                layer.fitting(key_states[:1], value_states[:1])
             self.batch_repeat_interleave(batch)
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -1,19 +1,19 @@
 """Moving a model's weights between its device and host memory, while its modules and parameters stay the same."""
 
-import math
+import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from ..model_identity import tensor_digests
 from ..storage import require_host_bytes
 from ..weights import QUANTIZED_DTYPES, Covered, Width, coverage, quantization_bar, require_some
 
 HOST = torch.device("cpu")
-INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class MovableWeights:
         covered = {} if width is None else _covered(model, dtype_of)
         with _plain_tensors():
             weights = _weights_of(model)
-            prints = {name: _fingerprint(tensor) if kept is not None else () for name, tensor in weights.items()}
+            prints: dict[str, tuple] = dict.fromkeys(weights, ())
+            if kept is not None:
+                prints = dict(zip(weights, _fingerprints(weights.values()), strict=True))
             kept = {} if kept is None else kept
             for name in [name for name, copy in kept.items() if prints.get(name) != copy.fingerprint]:
                 del kept[name]
@@ -227,11 +229,11 @@ def _exchange(tensor: torch.Tensor, data: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, twin)
 
 
-def _fingerprint(tensor: torch.Tensor) -> tuple:
-    """A value that changes with the weight: `weight.data += 1` does not change its version counter."""
-    flat = tensor.data.reshape(-1)
-    word = math.gcd(8, flat.nbytes, flat.storage_offset() * flat.element_size())
-    return tensor.shape, tensor.dtype, flat.view(INTEGER_OF_SIZE[word]).sum(dtype=torch.int64).item()
+def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[tuple]:
+    """Values that change with the weights; `weight.data += 1` does not change its version counter."""
+    plain = [tensor.data for tensor in tensors]
+    digests = (hashlib.blake2b(digest, digest_size=32).digest() for digest in tensor_digests(plain))
+    return [(data.shape, data.dtype, digest) for data, digest in zip(plain, digests, strict=True)]
 
 
 @contextmanager

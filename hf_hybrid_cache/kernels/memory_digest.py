@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 from .vector import vector_ir as vec
 from .vector.compiled import jit, jit_function
+from .vector.numbers_at import keep
 from .vector.parallel import split_work, team_of_kernels
 from .vector.tiles import pointer
 from .vector.vector_ir import INT64
@@ -109,6 +110,7 @@ def _digest_piece(piece, pieces):
         filled = np.zeros(STEP_BYTES, np.uint8)
         filled[:left] = source
         _mix(filled.ctypes.data, 1, at)
+        keep(filled)
 
 
 @jit

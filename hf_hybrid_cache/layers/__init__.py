@@ -1,7 +1,7 @@
 """One layer of a cache, which joins storage, codecs and attention as its placement says."""
 
 from .errors import DeviceMemoryError, IncompleteCacheError, NoCheckpointError
-from .hybrid_layer import HybridLayer
+from .hybrid_layer import HybridLayer, checked_removal
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .placement import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .selection import Selection
@@ -33,6 +33,7 @@ __all__ = [
     "batch_of",
     "can_be_cropped",
     "checked_count",
+    "checked_removal",
     "copy_of",
     "follow",
     "forget_states_of",

@@ -140,6 +140,9 @@ class HybridLayer(CacheLayerMixin):
         first = _first_difference(held, (keys, values))
         if first == old.num_tokens == keys.shape[2]:
             return
+        if old.is_continued and first < old.least_tokens:  # too few are left for a prefix
+            self._replace_store(shape, lambda new: new.extend(keys, values))
+            return
         try:
             self._truncate(old, first)
             old.extend(keys[:, :, first:], values[:, :, first:])
@@ -187,7 +190,7 @@ class HybridLayer(CacheLayerMixin):
         """
         self._usable_store()
         self._lent = None
-        key_states, value_states = self._fitting(key_states, value_states)
+        key_states, value_states = self.fitting(key_states, value_states)
         self._stores.note_pass(self._ordinal)
         if self._store is None:
             self.lazy_initialization(key_states, value_states)
@@ -195,7 +198,8 @@ class HybridLayer(CacheLayerMixin):
         needs_states = self._stores.needs_states
         if self.is_attended_on_cpu or self._store.is_continued:  # where it is
             if needs_states:
-                self._stores.attention.decline()
+                what = f"attn_implementation={self._stores.implementation!r}"
+                self._stores.attention.decline(what, self._store.num_tokens)
             if self._stores.attention.is_declined:
                 self._move(self._store.shape)
         store = self._store
@@ -288,13 +292,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             ValueError: a positive number, which older versions of transformers took for the length to keep.
         """
-        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding, before transformers 5.23
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}) is ambiguous: pass a negative number of tokens to remove. To keep "
-                f"{tokens_to_remove} of {self.get_seq_length()} tokens, use "
-                f"crop({min(0, tokens_to_remove - self.get_seq_length())})."
-            )
+        tokens_to_remove = checked_removal(tokens_to_remove, self.get_seq_length())
         store = self._usable_store()
         if store is not None:
             self._lent = None
@@ -611,11 +609,15 @@ class HybridLayer(CacheLayerMixin):
                 "under torch.no_grad() or torch.inference_mode(), or train with transformers' DynamicCache."
             )
 
-    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Return new states that can follow the stored ones, which move to the device of the new ones.
 
         Types are promoted as by `torch.cat`, which transformers' layers use, unless the query's type would be another.
+
+        Raises:
+            ValueError: the states do not fit each other, or the stored ones.
+            RuntimeError: the states require gradients.
         """
         self._require_states(keys, values)
         store, shape = self._store, KVShape.of(keys, values)
@@ -638,6 +640,22 @@ class HybridLayer(CacheLayerMixin):
         if common != store.shape:
             self._move(common)
         return keys.to(common.key_dtype), values.to(common.value_dtype)
+
+
+def checked_removal(tokens_to_remove: int, num_tokens: int) -> int:
+    """
+    Return the argument of `crop` as an integer.
+
+    Raises:
+        ValueError: it is positive, which older versions of transformers took for the length to keep.
+    """
+    removal = int(tokens_to_remove)  # a tensor in assisted decoding, before transformers 5.23
+    if removal > 0:
+        raise ValueError(
+            f"crop({removal}) is ambiguous: pass a negative number of tokens to remove. To keep {removal} of "
+            f"{num_tokens} tokens, use crop({min(0, removal - num_tokens)})."
+        )
+    return removal
 
 
 def _first_difference(held: Pair, states: Pair) -> int:

@@ -1,6 +1,7 @@
 """The stores of a cache's layers, and the memory and counters that they share."""
 
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,7 +70,8 @@ class LayerStores:
         recently_lent: layers that callers have read from.
         sees_as_alone: whether each token of a quantized prompt sees the codes that it would see had the tokens come one
             by one, so that its bits do not depend on where chunks end (`attention/later_chunks.py`).
-        needs_states: whether the model's attention is neither "sdpa", which handles answer, nor "eager": then it needs
+        implementation: the model's implementation of attention in the last forward pass.
+        needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
             the states.
     """
 
@@ -107,7 +109,8 @@ class LayerStores:
         self.unfinished: str | None = None
         self.sees_as_alone = False
         self.needs_states = False
-        self._holding: list[LayerStore] = []
+        self.implementation: str | None = None
+        self._holding = _Holding()
         self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
         self._resident = placement.resident_ordinals(num_layers)
         self._thread: int | None = None
@@ -206,8 +209,9 @@ class LayerStores:
         if ordinal == 0:
             self._thread = thread
             # Asked once a pass, because transformers' configs take long to answer.
-            name = getattr(self.config, "_attn_implementation", None)
-            self.needs_states = name not in (None, "sdpa", "eager")
+            self.implementation = getattr(self.config, "_attn_implementation", None)
+            self.needs_states = self.implementation not in (None, "sdpa", "eager")
+            self.attention.expects_reads = self.needs_states or self.implementation == "eager"
         elif self._thread not in (thread, None):
             raise RuntimeError(
                 "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "
@@ -291,10 +295,7 @@ class LayerStores:
 
         If attention cannot be observed, all layers would otherwise hold all of their states.
         """
-        self._holding = [each for each in self._holding if each is not store and each.pending_bytes]
-        while self._holding and sum(each.pending_bytes for each in self._holding) > MOST_HELD_BYTES:
-            self._holding.pop(0).take_pending()
-        self._holding.append(store)
+        self._holding.note(store)
 
     def _segment(
         self,
@@ -317,6 +318,24 @@ class LayerStores:
         pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
         resident = ordinal in self._resident and not on_cpu
         return StreamedSegment(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
+
+
+class _Holding:
+    """Stores that may hold pending states, in the order of their last use; they stay no longer for it."""
+
+    def __init__(self) -> None:
+        self._stores: list[weakref.ref[LayerStore]] = []
+
+    def __deepcopy__(self, memo: dict) -> "_Holding":
+        """Return an empty one: the stores of a copy are noted at their next use."""
+        return _Holding()
+
+    def note(self, store: LayerStore) -> None:
+        alive = (reference() for reference in self._stores)
+        holding = [each for each in alive if each is not None and each is not store and each.pending_bytes]
+        while holding and sum(each.pending_bytes for each in holding) > MOST_HELD_BYTES:
+            holding.pop(0).take_pending()
+        self._stores = [weakref.ref(each) for each in (*holding, store)]
 
 
 @dataclass(frozen=True)

@@ -4,5 +4,6 @@ from .errors import ModelIdentityError
 from .identity import Identity
 from .model_fields import RANK, identity_of
 from .rotations import longest_text
+from .tensor_digests import tensor_digests
 
-__all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of", "longest_text"]
+__all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of", "longest_text", "tensor_digests"]

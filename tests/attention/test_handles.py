@@ -181,7 +181,7 @@ def test_a_mask_that_changes_in_place_is_read_again():
 )
 def test_what_the_kernel_does_not_cover_is_left_to_torch(options: dict):
     handles, tensors, query = decode_step(100)
-    with pytest.warns(UserWarning, match=WARNING):
+    with pytest.warns(UserWarning, match=WARNING + ".*scaled_dot_product_attention with such arguments"):
         ours = scaled_dot_product_attention(query, *handles, enable_gqa=True, **options)
     assert torch.equal(ours, scaled_dot_product_attention(query, *tensors, enable_gqa=True, **options))
 
@@ -272,18 +272,47 @@ def test_types_without_a_kernel_use_torch_unless_the_kernel_was_asked_for(dtype:
         DynamicHybridCache(CONFIG, cpu_decode=True).update(*states(3, 0, dtype=dtype), 0)
 
 
-def test_states_when_model_reads_them_by_default_then_no_warning():
+def test_states_when_something_reads_them_by_default_then_one_warning_names_it_until_reset():
     cache = DynamicHybridCache(CONFIG)
-    for layer in range(2):
-        cache.update(*states(70, 0), layer)
+    for seed in (1, 2):
+        for layer in range(2):
+            cache.update(*states(70, 0), layer)
+        keys, _ = cache.update(*states(1, seed), 0)
+        with pytest.warns(UserWarning, match=WARNING + r".*aten\.add reads them.*until reset\(\)"):
+            real = keys + 0
+        assert torch.equal(real, torch.cat([states(70, 0)[0], states(1, seed)[0]], dim=2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert type(cache.update(*states(1, seed), 1)[0]) is torch.Tensor
+            assert type(cache.update(*states(1, 2), 0)[0] + 0) is torch.Tensor
+        assert cache.stats.decisions == [(71, "cpu_decode", False, "aten.add reads keys and values")]
+        assert copy.deepcopy(cache).stats.decisions == cache.stats.decisions
+        cache.reset()
+        assert not cache.stats.decisions
+
+
+def test_prompt_after_a_reset_when_something_had_read_states_then_kernel_attends_again(never_materialised):
+    cache, query = DynamicHybridCache(CONFIG), torch.randn(2, HEADS, 1, HEAD_DIM)
+    cache.update(*states(70, 0), 0)
+    with pytest.raises(UserWarning, match="tolist reads them"):
+        cache.update(*states(1, 1), 0)[0].tolist()
+    cache.reset()
+    cache.update(*states(70, 0), 0)
+    handles = cache.update(*states(1, 1), 0)
+    scaled_dot_product_attention(query, *handles, enable_gqa=True)
+    assert isinstance(handles[0], KVHandle)
+    assert cache.stats.kernel_seconds > 0
+
+
+def test_eager_attention_when_cache_chose_the_kernel_then_no_warning():
+    config = copy.deepcopy(CONFIG)
+    config._attn_implementation = "eager"
+    cache = DynamicHybridCache(config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        keys, _ = cache.update(*states(1, 1), 0)
-        assert torch.equal(keys + 0, torch.cat([states(70, 0)[0], states(1, 1)[0]], dim=2))
-        assert type(cache.update(*states(1, 1), 1)[0]) is torch.Tensor
-        again = cache.update(*states(1, 2), 0)[0]
-    assert type(again) is torch.Tensor
-    assert torch.equal(again, torch.cat([states(70, 0)[0], states(1, 1)[0], states(1, 2)[0]], dim=2))
+        for seed in range(2):
+            keys, _ = cache.update(*states(70, seed), 0)
+            keys + 0
 
 
 def test_a_copied_cache_attends_to_its_own_states(never_materialised):

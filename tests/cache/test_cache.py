@@ -113,6 +113,44 @@ def test_reset_gives_memory_back_and_the_cache_serves_other_inputs(cache: Hybrid
     assert cache.get_seq_length() == 7
 
 
+QUANTIZED_PLACES = {
+    "quantized": {},
+    "quantized on device": {"cpu_decode": False},
+    "quantized streamed": {"offload": True, "cpu_decode": False},
+    "quantized split": {"offload": True, "device_tokens": 128},
+    "quantized in three": {"offload": True, "device_tokens": 128, "cpu_decode": 0.5},
+}
+
+
+def bytes_of(buffers: list[weakref.ref]) -> int:
+    return sum(buffer.num_bytes for reference in buffers if (buffer := reference()) is not None)
+
+
+@pytest.mark.parametrize("operation", ["reset", "to", "repeat and reset"])
+@pytest.mark.parametrize("place", ["dynamic", "offloaded", "split_in_three", *QUANTIZED_PLACES])
+def test_reset_or_move_when_done_then_all_buffers_of_before_are_gone(place: str, operation: str):
+    is_quantized = place in QUANTIZED_PLACES
+    cache = QuantizedHybridCache(CONFIG, bits=4, **QUANTIZED_PLACES[place]) if is_quantized else CACHES[place](CONFIG)
+    with torch.no_grad():
+        for num_tokens in (300, 1):
+            tiny_model("llama")(random_prompt(1, num_tokens), **cache_argument(cache), logits_to_keep=1)
+    if operation == "repeat and reset" and place != "shared_with_nobody":
+        cache.batch_repeat_interleave(2)
+    before = [weakref.ref(buffer) for layer in cache.layers for buffer in layer.buffers()]
+    if operation != "to":  # slots are shared, and stay for the next states
+        before += [weakref.ref(slot.keys) for staging in cache._stores.stagings.values() for slot in staging.slots]
+    assert bytes_of(before) > 0
+    gc.disable()
+    try:
+        if operation == "to":
+            cache.to(torch.bfloat16)
+        else:
+            cache.reset()
+        assert bytes_of(before) == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_reset_a_prompt_is_answered_as_by_a_new_cache(family: str):
     model = tiny_model(family)
@@ -330,6 +368,40 @@ def test_cropping_to_a_length_is_refused_and_the_message_says_how(cache: HybridC
     fill(cache)
     with pytest.raises(ValueError, match=r"To keep 2 of 5 tokens, use crop\(-3\)"):
         cache.crop(2)
+
+
+REFUSED = {
+    "crop to a length": (lambda cache: cache.crop(5), ValueError),
+    "crop with edits that are lost": (lambda cache: (assign_keys_alone(cache), cache.crop(-1)), ValueError),
+    "beams that are not there": (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), IndexError),
+    "sequences that are not there": (lambda cache: cache.batch_select_indices([7]), IndexError),
+    "a mask of another length": (lambda cache: cache.batch_select_indices(torch.ones(3, dtype=bool)), IndexError),
+    "negative repeats": (lambda cache: cache.batch_repeat_interleave(-1), ValueError),
+    "states of another width": (lambda cache: cache.update(*torch.ones(2, 3, 2, 1, 8), 1), ValueError),
+}
+
+
+def assign_keys_alone(cache: HybridCache) -> None:
+    cache.layers[3].keys = torch.ones(SHAPE)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("make", [DynamicHybridCache, OffloadedHybridCache])
+def test_operation_on_all_layers_when_one_refuses_it_then_none_has_changed(make: type[HybridCache], name: str):
+    model, (operation, error) = tiny_model("gemma3"), REFUSED[name]
+    untouched, cache = make(model.config), make(model.config)
+    # Beyond the window transformers' layers refuse any crop, and say another reason.
+    batch, num_tokens = (1 if name == "states of another width" else 2), (20 if name == "crop to a length" else 10)
+    for each in (untouched, cache):
+        with torch.no_grad():
+            model(random_prompt(batch, num_tokens), **cache_argument(each))
+    with pytest.raises(error):
+        operation(cache)
+    if name == "crop with edits that are lost":
+        cache.layers[3].set(untouched.layers[3].keys, untouched.layers[3].values)
+    with torch.no_grad():
+        logits = [model(random_prompt(batch, 1), **cache_argument(each)).logits for each in (untouched, cache)]
+    assert torch.equal(*logits)
 
 
 def test_states_that_need_gradients_are_refused_but_not_without_grad_mode(cache: HybridCache):

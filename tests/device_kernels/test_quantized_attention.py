@@ -54,7 +54,7 @@ def together(config: PreTrainedConfig, **options) -> HybridCache:
     cache = quantized(config, **options)
     for layer in cache.layers:
         if isinstance(layer, HybridLayer):
-            layer._quantized_attention.decline()
+            layer._quantized_attention.decline("a test", 0)
     return cache
 
 

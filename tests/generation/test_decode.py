@@ -462,7 +462,7 @@ def test_kept_weights_are_not_copied_again():
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("how", ["unnoticed by version counters", "in place", "replaced"])
+@pytest.mark.parametrize("how", ["unnoticed by version counters", "in place", "replaced", "rows in another order"])
 def test_a_changed_weight_is_copied_again_and_only_that(how: str):
     model = copy.deepcopy(tiny_model("llama"))
     decode = DecodeOnCPU(torch.float64, keep_weights=True)
@@ -474,6 +474,8 @@ def test_a_changed_weight_is_copied_again_and_only_that(how: str):
     elif how == "in place":
         with torch.no_grad():
             weight *= 3
+    elif how == "rows in another order":
+        weight.data.copy_(weight.data.flip(0))
     else:
         weight.data *= 3
     after = run(model, random_prompt(1, 20), custom_generate=decode, streamer=watcher)

@@ -117,6 +117,46 @@ def test_slices_of_states_when_tokens_come_and_go_then_stay(name: str):
         assert torch.equal(torch.as_tensor(part), torch.as_tensor(expected))
 
 
+@pytest.mark.parametrize("name", ["dynamic", "offloaded", "default", "split_in_three", "8 bits", "8 bits streamed"])
+def test_read_states_in_any_place_then_are_contiguous_as_stock(name: str):
+    cache = filled(ALL[name])
+    for _ in range(2):
+        for layer in cache.layers:
+            assert layer.keys.is_contiguous()
+            assert layer.values.is_contiguous()
+        cache.batch_repeat_interleave(2)
+
+
+@pytest.mark.parametrize("name", ALL | QUANTIZED | {"bits to choose": None})
+def test_tensors_that_were_stored_when_written_to_later_then_change_nothing(name: str):
+    make = ALL.get(name) or QUANTIZED.get(name, (QuantizedHybridCache, None))[0]
+    untouched, ours = make(CONFIG), make(CONFIG)
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens in (200, 70, 1):
+        states = torch.randn(2, 1, 2, num_tokens, 16, generator=generator)
+        for index in range(CONFIG.num_hidden_layers):
+            untouched.update(*states.clone(), index)
+            written = states.clone()
+            ours.update(*written, index)
+            written.zero_()
+    for layer, expected in zip(ours.layers, untouched.layers, strict=True):
+        assert torch.equal(layer.keys, expected.keys)
+        assert torch.equal(layer.values, expected.values)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "offloaded", "split_in_three", "8 bits streamed"])
+def test_states_that_were_set_when_written_to_later_then_change_nothing(name: str):
+    cache = filled(ALL[name])
+    layer = cache.layers[0]
+    keys, values = layer.keys + 1, layer.values + 1
+    layer.set(keys, values)
+    expected = keys.clone(), values.clone()
+    for each in (keys, values):
+        each.zero_()
+    assert torch.allclose(layer.keys, expected[0], atol=0.1)
+    assert torch.allclose(layer.values, expected[1], atol=0.1)
+
+
 @contextmanager
 def attention_of_ones_own(attend: Callable) -> Iterator[torch.nn.Module]:
     model = copy.deepcopy(tiny_model("llama"))

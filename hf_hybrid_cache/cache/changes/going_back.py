@@ -3,6 +3,7 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ...layers import checked_removal
 from ...saving import Checkpoint
 from ..checks.forward_passes import ForwardPasses
 from ..checks.prompts import Prompts
@@ -93,11 +94,16 @@ class GoingBack(DynamicCache):
 
         Raises:
             NoCheckpointError: a layer of transformers' own has forgotten what it held then, and there is no checkpoint
-                at that length. Nothing has changed; `go_back` goes to the last checkpoint before it.
+                at that length; `go_back` goes to the last checkpoint before it.
+            ValueError: a positive number, which older versions of transformers took for the length to keep.
+            IncompleteCacheError: something ended a change of the cache half-way.
+
+        Nothing has changed then.
         """
-        checkpoints, tokens_to_remove = self._contents.checkpoints, int(tokens_to_remove)
+        checkpoints, held = self._contents.checkpoints, self._contents.num_tokens
+        tokens_to_remove = checked_removal(tokens_to_remove, held)
         if tokens_to_remove < 0:
-            held = self._contents.num_tokens
+            self._contents.require_whole()
             left = max(0, held + tokens_to_remove)
             checkpoint = checkpoints.at(left)
             if checkpoint is not None:

@@ -1,5 +1,7 @@
 """The methods of caches that change which sequences they hold."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -16,14 +18,27 @@ class ChangingSequences(DynamicCache):
     _prompts: Prompts
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make sequence `i` what sequence `beam_idx[i]` was."""
+        """
+        Make sequence `i` what sequence `beam_idx[i]` was.
+
+        Raises:
+            IndexError: there are fewer sequences; nothing has changed then.
+        """
+        if beam_idx.device.type == "cpu":  # elsewhere the check would wait for the device
+            self._require(lambda sequences: sequences.index_select(0, beam_idx))
         self._prompts.note_reordered()
         with self._contents.changing("reorder_cache"):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]
             self._contents.checkpoints.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
+        """
+        Keep the sequences that `indices` (integers or a boolean mask) selects, in that order.
+
+        Raises:
+            IndexError: there are fewer sequences, or it is neither; nothing has changed then.
+        """
+        self._require(lambda sequences: sequences[torch.as_tensor(indices, device="cpu")])
         selected = self._prompts.selected(indices)
         self._prompts.token_ids = None  # something may end it half-way
         with self._contents.changing("batch_select_indices"):
@@ -43,7 +58,10 @@ class ChangingSequences(DynamicCache):
 
         Raises:
             HostMemoryError: host memory would not suffice; nothing has changed then.
+            ValueError: `repeats` is negative.
         """
+        if repeats < 0:
+            raise ValueError(f"Sequences cannot be repeated {repeats} times: pass a number of at least 0.")
         if repeats > 1:
             copied = f"{repeats} copies of {self._contents.num_tokens:,} tokens need"
             require_room_for_copies(self._contents, repeats, copied, are_shared=True)
@@ -54,3 +72,10 @@ class ChangingSequences(DynamicCache):
                 repeat_sequences_of(layer, repeats)
             self._contents.checkpoints.repeat(repeats)
         self._prompts.repeat(repeats)
+
+    def _require(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let a choice of sequences be refused before it changes the first layers."""
+        self._contents.require_whole()
+        held = self._contents.num_sequences
+        if held is not None:
+            choose(torch.arange(held))

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import CacheLayerMixin
 
-from ...layers import HybridLayer, LayerStores, forget_states_of
+from ...layers import HybridLayer, LayerStores, forget_states_of, num_sequences_of
 from .checkpoints import Checkpoints
 
 
@@ -40,6 +40,12 @@ class Contents:
         """Tokens in the first layer of attention, also while others hold more or less; 0 without one."""
         return next((layer.get_seq_length() for layer in self.of_text.values()), 0)
 
+    @property
+    def num_sequences(self) -> int | None:
+        """Number of sequences that are stored; `None` if none are."""
+        held = *(layer.batch for layer in self.ours), *map(num_sequences_of, self.theirs)
+        return next((each for each in held if each is not None), None)
+
     def lengths_of_ends(self) -> tuple[int, int]:
         """
         Return the tokens in the first and the last layer of attention, which differ if something did not reach all.
@@ -60,6 +66,7 @@ class Contents:
             forget_states_of(layer)
         self.stores.take_seen_queries({})
         self.stores.unfinished = None
+        self.stores.attention.reset()
         if self.stores.cpu_fraction is not None:
             self.stores.cpu_fraction.reset()
 

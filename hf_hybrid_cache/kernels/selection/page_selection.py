@@ -19,6 +19,7 @@ from ..quantized.folding import SLOTS, find_constants, find_steps, fold_rows, mi
 from ..quantized.quantized_tiles import score_quantized_tile
 from ..vector.calls import kernel_call
 from ..vector.compiled import jit_function
+from ..vector.numbers_at import keep
 from ..vector.parallel import split_work
 from ..vector.rotation import rotate
 from ..vector.tiles import ROWS, tile_columns
@@ -102,6 +103,7 @@ def prepare_rows(head, call):
         for tile_row in range(ROWS):
             call.steps[head, row + tile_row] = numbers[0, tile_row]
             call.constants[head, row + tile_row] = numbers[2, tile_row]
+    keep(lanes)
 
 
 class Rating(NamedTuple):

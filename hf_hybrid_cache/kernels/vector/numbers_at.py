@@ -22,6 +22,12 @@ class Numbers(NamedTuple):
 
 
 @jit_function
+def keep(array):
+    """Keep an array alive until here: Numba frees it after its last use, even if its address is still in use."""
+    return array.size
+
+
+@jit_function
 def address_of(numbers, index):
     """The address of one number."""
     return numbers.address + index * (2 if numbers.is_bfloat16 else 4)

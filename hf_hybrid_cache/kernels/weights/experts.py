@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from ..vector import vector_ir as vec
 from ..vector.compiled import jit_function
-from ..vector.numbers_at import Numbers, load_numbers
+from ..vector.numbers_at import Numbers, keep, load_numbers
 from ..vector.parallel import split_work
 from ..vector.tiles import LOG2_E, pointer
 from ..vector.vector_ir import FLOATS, LANES
@@ -80,12 +80,6 @@ class Sums(NamedTuple):
 def _parts(array):
     """Number of parts in which threads take the rows of an array."""
     return max(1, min(array.shape[0], array.size // _PART_NUMBERS))
-
-
-@jit_function
-def _keep(array):
-    """Keep an array alive until here: Numba frees it after its last use, even if its address is still in use."""
-    return array.size
 
 
 @jit_function
@@ -168,7 +162,7 @@ def adding_up_experts(write_products):
             parallel, team, threads, down, routing, own, Numbers(gated.ctypes.data, False),
             own, Numbers(call.down_bias, call.is_bfloat16), down.rows, Numbers(results.ctypes.data, False),
         )  # fmt: skip
-        _keep(gated)
+        keep(gated)
         places, router_weights = np.full(call.num_pairs, -1), np.empty(call.num_pairs, np.float32)
         for place in range(count):
             places[pairs[place]] = place

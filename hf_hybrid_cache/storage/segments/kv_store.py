@@ -118,9 +118,9 @@ class KVStore(ABC):
         """Return all keys and values, on the compute device."""
 
     def read_copy(self) -> Pair:
-        """Return all keys and values in memory that is not the store's."""
-        keys, values = self.read()
-        return keys.clone(), values.clone()
+        """Return all keys and values, contiguous, in memory that is not the store's."""
+        keys, values = (each.clone(memory_format=torch.contiguous_format) for each in self.read())
+        return keys, values
 
     @abstractmethod
     def buffers(self) -> Iterable[TokenBuffer]:

@@ -68,7 +68,8 @@ class Arrival(NamedTuple):
         quantized.packed.reserve(quantized.num_blocks + count)
         _require_finite(store, self.bulk, count)
         layout = replace(self.layout, quantized_blocks=store.layout.quantized_blocks)
-        return self._replace(layout=layout, pending=self.bulk)
+        keys, values = self.bulk  # the caller's, who may write to them while they wait
+        return self._replace(layout=layout, pending=(keys.clone(), values.clone()))
 
     def with_quantized(self, store: "LayerStore") -> "Arrival":
         """

@@ -47,7 +47,6 @@ class ChunkStore(LayerStore):
         self.first = layout.quantized_end if self.tokens_before else 0
         end = self.tokens_before + keys.shape[2]
         self.quantized_ends = layout.quantized_ends(self.tokens_before, end)
-        self._states = None if self.tokens_before else (keys, values)
         full = BlockSegment(store.shape, InitialCapacity(0, end - self.first), _Unlimited(1))
         super().__init__(store.shape, Layout(), full, Scratch(store.shape.device))
         full.extend(*store.full.read_range(min(store.sink_tokens, store.full.num_tokens), store.full.num_tokens))
@@ -72,4 +71,4 @@ class ChunkStore(LayerStore):
         self.stored.observe(query)
 
     def read(self) -> Pair:
-        return self.stored.read() if self._states is None else self._states
+        return self.stored.read() if self.tokens_before else super().read()

@@ -100,6 +100,9 @@ class StreamedSegment(BlockSegment):
         self.wait_for_copies()
         self.is_streamed = False
         self.staging.vacate(self)  # also after a read, which fetched what is here
+        if keys.device.type == "cpu":  # nothing to wait for, and the caller may write to them afterwards
+            super().extend(keys, values)
+            return
         start, end = self.num_tokens, self.num_tokens + keys.shape[2]
         self.reserve(end)
         # torch copies to page-locked memory here, which it uses again once the copy is done.
