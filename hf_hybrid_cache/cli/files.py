@@ -1,7 +1,10 @@
 """Reading files: their bytes, or their text."""
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .console import UsageError
 
@@ -30,7 +33,7 @@ def read_bytes(path: Path) -> bytes:
 
 def plain_text(name: str, content: bytes) -> str:
     """
-    Decode UTF-8 text, and let a newline end each line.
+    Decode UTF-8 text without its byte order mark, and let a newline end each line.
 
     Args:
         name: of the file, for messages.
@@ -40,7 +43,7 @@ def plain_text(name: str, content: bytes) -> str:
         UsageError: the content is binary, is not UTF-8, or is empty.
     """
     try:
-        text = content.decode()
+        text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text (byte {error.start:,} is {content[error.start]:#04x}).") from None
     if "\0" in text:
@@ -66,3 +69,26 @@ def read_text(path: Path) -> str:
     if is_pdf(content):
         raise UsageError(f"{path} is a PDF, not text: pass it as --document, or a file of its text.")
     return plain_text(str(path), content)
+
+
+def strict_json(line: str) -> Any:
+    """
+    Parse JSON that can be written again as it is: each key is given once, numbers are finite, text is UTF-8.
+
+    Raises:
+        ValueError: it is not such JSON.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(line, object_pairs_hook=_with_keys_once)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+def _with_keys_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values; raises `ValueError` if a key is given twice."""
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key!r} is given twice")
+        fields[key] = value
+    return fields

@@ -154,7 +154,7 @@ def test_compare_prints_one_row_for_each_cache_and_the_same_tokens():
 @needs_smollm2
 def test_a_prompt_file_is_used_as_it_is(smollm2, tmp_path):
     model, tokenizer = smollm2
-    (tmp_path / "prompt.txt").write_text("One, two, three,")
+    (tmp_path / "prompt.txt").write_text("One, two, three,", encoding="utf-8-sig")
     result = invoke("generate", "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", "4", "--device", "cpu")
     input_ids = tokenizer("One, two, three,", return_tensors="pt")["input_ids"]
     plain = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=4, do_sample=False)

@@ -1,5 +1,6 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
+import codecs
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 
 from ...durable_files import replaced_when_whole
 from ..console import UsageError
+from ..files import strict_json
 
 Answer = dict[str, Any]
 # Fields of an answer besides those of its question; a question must not have them.
@@ -21,9 +23,11 @@ RESULT_FIELDS = (
     "at_once",
     "document_tokens",
     "read_tokens",
+    "document_digest",
     "documents",
     "left_out",
     "document_seconds",
+    "model_digest",
     "settings",
 )
 # Control characters act on a terminal, and many programs end a line at a separator.
@@ -55,7 +59,7 @@ class AnswerFile:
             UsageError: the file cannot be read, or another line is not an answer.
         """
         try:
-            text = self.path.read_bytes()
+            text = self.path.read_bytes().removeprefix(codecs.BOM_UTF8)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -84,13 +88,13 @@ class AnswerFile:
 
     def _answer(self, number: int, line: bytes) -> Answer:
         try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            answer = None
+            answer, why = strict_json(line.decode()), ""
+        except (ValueError, RecursionError) as error:
+            answer, why = None, f" ({error})"
         if isinstance(answer, dict) and _is_answer(answer):
             return answer
         raise UsageError(
-            f"{self.path}, line {number}: not an answer of this command. Give another --out; nothing was changed."
+            f"{self.path}, line {number}: not an answer of this command{why}. Give another --out; nothing was changed."
         )
 
 
@@ -115,4 +119,4 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
 
 
 def _line(answer: Answer) -> str:
-    return json.dumps(answer, ensure_ascii=False).translate(_ESCAPES) + "\n"
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False).translate(_ESCAPES) + "\n"

@@ -25,6 +25,7 @@ from .answers import Answer
 from .at_once import QuestionsAtOnce
 from .batch_options import BatchOptions
 from .batch_progress import BatchProgress
+from .digests import documents_digest, model_digest
 from .following_questions import FollowingQuestion, number_together, prompts_together
 from .questions import Question, by_document
 
@@ -58,18 +59,20 @@ class DocumentQuestions:
 
         An error that a user can correct, such as a missing document, becomes the `error` of its questions.
         """
-        settings = self.options.settings()
+        made_with = {"model_digest": model_digest(self.options.model.name), "settings": self.options.settings()}
         for about_one in by_document(questions):
             for answer in self._about_one(about_one, progress):
-                yield {**answer, "settings": settings}
+                yield {**answer, **made_with}
 
     def _about_one(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
         """Answer all questions about one document."""
         try:
             start = time.perf_counter()
+            digest = documents_digest(questions[0].documents, self.folder)  # before they are read: a change is noticed
             documents = read_documents(questions[0].documents, partial(note, self.notes), self.folder)
             prefix, read = self._prefix(documents, questions)
             cache = self._filled(questions[0].documents[0], documents, prefix, progress)
+            read["document_digest"] = digest
             read["document_seconds"] = round(time.perf_counter() - start, 3)
         except (UsageError, PromptError, PrefixStoreError, MemoryError, RuntimeError) as error:
             for question in questions:
