@@ -102,7 +102,7 @@ class Conversation:
         """Answer a question; returns whether the answer has any token."""
         transcript = self._transcript
         try:
-            new = question_tokens(self._tokenizer, transcript.token_ids, question)
+            new = question_tokens(self._tokenizer, transcript.token_ids, self._document_tokens, question)
         except PromptError as error:
             self.remark(str(error))
             return False
