@@ -8,12 +8,25 @@ from typing import Any
 
 from .console import UsageError
 
+# Control characters act on a terminal, and many programs end a line at a separator.
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
 def shown(name: str) -> str:
     """A name of a file that can be printed: bytes that are not UTF-8 become escapes."""
     return name.encode(errors="backslashreplace").decode()
+
+
+def require_standard_input() -> None:
+    """
+    Check that standard input can be read.
+
+    Raises:
+        UsageError: it is closed.
+    """
+    if sys.stdin is None:
+        raise UsageError("Standard input is closed: let it come from a terminal, a file or a pipe.")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -23,8 +36,11 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         UsageError: the file cannot be read.
     """
+    is_input = str(path) == STANDARD_INPUT
+    if is_input:
+        require_standard_input()
     try:
-        return sys.stdin.buffer.read() if str(path) == STANDARD_INPUT else path.read_bytes()
+        return sys.stdin.buffer.read() if is_input else path.read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read {shown(str(path))}: {error.strerror}.") from error
     except ValueError as error:
@@ -69,6 +85,11 @@ def read_text(path: Path) -> str:
     if is_pdf(content):
         raise UsageError(f"{path} is a PDF, not text: pass it as --document, or a file of its text.")
     return plain_text(str(path), content)
+
+
+def json_line(value: Any) -> str:
+    """A value as a line of JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_ESCAPES) + "\n"
 
 
 def strict_json(line: str) -> Any:

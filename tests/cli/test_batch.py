@@ -393,6 +393,33 @@ def test_fewer_questions_are_asked_at_once_when_memory_ends(
     assert batch.texts() == texts
 
 
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_document_when_memory_has_ended_then_comes_from_the_store_once(
+    batch: Batch, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    document, kept = batch.document("long.txt", 300), batch.folder / "kept"
+    batch.ask(*({"document": document, "question": f"w{number}"} for number in range(5 if at_once > 1 else 2)))
+    assert batch.run("--keep", kept).exit_code == 0
+    texts = batch.texts()
+    batch.out.unlink()
+    has_ended = []
+
+    class Recorder(timed_run._Recorder):
+        """Memory ends once, with the second token."""
+
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 2 and not has_ended:
+                has_ended.append(True)
+                raise MemoryError("no room")
+
+    monkeypatch.setattr(timed_run, "_Recorder", Recorder)
+    result = batch.run("--keep", kept, "--at-once", at_once)
+    assert result.stderr.count(f"300 of 300 tokens from {kept}") == 2
+    answered = {(each["document"], each["question"]): each.get("answer") for each in batch.answers()}
+    assert [answered[key] for key in texts if answered[key] != texts[key]] == ([None] if at_once == 1 else [])
+
+
 def test_answers_go_on_with_another_number_at_once(batch: Batch):
     questions_of_different_lengths(batch)
     assert batch.run("--at-once", "3").exit_code == 0

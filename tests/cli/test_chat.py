@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from hf_hybrid_cache import HybridCache, saved_token_ids
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.chat.chat_template import LastTurn, SystemMessage, last_turn
+from hf_hybrid_cache.cli.console import without_controls
+from hf_hybrid_cache.cli.runs import timed_run
 from hf_hybrid_cache.cli.runs.prompts import PromptError, conversation_text
-from hf_hybrid_cache.cli.terminal import without_controls
 
 from models.byte_tokenizer import byte_tokenizer, model_in
 from models.tiny_models import FAMILIES
@@ -262,13 +263,10 @@ def test_last_turn_when_after_another_then_begins_at_the_answers_end():
     assert tokenizer.decode(token_ids[1][: second.start]).endswith("Ada.")
 
 
-CHATML, INST = (
-    byte_tokenizer().chat_template,
-    (
-        "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] "
-        "+ '<|im_end|>' }}{% endfor %}"
-    ),
-)
+CHATML = byte_tokenizer().chat_template
+INST = """{% for m in messages %}
+{{- '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + '<|im_end|>' }}
+{%- endfor %}"""
 
 
 @pytest.mark.parametrize(
@@ -378,6 +376,33 @@ def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Pat
     assert len(re.findall(r"(\d+) tokens of context left", talk.stderr)) == 2
     assert "ended at --max-new-tokens 60: /set max_new_tokens 120 allows more" in talk.stderr
     assert "ended at the model's context of 700 tokens: /undo takes back the last question" in talk.stderr
+
+
+# Memory
+
+
+def test_question_when_memory_ends_then_is_taken_back_and_the_conversation_goes_on(
+    model: Path, report: Path, monkeypatch: pytest.MonkeyPatch
+):
+    expected = converse(model, ["--document", report], "Who?", "Where?").stdout
+    begun = []
+
+    class Recorder(timed_run._Recorder):
+        """Memory ends with the second token of the second and the third answer."""
+
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 2:
+                begun.append(self)
+                if len(begun) in (2, 3):
+                    raise MemoryError("no room")
+
+    monkeypatch.setattr(timed_run, "_Recorder", Recorder)
+    talk = converse(model, ["--document", report], "Who?", "Why?", "/retry", "Where?")
+    first, *_, last = talk.stdout.splitlines()
+    assert f"{first}\n{last}\n" == expected
+    assert talk.stderr.count("no room\nThe question is taken back.") == 2
+    assert "the answer before stays" in talk.stderr
 
 
 # At a terminal

@@ -31,9 +31,12 @@ from hf_hybrid_cache.cli.loading.quantized_weights import quantize_loaded
 from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
 from hf_hybrid_cache.cli.runs.prompts import PromptError, default_document, document_prompt, verbatim_prompt
 from hf_hybrid_cache.cli.runs.timed_run import CACHES, CacheOptions, Run, timed_generate
+from hf_hybrid_cache.errors import HybridCacheError
 from hf_hybrid_cache.kernels import WEIGHT_BITS
+from hf_hybrid_cache.layers import IncompleteCacheError
 from hf_hybrid_cache.models.loading import NAMED_MODELS
 from hf_hybrid_cache.models.source import Loaded
+from hf_hybrid_cache.prefix_folder import NodeNotFoundError
 
 from common.slow import slow_but
 
@@ -325,6 +328,7 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--device", "meta"], "--device 'meta' is not here"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--context", "many"], "--context"),
+        (["--temperature", "1", "--seed", str(2**64)], "--seed"),
         (["--document", "a"], "Ask something about the document: --question."),
         (["--load-cache", "a"], "Ask something about the saved document: --question."),
         (["--compare", "--cache", "dynamic"], "--compare takes every cache: drop --cache"),
@@ -400,9 +404,12 @@ def test_options_when_beyond_the_model_then_error_gives_the_numbers(long_text):
         (MemoryError(), "Out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "CUDA out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "can't allocate memory"),
+        (NodeNotFoundError("Another process has removed it."), "Another process"),
+        (IncompleteCacheError("Reset the cache."), "Reset the cache."),
+        (HybridCacheError("A title\x1b[2J"), "A title[2J"),
     ],
 )
-def test_running_out_of_memory_is_one_line_and_exit_code_2(error, message):
+def test_error_when_user_can_help_it_then_is_one_line_and_exit_code_2(error, message):
     stderr = io.StringIO()
     with pytest.raises(typer.Exit) as raised, console.exit_codes(Console(file=stderr, soft_wrap=True)):
         raise error
@@ -427,9 +434,9 @@ def test_a_warning_when_a_command_runs_then_is_a_remark_on_its_own_line():
 def test_what_a_model_writes_cannot_steer_the_terminal():
     written = io.StringIO()
     terminal.write(
-        Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd :smile:\u00a0é"
+        Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd\t:smile:\u00a0é"
     )
-    assert written.getvalue() == "a[2Jb[red]c[/red]\nd :smile:\u00a0é"
+    assert written.getvalue() == "a[2Jb[red]c[/red]\nd\t:smile:\u00a0é"
 
 
 # Real processes
@@ -559,6 +566,30 @@ def test_output_into_a_pipe_has_no_control_characters_and_no_warnings():
     said = "loading smollm2-135m", "model", "document", "ended at --max-new-tokens 6, which may be raised", "dynamic"
     assert [line.split(":")[0] for line in lines] == list(said), stderr
     assert stdout.strip() == "A convenient way to insert debugging"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes streams by a POSIX shell")
+@pytest.mark.parametrize(
+    ("arguments", "stream", "message"),
+    [
+        ("--version", ">&-", "error: Standard output is closed, and answers go there: let it go to /dev/null.\n"),
+        ("--version", "> /dev/full", "error: No space left on device.\n"),
+        ("plan --model meta-llama/Llama-3.2-1B", "> /dev/full", "error: No space left on device.\n"),
+        ("chat", "<&-", "error: Standard input is closed: let it come from a terminal, a file or a pipe.\n"),
+    ],
+)
+def test_stream_when_closed_or_full_then_error_is_a_sentence(arguments: str, stream: str, message: str):
+    if "full" in stream and not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    command = f"exec {sys.executable} -m hf_hybrid_cache.cli {arguments} {stream}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_command_when_its_errors_are_closed_then_answers():
+    command = f"exec {sys.executable} -m hf_hybrid_cache.cli --version 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, hf_hybrid_cache.__version__)
 
 
 @pytest.mark.slow

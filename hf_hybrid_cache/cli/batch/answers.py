@@ -1,7 +1,6 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
 import codecs
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from ...durable_files import replaced_when_whole
 from ..console import UsageError
-from ..files import strict_json
+from ..files import json_line, strict_json
 
 Answer = dict[str, Any]
 # Fields of an answer besides those of its question; a question must not have them.
@@ -30,8 +29,6 @@ RESULT_FIELDS = (
     "model_digest",
     "settings",
 )
-# Control characters act on a terminal, and many programs end a line at a separator.
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def key_of(answer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -71,7 +68,7 @@ class AnswerFile:
         """Replace all answers in the file, in one step."""
         try:
             with replaced_when_whole(self.path) as file:
-                file.writelines(_line(answer).encode() for answer in answers)
+                file.writelines(json_line(answer).encode() for answer in answers)
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -79,7 +76,7 @@ class AnswerFile:
         """Write an answer at the end of the file."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(answer))
+                file.write(json_line(answer))
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -102,7 +99,7 @@ class AnswerStream:
     """Writes answers to standard output, a line of JSON each."""
 
     def add(self, answer: Answer) -> None:
-        line = _line(answer)
+        line = json_line(answer)
         if sys.stdout.isatty():
             sys.stdout.write(line)  # where a bar is shown, this is written above it
         else:
@@ -116,7 +113,3 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
     names = document if isinstance(document, list) else [document]
     is_known = all(isinstance(text, str) for text in [*names, fields.get("question")])
     return is_known and isinstance(fields.get("id"), str | int | None) and ("answer" in fields or "error" in fields)
-
-
-def _line(answer: Answer) -> str:
-    return json.dumps(answer, ensure_ascii=False, allow_nan=False).translate(_ESCAPES) + "\n"

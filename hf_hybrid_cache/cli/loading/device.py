@@ -42,7 +42,7 @@ def load_model(options: ModelOptions, notes: Console) -> LoadedModel:
         UsageError: the machine lacks the device, or the model or the device cannot have such weights.
         ModelLoadError: the model cannot be loaded.
     """
-    if not notes.is_interactive:
+    if notes.quiet or not notes.is_interactive:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     chosen_device = _checked_device(options.device)
