@@ -10,6 +10,7 @@ from .console import UsageError
 
 # Control characters act on a terminal, and many programs end a line at a separator.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
@@ -71,7 +72,7 @@ def plain_text(name: str, content: bytes) -> str:
 
 def is_pdf(content: bytes) -> bool:
     """Whether a file begins as a PDF does, perhaps after a byte order mark or empty lines."""
-    return content[:100].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"%PDF-")
+    return content[:100].lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"%PDF-")
 
 
 def read_text(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
-import codecs
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from ...durable_files import replaced_when_whole
 from ..console import UsageError
-from ..files import json_line, strict_json
+from ..files import BYTE_ORDER_MARK, json_line, strict_json
 
 Answer = dict[str, Any]
 # Fields of an answer besides those of its question; a question must not have them.
@@ -56,7 +55,7 @@ class AnswerFile:
             UsageError: the file cannot be read, or another line is not an answer.
         """
         try:
-            text = self.path.read_bytes().removeprefix(codecs.BOM_UTF8)
+            text = self.path.read_bytes().removeprefix(BYTE_ORDER_MARK)
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -1,6 +1,5 @@
 """Reading the questions of a batch."""
 
-import codecs
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from ...errors import HybridCacheError
 from ..console import UsageError
-from ..files import strict_json
+from ..files import BYTE_ORDER_MARK, strict_json
 from .answers import RESULT_FIELDS, key_of
 
 _EXAMPLE = 'A question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
@@ -61,7 +60,7 @@ def read_questions(path: Path) -> list[Question]:
         UsageError: lines are not questions, or repeat others; the message names them.
     """
     try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK).splitlines()
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
     questions: list[Question] = []
