@@ -3,7 +3,7 @@
 import os
 import sys
 
-from ..other_processes import OtherProcesses
+from ..other_processes import OtherProcesses, load_average
 from .interrupts import end_at_once
 from .waiting import let_waiting_threads_sleep
 
@@ -19,5 +19,5 @@ def main() -> None:
     others = OtherProcesses()
     from .app import run  # only now: Ctrl-C can end its imports too
 
-    let_waiting_threads_sleep(others.processors())
+    let_waiting_threads_sleep(others.processors(), load_average())
     run()

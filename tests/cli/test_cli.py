@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import io
+import math
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 
 import hf_hybrid_cache
 from hf_hybrid_cache import HostMemoryError, QuantizedWeightsConfig, models, quantize_weights
-from hf_hybrid_cache.cli import choices, console, terminal
+from hf_hybrid_cache.cli import choices, console, terminal, waiting
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.loading.quantized_weights import quantize_loaded
@@ -481,6 +482,7 @@ class Others:
         return float(os.environ["BUSY_PROCESSORS"])
 
 cli.OtherProcesses = Others
+cli.load_average = lambda: float(os.environ["LOAD"])
 options.bind_to_node = lambda number: nodes.bind_to_node(number, nodes.Path(os.environ["FAKED_NODES"]))
 sys.meta_path.insert(0, Watcher())
 main()
@@ -488,9 +490,9 @@ main()
 EACH_COMMAND = pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
 
 
-def first_import(*arguments: str, busy_processors: float = 1.0, **environment: str) -> str:
+def first_import(*arguments: str, busy_processors: float = 1.0, load: float = 1.0, **environment: str) -> str:
     """Return the environment at the moment when a command imports the first library that starts threads."""
-    environment["BUSY_PROCESSORS"] = str(busy_processors)
+    environment |= {"BUSY_PROCESSORS": str(busy_processors), "LOAD": str(load)}
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-c", FIRST_IMPORTS, *arguments]
     done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=100)
@@ -510,9 +512,25 @@ def test_thread_settings_when_command_starts_then_precede_first_import(command: 
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
-@pytest.mark.parametrize("busy_processors", [0.0, 0.3, float("nan")])
-def test_waiting_threads_spin_where_nothing_else_runs(busy_processors: float):
-    assert first_import("generate", busy_processors=busy_processors).startswith("None ")
+@pytest.mark.parametrize(
+    ("busy_processors", "load"), [(0.3, 9.0), (9.0, 0.3), (math.nan, 1.0), (1.0, math.nan)]
+)
+def test_waiting_threads_when_nothing_else_runs_for_long_then_spin(busy_processors: float, load: float):
+    assert first_import("generate", busy_processors=busy_processors, load=load).startswith("None ")
+
+
+def test_first_line_when_waiting_threads_sleep_then_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiting, "_let_them_sleep", False)
+    (tmp_path / "prompt").write_text("Who?")
+    command = ["generate", "--model", model, "--device", "cpu", "--max-new-tokens", "2"]
+    first_lines = []
+    for load in (0.0, 2.0):
+        waiting.let_waiting_threads_sleep(2.0, load, {})
+        first_lines.append(invoke(*command, "--prompt-file", tmp_path / "prompt").stderr.splitlines()[0])
+    said = "other processes are busy, so waiting threads sleep (GOMP_SPINCOUNT=0)"
+    assert first_lines == [f"loading {model}", f"loading {model}: {said}"]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
@@ -527,7 +545,7 @@ def test_waiting_threads_when_user_sets_them_then_are_left_alone(command: list[s
 def test_openmp_when_processes_are_busy_then_is_told_to_sleep():
     program = """
 from hf_hybrid_cache.cli.waiting import let_waiting_threads_sleep
-let_waiting_threads_sleep(1.0)
+let_waiting_threads_sleep(1.0, 1.0)
 import torch
 """
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
@@ -590,6 +608,17 @@ def test_command_when_its_errors_are_closed_then_answers():
     command = f"exec {sys.executable} -m hf_hybrid_cache.cli --version 2>&-"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, hf_hybrid_cache.__version__)
+
+
+def test_quiet_when_at_a_terminal_then_shows_the_answer_alone(model: Path, tmp_path: Path):
+    terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
+    (tmp_path / "prompt").write_text("Who?")
+    options = ["--model", str(model), "--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "5", "--quiet"]
+    with terminals.Terminal("-m", "hf_hybrid_cache.cli", "generate", "--device", "cpu", *options) as terminal:
+        shown = terminal.wait_for("\n")
+        assert terminal.exit_code() == 0
+    answer = invoke("generate", "--device", "cpu", *options).stdout
+    assert terminals.CONTROL_SEQUENCE.sub("", shown + "\n") == terminals.CONTROL_SEQUENCE.sub("", answer)
 
 
 @pytest.mark.slow
