@@ -25,7 +25,7 @@ class UsageError(HybridCacheError, ValueError):
     """An option has an unusable value; the message names it and the way out."""
 
 
-def out_of_memory(error: MemoryError | RuntimeError) -> str:
+def out_of_memory(error: Exception) -> str:
     """The sentence of an error that says that memory is full; raises any other error again."""
     from ..layers import DeviceMemoryError
 

@@ -512,9 +512,7 @@ def test_thread_settings_when_command_starts_then_precede_first_import(command: 
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
-@pytest.mark.parametrize(
-    ("busy_processors", "load"), [(0.3, 9.0), (9.0, 0.3), (math.nan, 1.0), (1.0, math.nan)]
-)
+@pytest.mark.parametrize(("busy_processors", "load"), [(0.3, 9.0), (9.0, 0.3), (math.nan, 1.0), (1.0, math.nan)])
 def test_waiting_threads_when_nothing_else_runs_for_long_then_spin(busy_processors: float, load: float):
     assert first_import("generate", busy_processors=busy_processors, load=load).startswith("None ")
 

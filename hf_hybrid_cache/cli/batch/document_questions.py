@@ -208,5 +208,5 @@ class DocumentQuestions:
 
 def _failed(question: Question, error: Exception) -> Answer:
     """The answer that records an error; raises errors that are our own."""
-    is_memory = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, HybridCacheError)
-    return {**question.fields, "error": out_of_memory(error) if is_memory else str(error).partition("\n")[0]}
+    reason = str(error) if isinstance(error, HybridCacheError) else out_of_memory(error)
+    return {**question.fields, "error": reason.partition("\n")[0]}
