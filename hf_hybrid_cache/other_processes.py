@@ -18,6 +18,14 @@ class OtherProcesses:
         return (_used_seconds() - self._all - own) / seconds
 
 
+def load_average() -> float:
+    """Return the average number of processes that computed in the last minute; NaN where the system does not tell."""
+    try:
+        return psutil.getloadavg()[0]
+    except OSError:
+        return math.nan
+
+
 def _used_seconds() -> float:
     """Return the seconds that processors were in use, added up over all of them since the machine was started."""
     try:

@@ -1,6 +1,9 @@
 """The `hf-hybrid-cache` command."""
 
-from ..other_processes import OtherProcesses
+import os
+import sys
+
+from ..other_processes import OtherProcesses, load_average
 from .interrupts import end_at_once
 from .waiting import let_waiting_threads_sleep
 
@@ -8,8 +11,13 @@ from .waiting import let_waiting_threads_sleep
 def main() -> None:
     """Run the command, as the installed script does."""
     end_at_once()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print("error: Standard output is closed, and answers go there: let it go to /dev/null.", file=sys.stderr)
+        sys.exit(2)
     others = OtherProcesses()
     from .app import run  # only now: Ctrl-C can end its imports too
 
-    let_waiting_threads_sleep(others.processors())
+    let_waiting_threads_sleep(others.processors(), load_average())
     run()

@@ -1,5 +1,6 @@
 """The command and its subcommands, which import heavy libraries only when they run."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -30,7 +31,14 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal cannot show
-    app()
+    try:
+        app()
+    except OSError as error:  # such as a full disk
+        what = f"{error.strerror or error}" + ("" if error.filename is None else f": {error.filename}")
+        print(f"error: {what}.", file=sys.stderr)
+        # What the stream still holds would be an error again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(2)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,5 +1,6 @@
 """Remarks on stderr, errors as exit codes, and checks of options that several commands have."""
 
+import unicodedata
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,16 +17,32 @@ from .interrupts import as_exceptions
 if TYPE_CHECKING:
     import torch
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # RuntimeErrors of the CPU allocators
+# RuntimeErrors of the CPU allocators
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class UsageError(HybridCacheError, ValueError):
     """An option has an unusable value; the message names it and the way out."""
 
 
+def out_of_memory(error: Exception) -> str:
+    """The sentence of an error that says that memory is full; raises any other error again."""
+    from ..layers import DeviceMemoryError
+
+    is_memory = isinstance(error, MemoryError | DeviceMemoryError)
+    if not is_memory and not any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY):
+        raise error
+    return next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
+
+
+def without_controls(text: str) -> str:
+    """Text without control characters, with which a model or a title could steer the terminal."""
+    return "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
+
+
 def note(notes: Console, text: str) -> None:
-    """Print a remark."""
-    notes.print(text, markup=False, highlight=False, emoji=False, style="dim")
+    """Print a remark, without control characters."""
+    notes.print(without_controls(text), markup=False, highlight=False, emoji=False, style="dim")
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:
@@ -95,45 +112,20 @@ def dtype_of(option: str | None) -> "torch.dtype | None":
 @contextmanager
 def exit_codes(notes: Console) -> Iterator[None]:
     """Turn errors that a user can correct into a message on stderr and exit code 2, and Ctrl-C into exit code 130."""
-    from ..jobs import JobsError
-    from ..models import ModelLoadError
-    from ..planning import CostError, PlanError
-    from ..prefix_folder import NodeFileError, NodeInUseError, PrefixFolderError
-    from ..prefix_store import PrefixStoreError
-    from ..processes import LostProcessError, OutOfStepError
-    from ..saving import CacheFileError
-    from .runs.prompts import PromptError
-
     try:
         with as_exceptions(), _warnings_as_remarks(notes):
             yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (
-        UsageError,
-        PromptError,
-        ModelLoadError,
-        CostError,
-        PlanError,
-        CacheFileError,
-        JobsError,
-        PrefixStoreError,
-        PrefixFolderError,
-        NodeFileError,
-        NodeInUseError,
-        LostProcessError,
-        OutOfStepError,
-    ) as error:
+    except HybridCacheError as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
-            raise
-        message = next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
+        message = out_of_memory(error)
     else:
         return
     # Each of several processes prints its own error.
     who = f"rank {rank()}: " if num_processes() > 1 else ""
-    _never_quiet(notes).print(f"{who}error: {message}", markup=False, highlight=False, emoji=False)
+    _never_quiet(notes).print(without_controls(f"{who}error: {message}"), markup=False, highlight=False, emoji=False)
     raise typer.Exit(2)
 
 

@@ -1,16 +1,33 @@
 """Reading files: their bytes, or their text."""
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .console import UsageError
 
+# Control characters act on a terminal, and many programs end a line at a separator.
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
 def shown(name: str) -> str:
     """A name of a file that can be printed: bytes that are not UTF-8 become escapes."""
     return name.encode(errors="backslashreplace").decode()
+
+
+def require_standard_input() -> None:
+    """
+    Check that standard input can be read.
+
+    Raises:
+        UsageError: it is closed.
+    """
+    if sys.stdin is None:
+        raise UsageError("Standard input is closed: let it come from a terminal, a file or a pipe.")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -20,8 +37,11 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         UsageError: the file cannot be read.
     """
+    is_input = str(path) == STANDARD_INPUT
+    if is_input:
+        require_standard_input()
     try:
-        return sys.stdin.buffer.read() if str(path) == STANDARD_INPUT else path.read_bytes()
+        return sys.stdin.buffer.read() if is_input else path.read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read {shown(str(path))}: {error.strerror}.") from error
     except ValueError as error:
@@ -30,7 +50,7 @@ def read_bytes(path: Path) -> bytes:
 
 def plain_text(name: str, content: bytes) -> str:
     """
-    Decode UTF-8 text, and let a newline end each line.
+    Decode UTF-8 text without its byte order mark, and let a newline end each line.
 
     Args:
         name: of the file, for messages.
@@ -40,7 +60,7 @@ def plain_text(name: str, content: bytes) -> str:
         UsageError: the content is binary, is not UTF-8, or is empty.
     """
     try:
-        text = content.decode()
+        text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text (byte {error.start:,} is {content[error.start]:#04x}).") from None
     if "\0" in text:
@@ -52,7 +72,7 @@ def plain_text(name: str, content: bytes) -> str:
 
 def is_pdf(content: bytes) -> bool:
     """Whether a file begins as a PDF does, perhaps after a byte order mark or empty lines."""
-    return content[:100].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"%PDF-")
+    return content[:100].lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"%PDF-")
 
 
 def read_text(path: Path) -> str:
@@ -66,3 +86,31 @@ def read_text(path: Path) -> str:
     if is_pdf(content):
         raise UsageError(f"{path} is a PDF, not text: pass it as --document, or a file of its text.")
     return plain_text(str(path), content)
+
+
+def json_line(value: Any) -> str:
+    """A value as a line of JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_ESCAPES) + "\n"
+
+
+def strict_json(line: str) -> Any:
+    """
+    Parse JSON that can be written again as it is: each key is given once, numbers are finite, text is UTF-8.
+
+    Raises:
+        ValueError: it is not such JSON.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(line, object_pairs_hook=_with_keys_once)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+def _with_keys_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values; raises `ValueError` if a key is given twice."""
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key!r} is given twice")
+        fields[key] = value
+    return fields

@@ -77,7 +77,10 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Seed of sampling: the same one gives the same answer. Default: none.", rich_help_panel=ANSWER
+        min=0,
+        max=2**64 - 1,
+        help="Seed of sampling: the same one gives the same answer. Default: none.",
+        rich_help_panel=ANSWER,
     ),
 ]
 System = Annotated[

@@ -1,10 +1,10 @@
 """Text that is printed: tokens as they come, without control characters."""
 
-import unicodedata
-
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from .console import without_controls
 
 
 class TokenStream:
@@ -37,15 +37,11 @@ class _Words(TextStreamer):
         write(self._out, text)
 
 
-def without_controls(text: str) -> str:
-    """Text without control characters, with which a model could steer the terminal."""
-    return "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
-
-
 def write(out: Console, text: str) -> None:
     """Write a text as it is, without control characters and without a new line at its end."""
-    out.print(without_controls(text), end="", markup=False, highlight=False, emoji=False)
-    out.file.flush()
+    if not out.quiet:
+        out.file.write(without_controls(text))  # rich would write spaces for a tab
+        out.file.flush()
 
 
 def is_encodable(text: str) -> bool:

@@ -4,21 +4,35 @@ import os
 from collections.abc import MutableMapping
 
 VARIABLE = "GOMP_SPINCOUNT"
-# One process that computes all the time, as a measurement of a tenth of a second shows it.
+# Less than one process that computes all the time.
 _BUSY_PROCESSORS = 0.5
+_let_them_sleep = False
 
 
-def let_waiting_threads_sleep(busy_processors: float, environment: MutableMapping[str, str] = os.environ) -> None:
+def let_waiting_threads_sleep(
+    busy_processors: float, load: float, environment: MutableMapping[str, str] = os.environ
+) -> None:
     """
     Let threads of OpenMP sleep while they wait, if other processes need the processors and the user chose nothing.
+
+    Two numbers must tell so: what is used now may be over in a second, and the last minute may be over by now.
 
     By default waiting threads spin, on a processor that the slowest thread may need. Sleeping threads wake up late: a
     step of a small model takes up to twice as long. Call it before torch is imported: GNU's OpenMP, which torch's
     wheels for Linux bring, reads the variable when it is loaded.
 
     Args:
-        busy_processors: processors that other processes use; may be not a number.
+        busy_processors: processors that other processes use now; may be not a number.
+        load: processes that computed in the last minute, on average; may be not a number.
         environment: receives the variable.
     """
-    if busy_processors > _BUSY_PROCESSORS and "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault(VARIABLE, "0")
+    global _let_them_sleep
+    are_busy = busy_processors > _BUSY_PROCESSORS and load > _BUSY_PROCESSORS
+    if are_busy and not {VARIABLE, "OMP_WAIT_POLICY"} & set(environment):
+        environment[VARIABLE] = "0"
+        _let_them_sleep = True
+
+
+def waiting_text() -> str:
+    """What was decided, for the end of a command's first line."""
+    return f": other processes are busy, so waiting threads sleep ({VARIABLE}=0)" if _let_them_sleep else ""

@@ -22,7 +22,7 @@ from .quantized.quantization import coding_kernels
 from .selection.key_index import index_kernels
 from .selection.selected_attention import selected_attention_kernels
 from .selection.selected_quantized_attention import selected_quantized_kernels
-from .vector.compiled import Needed
+from .vector.compiled import Needed, is_said
 from .vector.threads import get_num_threads
 from .weights.gemm import uses_gemm
 from .weights.panel_gemm import gemm_kernels
@@ -139,6 +139,7 @@ def compile_and_wait(element: np.dtype, is_quantized: bool, on_wait: Callable[[]
     Raises:
         KernelsDisabledError: `NUMBA_DISABLE_JIT` forbids Numba to compile.
     """
+    is_said.set()  # `on_wait` says it
     needed, beside = _needed(element, is_quantized), None
     if is_quantized and get_num_threads() > 1 and not attend_quantized.files.exist():
         program = f"import numpy, sys; from {attend_quantized.py_func.__module__} import quantized_attention_kernels; "

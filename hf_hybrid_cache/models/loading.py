@@ -30,9 +30,9 @@ def load(
         name: `smollm2-135m`, `llama-3.2-1b-random`, a local folder, or a model of the Hugging Face Hub. Code that
             comes with a model is never run.
         dtype: of the weights. None means bfloat16 for the two named models and the checkpoint's own dtype for others,
-            with one exception: `smollm2-135m` is in float32 on a CPU that does not multiply bfloat16 faster, which is
-            measured once (`fastest_dtype`). In float32, two ways to compute the same attention also agree on the
-            greedy tokens; in bfloat16 they may choose another one of two that are nearly as likely.
+            with one exception: `smollm2-135m` is in float32 on a CPU without instructions that multiply bfloat16
+            (AVX512-BF16, AMX). In float32, two ways to compute the same attention also agree on the greedy tokens; in
+            bfloat16 they may choose another one of two that are nearly as likely.
         device_map: a device, or "auto" to spread the weights with accelerate. None means the accelerator if there is
             one, else the CPU.
         quantization_config: for `from_pretrained`, such as `QuantizedWeightsConfig(bits=4)`; not for a model that is

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_hybrid_cache import DynamicHybridCache, prefill
@@ -392,6 +393,33 @@ def test_fewer_questions_are_asked_at_once_when_memory_ends(
     assert batch.texts() == texts
 
 
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_document_when_memory_has_ended_then_comes_from_the_store_once(
+    batch: Batch, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    document, kept = batch.document("long.txt", 300), batch.folder / "kept"
+    batch.ask(*({"document": document, "question": f"w{number}"} for number in range(5 if at_once > 1 else 2)))
+    assert batch.run("--keep", kept).exit_code == 0
+    texts = batch.texts()
+    batch.out.unlink()
+    has_ended = []
+
+    class Recorder(timed_run._Recorder):
+        """Memory ends once, with the second token."""
+
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 2 and not has_ended:
+                has_ended.append(True)
+                raise MemoryError("no room")
+
+    monkeypatch.setattr(timed_run, "_Recorder", Recorder)
+    result = batch.run("--keep", kept, "--at-once", at_once)
+    assert result.stderr.count(f"300 of 300 tokens from {kept}") == 2
+    answered = {(each["document"], each["question"]): each.get("answer") for each in batch.answers()}
+    assert [answered[key] for key in texts if answered[key] != texts[key]] == ([None] if at_once == 1 else [])
+
+
 def test_answers_go_on_with_another_number_at_once(batch: Batch):
     questions_of_different_lengths(batch)
     assert batch.run("--at-once", "3").exit_code == 0
@@ -468,6 +496,12 @@ def test_a_document_that_a_kept_one_begins_like_is_read_from_there_on(batch: Bat
         (b"[" * 100_000, "not JSON that can be read"),
         (b'{"document": "\xff"}', "not UTF-8 text (byte 15 is 0xff)"),
         (rb'{"document": "a", "question": "\ud800"}', "not UTF-8 text"),
+        (b'{"document": "a", "question": "b", "topic": NaN}', "not JSON that can be read (Out of range"),
+        (b'{"document": "a", "question": "b", "topic": [1e999]}', "not JSON that can be read (Out of range"),
+        (
+            b'{"document": "a", "question": "b", "id": 3, "id": 4}',
+            "not JSON that can be read (the key 'id' is given twice)",
+        ),
         (b"[]", "not an object"),
         (b'{"document": "a"}', "'question' must be text, got None"),
         (b'{"document": "a", "question": " "}', "'question' must be text"),
@@ -515,6 +549,7 @@ def test_questions_when_file_is_missing_then_error_is_a_sentence(batch: Batch):
         (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
         (["--at-once", "0"], "--at-once must be at least 1, got 0; 1 answers one question at a time."),
         (["--at-once", "all"], "--at-once must be a number or auto, got 'all'."),
+        (["--out", os.devnull], f"--out {os.devnull} is no regular file: name one, or - for standard output."),
         (["--jobs", "2"], "--jobs and --job-option are for jobs"),
         (["--out", "-", "--executor", "local"], "--out - is standard output"),
         (["--executor", "cloud"], "--executor 'cloud' is not one of local, slurm, debug"),
@@ -541,6 +576,66 @@ def test_answers_of_other_options_are_not_mixed_in(batch: Batch):
     assert batch.out.read_bytes() == written
     batch.out.write_bytes(b'"answer document question"\n' + written)
     assert "line 1: not an answer" in batch.run().stderr
+    batch.out.write_bytes(written.replace(b'"answer": ', b'"answer": "w1", "answer": ', 1))
+    assert "line 1: not an answer of this command (the key 'answer' is given twice)." in batch.run().stderr
+
+
+@needs_signals
+def test_batch_when_another_one_writes_then_second_is_refused_until_first_is_killed(batch: Batch):
+    two_documents(batch)
+    first = batch.start()
+    while not batch.out.exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    refused = batch.run()
+    first.kill()
+    first.communicate()
+    assert refused.exit_code == 2
+    assert refused.stderr == f"error: Another batch writes into {batch.out} now: wait for it, or give another --out.\n"
+    assert batch.run().exit_code == 0
+    assert len(batch.answers()) == 4
+
+
+def test_batch_when_a_document_has_changed_then_only_its_questions_are_asked_again(batch: Batch):
+    two_documents(batch)
+    (batch.folder / "many").mkdir()
+    batch.document("many/a.txt", 30)
+    batch.ask(*({"document": name, "question": "w3"} for name in ("long.txt", "short.txt", "many")))
+    assert batch.run().exit_code == 0
+    before = batch.by_question()
+    batch.document("short.txt", 20, first=9)
+    batch.document("many/b.txt", 30)
+    (batch.folder / "long.txt").unlink()  # what was answered about it stays
+    again = batch.run()
+    assert again.exit_code == 0, again.stderr
+    assert "2 of 3 questions are asked again, because a document or the model has changed since\n" in again.stderr
+    assert "1 of 3 questions were answered before\n" in again.stderr
+    after = batch.by_question()
+    assert after["long.txt", "w3"] == before["long.txt", "w3"]
+    assert after["many", "w3"]["document_tokens"] > before["many", "w3"]["document_tokens"]
+    assert after["short.txt", "w3"]["document_digest"] != before["short.txt", "w3"]["document_digest"]
+
+
+def test_batch_when_the_model_in_its_folder_has_changed_then_all_are_asked_again(batch: Batch, tmp_path: Path):
+    two_documents(batch)
+    batch.model = shutil.copytree(batch.model, tmp_path / "trained")
+    assert batch.run().exit_code == 0
+    before = batch.texts()
+    model = AutoModelForCausalLM.from_pretrained(batch.model)
+    model.model.embed_tokens.weight.data.mul_(-1)
+    model.save_pretrained(batch.model)
+    again = batch.run()
+    assert "4 of 4 questions are asked again, because a document or the model has changed since\n" in again.stderr
+    assert batch.texts().keys() == before.keys()
+    assert batch.texts() != before
+
+
+def test_questions_when_file_has_byte_order_mark_then_are_read(batch: Batch):
+    two_documents(batch)
+    batch.questions.write_bytes(b"\xef\xbb\xbf" + batch.questions.read_bytes())
+    assert batch.run().exit_code == 0
+    batch.out.write_bytes(b"\xef\xbb\xbf" + batch.out.read_bytes())
+    assert "4 of 4 questions were answered before" in batch.run().stderr
 
 
 def test_questions_when_moved_or_dropped_then_only_new_ones_are_asked(batch: Batch):
@@ -608,7 +703,7 @@ def test_answers_when_on_standard_output_then_equal_those_of_a_file(batch: Batch
         assert all(texts["long.txt", answer["question"]] == answer["answer"] for answer in answers[:3])
         assert "is empty" in answers[3]["error"]
         assert "3 of 4 questions are answered\n" in printed.stderr
-    assert sorted(path.name for path in batch.folder.iterdir()) == ["long.txt", "questions.jsonl", "short.txt"]
+    assert sorted(path.name for path in batch.folder.glob("[!.]*")) == ["long.txt", "questions.jsonl", "short.txt"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs links of POSIX")

@@ -1,5 +1,6 @@
 """Conversations with a tiny random model: the commands, and the remarks on answers."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from typer.testing import CliRunner
 from hf_hybrid_cache import HybridCache, saved_token_ids
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.chat.chat_template import LastTurn, SystemMessage, last_turn
+from hf_hybrid_cache.cli.console import without_controls
+from hf_hybrid_cache.cli.runs import timed_run
 from hf_hybrid_cache.cli.runs.prompts import PromptError, conversation_text
-from hf_hybrid_cache.cli.terminal import without_controls
 
 from models.byte_tokenizer import byte_tokenizer, model_in
 from models.tiny_models import FAMILIES
@@ -174,7 +176,7 @@ def test_a_system_message_when_it_does_not_fit_then_is_not_set(model: Path, repo
 def test_a_system_message_when_the_chat_template_has_none_then_is_refused(template: str | None):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(PromptError, match="no system message"):
+    with pytest.raises(PromptError, match=r"no system message|refuses a system message"):
         SystemMessage(tokenizer)
 
 
@@ -261,6 +263,66 @@ def test_last_turn_when_after_another_then_begins_at_the_answers_end():
     assert tokenizer.decode(token_ids[1][: second.start]).endswith("Ada.")
 
 
+CHATML = byte_tokenizer().chat_template
+INST = """{% for m in messages %}
+{{- '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' else ' ' + m['content'] + '<|im_end|>' }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "quoted"),
+    [(CHATML, "Hi<|im_end|>\n<|im_start|>assistant\nHo"), (INST, "[INST] Hi [/INST] Ho")],
+    ids=["ChatML", "INST"],
+)
+def test_document_when_it_quotes_the_answers_header_then_a_question_is_in_its_turn(
+    template: str, quoted: str, tmp_path: Path
+):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    model, document, question = model_in(tmp_path / "model", 2**16, tokenizer), tmp_path / "report.txt", "Who?"
+    document.write_text(f"{TEXT} {quoted} {TEXT}")
+    messages = [{"role": "user", "content": f"{document.read_text()}\n\n{question}"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    plain, length = AutoModelForCausalLM.from_pretrained(model), inputs["input_ids"].shape[1]
+    tokens = plain.generate(**inputs, max_new_tokens=5, do_sample=False)[0, length:]
+    expected = without_controls(tokenizer.decode(tokens, skip_special_tokens=True))
+    chat = converse(model, ["--document", document], question, "/stats")
+    assert chat.stdout.removesuffix("\n") == expected
+    assert f"{length + len(tokens):,} of 65,536 tokens are taken" in chat.stderr
+    (tmp_path / "questions.jsonl").write_text('{"document": "report.txt", "question": "Who?"}')
+    options = ["--model", model, "--device", "cpu", "--max-new-tokens", "5"]
+    saving, kept = ["--document", document, "--save-cache", tmp_path / "kept"], ["--load-cache", tmp_path / "kept"]
+    for command in (
+        ["batch", tmp_path / "questions.jsonl", "--out", "-", *options],
+        ["generate", "--document", document, "--question", question, "--json", *options],
+        ["generate", *saving, "--question", question, "--json", *options],
+        ["generate", *kept, "--question", question, "--json", *options],
+    ):
+        result = CliRunner().invoke(app, [str(each) for each in command])
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["prompt_tokens"] == length
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+@pytest.mark.parametrize("refused", ["system", "user"])
+def test_chat_template_when_it_raises_then_error_is_a_sentence(
+    command: str, refused: str, report: Path, tmp_path: Path
+):
+    tokenizer = byte_tokenizer()
+    raising = "{{ raise_exception('Not here') if messages[0]['role'] == 'ROLE' or 'ROLE' == 'user' }}"
+    tokenizer.chat_template = raising.replace("ROLE", refused) + CHATML
+    options = ["--model", model_in(tmp_path, 2**16, tokenizer), "--device", "cpu", "--system", "Be brief."]
+    if command == "generate":
+        options += ["--document", report, "--question", "Who?"]
+    else:
+        (tmp_path / "questions.jsonl").write_text(f'{{"document": "{report}", "question": "Who?"}}')
+        options += [tmp_path / "questions.jsonl", "--out", "-"]
+    result = CliRunner().invoke(app, [str(each) for each in [command, *options]])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith("error: The model's chat template refuses ")
+    assert "Not here" in result.stderr
+
+
 # Files that are there
 
 
@@ -314,6 +376,33 @@ def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Pat
     assert len(re.findall(r"(\d+) tokens of context left", talk.stderr)) == 2
     assert "ended at --max-new-tokens 60: /set max_new_tokens 120 allows more" in talk.stderr
     assert "ended at the model's context of 700 tokens: /undo takes back the last question" in talk.stderr
+
+
+# Memory
+
+
+def test_question_when_memory_ends_then_is_taken_back_and_the_conversation_goes_on(
+    model: Path, report: Path, monkeypatch: pytest.MonkeyPatch
+):
+    expected = converse(model, ["--document", report], "Who?", "Where?").stdout
+    begun = []
+
+    class Recorder(timed_run._Recorder):
+        """Memory ends with the second token of the second and the third answer."""
+
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 2:
+                begun.append(self)
+                if len(begun) in (2, 3):
+                    raise MemoryError("no room")
+
+    monkeypatch.setattr(timed_run, "_Recorder", Recorder)
+    talk = converse(model, ["--document", report], "Who?", "Why?", "/retry", "Where?")
+    first, *_, last = talk.stdout.splitlines()
+    assert f"{first}\n{last}\n" == expected
+    assert talk.stderr.count("no room\nThe question is taken back.") == 2
+    assert "the answer before stays" in talk.stderr
 
 
 # At a terminal

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import io
+import math
 import os
 import re
 import signal
@@ -24,16 +25,19 @@ from typer.testing import CliRunner
 
 import hf_hybrid_cache
 from hf_hybrid_cache import HostMemoryError, QuantizedWeightsConfig, models, quantize_weights
-from hf_hybrid_cache.cli import choices, console, terminal
+from hf_hybrid_cache.cli import choices, console, terminal, waiting
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import UsageError
 from hf_hybrid_cache.cli.loading.quantized_weights import quantize_loaded
 from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
 from hf_hybrid_cache.cli.runs.prompts import PromptError, default_document, document_prompt, verbatim_prompt
 from hf_hybrid_cache.cli.runs.timed_run import CACHES, CacheOptions, Run, timed_generate
+from hf_hybrid_cache.errors import HybridCacheError
 from hf_hybrid_cache.kernels import WEIGHT_BITS
+from hf_hybrid_cache.layers import IncompleteCacheError
 from hf_hybrid_cache.models.loading import NAMED_MODELS
 from hf_hybrid_cache.models.source import Loaded
+from hf_hybrid_cache.prefix_folder import NodeNotFoundError
 
 from common.slow import slow_but
 
@@ -154,7 +158,7 @@ def test_compare_prints_one_row_for_each_cache_and_the_same_tokens():
 @needs_smollm2
 def test_a_prompt_file_is_used_as_it_is(smollm2, tmp_path):
     model, tokenizer = smollm2
-    (tmp_path / "prompt.txt").write_text("One, two, three,")
+    (tmp_path / "prompt.txt").write_text("One, two, three,", encoding="utf-8-sig")
     result = invoke("generate", "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", "4", "--device", "cpu")
     input_ids = tokenizer("One, two, three,", return_tensors="pt")["input_ids"]
     plain = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=4, do_sample=False)
@@ -325,6 +329,7 @@ def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
         (["--device", "meta"], "--device 'meta' is not here"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--context", "many"], "--context"),
+        (["--temperature", "1", "--seed", str(2**64)], "--seed"),
         (["--document", "a"], "Ask something about the document: --question."),
         (["--load-cache", "a"], "Ask something about the saved document: --question."),
         (["--compare", "--cache", "dynamic"], "--compare takes every cache: drop --cache"),
@@ -400,9 +405,12 @@ def test_options_when_beyond_the_model_then_error_gives_the_numbers(long_text):
         (MemoryError(), "Out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "CUDA out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "can't allocate memory"),
+        (NodeNotFoundError("Another process has removed it."), "Another process"),
+        (IncompleteCacheError("Reset the cache."), "Reset the cache."),
+        (HybridCacheError("A title\x1b[2J"), "A title[2J"),
     ],
 )
-def test_running_out_of_memory_is_one_line_and_exit_code_2(error, message):
+def test_error_when_user_can_help_it_then_is_one_line_and_exit_code_2(error, message):
     stderr = io.StringIO()
     with pytest.raises(typer.Exit) as raised, console.exit_codes(Console(file=stderr, soft_wrap=True)):
         raise error
@@ -427,9 +435,9 @@ def test_a_warning_when_a_command_runs_then_is_a_remark_on_its_own_line():
 def test_what_a_model_writes_cannot_steer_the_terminal():
     written = io.StringIO()
     terminal.write(
-        Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd :smile:\u00a0é"
+        Console(file=written, force_terminal=True, soft_wrap=True), "a\x1b[2Jb\x07[red]c[/red]\n\x9bd\t:smile:\u00a0é"
     )
-    assert written.getvalue() == "a[2Jb[red]c[/red]\nd :smile:\u00a0é"
+    assert written.getvalue() == "a[2Jb[red]c[/red]\nd\t:smile:\u00a0é"
 
 
 # Real processes
@@ -474,6 +482,7 @@ class Others:
         return float(os.environ["BUSY_PROCESSORS"])
 
 cli.OtherProcesses = Others
+cli.load_average = lambda: float(os.environ["LOAD"])
 options.bind_to_node = lambda number: nodes.bind_to_node(number, nodes.Path(os.environ["FAKED_NODES"]))
 sys.meta_path.insert(0, Watcher())
 main()
@@ -481,9 +490,9 @@ main()
 EACH_COMMAND = pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
 
 
-def first_import(*arguments: str, busy_processors: float = 1.0, **environment: str) -> str:
+def first_import(*arguments: str, busy_processors: float = 1.0, load: float = 1.0, **environment: str) -> str:
     """Return the environment at the moment when a command imports the first library that starts threads."""
-    environment["BUSY_PROCESSORS"] = str(busy_processors)
+    environment |= {"BUSY_PROCESSORS": str(busy_processors), "LOAD": str(load)}
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-c", FIRST_IMPORTS, *arguments]
     done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=100)
@@ -503,9 +512,23 @@ def test_thread_settings_when_command_starts_then_precede_first_import(command: 
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
-@pytest.mark.parametrize("busy_processors", [0.0, 0.3, float("nan")])
-def test_waiting_threads_spin_where_nothing_else_runs(busy_processors: float):
-    assert first_import("generate", busy_processors=busy_processors).startswith("None ")
+@pytest.mark.parametrize(("busy_processors", "load"), [(0.3, 9.0), (9.0, 0.3), (math.nan, 1.0), (1.0, math.nan)])
+def test_waiting_threads_when_nothing_else_runs_for_long_then_spin(busy_processors: float, load: float):
+    assert first_import("generate", busy_processors=busy_processors, load=load).startswith("None ")
+
+
+def test_first_line_when_waiting_threads_sleep_then_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiting, "_let_them_sleep", False)
+    (tmp_path / "prompt").write_text("Who?")
+    command = ["generate", "--model", model, "--device", "cpu", "--max-new-tokens", "2"]
+    first_lines = []
+    for load in (0.0, 2.0):
+        waiting.let_waiting_threads_sleep(2.0, load, {})
+        first_lines.append(invoke(*command, "--prompt-file", tmp_path / "prompt").stderr.splitlines()[0])
+    said = "other processes are busy, so waiting threads sleep (GOMP_SPINCOUNT=0)"
+    assert first_lines == [f"loading {model}", f"loading {model}: {said}"]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks which processors the process may use")
@@ -520,7 +543,7 @@ def test_waiting_threads_when_user_sets_them_then_are_left_alone(command: list[s
 def test_openmp_when_processes_are_busy_then_is_told_to_sleep():
     program = """
 from hf_hybrid_cache.cli.waiting import let_waiting_threads_sleep
-let_waiting_threads_sleep(1.0)
+let_waiting_threads_sleep(1.0, 1.0)
 import torch
 """
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
@@ -559,6 +582,41 @@ def test_output_into_a_pipe_has_no_control_characters_and_no_warnings():
     said = "loading smollm2-135m", "model", "document", "ended at --max-new-tokens 6, which may be raised", "dynamic"
     assert [line.split(":")[0] for line in lines] == list(said), stderr
     assert stdout.strip() == "A convenient way to insert debugging"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes streams by a POSIX shell")
+@pytest.mark.parametrize(
+    ("arguments", "stream", "message"),
+    [
+        ("--version", ">&-", "error: Standard output is closed, and answers go there: let it go to /dev/null.\n"),
+        ("--version", "> /dev/full", "error: No space left on device.\n"),
+        ("plan --model meta-llama/Llama-3.2-1B", "> /dev/full", "error: No space left on device.\n"),
+        ("chat", "<&-", "error: Standard input is closed: let it come from a terminal, a file or a pipe.\n"),
+    ],
+)
+def test_stream_when_closed_or_full_then_error_is_a_sentence(arguments: str, stream: str, message: str):
+    if "full" in stream and not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    command = f"exec {sys.executable} -m hf_hybrid_cache.cli {arguments} {stream}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_command_when_its_errors_are_closed_then_answers():
+    command = f"exec {sys.executable} -m hf_hybrid_cache.cli --version 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, hf_hybrid_cache.__version__)
+
+
+def test_quiet_when_at_a_terminal_then_shows_the_answer_alone(model: Path, tmp_path: Path):
+    terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
+    (tmp_path / "prompt").write_text("Who?")
+    options = ["--model", str(model), "--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "5", "--quiet"]
+    with terminals.Terminal("-m", "hf_hybrid_cache.cli", "generate", "--device", "cpu", *options) as terminal:
+        shown = terminal.wait_for("\n")
+        assert terminal.exit_code() == 0
+    answer = invoke("generate", "--device", "cpu", *options).stdout
+    assert terminals.CONTROL_SEQUENCE.sub("", shown + "\n") == terminals.CONTROL_SEQUENCE.sub("", answer)
 
 
 @pytest.mark.slow

@@ -221,3 +221,13 @@ def test_folder_when_it_cannot_be_listed_then_error_and_none_is_made(
     assert result.exit_code == 2
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kept_when_a_title_has_control_characters_then_none_is_printed(model: Path, tmp_path: Path, folder: Path):
+    document = tmp_path / "a\x1b[2J\x9bb.txt"
+    document.write_text(TEXT)
+    talk = converse(model, ["--document", document, "--keep", folder], "Who?")
+    said = [talk.stderr, converse(model, ["--keep", folder, "--resume"]).stderr]
+    said += [kept(folder).stdout, kept(folder, "--json").stdout, kept(folder, "--remove-all").stderr]
+    assert all("[2Jb.txt" in each or "\\u009bb.txt" in each for each in said[1:])
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(said))

@@ -241,6 +241,18 @@ def test_folders_of_kernels_when_made_then_are_for_their_owner_alone(tmp_path: P
 
 
 ANOTHER = "assert another() == 2\n"
+AT_ONCE = "from hf_hybrid_cache.kernels.vector import compiled; compiled._SECONDS_IN_SILENCE = 0.0\n"
+
+
+def test_process_when_kernels_are_compiled_for_long_then_says_so_once_and_not_when_loaded(tmp_path: Path):
+    answer, said = run_small(tmp_path, AT_ONCE + CALL_SMALL + ANOTHER)
+    assert answer == COMPILED
+    assert said.splitlines() == [
+        "compiling kernels, once on this machine: all of a quantized cache take up to some minutes"
+    ]
+    assert run_small(tmp_path, AT_ONCE + CALL_SMALL + ANOTHER) == (LOADED, "")
+
+
 FILL_THE_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
 
 

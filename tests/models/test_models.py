@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
-from hf_hybrid_cache.models import ModelLoadError, fastest_type, load
+from hf_hybrid_cache.models import ModelLoadError, load
 from hf_hybrid_cache.models import smollm2 as smollm2_module
 from hf_hybrid_cache.models.fastest_type import fastest_dtype
 from hf_hybrid_cache.models.loading import CREATED_MODELS
@@ -117,26 +117,20 @@ def test_smollm2_is_of_the_fastest_type_on_a_cpu_unless_asked_otherwise(smollm2)
         assert load("smollm2-135m", dtype=dtype, device_map="cpu")[0].dtype == dtype
 
 
-@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
-def test_the_fastest_type_is_measured_once_and_again_on_another_processor(kept, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"avx512f": True, "avx512bf16": True}, torch.bfloat16),
+        ({"amx-bf16": True}, torch.bfloat16),
+        ({"avx512f": True, "f16c": True, "avx512bf16": False}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_fastest_type_when_asked_then_is_what_the_processor_multiplies(features, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path))
-    measured = fastest_dtype()
-    path = tmp_path / "fastest_type.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"dtype": kept}))
-    assert fastest_dtype() == getattr(torch, kept)
-    path.write_text(json.dumps({"dtype": kept, "measured_on": "another"}))
-    monkeypatch.setattr(fastest_type, "_measured", lambda: "float32")
-    assert fastest_dtype() == torch.float32
-    path.write_text("[1")
-    assert fastest_dtype() == torch.float32
-    assert measured in (torch.float32, torch.bfloat16)
-
-
-def test_the_fastest_type_is_told_where_nothing_can_be_kept(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "file"))
-    assert fastest_dtype() in (torch.float32, torch.bfloat16)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    assert fastest_dtype() == expected
+    assert not list(tmp_path.iterdir())
 
 
 @needs_smollm2

@@ -1,12 +1,17 @@
 """The place where a batch puts its answers: a file that keeps them, or standard output."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ..console import UsageError
 from .answers import RESULT_FIELDS, Answer, AnswerFile, AnswerStream, key_of
+from .digests import documents_digest, model_digest
 from .questions import Question
 
 
@@ -18,14 +23,43 @@ class AnswerSheet:
         path: the file; answers in it to other questions stay there.
         settings: how questions are answered; all answers in the file must have the same.
         asked: the questions.
+        folder: names of documents are relative to it.
+
+    Attributes:
+        num_changed: answers that `settle` removed because their documents or the model have changed.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], asked: Sequence[Question]):
+    def __init__(self, path: Path, settings: Mapping[str, Any], asked: Sequence[Question], folder: Path):
         self.path = path
+        self.num_changed = 0
+        self._folder = folder
         self._file = AnswerFile(path)
         self._settings = settings
         self._asked = {question.key: question for question in asked}
         self.jobs_folder = path.with_name(f"{path.name}.parts")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """
+        Let no other process write into the file meanwhile.
+
+        Raises:
+            UsageError: another one does, or the file cannot be written.
+        """
+        place = self.path.resolve()
+        lock = FileLock(place.with_name(f".{place.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UsageError(
+                f"Another batch writes into {self.path} now: wait for it, or give another --out."
+            ) from None
+        except OSError as error:
+            raise UsageError(f"Cannot write {self.path}: {error.strerror}.") from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def answers(self) -> list[Answer]:
         """The answers in the file to the questions that are asked."""
@@ -55,7 +89,7 @@ class AnswerSheet:
 
     def settle(self) -> list[Question]:
         """
-        Remove errors from the file, and give each answer the fields that its question has now.
+        Remove errors and answers about what has changed from the file, and give others the fields of their question.
 
         Returns:
             The questions that have no answer.
@@ -63,10 +97,27 @@ class AnswerSheet:
         Raises:
             UsageError: an answer was given with other settings.
         """
-        kept = [self._as_asked(answer) for answer in self._file.read() if "error" not in answer]
+        answers = [self._as_asked(answer) for answer in self._file.read() if "error" not in answer]
+        has_changed = self._changes()
+        kept = [answer for answer in answers if key_of(answer) not in self._asked or not has_changed(answer)]
+        self.num_changed = len(answers) - len(kept)
         self._file.replace(kept)
         answered = {key_of(answer) for answer in kept}
         return [question for key, question in self._asked.items() if key not in answered]
+
+    def _changes(self) -> Callable[[Answer], bool]:
+        """Return a function that tells whether what an answer was made from has changed, as far as it is here."""
+        model, of_documents = (
+            model_digest(self._settings["model"]),
+            cache(partial(documents_digest, folder=self._folder)),
+        )
+
+        def has_changed(answer: Answer) -> bool:
+            documents = self._asked[key_of(answer)].documents
+            now = {"model_digest": model, "document_digest": of_documents(documents)}
+            return any(digest is not None and digest != answer.get(name) for name, digest in now.items())
+
+        return has_changed
 
     def _as_asked(self, answer: Answer) -> Answer:
         question = self._asked.get(key_of(answer))

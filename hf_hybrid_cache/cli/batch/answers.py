@@ -1,7 +1,6 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
 import errno
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from ...durable_files import file_status, replaced_when_whole
 from ..console import UsageError
+from ..files import BYTE_ORDER_MARK, json_line, strict_json
 
 Answer = dict[str, Any]
 # Fields of an answer besides those of its question; a question must not have them.
@@ -22,13 +22,13 @@ RESULT_FIELDS = (
     "at_once",
     "document_tokens",
     "read_tokens",
+    "document_digest",
     "documents",
     "left_out",
     "document_seconds",
+    "model_digest",
     "settings",
 )
-# Control characters act on a terminal, and many programs end a line at a separator.
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def key_of(answer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class AnswerFile:
             UsageError: the file cannot be read, or another line is not an answer.
         """
         try:
-            text = b"" if file_status(self.path) is None else self.path.read_bytes()
+            text = b"" if file_status(self.path) is None else self.path.read_bytes().removeprefix(BYTE_ORDER_MARK)
         except OSError as error:
             way_out = " Name a file, or - for standard output." if error.errno == errno.EINVAL else ""
             raise UsageError(f"Cannot read {self.path}: {error.strerror}.{way_out}") from error
@@ -67,7 +67,7 @@ class AnswerFile:
         """Replace all answers in the file, in one step."""
         try:
             with replaced_when_whole(self.path) as file:
-                file.writelines(_line(answer).encode() for answer in answers)
+                file.writelines(json_line(answer).encode() for answer in answers)
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -75,7 +75,7 @@ class AnswerFile:
         """Write an answer at the end of the file."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(answer))
+                file.write(json_line(answer))
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -84,13 +84,13 @@ class AnswerFile:
 
     def _answer(self, number: int, line: bytes) -> Answer:
         try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            answer = None
+            answer, why = strict_json(line.decode()), ""
+        except (ValueError, RecursionError) as error:
+            answer, why = None, f" ({error})"
         if isinstance(answer, dict) and _is_answer(answer):
             return answer
         raise UsageError(
-            f"{self.path}, line {number}: not an answer of this command. Give another --out; nothing was changed."
+            f"{self.path}, line {number}: not an answer of this command{why}. Give another --out; nothing was changed."
         )
 
 
@@ -98,7 +98,7 @@ class AnswerStream:
     """Writes answers to standard output, a line of JSON each."""
 
     def add(self, answer: Answer) -> None:
-        line = _line(answer)
+        line = json_line(answer)
         if sys.stdout.isatty():
             sys.stdout.write(line)  # where a bar is shown, this is written above it
         else:
@@ -112,7 +112,3 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
     names = document if isinstance(document, list) else [document]
     is_known = all(isinstance(text, str) for text in [*names, fields.get("question")])
     return is_known and isinstance(fields.get("id"), str | int | None) and ("answer" in fields or "error" in fields)
-
-
-def _line(answer: Answer) -> str:
-    return json.dumps(answer, ensure_ascii=False).translate(_ESCAPES) + "\n"

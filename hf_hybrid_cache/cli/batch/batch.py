@@ -39,17 +39,32 @@ def answer_all(options: BatchOptions, files: BatchFiles, job_options: JobOptions
         )
     parameters = job_parameters(job_options.parameters)
     questions = read_questions(files.questions)
-    sheet = PrintedAnswers(questions) if files.is_printed else AnswerSheet(files.out, options.settings(), questions)
-    if isinstance(sheet, AnswerSheet):
-        sheet.collect()
-    unanswered = sheet.settle()
-    _report_old_answers(sheet, questions, unanswered, notes)
     folder, keep = files.questions.parent.absolute(), files.keep and files.keep.expanduser().absolute()
     num_jobs = job_options.num_jobs or 1
     work = BatchWork(options, folder, keep, num_jobs if job_options.executor == "local" else 1)
+    if files.is_printed:
+        _answer_all(work, None, PrintedAnswers(questions), questions, files, notes)
+        return
+    sheet = AnswerSheet(files.out, options.settings(), questions, folder)
     jobs = None
-    if job_options.executor is not None and isinstance(sheet, AnswerSheet) and unanswered:
+    if job_options.executor is not None:
         jobs = Jobs(job_options.executor, sheet.jobs_folder / "logs", num_jobs, parameters)
+    with sheet.alone():
+        sheet.collect()
+        _answer_all(work, jobs, sheet, questions, files, notes)
+
+
+def _answer_all(
+    work: BatchWork,
+    jobs: Jobs | None,
+    sheet: AnswerSheet | PrintedAnswers,
+    questions: Sequence[Question],
+    files: BatchFiles,
+    notes: Console,
+) -> None:
+    """Answer the questions that have no answer yet, and remark how many have one before and after."""
+    unanswered = sheet.settle()
+    _report_old_answers(sheet, questions, unanswered, notes)
     try:
         _answer(work, jobs, sheet, questions, unanswered, notes)
     except KeyboardInterrupt:
@@ -91,6 +106,9 @@ def _report_old_answers(
         return
     if others := sheet.num_others():
         note(notes, f"answers to questions that are not asked any more: {others:,}; they stay in {sheet.path}")
+    if sheet.num_changed:
+        changed = f"{sheet.num_changed:,} of {len(questions):,} questions"
+        note(notes, f"{changed} are asked again, because a document or the model has changed since")
     if len(unanswered) < len(questions):
         note(notes, f"{len(questions) - len(unanswered):,} of {len(questions):,} questions were answered before")
 

@@ -23,7 +23,7 @@ class BatchFiles:
         keep: the folder that documents are looked for in, and kept in; `None` for no such folder.
 
     Raises:
-        UsageError: the folder of `out` does not exist.
+        UsageError: the folder of `out` does not exist, or `out` is no regular file.
     """
 
     questions: Path
@@ -33,6 +33,8 @@ class BatchFiles:
     def __post_init__(self) -> None:
         if not self.out.parent.is_dir():
             raise UsageError(f"There is no folder {self.out.parent} for --out.")
+        if self.out.exists() and not self.out.is_file() and not self.is_printed:
+            raise UsageError(f"--out {self.out} is no regular file: name one, or - for standard output.")
 
     @property
     def is_printed(self) -> bool:

@@ -9,6 +9,7 @@ from ...prefix_store import PrefixStore
 from ..console import UsageError, note
 from ..loading.device import compile_kernels, load_model
 from ..runs.prompt_store import PromptStore
+from ..runs.prompts import chat_text
 from .at_once import QuestionsAtOnce
 from .batch_options import BatchOptions
 from .document_questions import DocumentQuestions
@@ -39,12 +40,14 @@ class BatchWork:
         Raises:
             UsageError: the model takes no text, or does not fit the options or the machine.
             ModelLoadError: the model cannot be loaded.
+            PromptError: the chat template refuses a question, or the system message.
             PrefixFolderError: the folder of prompts cannot be used.
         """
         prompts = None if self.keep is None else PrefixStore(self.keep)
         ready = load_model(self.options.model, notes)
         if ready.tokenizer is None:
             raise UsageError(f"{self.options.model.name} has no tokenizer, so it takes no text.")
+        chat_text(ready.tokenizer, ".", self.options.system)  # what is refused here no question could have
         compile_kernels(ready.model, self.options.cache == "quantized", notes)
         options = self.options
         if options.at_once != 1 and not can_answer_together(ready.model):

@@ -12,8 +12,8 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...cache import HybridCache
-from ...prefix_store import PrefixStoreError
-from ..console import OUT_OF_MEMORY, UsageError, note
+from ...errors import HybridCacheError
+from ..console import UsageError, note, out_of_memory
 from ..documents.document_budgets import document_budgets
 from ..documents.documents import Documents, read_documents
 from ..runs.answer_options import AnswerOptions
@@ -25,6 +25,7 @@ from .answers import Answer
 from .at_once import QuestionsAtOnce
 from .batch_options import BatchOptions
 from .batch_progress import BatchProgress
+from .digests import documents_digest, model_digest
 from .following_questions import FollowingQuestion, number_together, prompts_together
 from .questions import Question, by_document
 
@@ -58,20 +59,23 @@ class DocumentQuestions:
 
         An error that a user can correct, such as a missing document, becomes the `error` of its questions.
         """
-        settings = self.options.settings()
+        made_with = {"model_digest": model_digest(self.options.model.name), "settings": self.options.settings()}
         for about_one in by_document(questions):
             for answer in self._about_one(about_one, progress):
-                yield {**answer, "settings": settings}
+                yield {**answer, **made_with}
 
     def _about_one(self, questions: Sequence[Question], progress: BatchProgress) -> Iterator[Answer]:
         """Answer all questions about one document."""
         try:
             start = time.perf_counter()
+            digest = documents_digest(questions[0].documents, self.folder)  # before they are read: a change is noticed
             documents = read_documents(questions[0].documents, partial(note, self.notes), self.folder)
             prefix, read = self._prefix(documents, questions)
-            cache = self._filled(questions[0].documents[0], documents, prefix, progress)
+            fill = partial(self._filled, questions[0].documents[0], documents, prefix, progress)
+            cache = fill()
+            read["document_digest"] = digest
             read["document_seconds"] = round(time.perf_counter() - start, 3)
-        except (UsageError, PromptError, PrefixStoreError, MemoryError, RuntimeError) as error:
+        except (HybridCacheError, MemoryError, RuntimeError) as error:
             for question in questions:
                 yield _failed(question, error)
             return
@@ -81,29 +85,36 @@ class DocumentQuestions:
                 following.append(FollowingQuestion.after(prefix, question, self.model, self.tokenizer))
             except PromptError as error:
                 yield _failed(question, error)
-        yield from self._answered(following, prefix, cache, read, progress)
+        yield from self._answered(following, prefix, cache, fill, read, progress)
 
     def _answered(
         self,
         following: Sequence[FollowingQuestion],
         prefix: torch.Tensor,
-        cache: HybridCache,
+        cache: HybridCache | None,
+        fill: Callable[[], HybridCache],
         read: dict[str, Any],
         progress: BatchProgress,
     ) -> Iterator[Answer]:
         """Answer questions, as many together as asked for, or as memory has room for."""
+        assert cache is not None
         at_once, max_new_tokens = self.at_once.most(following, cache), self.options.answer.max_new_tokens
         while following:
             number = number_together(following, at_once, max_new_tokens)
             together, others = following[:number], following[number:]
             try:
+                if cache is None:
+                    cache = fill()
                 with progress.answering(number, max_new_tokens) as advance:
                     answers = self._answers(together, prefix, cache, read, not others, advance)
             except (MemoryError, RuntimeError) as error:
-                answers = [_failed(each.question, error) for each in together]
+                reason = out_of_memory(error)
+                if cache is not None:
+                    cache.reset()  # others hold it, too
+                cache = None  # codecs that it has chosen would stay
+                answers = [{**each.question.fields, "error": reason} for each in together]
                 if number > 1:
                     at_once = number // 2
-                    reason = answers[0]["error"]
                     note(self.notes, f"memory ends with {number} questions at once, going on with {at_once}: {reason}")
                     continue
             yield from answers
@@ -153,15 +164,11 @@ class DocumentQuestions:
         length = prefix.shape[1]
         with progress.reading(document, length) as bar:
             if self.store is None:
-                self._read(prefix, cache, bar.advance)
+                one_token = AnswerOptions(1, prefill_chunk_size=self.options.answer.prefill_chunk_size)
+                timed_generate(self.model, prefix, cache, one_token, on_prefill=bar.advance)
             else:
                 self.store.fill(self.model, prefix, cache, length, title_of(documents.title), bar)
         return cache
-
-    def _read(self, prefix: torch.Tensor, cache: HybridCache, advance: Callable[[int], None] | None = None) -> None:
-        """Read the tokens before a question into an empty cache."""
-        one_token = AnswerOptions(1, prefill_chunk_size=self.options.answer.prefill_chunk_size)
-        timed_generate(self.model, prefix, cache, one_token, on_prefill=advance)
 
     def _answers(
         self,
@@ -176,15 +183,9 @@ class DocumentQuestions:
         limit = self.options.answer.max_new_tokens
         options = replace(self.options.answer, max_new_tokens=min(limit, together[0].room))
         start = time.perf_counter()
-        try:
-            if not is_last:
-                if not cache.get_seq_length():  # an error has ended the answers before
-                    self._read(prefix, cache)
-                cache.checkpoint()
-            rows = generate_rows(self.model, *prompts_together(prefix, together), cache, options, advance)
-        except BaseException:
-            cache.reset()  # the next question computes the document anew
-            raise
+        if not is_last:
+            cache.checkpoint()
+        rows = generate_rows(self.model, *prompts_together(prefix, together), cache, options, advance)
         if not is_last:
             cache.go_back(prefix.shape[1])
             if len(together) > 1:
@@ -207,6 +208,5 @@ class DocumentQuestions:
 
 def _failed(question: Question, error: Exception) -> Answer:
     """The answer that records an error; raises errors that are our own."""
-    if isinstance(error, RuntimeError) and not any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
-        raise error
-    return {**question.fields, "error": next(iter(str(error).splitlines()), "") or type(error).__name__}
+    reason = str(error) if isinstance(error, HybridCacheError) else out_of_memory(error)
+    return {**question.fields, "error": reason.partition("\n")[0]}

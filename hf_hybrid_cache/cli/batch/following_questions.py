@@ -39,7 +39,7 @@ class FollowingQuestion:
         Raises:
             PromptError: the model's context has no room for an answer, or the chat template changes the question.
         """
-        token_ids = question_tokens(tokenizer, prefix[0].tolist(), question.question)
+        token_ids = question_tokens(tokenizer, prefix[0].tolist(), prefix.shape[1], question.question)
         longest = context_length(model)
         room = longest - prefix.shape[1] - len(token_ids)
         if room < 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import HybridCacheError
 from ..console import UsageError
-from ..terminal import is_encodable
+from ..files import BYTE_ORDER_MARK, strict_json
 from .answers import RESULT_FIELDS, key_of
 
 _EXAMPLE = 'A question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
@@ -60,7 +60,7 @@ def read_questions(path: Path) -> list[Question]:
         UsageError: lines are not questions, or repeat others; the message names them.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK).splitlines()
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
     questions: list[Question] = []
@@ -95,18 +95,17 @@ class _LineError(HybridCacheError, ValueError):
 def _question(number: int, line: bytes) -> Question:
     """Parse one line; raises `_LineError` if it is not a question."""
     try:
-        fields = json.loads(line.decode())
-        is_text = is_encodable(json.dumps(fields, ensure_ascii=False))
+        fields = strict_json(line.decode())
     except UnicodeDecodeError as error:
         raise _LineError(f"not UTF-8 text (byte {error.start + 1:,} is {line[error.start]:#04x})") from None
+    except UnicodeEncodeError:
+        raise _LineError("not UTF-8 text (it has half of a pair of surrogates)") from None
     except json.JSONDecodeError as error:
         raise _LineError(f"not JSON ({error.msg}, column {error.colno:,})") from None
     except (ValueError, RecursionError) as error:
         raise _LineError(f"not JSON that can be read ({error})") from None
     if not isinstance(fields, dict):
         raise _LineError("not an object")
-    if not is_text:
-        raise _LineError("not UTF-8 text (it has half of a pair of surrogates)")
     document, question = fields.get("document"), fields.get("question")
     if not _is_text(document) and not (isinstance(document, list) and document and all(map(_is_text, document))):
         raise _LineError(

@@ -9,6 +9,7 @@ from typing import Protocol, TextIO
 
 from ...user_folder import cache_home, make_private
 from ..console import UsageError
+from ..files import require_standard_input
 
 QUOTES = '"""'
 PROMPT = "> "
@@ -71,8 +72,9 @@ def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:
         say: prints a remark.
 
     Raises:
-        UsageError: the package that edits lines is missing.
+        UsageError: the package that edits lines is missing, or standard input is closed.
     """
+    require_standard_input()
     shown_on = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
     if not sys.stdin.isatty() or shown_on is None:
         return PlainInput(say)

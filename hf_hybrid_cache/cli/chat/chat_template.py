@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..runs.prompts import MARK, PromptError, conversation_text
@@ -39,7 +38,10 @@ def last_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], document
     """
     if not tokenizer.chat_template:
         return None
-    _, _, after = conversation_text(tokenizer, [".", MARK, _OTHER_MARK]).partition(MARK)
+    try:
+        _, _, after = conversation_text(tokenizer, [".", MARK, _OTHER_MARK]).partition(MARK)
+    except PromptError:  # the template knows only one question
+        return None
     to_question, _, to_answer = after.partition(_OTHER_MARK)
     question_ids, answer_ids = _ids(tokenizer, to_question), _ids(tokenizer, to_answer)
     first = document_tokens or 0
@@ -114,10 +116,7 @@ class SystemMessage:
 
     def _around(self) -> tuple[str, str]:
         """The text before the message, and the text between it and the document."""
-        try:
-            text = conversation_text(self._tokenizer, [_OTHER_MARK], MARK)
-        except TemplateError as error:
-            raise PromptError(f"The model's chat template has no system message: {error}") from error
+        text = conversation_text(self._tokenizer, [_OTHER_MARK], MARK)
         before, _, rest = text.partition(MARK)
         between, mark, _ = rest.partition(_OTHER_MARK)
         if not mark or not between:

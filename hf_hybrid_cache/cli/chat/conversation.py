@@ -7,10 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from ..console import note
+from ..console import note, out_of_memory
 from ..replaced_file import replaced_file
 from ..runs.prompts import PromptError, question_tokens
-from ..terminal import without_controls
 from .answer_settings import AnswerSettings
 from .chat_template import LastTurn, SystemMessage, last_turn
 from .transcript import Transcript
@@ -74,7 +73,7 @@ class Conversation:
 
     def remark(self, text: str) -> None:
         """Print a line that is not an answer."""
-        note(self._notes, without_controls(text))
+        note(self._notes, text)
 
     def read_document(self) -> None:
         """
@@ -102,7 +101,7 @@ class Conversation:
         """Answer a question; returns whether the answer has any token."""
         transcript = self._transcript
         try:
-            new = question_tokens(self._tokenizer, transcript.token_ids, question)
+            new = question_tokens(self._tokenizer, transcript.token_ids, self._document_tokens, question)
         except PromptError as error:
             self.remark(str(error))
             return False
@@ -114,7 +113,11 @@ class Conversation:
             )
             return False
         self._has_warned &= transcript.context - before < FEW_TOKENS
-        is_whole = transcript.answer(new, min(self.settings.max_new_tokens, room), self.settings.temperature)
+        try:
+            is_whole = transcript.answer(new, min(self.settings.max_new_tokens, room), self.settings.temperature)
+        except (MemoryError, RuntimeError) as error:
+            self.remark(f"{out_of_memory(error)}\nThe question is taken back. /forget goes back to the document.")
+            return False
         is_answered = len(transcript) > before
         if is_answered:
             self._turns.append(Turn(before, question))
@@ -175,6 +178,8 @@ class Conversation:
             self.read_document()
         except KeyboardInterrupt:
             self.remark("the rest is read before the next answer")
+        except (MemoryError, RuntimeError) as error:
+            self.remark(f"{out_of_memory(error)}\nThe document is read before the next answer.")
 
     def save(self, name: str, is_forced: bool) -> None:
         """Save the conversation in a file; one that is not a cache is replaced only if `is_forced`."""

@@ -7,8 +7,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ...cache import HybridCache
-from ...prefix_folder import NodeNotFoundError, PrefixFolderError
-from ...prefix_store import PrefixStoreError
+from ...errors import HybridCacheError
 from ..console import note
 from ..runs.prompt_store import PromptStore, title_of
 from ..runs.shown_run import shown_fill
@@ -98,7 +97,7 @@ class KeptConversation:
                 title=title,
                 replaces=self._kept_id,
             )
-        except (PrefixStoreError, PrefixFolderError, NodeNotFoundError) as error:
+        except HybridCacheError as error:
             if not self._has_failed:
                 note(self._notes, f"the conversation is not kept: {error}")
             self._has_failed = True

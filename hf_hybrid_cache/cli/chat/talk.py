@@ -19,7 +19,7 @@ from ..loading.device import LoadedModel, compile_kernels, load_model
 from ..runs.prompt_store import PromptStore
 from ..runs.prompts import DEFAULT_DOCUMENT, context_length, default_document, document_prompt
 from ..runs.timed_run import CacheOptions, new_cache
-from ..terminal import without_controls, write
+from ..terminal import write
 from .answer_settings import AnswerSettings
 from .chat_commands import take
 from .chat_input import ChatInput, chat_input
@@ -143,7 +143,7 @@ def _kept_start(
         assert prompts is not None
         prompts.resume(ready.model, going_on, cache)
         taken = f"{len(token_ids):,} of {context_length(ready.model):,} tokens are taken"
-        note(notes, f"going on with {without_controls(going_on.title) or going_on.id}: {taken}")
+        note(notes, f"going on with {going_on.name}: {taken}")
     if prompts is None:
         return _Start(token_ids, document_tokens, cache)
     kept = KeptConversation(

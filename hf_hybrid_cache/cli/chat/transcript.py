@@ -122,6 +122,9 @@ class Transcript:
 
         Returns:
             Whether Ctrl-C did not end the answer.
+
+        Raises:
+            MemoryError, RuntimeError: memory ends; the question is removed again.
         """
         before = len(self)
         self._keep_checkpoint()
@@ -142,7 +145,11 @@ class Transcript:
                 shown_run(self._notes, "question", self._model, prompt, self.cache, options, on_token)
         except KeyboardInterrupt:
             is_whole = False
-        stream.end()
+        except BaseException:
+            self.shorten(before)
+            raise
+        finally:
+            stream.end()
         if len(self) == asked:
             self.shorten(before)
         else:
@@ -205,10 +212,10 @@ class Transcript:
 
     @contextmanager
     def _whole_afterwards(self) -> Iterator[None]:
-        """After an interrupt remove the tokens that only some layers hold, or those after a checkpoint, or all."""
+        """After an error remove the tokens that only some layers hold, or those after a checkpoint, or all."""
         try:
             yield
-        except KeyboardInterrupt:
+        except BaseException:
             try:
                 self.cache.drop_unfinished()
             except IncompleteCacheError:

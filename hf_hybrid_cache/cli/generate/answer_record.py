@@ -1,14 +1,15 @@
 """An answer, its times and its memory as JSON."""
 
-import json
 from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from ..files import json_line
 from ..runs.finish_reason import FinishReason
 from ..runs.prompts import Prompt
 from ..runs.timed_run import Run
+from ..terminal import write
 
 
 def record(run: Run, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, reason: FinishReason) -> dict[str, Any]:
@@ -38,4 +39,4 @@ def record(run: Run, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, 
 
 def print_json(out: Console, shown: dict[str, Any]) -> None:
     """Print an object as one line of JSON."""
-    out.print(json.dumps(shown, ensure_ascii=False), markup=False, highlight=False, emoji=False)
+    write(out, json_line(shown))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -11,7 +10,7 @@ from ..choices import DEFAULT_QUESTION, RANDOM_TOKENS
 from ..console import UsageError, note
 from ..documents.document_budgets import document_budgets, truncation_notice
 from ..documents.documents import Documents, read_documents
-from ..documents.saved_document import saved_document
+from ..documents.saved_document import SavedDocument, saved_document
 from ..files import read_text
 from ..loading.device import LoadedModel
 from ..runs.prompts import (
@@ -35,17 +34,17 @@ class PromptSource:
     Attributes:
         documents: the documents that were named; `None` for the default document.
         verbatim: the text of `--prompt-file`.
-        saved_ids: `[1, tokens]`, the tokens of a saved document that no `--document` names again.
+        saved: the tokens of a saved document that no `--document` names again.
     """
 
     documents: Documents | None = None
     verbatim: str | None = None
-    saved_ids: torch.Tensor | None = None
+    saved: SavedDocument | None = None
 
     @property
     def is_default(self) -> bool:
         """Whether the options name no text."""
-        return self.documents is None and self.verbatim is None and self.saved_ids is None
+        return self.documents is None and self.verbatim is None and self.saved is None
 
 
 def read_source(options: GenerateOptions, notes: Console) -> PromptSource:
@@ -61,7 +60,7 @@ def read_source(options: GenerateOptions, notes: Console) -> PromptSource:
     if options.prompt.documents:
         return PromptSource(read_documents(options.prompt.documents, partial(note, notes)))
     if options.files.load:
-        return PromptSource(saved_ids=saved_document(options.files.load).token_ids)
+        return PromptSource(saved=saved_document(options.files.load))
     return PromptSource()
 
 
@@ -93,8 +92,9 @@ def make_prompt(
     elif source.verbatim is not None:
         prompt = verbatim_prompt(ready.tokenizer, source.verbatim, room)
         note(notes, f"prompt: {prompt.num_tokens:,} tokens")
-    elif source.saved_ids is not None:
-        prompt = following_prompt(ready.tokenizer, source.saved_ids, question, room)
+    elif source.saved is not None:
+        saved = source.saved
+        prompt = following_prompt(ready.tokenizer, saved.token_ids, saved.document_tokens, question, room)
         note(notes, f"prompt: {prompt.num_tokens:,} tokens, {prompt.prefix_tokens:,} of them in {options.files.load}")
     else:
         prompt = _document_prompt(options, source.documents, ready.tokenizer, room, notes)

@@ -1,6 +1,5 @@
 """`hf-hybrid-cache kept`: what a folder of prompts has."""
 
-import json
 from collections.abc import Sequence
 
 import typer
@@ -8,6 +7,7 @@ from rich.console import Console
 
 from ...prefix_store import PrefixStore
 from ..console import UsageError, note
+from ..files import json_line
 from ..terminal import write
 from .kept_list import chosen, numbered, table_of
 
@@ -22,7 +22,7 @@ def list_kept(prompts: PrefixStore, as_json: bool, out: Console, notes: Console)
     listed = numbered(prompts)
     if as_json:
         for each in listed:
-            out.print(json.dumps(each.fields, ensure_ascii=False), markup=False, highlight=False, emoji=False)
+            write(out, json_line(each.fields))
     elif listed:
         write(out, f"{table_of(listed)}\n")
     else:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...prefix_store import KeptPrompt, PrefixStore
-from ..console import UsageError
-from ..terminal import without_controls
+from ..console import UsageError, without_controls
 
 _SHORT_ID = 8
 _SHORTEST_ID = 4

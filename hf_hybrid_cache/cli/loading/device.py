@@ -13,6 +13,7 @@ from ...attention import compile_kernels as compile_and_wait
 from ...models import load
 from ...models.loading import CREATED_MODELS
 from ..console import UsageError, note
+from ..waiting import waiting_text
 from .host_experts import keep_experts_in_host_memory
 from .model_options import ModelOptions
 from .quantized_weights import load_quantized, quantize_loaded, weights_text
@@ -42,7 +43,7 @@ def load_model(options: ModelOptions, notes: Console) -> LoadedModel:
         UsageError: the machine lacks the device, or the model or the device cannot have such weights.
         ModelLoadError: the model cannot be loaded.
     """
-    if not notes.is_interactive:
+    if notes.quiet or not notes.is_interactive:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     chosen_device = _checked_device(options.device)
@@ -50,7 +51,7 @@ def load_model(options: ModelOptions, notes: Console) -> LoadedModel:
         _require_cpu(chosen_device, options.weights)
     # Experts are never to be on the device, where they may not fit.
     loaded_on = chosen_device if options.experts is None else torch.device("cpu")
-    note(notes, f"loading {options.name}")
+    note(notes, f"loading {options.name}{waiting_text()}")
     report = None
     if options.quantized_bits is None or options.name in CREATED_MODELS:
         model, tokenizer = load(options.name, options.torch_dtype, loaded_on)

@@ -64,9 +64,9 @@ def report(options: PlanOptions, out: Console, notes: Console) -> None:
     chosen = recommendations(plans)
     if options.as_json:
         _print_json(cost, plans, chosen, out)
-        return
-    _print_plans(cost, machine, plans, chosen, out)
-    _note_speeds(cost, plans, options, notes)
+    else:
+        _print_plans(cost, machine, plans, chosen, out)
+        _note_speeds(cost, plans, options, notes)
     if not chosen:
         raise typer.Exit(1)
 

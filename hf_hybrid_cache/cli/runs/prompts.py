@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import HybridCacheError
+from ...models.source import first_line
 
 # The name of the document that is asked about without another one.
 DEFAULT_DOCUMENT = "Python's language reference"
@@ -112,7 +113,11 @@ def document_prompt(
 
 
 def following_prompt(
-    tokenizer: PreTrainedTokenizerBase, prefix_ids: torch.Tensor, question: str, max_prompt_tokens: int
+    tokenizer: PreTrainedTokenizerBase,
+    prefix_ids: torch.Tensor,
+    document_tokens: int | None,
+    question: str,
+    max_prompt_tokens: int,
 ) -> Prompt:
     """
     Make a prompt of saved tokens and a question.
@@ -120,13 +125,14 @@ def following_prompt(
     Args:
         tokenizer: of the model.
         prefix_ids: `[1, tokens]`, of a document (a prompt made `apart`), or of a conversation about it.
+        document_tokens: how many of them are the document's; `None` where that is not known.
         question: follows them.
         max_prompt_tokens: tokens of the whole prompt at most.
 
     Raises:
         PromptError: the question does not fit, or the chat template changes it.
     """
-    rest = question_tokens(tokenizer, prefix_ids[0].tolist(), question)
+    rest = question_tokens(tokenizer, prefix_ids[0].tolist(), document_tokens, question)
     num_tokens = prefix_ids.shape[1] + len(rest)
     if num_tokens > max_prompt_tokens:
         raise PromptError(
@@ -137,22 +143,27 @@ def following_prompt(
     return Prompt(torch.cat([prefix_ids, torch.tensor([rest])], dim=1), prefix_tokens=prefix_ids.shape[1])
 
 
-def question_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], question: str) -> list[int]:
+def question_tokens(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], document_tokens: int | None, question: str
+) -> list[int]:
     """
-    The tokens of a question after a document, or after an answer if `token_ids` have one.
+    The tokens of a question after a document, or after an answer if more than the document comes before it.
 
     Args:
         tokenizer: of the model.
         token_ids: the tokens before the question.
+        document_tokens: how many of them are the document's; where it is `None`, their text tells of an answer.
         question: its text.
 
     Raises:
         PromptError: the chat template changes the question.
     """
-    if not tokenizer.chat_template:
-        return _ids_apart(tokenizer, "", question)[1]
-    _, _, to_answer = conversation_text(tokenizer, [MARK]).partition(MARK)
-    if to_answer.strip() not in str(tokenizer.decode(token_ids)):
+    if document_tokens is None:
+        _, _, to_answer = chat_text(tokenizer, MARK).partition(MARK)
+        is_first = to_answer.strip() not in str(tokenizer.decode(token_ids))
+    else:
+        is_first = len(token_ids) == document_tokens
+    if is_first or not tokenizer.chat_template:
         return _ids_apart(tokenizer, "", question)[1]
     asked = question.strip()
     _, mark, after = conversation_text(tokenizer, [".", MARK, asked]).partition(MARK)
@@ -190,7 +201,7 @@ def random_prompt(model: PreTrainedModel, num_tokens: int) -> Prompt:
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, message: str, system: str | None) -> list[int]:
     return tokenizer(
-        _chat_text(tokenizer, message, system), add_special_tokens=not tokenizer.chat_template, verbose=False
+        chat_text(tokenizer, message, system), add_special_tokens=not tokenizer.chat_template, verbose=False
     )["input_ids"]
 
 
@@ -200,15 +211,20 @@ def _ids_apart(
     """The tokens up to the end of the document, and the tokens after it, in a prompt made `apart`."""
     middle = f"\n\n{question.strip()}"
     # A template may trim a message, and so the separator after an empty document.
-    before, separator, after = _chat_text(tokenizer, (document or ".") + middle, system).rpartition(middle)
+    before, separator, after = chat_text(tokenizer, (document or ".") + middle, system).rpartition(middle)
     if not separator:
         raise PromptError("The model's chat template changes the question, so it cannot follow a saved document.")
     prefix = tokenizer(before, add_special_tokens=not tokenizer.chat_template, verbose=False)["input_ids"]
     return prefix, tokenizer(middle + after, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _chat_text(tokenizer: PreTrainedTokenizerBase, message: str, system: str | None = None) -> str:
-    """The text of a prompt of one message, with the chat template if there is one."""
+def chat_text(tokenizer: PreTrainedTokenizerBase, message: str, system: str | None = None) -> str:
+    """
+    The text of a prompt of one message, with the chat template if there is one.
+
+    Raises:
+        PromptError: the chat template refuses it, or there is no place for a system message.
+    """
     text = conversation_text(tokenizer, [message], system) if tokenizer.chat_template else f"{message}\nAnswer:"
     if system is not None and system.strip() not in text:
         raise PromptError("The model has no chat template with a system message: drop --system.")
@@ -216,9 +232,18 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase, message: str, system: str | N
 
 
 def conversation_text(tokenizer: PreTrainedTokenizerBase, turns: list[str], system: str | None = None) -> str:
-    """The text of a conversation up to the next answer; the user begins it, after a system message if there is one."""
+    """
+    The text of a conversation up to the next answer; the user begins it, after a system message if there is one.
+
+    Raises:
+        PromptError: the chat template refuses it.
+    """
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program
+        what = "this conversation" if system is None else "a system message, or this one: go on without it"
+        raise PromptError(f"The model's chat template refuses {what} ({first_line(error)}).") from error
