@@ -82,8 +82,7 @@ def queries_of(index: int, tensors: Tensors) -> SeenQueries:
     """
     name = queries_name(index)
     squares, number = tensors.get(f"{name}/squares"), tensors.get(f"{name}/number")
-    is_whole = squares is not None and number is not None and int(number) >= 1
-    if not is_whole or not bool((torch.isfinite(squares) & (squares >= 0)).all()):
+    if squares is None or number is None or int(number) < 1 or not bool((squares.isfinite() & (squares >= 0)).all()):
         raise ValueError(f"there are no means of squares of queries for layer {index}")
     return SeenQueries(squares, int(number))
 
