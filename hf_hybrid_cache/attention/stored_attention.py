@@ -44,14 +44,13 @@ class StoredAttention:
 
     Attributes:
         is_declined: something else reads the states, so that they are better kept as tensors.
-        expects_reads: the model's implementation of attention is known to read them, which is worth no warning.
     """
 
     def __init__(self, stats: CacheStats, is_asked_for: bool, shard: Shard = Shard.ALL):
         self._stats = stats
         self._shard = shard
         self._is_asked_for = is_asked_for
-        self.is_declined = self.expects_reads = False
+        self.is_declined = self._has_attended = False
         self._kernel = HostKernel(stats)
         # It has its own workspaces, because its result is merged with that of the other one.
         self._prefix_kernel = HostKernel(stats, self._kernel.thread)
@@ -62,6 +61,7 @@ class StoredAttention:
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
         twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for, self._shard)
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
+        twin._has_attended = self._has_attended
         return twin
 
     def covers(self, codec: KVCodec) -> bool:
@@ -114,6 +114,7 @@ class StoredAttention:
         Returns:
             `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
         """
+        self._has_attended = True
         if store.wants_queries:
             store.observe(query)
         store.take_pending()
@@ -208,7 +209,8 @@ class StoredAttention:
         """
         Note that something needs the states themselves, and warn once of what it was.
 
-        Unless the user asked for attention on the CPU they are tensors from now on.
+        Unless the user asked for attention on the CPU they are tensors from now on. Of a model that has read them from
+        the first time on, as latent attention does, nothing is said then.
 
         Args:
             what: the operation that reads them.
@@ -217,7 +219,7 @@ class StoredAttention:
         if not self._is_asked_for and not self.is_declined:
             self.is_declined = True
             self._stats.note_decision(num_tokens, "cpu_decode", False, f"{what} reads keys and values")
-        if self._has_warned or (self.expects_reads and not self._is_asked_for):
+        if self._has_warned or not (self._is_asked_for or self._has_attended):
             return
         self._has_warned = True
         consequence = (
@@ -234,7 +236,7 @@ class StoredAttention:
 
     def reset(self) -> None:
         """Forget that something needed the states."""
-        self.is_declined = self._has_warned = False
+        self.is_declined = self._has_warned = self._has_attended = False
 
     def _own_columns_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return the columns of a mask for the tokens of the own shard, in host memory."""

@@ -34,5 +34,5 @@ def let_waiting_threads_sleep(
 
 
 def waiting_text() -> str:
-    """What was decided, for the end of a command's first line."""
+    """Return what was decided, for the end of a command's first line."""
     return f": other processes are busy, so waiting threads sleep ({VARIABLE}=0)" if _let_them_sleep else ""

@@ -211,7 +211,6 @@ class LayerStores:
             # Asked once a pass, because transformers' configs take long to answer.
             self.implementation = getattr(self.config, "_attn_implementation", None)
             self.needs_states = self.implementation not in (None, "sdpa", "eager")
-            self.attention.expects_reads = self.needs_states or self.implementation == "eager"
         elif self._thread not in (thread, None):
             raise RuntimeError(
                 "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "

@@ -37,6 +37,8 @@ class Keeper:
             PrefixStoreError: the model has put states elsewhere than into the cache.
         """
         _require_all_states(self._prompt, reached)
+        # Where attention shows no queries, a codec would be chosen by as many tokens as are read next.
+        self._prompt.contents.settle()
         are_read = self._prompt.contents.stores.attention.has_given_states
         self._is_keeping = self._is_keeping and self._prompt.passes.is_kept(self._end, reached, are_read)
         if not self._is_keeping:

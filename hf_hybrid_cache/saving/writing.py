@@ -193,10 +193,11 @@ def require_place(path: Path) -> Path:
         file, has_folder = path, False
     except (OSError, ValueError) as error:  # a name too long, a zero in it, a device
         raise CacheFileError(path, f"was not written: {getattr(error, 'strerror', None) or error}.") from error
+    folder = file.parent if path.is_symlink() else path.parent  # as it was given, where that names it
     if not has_folder:
-        raise CacheFileError(path, f"was not written: there is no folder {file.parent}. Make it first.")
-    if not os.access(file.parent, os.W_OK):
-        raise CacheFileError(path, f"was not written: you may not write to the folder {file.parent}.")
+        raise CacheFileError(path, f"was not written: there is no folder {folder}. Make it first.")
+    if not os.access(folder, os.W_OK):
+        raise CacheFileError(path, f"was not written: you may not write to the folder {folder}.")
     return file
 
 

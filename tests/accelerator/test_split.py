@@ -143,7 +143,7 @@ def test_whatever_ends_attention_on_the_device_the_kernel_is_waited_for(cache_an
 
 
 @pytest.mark.parametrize("make", [OffloadedHybridCache, QuantizedHybridCache])
-def test_device_memory_when_the_cpu_attends_after_a_prompt_in_chunks_then_is_given_back(make):
+def test_device_memory_when_cpu_attends_after_chunks_then_is_given_back(make):
     model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     cache = make(model.config, cpu_decode=True)
     with torch.no_grad(), in_order(ORDERS[-1]):

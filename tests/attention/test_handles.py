@@ -272,11 +272,12 @@ def test_types_without_a_kernel_use_torch_unless_the_kernel_was_asked_for(dtype:
         DynamicHybridCache(CONFIG, cpu_decode=True).update(*states(3, 0, dtype=dtype), 0)
 
 
-def test_states_when_something_reads_them_by_default_then_one_warning_names_it_until_reset():
-    cache = DynamicHybridCache(CONFIG)
+def test_states_when_read_by_default_then_one_warning_names_what_reads():
+    cache, query = DynamicHybridCache(CONFIG), torch.randn(2, HEADS, 70, HEAD_DIM)
     for seed in (1, 2):
         for layer in range(2):
-            cache.update(*states(70, 0), layer)
+            handles = cache.update(*states(70, 0), layer)
+            scaled_dot_product_attention(query, *handles, enable_gqa=True, is_causal=True)
         keys, _ = cache.update(*states(1, seed), 0)
         with pytest.warns(UserWarning, match=WARNING + r".*aten\.add reads them.*until reset\(\)"):
             real = keys + 0
@@ -291,9 +292,10 @@ def test_states_when_something_reads_them_by_default_then_one_warning_names_it_u
         assert not cache.stats.decisions
 
 
-def test_prompt_after_a_reset_when_something_had_read_states_then_kernel_attends_again(never_materialised):
+def test_reset_when_something_had_read_states_then_kernel_attends_again(never_materialised):
     cache, query = DynamicHybridCache(CONFIG), torch.randn(2, HEADS, 1, HEAD_DIM)
-    cache.update(*states(70, 0), 0)
+    handles = cache.update(*states(70, 0), 0)
+    scaled_dot_product_attention(query, *handles, enable_gqa=True)
     with pytest.raises(UserWarning, match="tolist reads them"):
         cache.update(*states(1, 1), 0)[0].tolist()
     cache.reset()

@@ -157,7 +157,8 @@ def test_cache_when_printed_then_is_unchanged():
     cache = QuantizedHybridCache(tiny_model("llama").config)
     states = torch.randn(1, 2, 300, 16)
     cache.update(states, states, 0)
-    assert repr(cache).endswith("; 300 tokens, some to be quantized)")
+    size = f"{cache.memory().host_bytes / 2**20:.1f} MiB in host memory"
+    assert repr(cache).endswith(f"; 300 tokens, some to be quantized, {size})")
     assert not cache.codecs[0].is_fitted
 
 

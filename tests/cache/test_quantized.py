@@ -1,6 +1,7 @@
 """QuantizedHybridCache: its contents, its errors, and its moves. The contract is in tests/generation."""
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -40,15 +41,24 @@ def fill(cache: HybridCache, num_tokens: int, dtype: torch.dtype = torch.float32
         cache.update(states(num_tokens, layer, dtype), states(num_tokens, layer + 10, dtype), layer)
 
 
+def fill_and_attend(cache: HybridCache, num_tokens: int, dtype: torch.dtype = torch.float32) -> None:
+    """Store states as `fill` does, and attend to each layer with one query: states that wait for it are quantized."""
+    for layer in range(2):
+        scaled_dot_product_attention(
+            states(1, layer + 20, dtype),
+            *cache.update(states(num_tokens, layer, dtype), states(num_tokens, layer + 10, dtype), layer),
+        )
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.54), (4, 0.29), ((4, 2), 0.23), (2, 0.17)])
 @pytest.mark.parametrize("cpu_decode", [True, False])
 def test_bytes_held_for_a_long_context_are_a_fraction_of_those_of_bfloat16(bits, most: float, cpu_decode: bool):
     cache = QuantizedHybridCache(CONFIG, bits, cpu_decode=cpu_decode)
     for _ in range(4):
-        fill(cache, 16_384, torch.bfloat16)
+        fill_and_attend(cache, 16_384, torch.bfloat16)
         if cpu_decode:
-            fill(cache, 1, torch.bfloat16)  # from now on nothing is put together on the device
+            fill_and_attend(cache, 1, torch.bfloat16)  # from now on nothing is put together on the device
     full = 2 * 2 * 8 * 64 * 2 * cache.get_seq_length()
     report = cache.memory()
     # The shared memory holds one layer's keys and values in full precision, and an eighth more.
@@ -60,8 +70,8 @@ def test_codes_take_memory_as_they_come():
     cache = QuantizedHybridCache(CONFIG, bits=4, cpu_decode=True)
     sizes = []
     for _ in range(40):
-        fill(cache, 64)
-        fill(cache, 1)
+        fill_and_attend(cache, 64)
+        fill_and_attend(cache, 1)
         sizes.append(cache.memory().host_bytes)
     records = 2 * 8 * 2 * (64 * 64 // 2 + 64 * 4)
     steps = [later - earlier for earlier, later in pairwise(sizes[5:])]
@@ -69,14 +79,24 @@ def test_codes_take_memory_as_they_come():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("cpu_decode", [True, False])
-def test_states_when_not_finite_then_are_refused_and_nothing_changes(bad: float, cpu_decode: bool):
+@pytest.mark.parametrize(
+    ("store", "cpu_decode", "reason"),
+    [
+        (fill_and_attend, True, "192 tokens before token 384 are infinite, not a number"),
+        (fill_and_attend, False, "192 tokens before token 384 are infinite, not a number"),
+        # Those that wait go on waiting; with cpu_decode=False the update would first quantize them.
+        (fill, True, "320 tokens before token 384 are infinite, or not a number"),
+    ],
+)
+def test_states_when_not_finite_then_are_refused_and_nothing_changes(
+    store: Callable[..., None], cpu_decode: bool, reason: str, bad: float
+):
     cache = QuantizedHybridCache(CONFIG, bits=4, cpu_decode=cpu_decode)
-    fill(cache, 300)
+    store(cache, 300)
     before = [part.clone() for part in (copy.deepcopy(cache).layers[0].keys, copy.deepcopy(cache).layers[0].values)]
     broken = states(200, seed=5)
     broken[0, 3, 17, 2] = bad
-    with pytest.raises(ValueError, match=r"tokens before token 384 are infinite, not a number.* Nothing was stored"):
+    with pytest.raises(ValueError, match=rf"{reason}.* Nothing was stored"):
         cache.update(states(200), broken, 0)
     assert cache.layers[0].get_seq_length() == 300
     assert torch.equal(cache.layers[0].keys, before[0])
@@ -108,7 +128,7 @@ def test_states_of_several_layers_can_be_held_at_once():
 
 def test_layers_that_are_not_named_stay_in_full_precision():
     cache = QuantizedHybridCache(CONFIG, bits={1: (4, 2)}, cpu_decode=False)
-    fill(cache, 300)
+    fill_and_attend(cache, 300)
     assert [layer.store.quantized is not None for layer in cache.layers] == [False, True]
     assert torch.equal(cache.layers[0].keys, states(300, 0))
     assert not torch.equal(cache.layers[1].keys, states(300, 1))
@@ -204,7 +224,7 @@ def test_decode_on_cpu_takes_a_quantized_cache_along():
 
 def test_what_is_cropped_into_a_coded_block_keeps_what_the_codes_stand_for():
     cache = QuantizedHybridCache(CONFIG, bits=4, cpu_decode=False)
-    fill(cache, 400)
+    fill_and_attend(cache, 400)
     before = cache.layers[0].keys.clone()
     cache.crop(-250)
     assert torch.equal(cache.layers[0].keys, before[:, :, :150])

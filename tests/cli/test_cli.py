@@ -305,12 +305,12 @@ def test_the_first_different_token_is_counted_from_one(ours, theirs, different):
 
 
 def test_unusable_files_are_named_on_stderr_with_exit_code_2(tmp_path):
-    for name, content in {"empty": b" \n", "latin": b"caf\xe9", "zeros": b"a\0b"}.items():
+    for name, content in {"empty": b" \n", "control": b"caf\xe9\x01", "zeros": b"a\0b"}.items():
         (tmp_path / name).write_bytes(content)
     messages = {
         "missing": "Cannot read {}: No such file",
         "empty": "{} is empty",
-        "latin": "{} is not UTF-8 text (byte 3 is 0xe9)",
+        "control": "{} is not UTF-8 text (byte 3 is 0xe9)",
         "zeros": "{} is a binary file",
     }
     for option in (["--question", "Who?", "--document"], ["--prompt-file"]):

@@ -159,7 +159,7 @@ def test_a_pdf_when_aes_encrypts_it_then_is_read_without_a_password(algorithm: s
         text_of("a.pdf", encrypted_pdf_of(SIGNED, "secret", algorithm), print)
 
 
-def test_a_pdf_when_it_is_filled_in_then_what_is_typed_and_noted_follows_the_nearest_line():
+def test_a_pdf_when_filled_in_then_what_is_typed_follows_the_nearest_line():
     def at(top: int) -> str:
         return f"/Rect [90 {top - 12} 250 {top}]"
 
@@ -200,7 +200,7 @@ def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted(strict: 
     assert said == "A\ttab inserted\na field\nc1 c2\td\nlast\na note"
 
 
-def test_a_word_file_when_its_lists_are_numbered_then_has_the_numbers_that_it_shows():
+def test_a_word_file_when_lists_are_numbered_then_has_the_shown_numbers():
     def level(index: int, shown: str, shape: str, more: str = "") -> str:
         return (
             f'<w:lvl w:ilvl="{index}"><w:start w:val="1"/><w:numFmt w:val="{shape}"/>{more}<w:lvlText w:val="{shown}"/>'
@@ -250,7 +250,7 @@ def test_a_word_file_when_text_is_hidden_or_chosen_then_is_read_as_shown():
     [(html_of(SIGNED), SIGNED), (docx_of(SIGNED), SIGNED), (b"{\\rtf1 x}", "")],
     ids=["html", "docx", "rtf"],
 )
-def test_a_word_file_when_a_document_is_inside_then_is_read_or_said_to_be_left_out(chunk: bytes, said: str):
+def test_a_word_file_when_a_document_is_inside_then_is_read_or_remarked_on(chunk: bytes, said: str):
     remarks: list[str] = []
     body = f'{paragraph("before")}<w:altChunk r:id="chunk"/>{paragraph("after")}'
     assert text_of("a.docx", word_file(body, chunk=chunk), remarks.append) == f"before\n{said}\nafter"
@@ -269,7 +269,7 @@ def test_html_is_read_as_a_browser_shows_it():
     assert text_of("-", page, print).split("\n\n") == shown.split("|")
 
 
-def test_html_when_parts_are_hidden_or_typed_then_is_read_as_a_browser_shows_it():
+def test_html_when_parts_are_hidden_or_typed_then_is_read_as_shown():
     page = b"""<html hidden><p hidden>1</p><div STYLE="color: red; Display : none"><p>2</div><dialog>3</dialog>
         <p style="visibility:hidden">4<p>Name: <input value=Ada> <input type=hidden value=5> <textarea>typed</textarea>
         <input type=checkbox checked><select><option>6<option selected>Paris</select><select><option>Red<option>7

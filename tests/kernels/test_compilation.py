@@ -244,7 +244,7 @@ ANOTHER = "assert another() == 2\n"
 AT_ONCE = "from hf_hybrid_cache.kernels.vector import compiled; compiled._SECONDS_IN_SILENCE = 0.0\n"
 
 
-def test_process_when_kernels_are_compiled_for_long_then_says_so_once_and_not_when_loaded(tmp_path: Path):
+def test_process_when_kernels_are_compiled_then_says_so_once_and_not_later(tmp_path: Path):
     answer, said = run_small(tmp_path, AT_ONCE + CALL_SMALL + ANOTHER)
     assert answer == COMPILED
     assert said.splitlines() == [

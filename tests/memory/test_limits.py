@@ -15,6 +15,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 
@@ -60,14 +61,17 @@ def generate(cache: Cache, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
 
 
 def store(cache: HybridCache, num_tokens: int) -> None:
-    """Give a cache random states of `num_tokens` more, as a prompt in chunks would."""
+    """Give a cache random states of `num_tokens` more, as a prompt in chunks would; codecs see a query."""
     num_layers = len(cache.layers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Host memory will end")
         while num_tokens:
             states = torch.randn(BATCH * 4 // num_layers, 2, min(200, num_tokens), 16)
             for layer in range(num_layers):
-                cache.update(states, states, layer)
+                held = cache.update(states, states, layer)
+                if cache.layers[layer].store.wants_queries:  # until then states wait in full precision
+                    scaled_dot_product_attention(states[:, :, -1:], *held)
+                del held
             num_tokens -= states.shape[2]
 
 

@@ -114,7 +114,7 @@ def test_cropped_anywhere_the_first_tokens_stay_and_others_follow(kind: str, lef
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_edit_from_any_token_of_continuations_on_then_is_what_the_layer_holds(kind: str):
+def test_edit_when_from_any_token_of_continuations_on_then_layer_holds_it(kind: str):
     for first in (0, 1, 63, 64, 65, 128, 191, 192, 193, 383, 384, 448, TOKENS - 1):
         ours, reference = continued(kind)
         add((ours, reference), 3, 10, seed=1)

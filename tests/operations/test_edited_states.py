@@ -128,7 +128,7 @@ def test_read_states_in_any_place_then_are_contiguous_as_stock(name: str):
 
 
 @pytest.mark.parametrize("name", ALL | QUANTIZED | {"bits to choose": None})
-def test_tensors_that_were_stored_when_written_to_later_then_change_nothing(name: str):
+def test_stored_tensors_when_written_to_later_then_change_nothing(name: str):
     make = ALL.get(name) or QUANTIZED.get(name, (QuantizedHybridCache, None))[0]
     untouched, ours = make(CONFIG), make(CONFIG)
     generator = torch.Generator().manual_seed(0)

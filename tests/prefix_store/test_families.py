@@ -39,6 +39,7 @@ KEPT = {
     "SmolLM3Config": "layers without positions",
 }
 REFUSED = {
+    "DogeConfig": "by products over all of them at once",
     "BertConfig": "both directions",
     "FalconMambaConfig": "No layer .* attends",
     "JambaConfig": "JambaMambaMixer .* forgets",

@@ -111,7 +111,7 @@ def test_hit_when_a_longer_prompt_is_stored_then_equals_a_cold_read(length: int,
         assert are_equal(states, cold)
 
 
-def test_quantized_prompts_when_they_part_near_the_end_then_little_is_read_again(tmp_path: Path):
+def test_quantized_prompts_when_parting_near_the_end_then_little_is_reread(tmp_path: Path):
     model = tiny_model("llama")
     first, second = prompts(common=3700, first=300, second=150)
     read(tmp_path / "store", model, first, QuantizedHybridCache(model.config))
@@ -122,7 +122,7 @@ def test_quantized_prompts_when_they_part_near_the_end_then_little_is_read_again
 
 
 @pytest.mark.parametrize(("bits", "length"), [(8, 256), (4, 700), (4, 1151), (2, 1023)])
-def test_short_prompt_when_a_longer_one_begins_alike_then_equals_a_cold_read(bits: int, length: int, tmp_path: Path):
+def test_short_prompt_when_longer_one_begins_alike_then_equals_a_cold_read(bits: int, length: int, tmp_path: Path):
     model = tiny_model("llama")
     longer, prompt = prompts(common=128, first=1200, second=length - 128)
     _, cold = read(tmp_path / "cold", model, prompt, QuantizedHybridCache(model.config, bits=bits))
@@ -131,7 +131,7 @@ def test_short_prompt_when_a_longer_one_begins_alike_then_equals_a_cold_read(bit
     assert are_equal(states, cold)
 
 
-def test_prompts_when_all_of_the_usual_first_pass_are_sinks_then_equal_cold_reads(tmp_path: Path):
+def test_prompts_when_the_usual_first_pass_is_sinks_then_equal_cold_reads(tmp_path: Path):
     model = tiny_model("llama")
 
     def make() -> HybridCache:

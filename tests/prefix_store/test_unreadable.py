@@ -55,7 +55,7 @@ def kept(folder: Path, prompt: torch.Tensor, form: str = "full", family: str = "
 
 
 @pytest.mark.parametrize("changed", CHANGES)
-def test_node_when_its_description_cannot_be_read_then_is_as_if_it_were_not_there(changed: str, tmp_path: Path):
+def test_node_when_description_is_unreadable_then_is_as_if_not_there(changed: str, tmp_path: Path):
     model, prompt = tiny_model("llama"), random_prompt(1, 400)
     cold = kept(tmp_path, prompt)
     (node,) = nodes_of(tmp_path)
@@ -71,7 +71,7 @@ def test_node_when_its_description_cannot_be_read_then_is_as_if_it_were_not_ther
     assert store.verify() == []
 
 
-def test_node_when_its_description_cannot_be_read_then_verify_names_and_removes_it(tmp_path: Path):
+def test_node_when_description_is_unreadable_then_verify_names_and_removes(tmp_path: Path):
     kept(tmp_path, random_prompt(1, 400))
     (node,) = nodes_of(tmp_path)
     describe(node, b"of another version")
@@ -94,7 +94,7 @@ def test_nodes_before_one_that_cannot_be_read_are_used_and_can_be_removed(tmp_pa
     assert nodes_of(tmp_path) == []
 
 
-def test_conversation_when_its_description_cannot_be_read_then_is_not_gone_on_with(tmp_path: Path):
+def test_conversation_when_description_is_unreadable_then_is_not_resumed(tmp_path: Path):
     model, prompt = tiny_model("llama"), random_prompt(1, 400)
     kept(tmp_path, prompt)
     store = PrefixStore(tmp_path)
@@ -122,7 +122,7 @@ def attributes(tree: Any) -> Any:
         lambda tree: tree["states"]["layers"][0].update(type="Other"),
     ],
 )
-def test_states_when_they_do_not_fit_the_layers_then_not_used_with_a_warning(act: Any, tmp_path: Path):
+def test_states_when_not_fitting_the_layers_then_not_used_with_a_warning(act: Any, tmp_path: Path):
     model, prompt = tiny_model("gemma3"), random_prompt(1, 400)
     cold = kept(tmp_path, prompt, family="gemma3")
     change(nodes_of(tmp_path)[0], act)
@@ -135,7 +135,7 @@ def test_states_when_they_do_not_fit_the_layers_then_not_used_with_a_warning(act
         PrefixStore(tmp_path).resume(model, listed, DynamicHybridCache(model.config))
 
 
-def test_node_when_larger_than_memory_without_content_then_memory_is_not_taken(tmp_path: Path):
+def test_node_when_larger_than_memory_and_empty_then_memory_is_not_taken(tmp_path: Path):
     model, prompt = tiny_model("llama"), random_prompt(1, 400)
     kept(tmp_path, prompt)
     (node,) = nodes_of(tmp_path)

@@ -363,7 +363,7 @@ def read_with_checkpoint(folder: str, name: str) -> tuple[str, int, bool]:
     return repr(cache), cache.get_seq_length(), torch.allclose(keys, alone.layers[0].keys, atol=1e-5)
 
 
-def test_shared_cache_when_filled_from_a_checkpoint_then_each_process_has_its_share(group: Group, tmp_path: Path):
+def test_shared_cache_when_filled_from_checkpoint_then_each_has_its_share(group: Group, tmp_path: Path):
     for rank, (text, num_tokens, are_equal) in enumerate(group.call(read_with_checkpoint, str(tmp_path), "cache.kv")):
         assert f"share {rank + 1} of " in text
         assert num_tokens == 500

@@ -67,7 +67,7 @@ def with_dense_experts(model: PreTrainedModel) -> PreTrainedModel:
 # --- what a model computes
 
 
-def test_experts_when_transformers_declares_no_norm_after_them_then_compute_the_same():
+def test_experts_when_no_norm_after_them_is_declared_then_compute_the_same():
     model = copy.deepcopy(expert_model("mixtral"))
     expected = logits(model)
     for module in expert_modules(model).values():

@@ -55,6 +55,12 @@ class Contents:
         from_last = (layer.get_seq_length() for layer in reversed(self.of_text.values()))
         return self.num_tokens, next(filter(None, from_last), 0)
 
+    def settle(self) -> None:
+        """Choose the codecs of states that wait for them, by what is known now."""
+        for layer in self.ours:
+            if layer.store is not None:
+                layer.store.take_pending()
+
     def require_whole(self) -> None:
         """Raise `IncompleteCacheError` if something has ended a change half-way."""
         for layer in self.ours:

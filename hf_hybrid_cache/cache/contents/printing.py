@@ -12,7 +12,8 @@ def in_one_line(name: str, contents: Contents) -> str:
     held = measured(contents)
     places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
     sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
-    content = ", ".join([f"{held.num_tokens:,} tokens", *sizes]) if held.num_tokens else "empty"
+    awaited = ["some to be quantized"] if any(layer.pending for layer in contents.ours) else []
+    content = ", ".join([f"{held.num_tokens:,} tokens", *awaited, *sizes]) if held.num_tokens else "empty"
     return f"{name}({', '.join(_forms(contents))}; {content})"
 
 

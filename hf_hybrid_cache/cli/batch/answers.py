@@ -1,12 +1,11 @@
 """Reading and writing the answers of a batch: lines of JSON, in a file or on standard output."""
 
-import errno
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...durable_files import file_status, replaced_when_whole
+from ...durable_files import replaced_when_whole
 from ..console import UsageError
 from ..files import BYTE_ORDER_MARK, json_line, strict_json
 
@@ -56,10 +55,11 @@ class AnswerFile:
             UsageError: the file cannot be read, or another line is not an answer.
         """
         try:
-            text = b"" if file_status(self.path) is None else self.path.read_bytes().removeprefix(BYTE_ORDER_MARK)
+            text = self.path.read_bytes().removeprefix(BYTE_ORDER_MARK)
+        except FileNotFoundError:
+            return []
         except OSError as error:
-            way_out = " Name a file, or - for standard output." if error.errno == errno.EINVAL else ""
-            raise UsageError(f"Cannot read {self.path}: {error.strerror}.{way_out}") from error
+            raise UsageError(f"Cannot read {self.path}: {error.strerror}.") from error
         lines = text[: text.rfind(b"\n") + 1].splitlines()
         return [self._answer(number, line) for number, line in enumerate(lines, 1)]
 

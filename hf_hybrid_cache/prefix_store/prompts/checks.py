@@ -42,6 +42,12 @@ def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -
             f"{type(model).__name__} reads a text in both directions, so states depend on what comes after their "
             "tokens. Load it with is_decoder=True, which it must have been trained for."
         )
+    if model.config.get_text_config(decoder=True).model_type == "doge":
+        raise PrefixStoreError(
+            f"{type(model).__name__} chooses the tokens that it attends to by products over all of them at once, whose "
+            "last bits depend on how many there are, so states would not be those of a cold read. Pass the prompt to "
+            "generate without a store."
+        )
     if layer := layer_that_begins_anew(model):
         raise PrefixStoreError(
             f"{layer} of transformers forgets what came before each forward pass of several tokens, so a prompt cannot "

@@ -157,7 +157,7 @@ class _Word:
         return own is not None and own not in _OFF
 
     def _number(self, paragraph: Any) -> str:
-        """What a list shows before a paragraph, which it counts."""
+        """Return the number that a list shows before a paragraph, and count it."""
         name = self._inherited(paragraph, "pPr/numPr/numId") or ""
         if name not in self._levels:
             self._levels[name] = self._levels_of(name)
@@ -179,7 +179,7 @@ class _Word:
         return "• " if _value(levels[at], "numFmt") == "bullet" else shown and f"{shown} "
 
     def _levels_of(self, name: str) -> tuple[str, dict[int, Any], dict[int, int]]:
-        """What a list counts with, its levels, and where each begins."""
+        """Return the key of the counts that a list goes on from, its levels, and where each begins."""
         used = self._lists.get(name)
         if used is None or (kind := _value(used, "abstractNumId")) not in self._kinds:
             return "", {}, {}

@@ -1,13 +1,12 @@
 """Decoding text."""
 
-import codecs
 import re
 from collections.abc import Callable
 
 from ...console import UsageError
-from ...files import plain_text
+from ...files import BYTE_ORDER_MARK, plain_text
 
-_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_MARKS = {BYTE_ORDER_MARK: "utf-8", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _NO_TEXT = re.compile("[\0-\b\x0e-\x1f\x7f\ufffd]")
 
 
