@@ -262,3 +262,13 @@ def test_chat_when_its_turns_go_through_the_template_then_answers_as_stock(tmp_p
             answers.append(tokenizer.decode(output[0, length:], skip_special_tokens=True))
             messages.append({"role": "assistant", "content": answers[-1]})
         assert answers[0] == answers[1]
+
+
+def test_beams_when_recurrent_states_are_of_one_sequence_then_are_refused():
+    model, beams = tiny_model("qwen3_next"), {"num_beams": 3}
+    caches = [prefill(model, DOCUMENT, DynamicHybridCache(model.config), progress=False) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"computes 3 sequences, .* stored of 1\. Call cache\.batch_repeat_interleave"):
+        answer(question(DOCUMENT), caches[0], model, **beams)
+    caches[1].batch_repeat_interleave(3)
+    expected = answer(question(DOCUMENT), DynamicCache(config=model.config), model, **beams)
+    assert torch.equal(answer(question(DOCUMENT), caches[1], model, **beams), expected)

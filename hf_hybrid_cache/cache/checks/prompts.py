@@ -4,8 +4,10 @@ import warnings
 from typing import NoReturn
 
 import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...cache_argument import CACHE_ARGUMENT
+from ...layers import num_sequences_of
 from ...saving import first_difference
 from ..contents.contents import Contents
 from .callers import WholePrompt, border_that_drops_the_cache, is_computing, stack_level, whole_prompt
@@ -38,6 +40,8 @@ class Prompts:
             if num_tokens and prompt.length <= num_tokens:
                 self._passes.require_complete()
                 self.refuse(f"the prompt of {prompt.length:,} tokens")
+            if num_tokens:
+                self._require_sequences(prompt)
             self._ask(prompt)
         border = border_that_drops_the_cache(num_tokens) if self._may_leave_border else None
         if border is not None:
@@ -69,6 +73,17 @@ class Prompts:
             )
         if prompt is not None:
             self._ask(prompt)
+
+    def _require_sequences(self, prompt: WholePrompt) -> None:
+        """Refuse more sequences than recurrent states have: these are read before attention would repeat them."""
+        rows = 0 if prompt.token_ids is None else len(prompt.token_ids)
+        recurrent = (each for each in self._contents.theirs if isinstance(each, LinearAttentionCacheLayerMixin))
+        held = next((number for each in recurrent if (number := num_sequences_of(each)) is not None), rows)
+        if held != rows:
+            raise ValueError(
+                f"generate computes {rows} sequences, and recurrent states are stored of {held}. Call "
+                f"cache.batch_repeat_interleave({rows}) before, if all of them go on from one."
+            )
 
     def _ask(self, prompt: WholePrompt) -> None:
         """Refuse a prompt that begins with other tokens than those that are known to be stored; remember it."""
