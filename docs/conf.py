@@ -59,7 +59,7 @@ maximum_signature_line_length = 88
 # Nothing is fetched while the site is built, so what others document is not linked to.
 # The forms of blocks, the shapes of states and the parts of plans are not public: a user only passes them on.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|transformers|collections|contextlib|pathlib|os|typing)\..*"),
+    (r"py:.*", r"(torch|transformers|numpy|collections|contextlib|pathlib|os|typing)\..*"),
     (r"py:class", r"PreTrained\w+|ProcessGroup"),  # imported for types only
     (
         r"py:class",
