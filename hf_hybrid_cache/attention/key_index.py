@@ -111,7 +111,7 @@ class KeyIndex:
         blocks, self._blocks = self._blocks, 0
         yield
         if self._packed is not None:
-            self._packed, self._blocks = self._packed.select_batch(indices, blocks), blocks
+            self._packed, self._blocks = self._packed.select_batch(indices.cpu(), blocks), blocks
             self._budget.note(self, self._approved_blocks, self._packed.bytes_per_token)
 
     def clear(self) -> None:

@@ -34,6 +34,7 @@ from ..storage import (
     Staging,
     StreamedSegment,
     can_page_lock,
+    grown_capacity,
     streams_for,
 )
 from .lent_states import RecentlyLent
@@ -276,7 +277,8 @@ class LayerStores:
         """Make the segment of the tokens in full precision that are not kept on the device as ends of a layer."""
         if layout.is_quantized:
             most = layout.most_full_tokens
-            of_ends = InitialCapacity(most, most), self.ends_budget
+            # Host memory is asked for a chunk ahead, and page-locked with it.
+            of_ends = InitialCapacity(most, grown_capacity(most)), self.ends_budget
             # Tokens in full precision are few: without attention on the CPU they stay on the device.
             return self._segment(ordinal, shape, on_cpu, *of_ends) if on_cpu else ResidentSegment(shape, *of_ends)
         if after_prefix and not on_cpu and not layout.device_tokens:
