@@ -169,7 +169,7 @@ def test_continuations_are_planned_to_share_what_caches_share():
         held, alone = sum(several.decode), sum(single.decode)
         is_on_device = strategy in (Strategy.GPU, Strategy.STREAMED)
         if strategy in (Strategy.CPU_ATTENTION, Strategy.CPU) or (is_on_device and cache in ("dynamic", "offloaded")):
-            assert alone < held < 1.5 * alone
+            assert alone < held < 2 * alone
         else:
             assert held == pytest.approx(number * alone, rel=0.1)
         assert sum(several.prefill) <= sum(single.prefill) or strategy == Strategy.CPU_DECODE
