@@ -7,7 +7,7 @@ Nothing here imports torch or transformers, so a wrong option is told at once.
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -235,15 +235,8 @@ class Answer:
         """The settings as `hf_hybrid_cache.chat` takes them; raises its errors for values out of their range."""
         from ..chat import AnswerSettings
 
-        return AnswerSettings(
-            self.max_new_tokens or default_max_new_tokens,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.repetition_penalty,
-            self.seed,
-            tuple(self.stop or ()),
-        )
+        max_new_tokens = default_max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        return AnswerSettings(**asdict(self) | {"max_new_tokens": max_new_tokens, "stop": tuple(self.stop or ())})
 
 
 @dataclass(frozen=True)
@@ -302,7 +295,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         try:
-            check_exclusions({_name_of(each) for each in parameters if values[each.name] != each.default})
+            check_exclusions({_name_of(each) for each in parameters if values[each.name] not in (each.default, [])})
             made = {
                 name: group(**{each.name: values.pop(each.name) for each in fields(group)})
                 for name, group in groups.items()
