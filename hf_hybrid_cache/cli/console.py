@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import unicodedata
@@ -20,12 +19,6 @@ from ..errors import HybridCacheError
 
 # RuntimeErrors of the CPU allocators
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-# Arguments in Python whose options have other names, where an error says what to change.
-_OPTIONS = {
-    "max_bytes": "--keep-max",
-    **{name: f"--{name.replace('_', '-')}" for name in ("max_new_tokens", "top_p", "top_k", "repetition_penalty")},
-}
-_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})\b")
 # Control characters act on a terminal, and many programs end a line at a separator.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
@@ -127,8 +120,8 @@ def exit_codes(notes: Console) -> Iterator[None]:
 
 
 def _naming_options(message: str) -> str:
-    """A message that names options instead of arguments in Python."""
-    return _ARGUMENT.sub(lambda match: _OPTIONS[match[1]], message)
+    """A message of the store with the option that sets its limit, instead of the argument in Python."""
+    return message.replace("Raise max_bytes", "Raise --keep-max")
 
 
 def end_at_interrupt() -> None:

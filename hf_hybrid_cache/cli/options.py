@@ -210,7 +210,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Answer:
-    """How tokens of an answer are chosen, and where it ends; `AnswerSettings` checks the ranges."""
+    """How an answer is generated; raises `UsageError` for what `AnswerSettings` refuses."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -231,12 +231,20 @@ class Answer:
         list[str] | None, option(ANSWER, "End the answer before this text; may be repeated. Default: none.")
     ] = None
 
+    def __post_init__(self) -> None:
+        self.settings()
+
     def settings(self, default_max_new_tokens: int = NEW_TOKENS) -> "AnswerSettings":
-        """The settings as `hf_hybrid_cache.chat` takes them; raises its errors for values out of their range."""
-        from ..chat import AnswerSettings
+        """The settings as `hf_hybrid_cache.chat` takes them; raises `UsageError` for one that is out of its range."""
+        from ..chat import AnswerSettings, SettingError
 
         max_new_tokens = default_max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
-        return AnswerSettings(**asdict(self) | {"max_new_tokens": max_new_tokens, "stop": tuple(self.stop or ())})
+        given = asdict(self) | {"max_new_tokens": max_new_tokens, "stop": tuple(self.stop or ())}
+        try:
+            return AnswerSettings(**given)
+        except SettingError as error:  # whose message begins with the name of the setting
+            name, _, reason = str(error).partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {reason}") from error
 
 
 @dataclass(frozen=True)
