@@ -13,7 +13,6 @@ from ...attention import compile_kernels as compile_and_wait
 from ...models import load
 from ...models.loading import CREATED_MODELS
 from ..console import UsageError, note
-from ..waiting import waiting_text
 from .host_experts import keep_experts_in_host_memory
 from .model_options import ModelOptions
 from .quantized_weights import load_quantized, quantize_loaded, weights_text
@@ -51,7 +50,7 @@ def load_model(options: ModelOptions, notes: Console) -> LoadedModel:
         _require_cpu(chosen_device, options.weights)
     # Experts are never to be on the device, where they may not fit.
     loaded_on = chosen_device if options.experts is None else torch.device("cpu")
-    note(notes, f"loading {options.name}{waiting_text()}")
+    note(notes, f"loading {options.name}")
     report = None
     if options.quantized_bits is None or options.name in CREATED_MODELS:
         model, tokenizer = load(options.name, options.torch_dtype, loaded_on)
