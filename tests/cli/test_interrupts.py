@@ -1,67 +1,56 @@
-"""Ctrl-C while a command runs, and the objects that it leaves half-made."""
+"""Ctrl-C ends a command with exit code 130 and no traceback."""
 
 import signal
+import subprocess
 import sys
-import time
 
 import pytest
+import typer
 
-from hf_hybrid_cache.cli.interrupts import as_exceptions
+from hf_hybrid_cache.cli.console import consoles, exit_codes
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
-    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+
+# The main thread waits for a thread that computes, as it does while a model answers.
+WAITING = """
+import queue, signal, threading
+from hf_hybrid_cache.cli.console import end_at_interrupt, raising_interrupts
+signal.signal(signal.SIGINT, signal.{handler})
+end_at_interrupt()
+def compute():
+    signal.raise_signal(signal.SIGINT)
+    while True: sum(range(100_000))
+print("answer", end="")
+try:
+    with {context}:
+        threading.Thread(target=compute, daemon=True).start()
+        queue.Queue().get(timeout={timeout})
+except (KeyboardInterrupt, queue.Empty) as error:
+    print(type(error).__name__, end="")
+"""
 
 
-@pytest.fixture(autouse=True)
-def default_handler():
+def ended(handler: str = "default_int_handler", context: str = "threading.Lock()", timeout: int = 60) -> tuple:
+    program = WAITING.format(handler=handler, context=context, timeout=timeout)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_interrupt_when_a_thread_computes_then_the_process_ends_at_once():
+    assert ended() == (130, "answer", "")
+
+
+def test_interrupt_when_a_conversation_takes_it_then_is_an_exception():
+    assert ended(context="raising_interrupts()") == (0, "answerKeyboardInterrupt", "")
+
+
+def test_interrupt_when_a_shell_has_it_ignored_then_does_nothing():
+    assert ended(handler="SIG_IGN", timeout=1) == (0, "answerEmpty", "")
+
+
+def test_interrupt_when_it_is_an_exception_then_exit_code_is_130():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
+    with pytest.raises(typer.Exit) as ending, exit_codes(consoles()[1]):
+        signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
-
-
-class HalfMade:
-    def __init__(self):
-        signal.raise_signal(signal.SIGINT)
-        self.resource = None
-
-    def __del__(self):
-        assert self.resource is None
-
-
-class InterruptedAtItsEnd:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-
-class FailsAtItsEnd:
-    def __del__(self):
-        raise OSError("not released")
-
-
-def end_interrupted_and_wait():
-    InterruptedAtItsEnd()
-    for _ in range(1000):
-        time.sleep(0.01)
-
-
-def test_an_object_that_an_interrupt_left_half_made_says_nothing(capsys):
-    with pytest.raises(KeyboardInterrupt), as_exceptions():
-        HalfMade()
-    assert capsys.readouterr().err == ""
-
-
-def test_an_interrupt_of_a_destructor_is_raised():
-    with pytest.raises(KeyboardInterrupt), as_exceptions():
-        end_interrupted_and_wait()
-
-
-def test_other_failures_of_destructors_are_reported_as_before(monkeypatch):
-    reported = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
-    report = sys.unraisablehook
-    with as_exceptions():
-        FailsAtItsEnd()
-    assert reported == [OSError]
-    assert sys.unraisablehook is report
+    assert ending.value.exit_code == 130
