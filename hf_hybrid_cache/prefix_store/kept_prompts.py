@@ -1,6 +1,8 @@
 """The prompts and conversations that a store has, as lists show them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ class KeptPrompt:
         document_tokens: those before the first answer; all of them if it is a prompt.
         num_bytes: of its files, with those that other prompts share.
         last_use: seconds since the epoch.
+        details: that it was given.
     """
 
     id: str
@@ -35,6 +38,7 @@ class KeptPrompt:
     document_tokens: int
     num_bytes: int
     last_use: float
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -75,9 +79,10 @@ def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> Kept
         entry.id.hex(),
         description.identity,
         description.model_name,
-        description.title,
+        description.label.title,
         token_ids,
         description.document_tokens or len(token_ids),
         num_bytes,
         entry.last_use,
+        description.label.details,
     )
