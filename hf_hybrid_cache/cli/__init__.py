@@ -4,13 +4,13 @@ import os
 import sys
 
 from ..other_processes import OtherProcesses, load_average
-from .interrupts import end_at_once
+from .console import end_at_interrupt
 from .waiting import let_waiting_threads_sleep
 
 
 def main() -> None:
     """Run the command, as the installed script does."""
-    end_at_once()
+    end_at_interrupt()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:

@@ -1,38 +1,35 @@
-"""Remarks on stderr, errors as exit codes, and checks of options that several commands have."""
+"""Answers on standard output, remarks and errors on standard error, exit codes, and Ctrl-C."""
 
+import contextlib
+import json
+import os
+import signal
+import sys
 import unicodedata
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from ..errors import HybridCacheError
-from .choices import BITS, CACHES, DTYPES
-from .distributed.ranks import num_processes, rank
-from .interrupts import as_exceptions
-
-if TYPE_CHECKING:
-    import torch
 
 # RuntimeErrors of the CPU allocators
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+# Control characters act on a terminal, and many programs end a line at a separator.
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 class UsageError(HybridCacheError, ValueError):
-    """An option has an unusable value; the message names it and the way out."""
+    """An option or a file has an unusable value; the message names it and the way out."""
 
 
-def out_of_memory(error: Exception) -> str:
-    """The sentence of an error that says that memory is full; raises any other error again."""
-    from ..layers import DeviceMemoryError
-
-    is_memory = isinstance(error, MemoryError | DeviceMemoryError)
-    if not is_memory and not any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY):
-        raise error
-    return next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
+def consoles(quiet: bool = False) -> tuple[Console, Console]:
+    """A console for answers and one for remarks, which prints none if `quiet`."""
+    return Console(soft_wrap=True), Console(stderr=True, soft_wrap=True, quiet=quiet)
 
 
 def without_controls(text: str) -> str:
@@ -45,101 +42,108 @@ def note(notes: Console, text: str) -> None:
     notes.print(without_controls(text), markup=False, highlight=False, emoji=False, style="dim")
 
 
-def check_choice(option: str, value: str, choices: Collection[str]) -> None:
+def write(out: Console, text: str) -> None:
+    """Write a text as it is, without control characters and without a new line at its end."""
+    if not out.quiet:
+        out.file.write(without_controls(text))  # rich would write spaces for a tab
+        out.file.flush()
+
+
+def json_line(value: Any) -> str:
+    """A value as a line of JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_ESCAPES) + "\n"
+
+
+def print_json(out: Console, value: Any) -> None:
+    """Print a value as a line of JSON."""
+    write(out, json_line(value))
+
+
+def strict_json(line: str) -> Any:
     """
-    Check that the value of an option is one of the choices.
+    Parse JSON that can be written again as it is: each key is given once, numbers are finite, text is UTF-8.
 
     Raises:
-        UsageError: it is not.
+        ValueError: it is not such JSON.
+        RecursionError: it is nested too deeply.
     """
-    if value not in choices:
-        raise UsageError(f"{option} {value!r} is not one of {', '.join(choices)}.")
+    value = json.loads(line, object_pairs_hook=_with_keys_once)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
 
 
-def check_bits(bits: int | None) -> None:
-    """
-    Check that a cache can have so many bits.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    if bits not in (None, *BITS):
-        raise UsageError(f"--bits must be 8, 4 or 2, got {bits}.")
-
-
-def cache_of_ours(cache: str | None, bits: int | None) -> str:
-    """
-    The cache that `--cache` and `--bits` name together; "dynamic" without either.
-
-    Raises:
-        UsageError: there is no such cache in this package, or it has no bits.
-    """
-    name = cache or ("dynamic" if bits is None else "quantized")
-    check_choice("--cache", name, CACHES[1:])
-    check_bits(bits)
-    if bits is not None and name != "quantized":
-        raise UsageError(f"--bits is for --cache quantized, and the cache is {name}: drop one of them.")
-    return name
+def _with_keys_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values; raises `ValueError` if a key is given twice."""
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key!r} is given twice")
+        fields[key] = value
+    return fields
 
 
-def require_one_process(command: str) -> None:
-    """
-    Check that `torchrun` did not start several processes.
-
-    Raises:
-        UsageError: it did.
-    """
-    if num_processes() > 1:
-        raise UsageError(f"{command} runs in one process: start it without torchrun. generate shares its cache out.")
+def out_of_memory(error: Exception) -> str:
+    """The sentence of an error that says that memory is full; raises any other error again."""
+    torch = sys.modules.get("torch")  # without it no error is one of torch's
+    is_memory = isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))
+    if not is_memory and not any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY):
+        raise error
+    return next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
 
 
-def dtype_of(option: str | None) -> "torch.dtype | None":
-    """
-    The type that `--dtype` names; `None` without the option.
-
-    Raises:
-        UsageError: there is no such type.
-    """
-    import torch
-
-    if option is None:
-        return None
-    check_choice("--dtype", option, DTYPES)
-    dtype: torch.dtype = getattr(torch, option)
-    return dtype
+def fail(message: str) -> typer.Exit:
+    """Print an error, also where remarks are quiet, and return the exception to raise, of exit code 2."""
+    text = without_controls(f"error: {message}")
+    Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False, emoji=False)
+    return typer.Exit(2)
 
 
 @contextmanager
 def exit_codes(notes: Console) -> Iterator[None]:
     """Turn errors that a user can correct into a message on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    never_quiet = Console(stderr=True, soft_wrap=True) if notes.quiet else notes
+
+    def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+        # Without a file and a line of code, and on a line of its own: it may come in an answer.
+        note(never_quiet, f"\nwarning: {_naming_options(str(message))}")
+
     try:
-        with as_exceptions(), _warnings_as_remarks(notes):
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning
             yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except HybridCacheError as error:
-        message = str(error)
+        raise fail(_naming_options(str(error))) from error
     except (MemoryError, RuntimeError) as error:
-        message = out_of_memory(error)
-    else:
-        return
-    # Each of several processes prints its own error.
-    who = f"rank {rank()}: " if num_processes() > 1 else ""
-    _never_quiet(notes).print(without_controls(f"{who}error: {message}"), markup=False, highlight=False, emoji=False)
-    raise typer.Exit(2)
+        raise fail(out_of_memory(error)) from error
+
+
+def _naming_options(message: str) -> str:
+    """A message of the store with the option that sets its limit, instead of the argument in Python."""
+    return message.replace("Raise max_bytes", "Raise --keep-max")
+
+
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end the process at once from here on; files are written whole, so no work is left half-done."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell lets it be ignored
+        signal.signal(signal.SIGINT, _end)
 
 
 @contextmanager
-def _warnings_as_remarks(notes: Console) -> Iterator[None]:
-    """Print warnings without a file and a line of code, on a line of their own: they may come in an answer."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        note(_never_quiet(notes), f"\nwarning: {message}")
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
+def raising_interrupts() -> Iterator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` meanwhile: it ends an answer of a conversation, not the process."""
+    if signal.getsignal(signal.SIGINT) is not _end:
         yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _end)
 
 
-def _never_quiet(notes: Console) -> Console:
-    return Console(stderr=True, soft_wrap=True) if notes.quiet else notes
+def _end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(130)

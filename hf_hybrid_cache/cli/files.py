@@ -1,15 +1,12 @@
 """Reading files: their bytes, or their text."""
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .console import UsageError
+from .console import json_line as json_line
+from .console import strict_json as strict_json
 
-# Control characters act on a terminal, and many programs end a line at a separator.
-_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
@@ -86,31 +83,3 @@ def read_text(path: Path) -> str:
     if is_pdf(content):
         raise UsageError(f"{path} is a PDF, not text: pass it as --document, or a file of its text.")
     return plain_text(str(path), content)
-
-
-def json_line(value: Any) -> str:
-    """A value as a line of JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_ESCAPES) + "\n"
-
-
-def strict_json(line: str) -> Any:
-    """
-    Parse JSON that can be written again as it is: each key is given once, numbers are finite, text is UTF-8.
-
-    Raises:
-        ValueError: it is not such JSON.
-        RecursionError: it is nested too deeply.
-    """
-    value = json.loads(line, object_pairs_hook=_with_keys_once)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    return value
-
-
-def _with_keys_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its keys and values; raises `ValueError` if a key is given twice."""
-    fields: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in fields:
-            raise ValueError(f"the key {key!r} is given twice")
-        fields[key] = value
-    return fields

@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -12,13 +11,9 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+from .console import _end
+
 _Handler = Callable[[int, FrameType | None], Any]
-
-
-def end_at_once() -> None:
-    """Let Ctrl-C end the process from here on, while no work could be left half-done."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell lets it be ignored
-        signal.signal(signal.SIGINT, _end)
 
 
 @contextlib.contextmanager
@@ -72,9 +67,3 @@ def _exchanged(before: _Handler, meanwhile: _Handler) -> Iterator[None]:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     pass
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    os._exit(130)

@@ -1,144 +1,323 @@
-"""Options that several subcommands declare, and `run_on_node`, which binds the process before torch is imported."""
+"""
+The options of the commands: a field of a dataclass is an option, and its help is its documentation.
 
-import re
+Nothing here imports torch or transformers, so a wrong option is told at once.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .choices import DTYPES, NAMED_MODELS
-from .distributed.nodes import NodeError, bind_to_node, spread_over_nodes
-from .distributed.ranks import local_rank
+from .console import UsageError, fail
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..chat import AnswerSettings
+    from ..prefix_store import PrefixStore
 
 # The groups of options in a help text.
-DOCUMENT, ANSWER, CACHE, MODEL, MACHINE = "Document", "Answer", "Cache", "Model", "Machine"
-
-Model = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(NAMED_MODELS)}, a model of the Hugging Face Hub, or a folder.", rich_help_panel=MODEL
-    ),
-]
-Bits = Annotated[
-    int | None,
-    typer.Option(
-        help="Bits of each key and value, 8, 4 or 2; means --cache quantized, whose default is 4.",
-        rich_help_panel=CACHE,
-    ),
-]
-Weights = Annotated[
-    int | None,
-    typer.Option(
-        help="Bits of each weight, 8 or 4, for a model on the CPU. Default: as they are.", rich_help_panel=MODEL
-    ),
-]
-Experts = Annotated[
-    str | None,
-    typer.Option(
-        help="host: keep the experts of a mixture-of-experts model in host memory. Default: where the model is.",
-        rich_help_panel=MODEL,
-    ),
-]
-ExpertBits = Annotated[
-    int | None,
-    typer.Option(
-        help="Bits of each weight of the experts, 8 or 4; needs --experts host. Default: as they are.",
-        rich_help_panel=MODEL,
-    ),
-]
-PrefillChunkSize = Annotated[
-    int, typer.Option(min=1, help="Tokens of the prompt per forward pass.", rich_help_panel=MACHINE)
-]
-Keep = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Keep what is read in this folder, and take from it what was read before; it is made if there is none. "
-        "Forward passes of a prompt have their default size then.",
-        rich_help_panel=DOCUMENT,
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        min=0.0, help="Temperature of sampling; 0 takes the likeliest token each time.", rich_help_panel=ANSWER
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample from the likeliest tokens that have this probability together. Default: 1.", rich_help_panel=ANSWER
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(help="Above 1: tokens that have occurred become less likely. Default: none.", rich_help_panel=ANSWER),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=2**64 - 1,
-        help="Seed of sampling: the same one gives the same answer. Default: none.",
-        rich_help_panel=ANSWER,
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        help="System message, before the document. Default: that of the chat template.", rich_help_panel=ANSWER
-    ),
-]
-DType = Annotated[
-    str | None,
-    typer.Option(
-        help=f"One of {', '.join(DTYPES)}. Default: the checkpoint's.",
-        rich_help_panel=MODEL,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, cuda:1, ... Default: the accelerator, if there is one.", rich_help_panel=MACHINE),
-]
-CpuNode = Annotated[
-    str | None,
-    typer.Option(
-        "--cpu-node",
-        metavar="N|all",
-        help="NUMA node, mostly a socket, whose processors run the process and whose memory it takes first. With "
-        "torchrun it is the node of the first process; each other process takes the next node. all: all processors, "
-        "with memory of all nodes in turn.",
-        rich_help_panel=MACHINE,
-    ),
-]
+DOCUMENT, ANSWER, CACHE, MODEL = "Document", "Answer", "Cache", "Model"
+CACHES = ("stock", "dynamic", "offloaded", "quantized")
+BITS = (8, 4, 2)
+WEIGHT_BITS = (8, 4)
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_BITS = 4
+# Tokens of an answer at most; with --compare, of the answer of each cache.
+NEW_TOKENS, COMPARED_TOKENS = 256, 64
 
 
-def run_on_node(choice: str | None) -> None:
+def option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
+    """An option of typer, in a group of the help text; names are needed where the field does not give them."""
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **more)
+
+
+# Options that several commands have, and that are not of one of the dataclasses.
+DocumentOption = Annotated[
+    list[str] | None,
+    option(
+        DOCUMENT,
+        "Text, PDF, docx or HTML to ask about, a folder of them, or - for standard input; may be repeated. What "
+        "does not fit is cut off and said. Default: none, the model is asked alone.",
+        metavar="FILE|FOLDER|-",
+    ),
+]
+DTypeOption = Annotated[str | None, option(MODEL, f"One of {', '.join(DTYPES)}. Default: the checkpoint's.")]
+AsJson = Annotated[bool, option(ANSWER, "Print lines of JSON.", "--json")]
+Quiet = Annotated[bool, option(ANSWER, "No remarks, and no progress.", "--quiet")]
+
+_SAMPLING = ("--temperature", "--top-p", "--top-k", "--repetition-penalty", "--seed")
+# Two options that exclude each other in every command that has both, and what is said where both are given.
+EXCLUDING: tuple[tuple[str, str, str], ...] = (
+    ("--compare", "--cache", "--compare takes every cache: drop --cache."),
+    ("--compare", "--cpu-decode", "--compare is of caches as they are: drop --cpu-decode."),
+    ("--compare", "--keep", "--keep is for one cache, --compare for all: drop one of them."),
+    *(("--compare", option, f"--compare takes the likeliest token each time: drop {option}.") for option in _SAMPLING),
+    ("--prompt-file", "--document", "--prompt-file is the whole prompt: drop it, or --document."),
+    ("--prompt-file", "--question", "--prompt-file is the whole prompt: drop it, or --question."),
+    ("--prompt-file", "--context", "--prompt-file is used as it is: drop --context, or pass it as --document."),
+    ("--prompt-file", "--system", "--prompt-file is used as it is: drop --system, or pass it as --document."),
+    ("--resume", "--document", "--resume goes on with the document of the conversation: drop --document."),
+    ("--resume", "--context", "--resume goes on with the document of the conversation: drop --context."),
+    ("--resume", "--system", "--resume goes on with the system message of the conversation: drop --system."),
+    ("--weights", "--experts", "--weights is of all weights, experts too: drop it, or --experts."),
+    ("--remove-all", "--remove", "--remove-all removes all: drop --remove."),
+    *(
+        ("--json", option, f"--json is of the list: drop it, or {option}.")
+        for option in ("--remove", "--remove-all", "--verify")
+    ),
+)
+
+
+def check_exclusions(given: Collection[str]) -> None:
+    """Raise `UsageError` if two of the given options are a row of `EXCLUDING`; `with_options` calls it."""
+    for first, second, way_out in EXCLUDING:
+        if first in given and second in given:
+            raise UsageError(way_out)
+
+
+def check_choice(option: str, value: object, choices: Collection[object]) -> None:
+    """Raise `UsageError` if the value of an option was given and is not one of the choices."""
+    if value is not None and value not in choices:
+        shown = repr(value) if isinstance(value, str) else value
+        raise UsageError(f"{option} {shown} is not one of {', '.join(map(str, choices))}.")
+
+
+def torch_dtype_of(name: str | None) -> "torch.dtype | None":
+    """The type of a name in `DTYPES`; `None` for `None`."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What stands before the first question, beside the documents."""
+
+    context: Annotated[
+        int | None,
+        option(
+            DOCUMENT,
+            "Tokens of the document to read at most. Default: what fits the model; in batch, too many are an error.",
+            "--context",
+            "--context-tokens",
+            min=1,
+        ),
+    ] = None
+    system: Annotated[
+        str | None, option(DOCUMENT, "System message, before the document. Default: that of the chat template.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache that answers; raises `UsageError` for a value that there is not, or that the cache would ignore."""
+
+    cache: Annotated[str | None, option(CACHE, f"One of {', '.join(CACHES)}. Default: dynamic.")] = None
+    bits: Annotated[
+        int | None,
+        option(CACHE, f"Bits of keys and values, 8, 4 or 2: a quantized cache. Its default: {DEFAULT_BITS}."),
+    ] = None
+    cpu_decode: Annotated[
+        str | None,
+        option(CACHE, "yes, no: the CPU attends to tokens in host memory. Default: yes for a model on the CPU."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_choice("--cache", self.cache, CACHES)
+        check_choice("--bits", self.bits, BITS)
+        check_choice("--cpu-decode", self.cpu_decode, ("yes", "no"))
+        if self.bits is not None and self.name != "quantized":
+            raise UsageError(f"--bits is for --cache quantized, and the cache is {self.name}: drop one of them.")
+        if self.cpu_decode is not None and self.name == "stock":
+            raise UsageError("--cache stock is transformers' own: drop --cpu-decode.")
+
+    @property
+    def name(self) -> str:
+        """One of `CACHES`; `--bits` alone means "quantized", and neither option "dynamic"."""
+        return self.cache or ("dynamic" if self.bits is None else "quantized")
+
+    @property
+    def quantized_bits(self) -> int | None:
+        """Bits of keys and values in a quantized cache; `None` for another cache."""
+        return (self.bits or DEFAULT_BITS) if self.name == "quantized" else None
+
+    @property
+    def decodes_on_cpu(self) -> bool | None:
+        """Whether the CPU attends to the tokens in host memory; `None` for the default of the cache."""
+        return None if self.cpu_decode is None else self.cpu_decode == "yes"
+
+    def require_ours(self, what: str) -> None:
+        """Raise `UsageError` if the cache is transformers' own, where an option or a command needs one of ours."""
+        if self.name == "stock":
+            raise UsageError(f"--cache stock is transformers' own, and {what} needs one of {', '.join(CACHES[1:])}.")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that answers, and how it holds its weights; raises `UsageError` for a value that there is not."""
+
+    model: Annotated[
+        str, option(MODEL, f"{DEFAULT_MODEL}, a model of the Hugging Face Hub, a folder, or a GGUF file.")
+    ] = DEFAULT_MODEL
+    weights: Annotated[
+        int | None, option(MODEL, "Bits of each weight, 8 or 4, for a model on the CPU. Default: as they are.")
+    ] = None
+    experts: Annotated[
+        str | None,
+        option(MODEL, "host: a mixture of experts keeps them in host memory. Default: where the model is."),
+    ] = None
+    expert_bits: Annotated[
+        int | None, option(MODEL, "Bits of each weight of experts in host memory, 8 or 4. Default: as they are.")
+    ] = None
+    dtype: DTypeOption = None
+    device: Annotated[
+        str | None, option(MODEL, "cpu, cuda, cuda:1, ... Default: the accelerator, if there is one.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_choice("--weights", self.weights, WEIGHT_BITS)
+        check_choice("--experts", self.experts, ("host",))
+        check_choice("--expert-bits", self.expert_bits, WEIGHT_BITS)
+        check_choice("--dtype", self.dtype, DTYPES)
+        if self.expert_bits is not None and self.experts is None:
+            raise UsageError(f"--expert-bits {self.expert_bits} is for experts in host memory: add --experts host.")
+
+    @property
+    def name(self) -> str:
+        return self.model
+
+    @property
+    def torch_dtype(self) -> "torch.dtype | None":
+        return torch_dtype_of(self.dtype)
+
+    @property
+    def quantized_bits(self) -> int | None:
+        """Bits of the weights that are quantized, all of them or those of experts; `None` quantizes none."""
+        return self.expert_bits if self.weights is None else self.weights
+
+    @property
+    def only_experts(self) -> bool:
+        """Whether weights other than those of experts stay as they are."""
+        return self.weights is None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How an answer is generated; raises `UsageError` for what `AnswerSettings` refuses."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        option(ANSWER, f"Tokens of the answer at most. Default: {NEW_TOKENS}, with --compare {COMPARED_TOKENS}."),
+    ] = None
+    temperature: Annotated[float, option(ANSWER, "Of sampling; 0 takes the likeliest token each time.")] = 0.0
+    top_p: Annotated[
+        float | None, option(ANSWER, "Sample from the likeliest tokens with this probability together. Default: 1.")
+    ] = None
+    top_k: Annotated[int | None, option(ANSWER, "Sample from so many of the likeliest tokens. Default: all.")] = None
+    repetition_penalty: Annotated[
+        float | None, option(ANSWER, "Above 1: tokens that have occurred become less likely. Default: none.")
+    ] = None
+    seed: Annotated[
+        int | None, option(ANSWER, "Seed of sampling: the same one gives the same answer. Default: none.")
+    ] = None
+    stop: Annotated[
+        list[str] | None, option(ANSWER, "End the answer before this text; may be repeated. Default: none.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self, default_max_new_tokens: int = NEW_TOKENS) -> "AnswerSettings":
+        """The settings as `hf_hybrid_cache.chat` takes them; raises `UsageError` for one that is out of its range."""
+        from ..chat import AnswerSettings, SettingError
+
+        max_new_tokens = default_max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        given = asdict(self) | {"max_new_tokens": max_new_tokens, "stop": tuple(self.stop or ())}
+        try:
+            return AnswerSettings(**given)
+        except SettingError as error:  # whose message begins with the name of the setting
+            name, _, reason = str(error).partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {reason}") from error
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The folder in which what is read is kept; raises `UsageError` for a limit that is no size, or of no folder."""
+
+    keep: Annotated[
+        Path | None,
+        option(DOCUMENT, "Folder that keeps what is read, and gives what was read before; it is made if needed."),
+    ] = None
+    keep_max: Annotated[
+        str | None,
+        option(DOCUMENT, "Its size at most, such as 20GiB; what was used longest ago goes first. Default: the disk's."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.keep_max is None:
+            return
+        if self.keep is None:
+            raise UsageError("--keep-max is the limit of a folder: name that with --keep.")
+        from ..planning.sizes import parse_bytes
+
+        try:
+            parse_bytes(self.keep_max)
+        except ValueError as error:
+            raise UsageError(f"--keep-max: {error}") from error
+
+    def store(self) -> "PrefixStore | None":
+        """The store in the folder, which is made if there is none; `None` without the option."""
+        if self.keep is None:
+            return None
+        from ..prefix_store import PrefixStore
+
+        return PrefixStore(self.keep, max_bytes=self.keep_max)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """
-    Bind the process to the NUMA node that `--cpu-node` names; call it before torch is imported and counts processors.
+    Make of a command's dataclass parameters the options that typer reads, one for each field.
 
-    Of the processes that `torchrun` starts on a machine, the first one takes that node, and the others the next nodes.
+    The command is called with the dataclasses. An error that one of them raises, or that two options exclude each
+    other, is a line on standard error and exit code 2.
 
-    Raises:
-        typer.Exit: there is no such node; the exit code is 2.
+    Example:
+        >>> @app.command()
+        ... @with_options
+        ... def generate(model: Model, keep: Keep, document: DocumentOption = None) -> None:
+        ...     "Answer a question about a document."
     """
-    if choice is None:
-        return
-    if not re.fullmatch(r"all|\d{1,9}", choice):
-        raise refusal(f"--cpu-node must be the number of a node or all, got {choice!r}.")
-    try:
-        if choice == "all":
-            warning = spread_over_nodes()
-        else:
-            choice = str(int(choice) + local_rank())
-            warning = bind_to_node(int(choice))
-    except NodeError as error:
-        raise refusal(f"--cpu-node {choice}: {error}") from error
-    if warning is not None:
-        typer.echo(f"warning: {warning}", err=True)
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
+    parameters = [each for each in own if each.name not in groups]
+    parameters += [each for group in groups.values() for each in inspect.signature(group).parameters.values()]
+    assert len({each.name for each in parameters}) == len(parameters), f"{command.__name__} has an option twice"
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        try:
+            check_exclusions({_name_of(each) for each in parameters if values[each.name] not in (each.default, [])})
+            made = {
+                name: group(**{each.name: values.pop(each.name) for each in fields(group)})
+                for name, group in groups.items()
+            }
+        except UsageError as error:
+            raise fail(str(error)) from error
+        command(**values, **made)
+
+    vars(run)["__signature__"] = inspect.Signature([each.replace(kind=each.KEYWORD_ONLY) for each in parameters])
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
-def refusal(message: str) -> typer.Exit:
-    """Print an error, and return the exception to raise where `exit_codes` would import for seconds."""
-    typer.echo(f"error: {message}", err=True)
-    return typer.Exit(2)
+def _name_of(parameter: inspect.Parameter) -> str:
+    """The name of an option on the command line, of which typer keeps a given one as the default."""
+    given = [each.default for each in getattr(parameter.annotation, "__metadata__", ())]
+    return given[0] if given and isinstance(given[0], str) else f"--{parameter.name.replace('_', '-')}"

@@ -4,7 +4,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from .console import without_controls
+from .console import write as write
 
 
 class TokenStream:
@@ -35,13 +35,6 @@ class _Words(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         write(self._out, text)
-
-
-def write(out: Console, text: str) -> None:
-    """Write a text as it is, without control characters and without a new line at its end."""
-    if not out.quiet:
-        out.file.write(without_controls(text))  # rich would write spaces for a tab
-        out.file.flush()
 
 
 def is_encodable(text: str) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 
 from ...jobs import EXECUTORS
 from ..choices import DEFAULT_BITS
-from ..console import UsageError, check_choice
+from ..console import UsageError
+from ..earlier_console import check_choice
 from ..files import STANDARD_OUTPUT
 from ..loading.model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..choices import DEFAULT_BITS
-from ..console import UsageError, cache_of_ours
+from ..console import UsageError
+from ..earlier_console import cache_of_ours
 from ..files import STANDARD_INPUT
 from ..loading.model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...layers import Selection
 from ..choices import CACHES
-from ..console import UsageError, check_bits, check_choice
+from ..console import UsageError
 from ..distributed.ranks import num_processes
+from ..earlier_console import check_bits, check_choice
 from ..runs.timed_run import DISTRIBUTED_CACHES, CacheOptions
 
 if TYPE_CHECKING:

@@ -27,8 +27,9 @@ def kept(
 
     The one used last is number 1. Each size has what several share, too.
     """
-    from ..console import UsageError, exit_codes
+    from ..console import UsageError
     from ..distributed.group import consoles
+    from ..earlier_console import exit_codes
     from .kept import list_kept, remove_kept, verify_kept
     from .kept_list import existing_store
 

@@ -7,7 +7,7 @@ import typer
 
 from ...models.shapes import ALIASES, SHAPES
 from ...prefill_chunks import PREFILL_CHUNK_SIZE
-from ..options import CpuNode, DType, refusal, run_on_node
+from ..earlier_options import CpuNode, DType, refusal, run_on_node
 
 
 def _print_models(context: typer.Context, wanted: bool) -> None:
@@ -81,8 +81,8 @@ def plan(
     if cpu_node is not None and not calibrate_first:
         raise refusal("--cpu-node says where --calibrate measures: pass both, or drop it.")
     run_on_node(cpu_node)
-    from ..console import dtype_of, exit_codes
     from ..distributed.group import consoles
+    from ..earlier_console import dtype_of, exit_codes
     from .plan_options import PlanOptions, parsed_bandwidth, parsed_memory, parsed_tokens
     from .plan_report import report
 
