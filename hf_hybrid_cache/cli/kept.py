@@ -35,7 +35,7 @@ class Numbered:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields that `kept --json` prints; `None` for what is not known."""
-        kept, details = self.kept, getattr(self.kept, "details", {})
+        kept, details = self.kept, self.kept.details
         return {
             "number": self.number,
             "id": kept.id,

@@ -1,8 +1,10 @@
 """The prompts and conversations that a store has, as lists show them."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ class KeptPrompt:
         document_tokens: those before the first answer; all of them if it is a prompt.
         num_bytes: of its files, with those that other prompts share.
         last_use: seconds since the epoch.
+        details: that it was given.
     """
 
     id: str
@@ -38,6 +41,7 @@ class KeptPrompt:
     document_tokens: int
     num_bytes: int
     last_use: float
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -120,9 +124,10 @@ def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> Kept
         entry.id.hex(),
         description.identity,
         description.model_name,
-        description.title,
+        description.label.title,
         token_ids,
         description.document_tokens or len(token_ids),
         num_bytes,
         entry.last_use,
+        description.label.details,
     )

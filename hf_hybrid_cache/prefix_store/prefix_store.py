@@ -3,8 +3,9 @@
 import copy
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from .errors import PrefixStoreError
 from .keeping import Keeper
 from .kept_prompts import KeptPrompt, KeptPrompts
 from .lookup import find, find_all, parts_of
-from .nodes.description import require_described
+from .nodes.description import Label, require_described
 from .nodes.filling import fill
 from .nodes.keys import token_ids_of
 from .obstacles import obstacles
@@ -85,6 +86,7 @@ class PrefixStore(KeptPrompts):
         *,
         document_tokens: int = 0,
         title: str = "",
+        details: Mapping[str, Any] | None = None,
         progress: bool | Callable[[int], None] = True,
     ) -> Reuse:
         """
@@ -103,6 +105,7 @@ class PrefixStore(KeptPrompts):
                 several processes goes on from the last multiple of 2,048 tokens; another one in a quantized cache from
                 one of 512 if they part near the end.
             title: of the prompt, for lists.
+            details: of the prompt, for who lists them: names and values of JSON.
             progress: show tokens, tokens a second, and the time that is left. Or what is called with the number of
                 tokens that came from the store, and then with that of each pass.
 
@@ -118,9 +121,9 @@ class PrefixStore(KeptPrompts):
         Warns:
             UserWarning: there is no room, so what is read is not kept; or a file is damaged, which is removed.
         """
-        agreement = Agreement.for_cache(cache)
+        agreement, label = Agreement.for_cache(cache), Label(title, details or {})
         prompt = agreement.same(
-            lambda: self._checked(model, input_ids, cache, document_tokens, title), lambda each: _checksum(each.keys)
+            lambda: self._checked(model, input_ids, cache, document_tokens, label), lambda each: _checksum(each.keys)
         )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
         return self._read(prompt, agreement, progress)
@@ -174,7 +177,7 @@ class PrefixStore(KeptPrompts):
         with batch.filling():
             for row, token_ids in enumerate(batch.prompts):
                 alone = copy.deepcopy(batch.empty)  # takes the place of the one before, whose memory is free then
-                prompt = Prompt.checked(model, token_ids, alone, document_tokens, title, identity)
+                prompt = Prompt.checked(model, token_ids, alone, document_tokens, Label(title), identity)
                 reuses.append(self._read(prompt, Agreement.for_cache(alone), progress))
                 batch.place(row, alone)
         return reuses
@@ -187,6 +190,7 @@ class PrefixStore(KeptPrompts):
         *,
         document_tokens: int,
         title: str = "",
+        details: Mapping[str, Any] | None = None,
         replaces: str | None = None,
     ) -> str:
         """
@@ -202,6 +206,7 @@ class PrefixStore(KeptPrompts):
             cache: holds the first of them.
             document_tokens: how many of them were read by `prefill`.
             title: of the conversation, for lists.
+            details: of the conversation, see `prefill`.
             replaces: id of the same conversation as it was kept before, so that lists do not have both: a turn that was
                 taken back since is removed.
 
@@ -213,7 +218,8 @@ class PrefixStore(KeptPrompts):
                 cache cannot keep its share.
             PrefixFolderError: the folder cannot be written, or has no room.
         """
-        keep = partial(self._keep_share, model, token_ids, cache, document_tokens, title, replaces)
+        label = Label(title, details or {})
+        keep = partial(self._keep_share, model, token_ids, cache, document_tokens, label, replaces)
         return Agreement.for_cache(cache).together(keep)
 
     def _keep_share(
@@ -222,12 +228,12 @@ class PrefixStore(KeptPrompts):
         token_ids: TokenIds,
         cache: HybridCache,
         document_tokens: int,
-        title: str,
+        label: Label,
         replaces: str | None,
     ) -> str:
         """Keep the share of this process, see `keep`."""
         identity = identity_for(model, cache, self._identity)
-        conversation = Conversation.checked(model, token_ids, cache, document_tokens, title, identity)
+        conversation = Conversation.checked(model, token_ids, cache, document_tokens, label, identity)
         replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), conversation.keys)
         if replaced is not None:
             replaced.remove_taken_back()
@@ -290,17 +296,17 @@ class PrefixStore(KeptPrompts):
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
             PrefixFolderError: the folder cannot be read.
         """
-        prompt = self._checked(model, input_ids, cache, 0, "")
+        prompt = self._checked(model, input_ids, cache, 0, Label())
         found = find(self._folder, prompt)
         found.match.close()
         return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
 
     def _checked(
-        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, title: str
+        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, label: Label
     ) -> Prompt:
         """Return a prompt after all checks."""
         identity = identity_for(model, cache, self._identity)
-        return Prompt.checked(model, input_ids, cache, document_tokens, title, identity)
+        return Prompt.checked(model, input_ids, cache, document_tokens, label, identity)
 
     def _read(self, prompt: Prompt, agreement: Agreement, progress: bool | Callable[[int], None]) -> Reuse:
         """Fill the cache of a prompt from the store, and by reading the rest, which is kept."""

@@ -2,7 +2,8 @@
 
 import json
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,20 @@ _MOST_TOKEN_IDS = 2**30
 
 
 @dataclass(frozen=True)
+class Label:
+    """
+    What lists show of a prompt.
+
+    Attributes:
+        title: given by who keeps it.
+        details: likewise, by names, as JSON has them.
+    """
+
+    title: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class NodeDescription:
     """
     The description of a node.
@@ -29,7 +44,7 @@ class NodeDescription:
     Attributes:
         identity: of the model and the form of the cache.
         model_name: for lists.
-        title: for lists.
+        label: for lists.
         document_tokens: of a conversation, those before the first question; 0 of a prompt.
         rest: token ids of a conversation after those whose states are stored.
         states: its tensors.
@@ -37,7 +52,7 @@ class NodeDescription:
 
     identity: Identity
     model_name: str
-    title: str
+    label: Label
     document_tokens: int = 0
     rest: tuple[int, ...] = ()
     states: "NodeStates | None" = None
@@ -47,12 +62,12 @@ class NodeDescription:
         cls,
         model: "PreTrainedModel",
         identity: Identity,
-        title: str,
+        label: Label,
         document_tokens: int = 0,
         rest: tuple[int, ...] = (),
     ) -> "NodeDescription":
         """Describe a node of a model, without its states."""
-        return cls(identity, str(model.config.name_or_path or type(model).__name__), title, document_tokens, rest)
+        return cls(identity, str(model.config.name_or_path or type(model).__name__), label, document_tokens, rest)
 
     def with_states(self, states: "NodeStates") -> "NodeDescription":
         return replace(self, states=states)
@@ -63,7 +78,8 @@ class NodeDescription:
         tree = {
             "identity": self.identity.to_json(),
             "model_name": self.model_name,
-            "title": self.title,
+            "title": self.label.title,
+            "details": dict(self.label.details),
             "document_tokens": self.document_tokens,
             "rest": self.rest,
             "states": self.states.to_tree(),
@@ -88,8 +104,8 @@ class NodeDescription:
             identity = Identity.from_json(tree["identity"])
             rest = tuple(as_count(token, _MOST_TOKEN_IDS) for token in tree["rest"])
             states = _states_of(tree["states"]) if with_states else None
-            told = str(tree["model_name"]), str(tree["title"]), as_count(tree["document_tokens"])
-            return cls(identity, *told, rest, states)
+            label = Label(str(tree["title"]), dict(tree.get("details", {})))
+            return cls(identity, str(tree["model_name"]), label, as_count(tree["document_tokens"]), rest, states)
         except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"does not describe a node ({type(error).__name__}: {error}).") from error
 

@@ -10,7 +10,7 @@ from ...cache import HybridCache, contents_of
 from ...model_identity import Identity
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
-from ..nodes.description import NodeDescription
+from ..nodes.description import Label, NodeDescription
 from ..nodes.keys import keys_as_they_came
 from .checks import require_short_enough, require_text
 from .passes import Passes
@@ -35,7 +35,7 @@ class Conversation(Prompt):
         token_ids: TokenIds,
         cache: HybridCache,
         document_tokens: int,
-        title: str,
+        label: Label,
         identity: Identity,
     ) -> "Conversation":
         """
@@ -54,7 +54,7 @@ class Conversation(Prompt):
                 f"{document_tokens:,}: the document comes first, and the cache holds no more than the conversation."
             )
         passes = Passes.of(document_tokens, document_tokens, model, contents_of(cache))
-        return cls(model, tokens, cache, passes, identity, title, held)
+        return cls(model, tokens, cache, passes, identity, label, held)
 
     @cached_property
     def keys(self) -> np.ndarray:
@@ -67,4 +67,4 @@ class Conversation(Prompt):
     def description(self) -> NodeDescription:
         """The description of its nodes, with the tokens that the cache lacks, and without their states."""
         rest = tuple(self.token_ids[0, self.held :].tolist())
-        return NodeDescription.of(self.model, self.identity, self.title, self.passes.num_tokens, rest)
+        return NodeDescription.of(self.model, self.identity, self.label, self.passes.num_tokens, rest)

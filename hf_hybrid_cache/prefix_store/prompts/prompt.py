@@ -11,7 +11,7 @@ from ...cache import Contents, HybridCache, contents_of
 from ...model_identity import Identity
 from ...token_ids import TokenIds, as_token_ids
 from ..errors import PrefixStoreError
-from ..nodes.description import NodeDescription
+from ..nodes.description import Label, NodeDescription
 from .checks import require_new, require_short_enough, require_text
 from .passes import Passes
 
@@ -25,7 +25,7 @@ class Prompt:
         token_ids: `[1, tokens]`, all of them.
         passes: in which it is read.
         identity: of the model and the form of the cache.
-        title: for lists.
+        label: for lists.
     """
 
     model: PreTrainedModel
@@ -33,7 +33,7 @@ class Prompt:
     cache: HybridCache
     passes: Passes
     identity: Identity
-    title: str
+    label: Label
 
     @classmethod
     def checked(
@@ -42,7 +42,7 @@ class Prompt:
         input_ids: TokenIds,
         cache: HybridCache,
         document_tokens: int,
-        title: str,
+        label: Label,
         identity: Identity,
     ) -> "Prompt":
         """
@@ -67,7 +67,7 @@ class Prompt:
             raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
         read_tokens = tokens if document_tokens == tokens else tokens - 1
         passes = Passes.of(read_tokens, document_tokens, model, contents_of(cache))
-        return cls(model, token_ids, cache, passes, identity, title)
+        return cls(model, token_ids, cache, passes, identity, label)
 
     @property
     def contents(self) -> Contents:
@@ -82,4 +82,4 @@ class Prompt:
     @property
     def description(self) -> NodeDescription:
         """The description of its nodes, without their states."""
-        return NodeDescription.of(self.model, self.identity, self.title)
+        return NodeDescription.of(self.model, self.identity, self.label)

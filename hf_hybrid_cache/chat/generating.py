@@ -1,0 +1,232 @@
+"""Generating answers on a thread of their own, so that their text comes as it is made, and Ctrl-C ends them whole."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from ..cache import HybridCache
+from ..cache_argument import cache_argument
+from .settings import AnswerSettings
+
+FinishReason = Literal["stop", "length", "context", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    An answer, and what it took.
+
+    Attributes:
+        question: its text.
+        text: of the answer, without special tokens and what ended it.
+        token_ids: of the answer, with what ended it.
+        finish_reason: "stop" after an end-of-text token or a text of `AnswerSettings.stop`, "length" after
+            `max_new_tokens`, "context" where the model's context was full before, "interrupted" by who asked.
+        prompt_tokens: tokens before the answer, those of the question among them.
+        first_token_seconds: from the question to the first token, with documents that were read meanwhile.
+        seconds: from the question to the last token, of all answers that were generated together.
+        together: how many answers that were.
+    """
+
+    question: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    first_token_seconds: float
+    seconds: float
+    together: int = 1
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second after the first one; `None` for an answer of one token."""
+        after_first = self.seconds - self.first_token_seconds
+        return (len(self.token_ids) - 1) / after_first if len(self.token_ids) > 1 and after_first > 0 else None
+
+
+class Generator:
+    """
+    Generates answers with one model, on one thread.
+
+    Args:
+        model: of any decoder architecture.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self._model, self._tokenizer = model, tokenizer
+        # One thread for all answers, because libraries keep threads of their own for each.
+        self._pool = ThreadPoolExecutor(1, "answers")
+
+    def pieces(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: Cache,
+        settings: AnswerSettings,
+        into: "Rows",
+    ) -> Iterator[str]:
+        """
+        Generate, and yield the text of the first answer, in a piece for each step, which may be empty.
+
+        Closing the iterator, or Ctrl-C, ends the answers after the step at hand; the cache is whole then.
+
+        Args:
+            input_ids: `[answers, tokens]`, the prompts.
+            attention_mask: the same shape; 0 for padding.
+            cache: with the first tokens of the prompts.
+            settings: how the answers are generated.
+            into: receives their tokens.
+        """
+        pieces: SimpleQueue[str | None] = SimpleQueue()
+        stopping = threading.Event()
+        streamer = _Streamer(self._tokenizer, pieces, into)
+
+        def generate() -> None:
+            try:
+                self._generate(input_ids, attention_mask, cache, settings, streamer, stopping)
+            finally:
+                pieces.put(None)
+
+        future = self._pool.submit(generate)
+        try:
+            yield from _before(settings.stop, iter(pieces.get, None))
+        finally:
+            stopping.set()
+            _wait_for(future)
+            if isinstance(cache, HybridCache) and future.exception() is None:
+                cache.note_tokens(torch.cat([input_ids.cpu(), torch.tensor(into.token_ids, dtype=torch.long)], dim=1))
+        future.result()
+
+    def text(self, token_ids: list[int], stop: Sequence[str]) -> str:
+        """Return the text of an answer, up to the first of the texts that end one."""
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        ends = [text.index(each) for each in stop if each in text]
+        return text[: min(ends, default=len(text))].strip()
+
+    def is_end(self, token: int) -> bool:
+        """Return whether a token is an end-of-text token of the model."""
+        given = getattr(self._model.generation_config, "eos_token_id", None)
+        return token in ([] if given is None else [given] if isinstance(given, int) else given)
+
+    def until_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens of an answer without the padding that follows it where others are longer."""
+        ends = (index for index, token in enumerate(token_ids, 1) if self.is_end(token))
+        token_ids = list(token_ids[: next(ends, len(token_ids))])
+        padding = self._tokenizer.pad_token_id
+        while token_ids and token_ids[-1] == padding and not self.is_end(padding):
+            token_ids.pop()
+        return token_ids
+
+    def _generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: Cache,
+        settings: AnswerSettings,
+        streamer: "_Streamer",
+        stopping: threading.Event,
+    ) -> None:
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
+        device, options = self._model.device, settings.options()
+        if settings.stop:
+            options |= {"stop_strings": list(settings.stop), "tokenizer": self._tokenizer}
+        self._model.generate(  # type: ignore[operator]
+            input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            **cache_argument(cache),
+            max_new_tokens=settings.max_new_tokens,
+            streamer=streamer,
+            stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), stopping.is_set(), device=ids.device)],
+            **options,
+        )
+
+
+class Rows:
+    """
+    The tokens of answers that are generated together, and when they came.
+
+    Attributes:
+        token_ids: of each answer.
+        first: when the first tokens came; `None` before.
+        last: when the last ones came.
+    """
+
+    def __init__(self, num_answers: int = 1) -> None:
+        self.token_ids: list[list[int]] = [[] for _ in range(num_answers)]
+        self.first: float | None = None
+        self.last = time.perf_counter()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take the next token of each answer."""
+        self.last = time.perf_counter()
+        self.first = self.last if self.first is None else self.first
+        for row, token in zip(self.token_ids, tokens, strict=True):
+            row.append(token)
+
+
+class _Streamer(BaseStreamer):
+    """Takes tokens from `generate`, after the prompts, which come first, and puts text into a queue."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]", rows: Rows):
+        self._rows, self._pieces, self._is_prompt = rows, pieces, True
+        self._words = _Words(tokenizer, pieces)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._rows.add(value.tolist())
+        self._pieces.put("")
+        self._words.put(value[:1])
+
+    def end(self) -> None:
+        self._words.end()
+
+
+class _Words(TextStreamer):
+    """Puts text into a queue as soon as its words are complete."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pieces: "SimpleQueue[str | None]"):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._pieces = pieces
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._pieces.put(text)
+
+
+def _before(stop: Sequence[str], pieces: Iterator[str]) -> Iterator[str]:
+    """Yield pieces of a text up to the first of the texts that end it; what may begin one of these waits."""
+    held, is_ended = "", False
+    for piece in pieces:
+        held += "" if is_ended else piece
+        if ends := [held.index(each) for each in stop if each in held]:
+            held, is_ended = held[: min(ends)], True
+        waiting = 0 if is_ended else max((_overlap(held, each) for each in stop), default=0)
+        ready, held = held[: len(held) - waiting], held[len(held) - waiting :]
+        yield ready
+    yield held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many of the last characters of a text begin another one."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+def _wait_for(future: "Future[Any]") -> None:
+    """Wait for work that ends by itself soon, whatever Ctrl-C says."""
+    while not future.done():
+        try:
+            wait([future])
+        except KeyboardInterrupt:
+            continue

@@ -1,0 +1,68 @@
+"""How an answer is generated."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import HybridCacheError
+
+
+class SettingError(HybridCacheError, ValueError):
+    """A setting of answers is out of its range, or would be ignored; the message names it and gives the range."""
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """
+    How an answer is generated.
+
+    Args:
+        max_new_tokens: tokens of the answer at most.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        top_p: the likeliest tokens with this probability together are sampled from; `None` for all.
+        top_k: so many of the likeliest tokens are sampled from; `None` for all.
+        repetition_penalty: above 1 makes earlier tokens less likely; `None` for no penalty.
+        seed: of the random numbers; `None` for other numbers each time.
+        stop: the answer ends before any of these texts.
+
+    Raises:
+        SettingError: a setting is out of its range, or would be ignored.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise SettingError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}.")
+        if not 0 <= self.temperature < float("inf"):
+            raise SettingError(f"temperature must be a number from 0 on, got {self.temperature}.")
+        for name in ("top_p", "top_k", "seed"):
+            if getattr(self, name) is not None and not self.temperature:
+                raise SettingError(f"{name} is for sampling: give a temperature, such as 0.7, or drop it.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise SettingError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise SettingError(f"top_k must be 1 or more, got {self.top_k}.")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
+            raise SettingError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise SettingError(f"seed must be from 0 to 2**64 - 1, got {self.seed}.")
+        if not all(self.stop):
+            raise SettingError("stop must not have an empty text, before which every answer ends.")
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `model.generate`, which override all settings of the model."""
+        return {
+            "do_sample": self.temperature > 0,
+            "num_beams": 1,
+            # transformers would warn that greedy search ignores settings of the model.
+            "temperature": self.temperature or None,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+        }
