@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,20 @@ def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path
     shown = ["1", first["id"][:8], "conversation", "tiny", "4", "bits", "8", "bits", "205"]
     assert lines[0].split()[: len(shown)] == shown
     assert lines[2].endswith("a.txt: Who?")
+
+
+def test_list_when_printed_then_nothing_heavy_is_imported(folder: Path):
+    program = """
+import sys
+from hf_hybrid_cache.cli import main
+try:
+    main()
+except SystemExit:
+    print(*{"torch", "transformers", "numba"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program, "kept", folder], capture_output=True, text=True, timeout=120)
+    assert len(done.stdout.splitlines()) == 5
+    assert done.stdout.splitlines()[-1].strip() == "", done.stderr
 
 
 def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path: Path):
