@@ -21,11 +21,11 @@ def main() -> None:
     others = OtherProcesses()
     from .app import run  # only now: Ctrl-C can end its imports too
 
-    _let_waiting_threads_sleep(others.processors(), load_average())
+    let_waiting_threads_sleep(others.processors(), load_average())
     run()
 
 
-def _let_waiting_threads_sleep(busy_processors: float, load: float) -> None:
+def let_waiting_threads_sleep(busy_processors: float, load: float) -> None:
     """
     Let threads of OpenMP sleep while they wait where other processes need the processors; before torch is imported.
 

@@ -129,6 +129,8 @@ def test_cache_when_named_or_not_then_is_the_one_of_the_options(options: tuple[s
         ("--temperature nan", "--temperature must be a number from 0 on, got nan."),
         ("--repetition-penalty 0", "--repetition-penalty must be a number above 0, got 0.0."),
         ("--max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0."),
+        ("--system \udcff", "--system '\\udcff' is not UTF-8 text."),
+        ("--stop \udcff", "--stop '\\udcff' is not UTF-8 text."),
         ("--keep-max 20GiB", "--keep-max is the limit of a folder: name that with --keep."),
         ("--keep f --keep-max many", "--keep-max: 'many' is not a size in bytes"),
     ],
