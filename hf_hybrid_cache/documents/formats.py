@@ -1,6 +1,5 @@
 """The text of PDF, Word files, HTML and plain text."""
 
-import ctypes
 import re
 from collections.abc import Callable
 from pathlib import PurePath
@@ -62,34 +61,24 @@ def is_pdf(content: bytes) -> bool:
     return content[:100].lstrip(_MARK + b" \t\r\n").startswith(b"%PDF-")
 
 
-def utf8_text(name: str, content: bytes) -> str:
-    """Decode UTF-8 text without its byte order mark, and let a newline end each line."""
-    try:
-        text = content.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        wrong = f"byte {error.start:,} is {content[error.start]:#04x}"
-        raise DocumentError(f"{name} is not UTF-8 text ({wrong}).") from None
-    if "\0" in text:
-        raise DocumentError(f"{name} is a binary file, not text.")
-    if not text.strip():
-        raise DocumentError(f"{name} is empty.")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _decoded(name: str, content: bytes, remark: Callable[[str], None], encoding: str = "utf-8") -> str:
-    """Decode text by its first bytes, or else as it says; what is not UTF-8 and has no control characters is cp1252."""
+def decoded(name: str, content: bytes, remark: Callable[[str], None] | None, encoding: str = "utf-8") -> str:
+    """Decode text by its first bytes, or else as it says; with a remark, what has no control characters is cp1252."""
     encoding = next((marked for mark, marked in _MARKS.items() if content.startswith(mark)), encoding)
     try:
-        return utf8_text(name, content.decode(encoding).encode())
+        text = content.decode(encoding)
     except (LookupError, UnicodeError) as error:
         if encoding != "utf-8":
             why = " ".join(f"says that it is in {encoding}, and is not: {error}".split())
             raise DocumentError(f"{name} {why}. Save it in UTF-8.") from None
-    text = content.decode("cp1252", errors="replace")
-    if _NOT_IN_TEXT.search(text):
-        return utf8_text(name, content)  # which says what is wrong
-    remark(f"{name}: not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8")
-    return utf8_text(name, text.encode())
+        text, wrong = content.decode("cp1252", errors="replace"), getattr(error, "start", 0)
+        if remark is None or _NOT_IN_TEXT.search(text):
+            raise DocumentError(f"{name} is not UTF-8 text (byte {wrong:,} is {content[wrong]:#04x}).") from None
+        remark(f"{name}: not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8")
+    if "\0" in text:
+        raise DocumentError(f"{name} is a binary file, not text.")
+    if not text.strip():
+        raise DocumentError(f"{name} is empty.")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _pdf_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
@@ -126,12 +115,12 @@ def _page_text(pdf: Any, number: int) -> str:
     printed = page.get_textpage()
     text = printed.get_text_range()
     lines = [line.strip() for line in text.split("\n")]
-    for index in range(raw.FPDFPage_GetAnnotCount(page)):
+    for index in reversed(range(raw.FPDFPage_GetAnnotCount(page))):
         note = raw.FPDFPage_GetAnnot(page, index)
-        if not raw.FPDFAnnot_HasKey(note, b"AS"):
-            # Without a state, flattening ends the process where the drawing of the first one is missing.
-            raw.FPDFAnnot_SetStringValue(note, b"AS", (ctypes.c_ushort * 4)(*b"Off"))
+        size = raw.FPDFAnnot_GetAP(note, raw.FPDF_ANNOT_APPEARANCEMODE_NORMAL, None, 0)
         raw.FPDFPage_CloseAnnot(note)
+        if size <= 2:  # the bytes of no drawing: flattening it would end the process
+            raw.FPDFPage_RemoveAnnot(page, index)
     raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY)
     flat = pdf[number].get_textpage()
     for index in range(printed.count_rects(), flat.count_rects()):
@@ -165,7 +154,7 @@ def _html_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
 
     declared = _DECLARED.search(content[:4096])
     encoding = declared[1].decode().lower() if declared else "utf-8"
-    text = _decoded(name, content, remark, _MEANT.get(encoding, encoding))
+    text = decoded(name, content, remark, _MEANT.get(encoding, encoding))
     parser = html.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True, huge_tree=True)
     page = etree.fromstring(text.encode(), parser)
     if page is None:
@@ -202,5 +191,5 @@ _FORMATS: tuple[tuple[Callable[[str, bytes], bool], str, str, str, Callable[...,
     (lambda _, content: is_pdf(content), "a PDF", "pypdfium2", _SCANNED, _pdf_text),
     (lambda _, content: is_docx(content), "a Word file", "", "", docx_text),
     (_is_html, "HTML", "inscriptis", _FILLED_BY_SCRIPT, _html_text),
-    (lambda *_: True, "text", "", "", _decoded),
+    (lambda *_: True, "text", "", "", decoded),
 )

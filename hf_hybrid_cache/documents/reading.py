@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .formats import DocumentError, is_pdf, text_of, utf8_text
+from .formats import DocumentError, decoded, is_pdf, text_of
 
 _STANDARD_INPUT = "-"
 
@@ -136,15 +136,15 @@ def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: 
 
 def read_text(path: Path) -> str:
     """
-    Read a file of UTF-8 text, such as a prompt.
+    Read a file of UTF-8 text, or UTF-16 with a byte order mark, such as a prompt.
 
     Raises:
-        DocumentError: the file cannot be read, is a PDF, or is not UTF-8 text.
+        DocumentError: the file cannot be read, is a PDF, or is not such text.
     """
     content = _bytes_of(path)
     if is_pdf(content):
         raise DocumentError(f"{_printable(path)} is a PDF, not text: pass it as a document, or a file of its text.")
-    return utf8_text(_printable(path), content)
+    return decoded(_printable(path), content, remark=None)
 
 
 def _bytes_of(path: Path | None) -> bytes:

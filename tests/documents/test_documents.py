@@ -147,6 +147,7 @@ def test_a_pdf_when_filled_in_then_what_is_typed_follows_the_nearest_line():
         f"/Subtype /Widget /FT /Ch /Ff 131072 /T (city) /Opt [[(b) (Berlin)] [(p) (Paris)]] /V (p) {at(98)} /F 4",
         f"/Subtype /Widget /FT /Tx /T (hidden) /V (HIDDEN) {at(60)} /F 2",
         f"/Subtype /Widget /FT /Btn /T (box) /V /Yes /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",  # drawn nowhere
+        f"/Subtype /Widget /FT /Btn /T (other) /V /Yes /AS /On /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",
         f"/Subtype /FreeText /Contents (Paid.) {at(86)} /F 4",
     ]
     said = text_of("a.pdf", pdf_of("Name:\nCity:\nTotal: 7", notes=notes, form=""))
