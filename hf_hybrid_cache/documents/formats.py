@@ -24,8 +24,7 @@ _NOT_SHOWN = (
     " | .//select[.//option[@selected]]//option[not(@selected)]"
     " | .//select[not(@multiple or .//option[@selected])]//option[preceding-sibling::option]"
 )
-_PARAGRAPHS = ("dl", "fieldset", "form", "hr", "section", "table", "title")
-_LINES = ("caption", "dd", "details", "dt", "legend", "summary", "tr")
+_LINES = ("caption", "dd", "details", "dl", "dt", "fieldset", "form", "hr", "legend", "section", "summary")
 _SCANNED = ", as a scanner makes it. Add text to a copy by character recognition (ocrmypdf), and pass that"
 _FILLED_BY_SCRIPT = ", as where a script fills a page. Save what a browser shows"
 _CELL = "\ufdd0"  # the end of a cell: a code point that is no character
@@ -147,9 +146,7 @@ def _html_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
     """The text that a browser would show."""
     from inscriptis import Inscriptis
     from inscriptis.css_profiles import STRICT_CSS_PROFILE
-    from inscriptis.html_properties import Display
     from inscriptis.model.config import ParserConfig
-    from inscriptis.model.html_element import HtmlElement
     from lxml import etree, html
 
     declared = _DECLARED.search(content[:4096])
@@ -172,18 +169,15 @@ def _html_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
         for end in code.iter("br"):
             end.text = "\n"
         etree.strip_tags(code, "*")  # whose spaces and lines would be lost
-    for cell in page.iter("td", "th"):  # of which columns would be made with spaces
+    for cell in page.iter("td", "th"):
         cell.tag = "span"
         if cell.getnext() is not None:
             cell.tail = _CELL + (cell.tail or "")
-    for kind, tags in (("section", _PARAGRAPHS), ("div", _LINES)):
-        for tag in page.iter(*tags):
-            tag.tag = kind
-    # Not after it, too: the lines in it would take that as theirs.
-    section = HtmlElement(tag="section", display=Display.block, margin_before=1)
-    shown = {**STRICT_CSS_PROFILE, "head": HtmlElement(tag="head"), "section": section}
-    text = Inscriptis(page, ParserConfig(css=shown)).get_text()
-    return re.sub(rf" *{_CELL} *", "\t", text).strip("\n")
+    for block in page.iter("table", "tr", *_LINES):  # columns would be made with spaces, and other lines not at all
+        block.tag = "div"
+    title = " ".join(page.findtext(".//title", "").split())
+    text = Inscriptis(page, ParserConfig(css=STRICT_CSS_PROFILE)).get_text().strip("\n")
+    return re.sub(rf" *{_CELL} *", "\t", f"{title}\n\n{text}").strip("\n")
 
 
 # What tells a format, its name, the package that reads it, why one may have no text, and the function that reads it.
