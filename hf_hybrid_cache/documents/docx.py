@@ -16,6 +16,7 @@ _STYLES = ("pPr/pStyle", "rPr/rStyle", "basedOn")
 _MOST_STYLES = 20  # styles can be based on each other in a circle
 _ROMAN = {"m": 1000, "cm": 900, "d": 500, "cd": 400, "c": 100, "xc": 90, "l": 50, "xl": 40, "x": 10}
 _ROMAN |= {"ix": 9, "v": 5, "iv": 4, "i": 1}
+_MOST_LETTERS = 4000  # a larger number in letters or Roman numerals is a mistake, and could fill the memory
 
 
 def is_docx(content: bytes) -> bool:
@@ -133,20 +134,15 @@ def _is_on(value: str | None) -> bool:
 
 
 def _numeral(count: int, shape: str | None) -> str:
-    if shape == "none":
-        return ""
-    if shape == "decimalZero":
-        return f"{count:02}"
-    if shape in ("lowerLetter", "upperLetter"):
+    text = "" if shape == "none" else f"{count:02}" if shape == "decimalZero" else str(count)
+    if shape in ("lowerLetter", "upperLetter") and 0 < count < _MOST_LETTERS:
         text = chr(ord("a") + (count - 1) % 26) * ((count + 25) // 26)
-    elif shape in ("lowerRoman", "upperRoman"):
+    elif shape in ("lowerRoman", "upperRoman") and 0 < count < _MOST_LETTERS:
         text = ""
         for sign, worth in _ROMAN.items():
             text += sign * (count // worth)
             count %= worth
-    else:
-        return str(count)
-    return text.upper() if shape.startswith("upper") else text
+    return text.upper() if shape and shape.startswith("upper") else text
 
 
 def _without_namespaces(content: bytes) -> Element:

@@ -23,13 +23,12 @@ WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 SIGNED = "It was signed by Ada."
 
 
-def pdf_of(*pages: str, notes: Sequence[str] = (), form: str | None = None, catalog: str = "") -> bytes:
+def pdf_of(*pages: str, notes: Sequence[str] = (), form: str | None = None) -> bytes:
     """A PDF with a line of text on each page, or none; on the last one fields and notes, and the rest of its form."""
     numbers, first_note = range(4, 4 + 2 * len(pages), 2), 4 + 2 * len(pages)
     places = " ".join(f"{first_note + index} 0 R" for index in range(len(notes)))
     fonts = "/Font << /F1 3 0 R >>"
-    if form is not None:
-        catalog += f" /AcroForm << /Fields [{places}] /DR << {fonts} >> {form} >>"
+    catalog = "" if form is None else f"/AcroForm << /Fields [{places}] /DR << {fonts} >> {form} >>"
     objects = [
         f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
         f"<< /Type /Pages /Count {len(pages)} /Kids [{' '.join(f'{number} 0 R' for number in numbers)}] >>",
@@ -148,10 +147,9 @@ def test_a_pdf_when_filled_in_then_what_is_typed_follows_the_nearest_line():
     assert text_of("a.pdf", pdf_of("Name:", notes=[notes[-1].replace(at(86), at(110))])) == "Name: Paid."
 
 
-@pytest.mark.parametrize("catalog", ["", "/NeedsRendering true"])
-def test_a_pdf_whose_form_it_does_not_show_is_refused(catalog: str):
+def test_a_pdf_whose_form_it_does_not_show_is_refused():
     with pytest.raises(DocumentError, match="is a PDF that only Adobe's programs show"):
-        text_of("a.pdf", pdf_of("Please wait...", form="/XFA [(template) 5 0 R]", catalog=catalog))
+        text_of("a.pdf", pdf_of("Please wait...", form="/XFA [(template) 5 0 R]"))
     assert text_of("a.pdf", pdf_of(SIGNED, form="/XFA [(template) 5 0 R]")) == SIGNED
 
 
@@ -194,13 +192,16 @@ def test_a_word_file_when_lists_are_numbered_then_has_the_shown_numbers():
         <w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>
         <w:num w:numId="2"><w:abstractNumId w:val="1"/></w:num>
         <w:num w:numId="3"><w:abstractNumId w:val="2"/>
-            <w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/></w:lvlOverride></w:num></w:numbering>"""
+            <w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/></w:lvlOverride></w:num>
+        <w:num w:numId="4"><w:abstractNumId w:val="0"/>
+            <w:lvlOverride w:ilvl="0"><w:startOverride w:val="{10**11}"/></w:lvlOverride></w:num></w:numbering>"""
     styles = """<w:styles>
         <w:style w:styleId="Clauses"><w:pPr><w:numPr><w:numId w:val="1"/></w:numPr></w:pPr></w:style>
         <w:style w:styleId="Heading"><w:basedOn w:val="Clauses"/></w:style></w:styles>"""
     places = [(1, 0), (1, 0), (1, 1), (1, 2), (1, 2), (1, 1), (2, 0), (7, 0)]
     body = "".join(numbered(*place) for place in places) + paragraph("x", '<w:pStyle w:val="Heading"/>')
-    said = text_of("a.docx", word_file(body + numbered(3, 0), numbering=numbering, styles=styles))
+    body += numbered(3, 0) + numbered(4, 0)
+    said = text_of("a.docx", word_file(body, numbering=numbering, styles=styles)).removesuffix(f"\n{10**11}. x")
     assert said.split("\n") == ["I. x", "II. x", "2.1 x", "(a) x", "(b) x", "2.2 x", "• x", "x", "III. x", "IX. x"]
 
 
@@ -276,7 +277,6 @@ def test_text_is_decoded_by_its_first_bytes_and_a_guess_is_said(encoding: str):
         ("a.htm", b"<p>caf\xe9\x01", "a.htm is not UTF-8 text (byte 6 is 0xe9)."),
         ("a.htm", b'<meta charset="euc-jp"><p>caf\xe9', "a.htm says that it is in euc-jp, and is not: "),
         ("a.htm", b"<div>" * 3000 + b"a", "a.htm is HTML that is damaged (maximum recursion depth exceeded"),
-        ("a.htm", b"<!-- a -->", "a.htm is HTML without any text, as where a script fills a page."),
         ("a.htm", b"<script>fill()</script>", "a.htm is HTML without any text, as where a script fills a page."),
         ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a.doc is not UTF-8 text (byte 0 is 0xd0)."),
         ("a.zip", b"PK\x03\x04\0\0", "a.zip is a binary file, not text."),
@@ -293,9 +293,7 @@ def test_a_document_that_cannot_be_read_is_one_line_with_its_name(name: str, con
 
 
 @given(
-    st.sampled_from(list(MADE)),
-    st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4)), max_size=4),
-    st.floats(0.2, 1),
+    st.sampled_from([*MADE]), st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4)), max_size=4), st.floats(0.2, 1)
 )
 def test_whatever_is_damaged_is_read_or_refused_in_one_line(kind: str, changes: list[tuple[float, bytes]], kept: float):
     content = MADE[kind](SIGNED)
@@ -312,20 +310,13 @@ def test_whatever_is_damaged_is_read_or_refused_in_one_line(kind: str, changes: 
         assert said.splitlines() == [said]
 
 
-@pytest.mark.parametrize(
-    ("kind", "library", "message"),
-    [
-        ("pdf", "pypdfium2", "a is a PDF, which pypdfium2 reads"),
-        ("html", "inscriptis", "a is HTML, which inscriptis reads"),
-    ],
-)
-def test_without_the_package_the_extra_is_named(kind: str, library: str, message: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("kind", "library"), [("pdf", "pypdfium2"), ("html", "inscriptis")])
+def test_without_the_package_the_extra_is_named(kind: str, library: str, monkeypatch: pytest.MonkeyPatch):
     content = MADE[kind](SIGNED)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DocumentError) as raised:
+    with pytest.raises(DocumentError, match=rf'which {library} reads: pip install "hf_hybrid_cache\[documents\]"'):
         text_of("a", content)
-    assert str(raised.value) == f'{message}: pip install "hf_hybrid_cache[documents]".'
 
 
 # Several
@@ -406,13 +397,6 @@ def test_a_name_of_nothing_that_can_be_read_is_refused(
         function(["a.txt", name], texts)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="needs a user whom the system can refuse")
-def test_a_protected_file_is_refused_before_it_is_read(texts: Path):
-    (texts / "a.txt").chmod(0)
-    with pytest.raises(DocumentError, match="Permission denied"):
-        require_documents(["a.txt"], texts)
-
-
 def test_standard_input_is_read_once_whatever_its_format():
     program = "import hf_hybrid_cache.documents as d; print(d.read_documents(['-', '-'], print).text)"
     command = [sys.executable, "-c", program]
@@ -437,9 +421,3 @@ def test_a_prompt_is_utf8_text_without_its_mark(tmp_path: Path):
             read_text(path)
     with pytest.raises(DocumentError, match=r"Cannot read .*: Is a directory"):
         read_text(tmp_path)
-
-
-def test_reading_documents_imports_no_heavy_library():
-    program = "import sys, hf_hybrid_cache.documents; print({'torch', 'transformers', 'lxml'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
-    assert result.stdout.split() == [b"set()"]
