@@ -5,18 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..documents import read_text
+from ..documents import read_text as read_text
 from .console import UsageError
-
-__all__ = [
-    "BYTE_ORDER_MARK",
-    "STANDARD_INPUT",
-    "STANDARD_OUTPUT",
-    "json_line",
-    "read_text",
-    "require_standard_input",
-    "strict_json",
-]
 
 # Control characters act on a terminal, and many programs end a line at a separator.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}

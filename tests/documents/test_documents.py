@@ -107,9 +107,6 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-# Formats
-
-
 @pytest.mark.parametrize("kind", MADE)
 def test_the_text_of_a_document_is_read_whatever_its_name(kind: str):
     assert text_of(f"report.{kind}", MADE[kind](SIGNED)) == text_of("report.txt", MADE[kind](SIGNED)) == SIGNED
