@@ -115,7 +115,9 @@ def _prompts(options: ChatOptions) -> PrefixStore | None:
     """The store in the folder of `--keep`, which is not made where a conversation goes on."""
     if options.keep is None:
         return None
-    return existing_store(options.keep) if options.resumes else PrefixStore(options.keep)
+    if options.resumes:
+        existing_store(options.keep)
+    return PrefixStore(options.keep)
 
 
 def _kept_start(
