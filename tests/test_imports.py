@@ -268,7 +268,6 @@ FOR_EXPERIMENTS = {
     "",
     "cache_argument",
     "durable_files",
-    "jobs",
     "kernels.integer_kernels",  # to measure both ways
     "model_identity",
     "models",
