@@ -94,6 +94,10 @@ class Peers:
         except RuntimeError as error:
             raise self._explained(error) from error
 
+    def numbers(self, number: int) -> list[int]:
+        """Send a number to the others, and return those of all in the order of ranks, as `exchange` does."""
+        return self.exchange(torch.tensor([number]))[:, 0].tolist()
+
     def of_the_first(self, message: torch.Tensor) -> torch.Tensor:
         """
         Return the first process' message in all processes. All must call it, with tensors of the same shape.
