@@ -28,8 +28,8 @@ pytestmark = pytest.mark.xdist_group("groups")
 
 SIZE = 3
 TIMEOUT = timedelta(seconds=5)
-# On a machine that does other things besides.
-SECONDS_TO_END = 60
+# From the start of the processes on, on a machine that does other things besides.
+SECONDS_TO_END = 200
 
 
 def lost_at_call(number: int, lost_rank: int, at: int) -> Callable[..., None]:
