@@ -177,11 +177,8 @@ class Commands:
         assert program.is_file()
         from torch.distributed.run import get_args_parser
 
-        given = get_args_parser().parse_args(arguments)
-        if given.no_python:
-            self._check_told([given.training_script, *given.training_script_args])
-        else:
-            assert given.training_script in ("shared_cache.py", "tensor_parallel.py")
+        script = get_args_parser().parse_args(arguments).training_script
+        assert script in ("shared_cache.py", "tensor_parallel.py")
 
     def _check_srun(self, arguments: list[str]) -> None:
         start = arguments.index("torchrun")
@@ -237,7 +234,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     Path("questions.jsonl").write_text('{"document": "report.txt", "question": "Who signed it?"}')
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.setattr("hf_hybrid_cache.cli.options.bind_to_node", lambda number: None)  # it would bind this process
+    monkeypatch.setattr(hf_hybrid_cache, "bind_to_node", lambda node: None)  # it would bind this process
     # The real budget would measure the machine for ten seconds.
     small = calibration.CalibrationBudget(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
     calibrate = partial(calibration.calibrate, budget=small)
