@@ -6,7 +6,6 @@ from collections.abc import MutableMapping
 VARIABLE = "GOMP_SPINCOUNT"
 # Less than one process that computes all the time.
 _BUSY_PROCESSORS = 0.5
-_let_them_sleep = False
 
 
 def let_waiting_threads_sleep(
@@ -26,13 +25,6 @@ def let_waiting_threads_sleep(
         load: processes that computed in the last minute, on average; may be not a number.
         environment: receives the variable.
     """
-    global _let_them_sleep
     are_busy = busy_processors > _BUSY_PROCESSORS and load > _BUSY_PROCESSORS
     if are_busy and not {VARIABLE, "OMP_WAIT_POLICY"} & set(environment):
         environment[VARIABLE] = "0"
-        _let_them_sleep = True
-
-
-def waiting_text() -> str:
-    """Return what was decided, for the end of a command's first line."""
-    return f": other processes are busy, so waiting threads sleep ({VARIABLE}=0)" if _let_them_sleep else ""

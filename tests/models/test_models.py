@@ -14,6 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hf_hybrid_cache.models.fastest_type import fastest_dtype
+from hf_hybrid_cache.models.smollm2 import convert_gguf
+from hf_hybrid_cache.models.source import Loaded, no_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -22,11 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
 from hf_hybrid_cache.models import ModelLoadError, load
 from hf_hybrid_cache.models import smollm2 as smollm2_module
-from hf_hybrid_cache.models.fastest_type import fastest_dtype
 from hf_hybrid_cache.models.loading import CREATED_MODELS
 from hf_hybrid_cache.models.random_weights import llama_3_2_1b_config, random_llama
-from hf_hybrid_cache.models.smollm2 import convert_gguf
-from hf_hybrid_cache.models.source import Loaded, no_progress_bars
 from hf_hybrid_cache.user_folder import cache_home
 
 needs_smollm2 = pytest.mark.skipif(

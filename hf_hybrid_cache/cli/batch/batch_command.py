@@ -93,7 +93,7 @@ def batch(
     run_on_node(cpu_node)
     from ..console import cache_of_ours, exit_codes, require_one_process
     from ..distributed.group import consoles
-    from ..loading.model_options import ModelOptions
+    from ..model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
     from ..runs.prompt_store import check_keep
     from ..runs.sampling import Sampling

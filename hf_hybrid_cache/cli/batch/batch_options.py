@@ -8,7 +8,7 @@ from ...jobs import EXECUTORS
 from ..choices import DEFAULT_BITS
 from ..console import UsageError, check_choice
 from ..files import STANDARD_OUTPUT
-from ..loading.model_options import ModelOptions
+from ..model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
 
 

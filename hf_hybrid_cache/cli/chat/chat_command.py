@@ -80,7 +80,7 @@ def chat(
     run_on_node(cpu_node)
     from ..console import exit_codes, require_one_process
     from ..distributed.group import consoles
-    from ..loading.model_options import ModelOptions
+    from ..model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
     from ..runs.sampling import Sampling
     from .chat_options import ChatOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..choices import DEFAULT_BITS
 from ..console import UsageError, cache_of_ours
 from ..files import STANDARD_INPUT
-from ..loading.model_options import ModelOptions
+from ..model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
 from ..runs.prompt_store import check_keep
 

@@ -167,7 +167,7 @@ def generate(
     run_on_node(cpu_node)
     from ..console import exit_codes
     from ..distributed.group import consoles
-    from ..loading.model_options import ModelOptions
+    from ..model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
     from ..runs.sampling import Sampling
     from .answer import answer
