@@ -14,8 +14,13 @@ from ..attention import compile_kernels as compile_and_wait
 from ..models import load
 from ..models.loading import is_quantized_when_read
 from ..models.shapes import CREATED_MODEL
-from ..weights import NothingToQuantizeError, QuantizedWeightsConfig, WeightsReport
-from ..weights import move_experts_to_host, quantize_weights
+from ..weights import (
+    NothingToQuantizeError,
+    QuantizedWeightsConfig,
+    WeightsReport,
+    move_experts_to_host,
+    quantize_weights,
+)
 from .console import UsageError, note
 
 if TYPE_CHECKING:
