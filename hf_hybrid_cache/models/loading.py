@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 from transformers.utils.logging import is_progress_bar_enabled
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
 
 from ..errors import HybridCacheError
 from ..user_folder import cache_home
@@ -62,10 +62,9 @@ def load(
         name: a local folder, a GGUF file (`path/to/file.gguf`), a model of the Hugging Face Hub (`owner/model`) or a
             GGUF file of one (`owner/model/file.gguf`), `smollm2-135m`, or `llama-3.2-1b-random`. The weights of a GGUF
             file are dequantized.
-        dtype: of the weights. None means the checkpoint's own, and bfloat16 for a GGUF file and the two named models,
-            with one exception: `smollm2-135m` is in float32 on a CPU without instructions that multiply bfloat16
-            (AVX512-BF16, AMX). In float32, two ways to compute the same attention also agree on the greedy tokens; in
-            bfloat16 they may choose another one of two that are nearly as likely.
+        dtype: of the weights. None means the checkpoint's own, and bfloat16 for a GGUF file and the two named models.
+            But `smollm2-135m` is in float32 on a CPU that does not multiply bfloat16 (AVX512-BF16, AMX): two ways to
+            compute the same attention then also agree on the greedy tokens.
         device_map: a device, or "auto" to spread the weights with accelerate. None means the accelerator if there is
             one, else the CPU.
         quantization_config: for `from_pretrained`, such as `QuantizedWeightsConfig(bits=4)`; not for a GGUF file, nor
@@ -98,12 +97,12 @@ def load(
         # The config is read first: its errors are the ones that say that something is no model.
         config = AutoConfig.from_pretrained(source, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
-        is_gguf = "gguf_file" in options
+        is_gguf, config_of_weights = "gguf_file" in options, quantization_config
         if is_gguf:
+            # Otherwise some devices would keep weights in blocks, which only kernels for them read.
+            config_of_weights = GgufConfig(dequantize=True)
             _split_as_the_file_says(tokenizer, cached_file(source, options["gguf_file"], local_files_only=True))
             tokenizer.model_max_length = config.max_position_embeddings
-        else:
-            options["quantization_config"] = quantization_config
         # The bar over the tensors of a GGUF file is not one that transformers' own switch hides.
         with nullcontext() if is_progress_bar_enabled() or not is_gguf else redirect_stderr(StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
@@ -111,6 +110,7 @@ def load(
                 config=config,
                 dtype=dtype or (torch.bfloat16 if is_gguf else "auto"),
                 device_map=device_map,
+                quantization_config=config_of_weights,
                 **options,
             )
         return model.eval(), tokenizer

@@ -239,6 +239,7 @@ def test_random_weights_depend_on_the_seed_and_not_on_the_threads(tied):
     config = tiny_config(tie_word_embeddings=tied)
     threads = torch.get_num_threads()
     first, other = random_llama(config, seed=3), random_llama(config, seed=4)
+    wide = random_llama(config, torch.float32, seed=3).state_dict()
     torch.set_num_threads(1)
     try:
         again = random_llama(config, seed=3)
@@ -246,16 +247,9 @@ def test_random_weights_depend_on_the_seed_and_not_on_the_threads(tied):
         torch.set_num_threads(threads)
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name])
+        assert torch.equal(weight, wide[name].bfloat16())
         assert "norm" in name or not torch.equal(weight, other.state_dict()[name])
     assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
-
-
-def test_random_weights_in_bfloat16_are_the_float32_ones_rounded():
-    config = tiny_config()
-    wide, narrow = random_llama(config, torch.float32), random_llama(config, torch.bfloat16)
-    for name, weight in narrow.state_dict().items():
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight, wide.state_dict()[name].bfloat16())
 
 
 def test_random_model_when_made_then_has_normal_weights_and_config_rope():
