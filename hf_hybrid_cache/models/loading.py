@@ -88,7 +88,8 @@ def load(
     if name == CREATED_MODEL:
         if device_map == "auto":
             raise ModelLoadError(f'{name} is created on one device: pass device_map="cpu" or "cuda", not "auto".')
-        return random_llama(load_config(name), dtype or torch.bfloat16, device_map), None
+        config: Any = load_config(name)
+        return random_llama(config, dtype or torch.bfloat16, device_map), None
     if name == SMOLLM2:
         is_on_cpu = accelerator is None or str(device_map) == "cpu"
         dtype = dtype or (fastest_dtype() if is_on_cpu else torch.bfloat16)
@@ -185,7 +186,7 @@ def _hub_answers() -> bool:
         return False
 
 
-def _split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+def _split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, file: Any) -> None:
     """Let each digit be a token if a GGUF file says so, which transformers does not look for."""
     with Path(file).open("rb") as opened:
         if _SINGLE_DIGITS in opened.read(_METADATA_BYTES):
@@ -224,7 +225,7 @@ def _convert(file: Path, folder: Path) -> None:
         model, tokenizer = load(str(file), torch.float32, "cpu")
         assert tokenizer is not None
         # The weights are plain by now, but a model with the quantizer of GGUF files would not be saved.
-        model.hf_quantizer = None
+        vars(model).pop("hf_quantizer", None)
         vars(model.config).pop("quantization_config", None)
         tokenizer.save_pretrained(partial)
         model.save_pretrained(partial)
