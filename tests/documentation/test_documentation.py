@@ -34,7 +34,6 @@ from hf_hybrid_cache import models as package_models
 from hf_hybrid_cache import planning, set_num_threads
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.models import smollm2 as smollm2_module
 from hf_hybrid_cache.planning import calibration
 
 from models.byte_tokenizer import byte_tokenizer
@@ -101,8 +100,8 @@ def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    package_models.load("smollm2-135m", device_map="cpu")  # is converted now, if it was not before
-    return hub_with(tmp_path_factory.mktemp("hub"), smollm2_module._smollm2_folder(), SMOLLM2)
+    model, _ = package_models.load("smollm2-135m", device_map="cpu")
+    return hub_with(tmp_path_factory.mktemp("hub"), Path(model.name_or_path), SMOLLM2)
 
 
 class Commands:

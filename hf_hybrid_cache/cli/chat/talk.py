@@ -14,8 +14,8 @@ from ..documents.document_budgets import document_budgets, truncation_notice
 from ..documents.documents import Documents, read_documents
 from ..documents.saved_document import saved_document
 from ..interrupts import ignoring_interrupts
-from ..kept import existing_store
-from ..loading.device import LoadedModel, compile_kernels, load_model
+from ..kept.kept_list import existing_store
+from ..loading import LoadedModel, compile_kernels, load_model
 from ..runs.prompt_store import PromptStore
 from ..runs.prompts import DEFAULT_DOCUMENT, context_length, default_document, document_prompt
 from ..runs.timed_run import CacheOptions, new_cache
@@ -115,9 +115,7 @@ def _prompts(options: ChatOptions) -> PrefixStore | None:
     """The store in the folder of `--keep`, which is not made where a conversation goes on."""
     if options.keep is None:
         return None
-    if options.resumes:
-        existing_store(options.keep)
-    return PrefixStore(options.keep)
+    return existing_store(options.keep) if options.resumes else PrefixStore(options.keep)
 
 
 def _kept_start(

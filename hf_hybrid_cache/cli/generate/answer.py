@@ -9,7 +9,7 @@ from ...prefix_store import PrefixStore
 from ..choices import DEFAULT_QUESTION
 from ..console import note
 from ..distributed.group import joined
-from ..loading.device import LoadedModel, compile_kernels, load_model
+from ..loading import LoadedModel, compile_kernels, load_model
 from ..runs.prompt_store import PromptStore, title_of
 from ..runs.prompts import DEFAULT_DOCUMENT, Prompt, context_length, where_it_says_so
 from ..runs.timed_run import CACHES, Run

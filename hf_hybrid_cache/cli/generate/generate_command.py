@@ -7,7 +7,7 @@ import typer
 
 from ...prefill_chunks import PREFILL_CHUNK_SIZE
 from ..choices import CACHES, COMPARED_TOKENS, DEFAULT_QUESTION, NAMED_MODELS, NEW_TOKENS, RANDOM_TOKENS
-from ..earlier_options import (
+from ..options import (
     ANSWER,
     CACHE,
     DOCUMENT,
@@ -165,9 +165,9 @@ def generate(
     The answer and the table go to stdout, progress and remarks to stderr.
     """
     run_on_node(cpu_node)
+    from ..console import exit_codes
     from ..distributed.group import consoles
-    from ..earlier_console import exit_codes
-    from ..loading.model_options import ModelOptions
+    from ..model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
     from ..runs.sampling import Sampling
     from .answer import answer

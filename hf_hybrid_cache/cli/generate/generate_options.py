@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..console import UsageError
-from ..loading.model_options import ModelOptions
+from ..model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
 from ..runs.prompt_store import check_keep
 from ..runs.sampling import GREEDY

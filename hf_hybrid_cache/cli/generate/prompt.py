@@ -12,7 +12,7 @@ from ..documents.document_budgets import document_budgets, truncation_notice
 from ..documents.documents import Documents, read_documents
 from ..documents.saved_document import SavedDocument, saved_document
 from ..files import read_text
-from ..loading.device import LoadedModel
+from ..loading import LoadedModel
 from ..runs.prompts import (
     Prompt,
     context_length,

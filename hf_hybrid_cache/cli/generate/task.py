@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from ...cache import HybridCache
 from ..console import UsageError, note
-from ..loading.quantized_weights import quantize_loaded
+from ..loading import quantize_loaded
 from ..runs.answer_options import AnswerOptions
 from ..runs.finish_reason import FinishReason, finish_reason
 from ..runs.prompt_store import PromptStore
