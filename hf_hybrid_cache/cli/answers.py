@@ -61,8 +61,8 @@ class Answers:
         try:
             lock = FileLock(place.with_name(f".{place.name}.lock")).acquire(timeout=0)
         except Timeout:
-            reason = f"Another batch writes into {self.path} now: wait for it, or give another --out."
-            raise UsageError(reason) from None
+            way_out = "wait for it, or give another --out"
+            raise UsageError(f"Another batch writes into {self.path} now: {way_out}.") from None
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         with lock:
@@ -168,8 +168,8 @@ def _read(path: Path) -> list[Answer]:
         return []
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
-    lines = text[: text.rfind(b"\n") + 1].splitlines()
-    return [_answer(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
+    whole_lines = text[: text.rfind(b"\n") + 1].splitlines()
+    return [_answer(f"{path}, line {number}", line) for number, line in enumerate(whole_lines, 1)]
 
 
 def _answer(place: str, line: bytes) -> Answer:

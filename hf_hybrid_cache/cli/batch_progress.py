@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,23 +21,22 @@ class BatchProgress:
         notes: shows the bar from the first document on, or receives the lines.
         num_questions: all questions.
         done: those that are answered already.
-        clock: seconds.
 
     Attributes:
         done: questions that have an answer, or an error.
         documents_left: documents that are not read yet, the one at hand among them.
     """
 
-    def __init__(self, notes: Console, num_questions: int, done: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, notes: Console, num_questions: int, done: int):
         self.done, self.documents_left = done, 0
-        self._notes, self._num_questions, self._clock, self._now = notes, num_questions, clock, clock()
+        self._notes, self._num_questions, self._last = notes, num_questions, time.monotonic()
+        self._document_tokens, self._read_part = 0, 0.0  # of the document at hand
+        self._num_read, self._reading_seconds = 0, 0.0
         self._num_answers, self._answering_seconds = 0, 0.0
-        self._num_documents, self._reading_seconds = 0.0, 0.0  # a part of a document counts by its tokens
-        self._document_tokens = 0  # of the one that is read now
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.completed:,} of {task.total:,} questions, "),
+            TextColumn("{task.completed:,} of {task.total:,} questions"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
             console=notes,
@@ -49,22 +48,21 @@ class BatchProgress:
     @contextmanager
     def reading(self, document: str, num_tokens: int) -> Iterator[None]:
         """Show that a document is read meanwhile."""
-        whole, self._document_tokens = self._num_documents, num_tokens
-        self._now = self._clock()
+        self._last, self._document_tokens = time.monotonic(), num_tokens
         self._bar.update(self._task, description=without_controls(Path(document).name))
         self._bar.start()
         try:
             yield
-            self._num_documents = whole + 1
+            self._num_read += 1
         finally:
             self.documents_left -= 1
-            self._document_tokens = 0
+            self._document_tokens, self._read_part = 0, 0.0
 
     def advance(self, num_tokens: int) -> None:
         """Note that tokens were read; those of questions are a part of their answers."""
         if self._document_tokens:
             self._reading_seconds += self._seconds()
-            self._num_documents += num_tokens / self._document_tokens
+            self._read_part += num_tokens / self._document_tokens
             self._show()
 
     def answered(self, is_error: bool) -> None:
@@ -79,20 +77,17 @@ class BatchProgress:
 
     def close(self) -> None:
         """End the bar."""
+        self._bar.update(self._task, description="")
         self._bar.stop()
-
-    @property
-    def left(self) -> str:
-        """The time that is left, as far as it is known: before an answer, that for reading the documents."""
-        documents, answers = self.documents_left - self._num_documents % 1, self._num_questions - self.done
-        seconds = self._reading_seconds / (self._num_documents or 1.0) * documents
-        seconds += self._answering_seconds / (self._num_answers or 1) * answers
-        return f"{'' if self._num_answers else 'more than '}{duration_text(seconds)} left" if seconds else ""
 
     def _seconds(self) -> float:
         """The seconds since the last call."""
-        before, self._now = self._now, self._clock()
-        return self._now - before
+        before, self._last = self._last, time.monotonic()
+        return self._last - before
 
     def _show(self) -> None:
-        self._bar.update(self._task, completed=self.done, left=self.left)
+        of_document = self._reading_seconds / (self._num_read + self._read_part or 1.0)
+        of_answer = self._answering_seconds / (self._num_answers or 1)
+        left = of_document * (self.documents_left - self._read_part) + of_answer * (self._num_questions - self.done)
+        text = f"{'' if self._num_answers else 'more than '}{duration_text(left)} left"
+        self._bar.update(self._task, completed=self.done, left=text if left > 0 else "")

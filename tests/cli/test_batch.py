@@ -99,9 +99,6 @@ def many(batch: Batch) -> Batch:
     return batch
 
 
-# What is answered
-
-
 @pytest.mark.parametrize(
     ("options", "form"),
     [([], {}), (["--bits", "8"], {"bits": 8}), (["--cache", "offloaded"], {"cache": "offloaded"})],
@@ -110,12 +107,6 @@ def test_answers_are_those_of_a_conversation(two: Batch, options: list[str], for
     assert "4 of 4 questions are answered" in two.run(*options).stderr
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     settings = AnswerSettings(NEW_TOKENS)
-    assert {(answer["question"], answer.get("id")) for answer in two.answers()} == {
-        ("w3 w1 w4", None),
-        ("w2 w7", "b"),
-        ("w9", 7),
-        ("w1 w5 w9 w2", None),
-    }
     for answer in two.answers():
         document = two.folder / answer["document"]
         chat = Chat(loaded, tokenizer, [document], settings=settings, progress=False, leave=100, **form)
@@ -126,69 +117,45 @@ def test_answers_are_those_of_a_conversation(two: Batch, options: list[str], for
         assert answer["seconds"] > 0 < answer["document_seconds"]
 
 
-def test_fields_of_a_question_are_in_its_answer_and_may_change(batch: Batch):
-    document = batch.document("short.txt", 20)
-    odd = {"topic": ["a", {"b": None}], "text": "\x9b\u2028\u00e4"}
-    lines = [
-        {"document": document, "question": "w1", **odd},
-        {"document": "none.txt", "question": "w1", "topic": 3},
-    ]
-    batch.ask(*lines)
-    batch.run(exit_code=1)
-    answers = {answer["document"]: answer for answer in batch.answers()}
-    assert all(answers[line["document"]] | line == answers[line["document"]] for line in lines)
-    batch.ask({"document": document, "question": "w1", "topic": "new"})
-    assert "1 of 1 questions were answered before" in batch.run().stderr
-    del answers[document]["text"]
-    assert batch.answers() == [{**answers[document], "topic": "new"}]
-
-
-def test_fields_of_answers_are_those_that_questions_must_not_have(batch: Batch):
+def test_an_answer_has_the_fields_of_its_question_as_they_are_now(batch: Batch):
     (batch.folder / "many").mkdir()
     (batch.folder / "many" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    for name in ("many/a.txt", "many/b.txt"):
-        batch.document(name, 9)
-    documents = batch.document("short.txt", 20), "none", ["many", "short.txt"]
-    batch.ask(*({"document": document, "question": "w1"} for document in documents))
+    names = [batch.document(name, 9) for name in ("short.txt", "many/a.txt", "many/b.txt")]
+    odd = {"topic": ["a", {"b": None}], "text": "\x9b\u2028\u00e4"}
+    asked = [{"document": each, "question": "w1", **odd} for each in ("none", "short.txt", ["many", "short.txt"])]
+    batch.ask(*asked)
     batch.run(exit_code=1)
-    fields = {name for answer in batch.answers() for name in answer}
-    assert fields - {"document", "question"} == set(RESULT_FIELDS)
-    (several,) = (answer for answer in batch.answers() if "documents" in answer)
-    assert [part["document"] for part in several["documents"]] == ["many/a.txt", "many/b.txt", "short.txt"]
-    assert sum(part["read_tokens"] for part in several["documents"]) == several["read_tokens"]
+    answers = batch.answers()
+    assert [answer | question for answer, question in zip(answers, asked, strict=True)] == answers
+    assert {name for answer in answers for name in answer} - asked[0].keys() == set(RESULT_FIELDS)
+    parts = answers[2]["documents"]
+    assert [part["document"] for part in parts] == [*names[1:], names[0]]
+    assert sum(part["read_tokens"] for part in parts) == answers[2]["read_tokens"]
+    batch.ask({"document": "short.txt", "question": "w1", "topic": "new"})
+    assert "1 of 1 questions were answered before" in batch.run().stderr
+    del answers[1]["text"]
+    assert batch.answers()[0] == {**answers[1], "topic": "new"}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (None, "Cannot read"),
-        (b"w1\0w2", "is a binary file"),
-        (b"  ", "is empty"),
-        (b"w1 " * 600, "The document has 600 tokens, of which"),
-    ],
-    ids=["missing", "binary", "empty", "too long"],
+    [(b"w1\0w2", "is a binary file"), (b"  ", "is empty"), (b"w1 " * 600, "The document has 600 tokens, of which")],
+    ids=["binary", "empty", "too long"],
 )
-def test_a_document_that_fails_is_the_error_of_its_questions(batch: Batch, content: bytes | None, message: str):
-    if content is not None:
-        (batch.folder / "bad.txt").write_bytes(content)
-    good = batch.document("good.txt", 50)
-    batch.ask(
-        {"document": "bad.txt", "question": "w1"},
-        {"document": good, "question": "w1"},
-        {"document": "bad.txt", "question": "w2"},
-    )
+def test_a_document_that_fails_is_the_error_of_its_questions(batch: Batch, content: bytes, message: str):
+    (batch.folder / "bad.txt").write_bytes(content)
+    asked = ("bad.txt", "w1"), (batch.document("good.txt", 50), "w1"), ("bad.txt", "w2")
+    batch.ask(*({"document": document, "question": question} for document, question in asked))
     assert f"{batch.questions}, line 3: bad.txt: " in batch.run(exit_code=1).stderr
     answers = batch.by_question()
     assert message in answers["bad.txt", "w1"]["error"]
     assert answers["bad.txt", "w1"]["error"] == answers["bad.txt", "w2"]["error"]
-    assert "answer" in answers[good, "w1"]
+    assert "answer" in answers["good.txt", "w1"]
 
 
-@pytest.mark.parametrize(
-    ("options", "num_words"), [([], 100), (["--context", "100"], 600), (["--context", "999"], 600)]
-)
-def test_a_question_that_does_not_fit_fails_alone(batch: Batch, options: list[str], num_words: int):
-    document = batch.document("long.txt", num_words)
+@pytest.mark.parametrize(("options", "words"), [([], 100), (["--context", "100"], 600), (["--context", "999"], 600)])
+def test_a_question_that_does_not_fit_fails_alone(batch: Batch, options: list[str], words: int):
+    document = batch.document("long.txt", words)
     texts = ["w1", "w1 " * 600, "w1 w2 w3 " * 20]
     batch.ask(*({"document": document, "question": text, "id": number} for number, text in enumerate(texts)))
     batch.run(*options, exit_code=1)
@@ -196,33 +163,19 @@ def test_a_question_that_does_not_fit_fails_alone(batch: Batch, options: list[st
     assert "no room is left for an answer" in long["error"]
     assert (first["id"], last["id"]) == (0, 2)
     read = 512 - 61 - NEW_TOKENS if "999" in options else 100
-    assert (first["document_tokens"], first["read_tokens"]) == (num_words, read)
+    assert (first["document_tokens"], first["read_tokens"]) == (words, read)
 
 
-def test_an_answer_says_why_it_ended(batch: Batch, tmp_path: Path):
+def test_an_answer_that_the_context_cuts_short_says_so(batch: Batch):
     document = batch.document("long.txt", 200)
     batch.ask({"document": document, "question": "w1"}, {"document": document, "question": "w1 " * 308})
-    batch.run()
+    batch.run("--at-once", "2")
     short, long = batch.answers()
     assert (short["finish_reason"], short["answer_tokens"]) == ("length", NEW_TOKENS)
     assert (long["finish_reason"], long["prompt_tokens"] + long["answer_tokens"]) == ("context", 512)
-    batch.model = shutil.copytree(batch.model, tmp_path / "ending")
-    settings = batch.model / "generation_config.json"
-    words = short["answer"].split()
-    end = int(words[1].removeprefix("w"))
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": end}))
-    batch.out.unlink()
-    batch.run()
-    assert batch.answers()[0]["finish_reason"] == "stop"
-    assert batch.answers()[0]["answer_tokens"] == words.index(words[1]) + 1
 
 
-# Several questions at once
-
-
-@pytest.mark.parametrize(
-    "options", [[], ["--cache", "offloaded"], ["--repetition-penalty", "1.5"]], ids=lambda options: " ".join(options)
-)
+@pytest.mark.parametrize("options", [[], ["--cache", "offloaded"], ["--repetition-penalty", "1.5"]], ids=str)
 def test_questions_at_once_get_the_answers_of_each_alone(many: Batch, options: list[str]):
     many.run(*options)
     alone = many.by_question()
@@ -240,8 +193,10 @@ def test_questions_at_once_get_the_answers_of_each_alone(many: Batch, options: l
 def test_number_at_once_that_is_auto_begins_with_32(batch: Batch):
     document = batch.document("short.txt", 20)
     batch.ask(*({"document": document, "question": f"w{number}"} for number in range(40)))
-    batch.run("--at-once", "auto")
+    said = batch.run("--at-once", "auto").stderr.splitlines()
     assert [answer["at_once"] for answer in batch.answers()] == 32 * [32] + 8 * [8]
+    tenths = [f"{number} of 40 questions" for number in range(4, 41, 4)]
+    assert [line for line in said if line.endswith(" of 40 questions")] == tenths
 
 
 @pytest.mark.parametrize("options", [[], ["--bits", "8"], ["--at-once", "auto"]], ids=str)
@@ -266,22 +221,12 @@ def test_a_question_for_which_memory_ends_fails_alone(many: Batch, options: list
     assert ("memory ended with 6 answers at once: from here on 3" in said) == ("auto" in options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_documents_are_as_they_were_after_each_answer(batch: Batch, family: str, tmp_path: Path):
-    batch.model = word_model_in(tmp_path / family, family)
-    document = batch.document("long.txt", 300)
-    pair = [{"document": document, "question": text} for text in ("w3 w1 w4 " * 30, "w9")]
-    batch.ask(*({**pair[number % 2], "id": number} for number in range(6)))
-    said = batch.run("--bits", "2", "--at-once", "2").stderr
-    assert ("its questions are answered one at a time" in said) == (family != "llama")
-    texts = [answer["answer"] for answer in batch.answers()]
-    assert texts == 3 * texts[:2]
+def test_a_model_with_windows_answers_one_question_at_a_time(many: Batch, tmp_path: Path):
+    many.model = word_model_in(tmp_path / "gemma3", "gemma3")
+    assert many.run("--at-once", "auto").stderr.count("its questions are answered one at a time") == 1
+    assert {answer["at_once"] for answer in many.answers()} == {1}
 
 
-# Kept documents
-
-
-@pytest.mark.filterwarnings("default:.* was removed from the store")
 @pytest.mark.parametrize("options", [[], ["--cache", "offloaded"]])
 def test_a_kept_document_gives_the_same_answers_and_is_read_once(two: Batch, options: list[str]):
     two.run(*options)
@@ -293,14 +238,6 @@ def test_a_kept_document_gives_the_same_answers_and_is_read_once(two: Batch, opt
         assert (f"300 of 300 tokens are taken from {kept}" in said) == is_kept
     (details,) = (each.details for each in PrefixStore(kept).kept_prompts() if each.title == "long.txt")
     assert details["model"] == str(two.model)
-    for node in (kept / "nodes").iterdir():
-        node.write_bytes(node.read_bytes()[:-1000])
-    two.out.unlink()
-    assert "are taken from" not in two.run("--keep", kept, *options).stderr
-    assert two.texts() == unkept
-
-
-# Going on
 
 
 def test_what_is_answered_is_not_asked_again_and_what_failed_is(two: Batch):
@@ -323,32 +260,23 @@ def test_what_is_answered_is_not_asked_again_and_what_failed_is(two: Batch):
 def test_answers_of_other_options_are_not_mixed_in(two: Batch):
     two.run()
     written = two.out.read_bytes()
+    two.out.write_bytes(written.replace(b', "top_k": null, "stop": null', b""))  # as before there were these options
+    assert "4 of 4 questions were answered before" in two.run().stderr
     for options, reason in [
         (["--bits", "4"], "given with cache=dynamic, not quantized"),
-        (["--stop", "w1"], "stop=None, not"),
+        (["--stop", "w1"], "given with stop=None, not ['w1']"),
         (["--temperature", "0.7", "--top-k", "3"], "given with sampling="),
     ]:
         assert reason in two.run(*options, exit_code=2).stderr
-    assert two.out.read_bytes() == written
+    assert two.out.read_bytes().count(b"\n") == 4
     two.out.write_bytes(b'"answer document question"\n' + written)
     assert "line 1: not an answer" in two.run(exit_code=2).stderr
     two.out.write_bytes(written.replace(b'"answer": ', b'"answer": "w1", "answer": ', 1))
     assert "line 1: not an answer of this command (the key 'answer' is given twice)." in two.run(exit_code=2).stderr
 
 
-def test_answers_from_before_an_option_was_there_stay(two: Batch):
-    two.run()
-    later = ("top_k", "stop", "cpu_decode")
-    answers = [
-        {**each, "settings": {name: value for name, value in each["settings"].items() if name not in later}}
-        for each in two.answers()
-    ]
-    two.out.write_text("".join(json.dumps(each) + "\n" for each in answers))
-    assert "4 of 4 questions were answered before" in two.run().stderr
-    assert "stop=None" in two.run("--stop", "w1", exit_code=2).stderr
-
-
-def test_a_changed_document_is_asked_about_again(two: Batch):
+def test_what_was_answered_from_something_else_is_asked_again(two: Batch, tmp_path: Path):
+    two.model = shutil.copytree(two.model, tmp_path / "trained")
     (two.folder / "many").mkdir()
     two.document("many/a.txt", 30)
     two.ask(*({"document": name, "question": "w3"} for name in ("long.txt", "short.txt", "many")))
@@ -363,19 +291,12 @@ def test_a_changed_document_is_asked_about_again(two: Batch):
     after = two.by_question()
     assert after["long.txt", "w3"] == before["long.txt", "w3"]
     assert after["many", "w3"]["document_tokens"] > before["many", "w3"]["document_tokens"]
-    assert after["short.txt", "w3"]["document_digest"] != before["short.txt", "w3"]["document_digest"]
-
-
-def test_a_changed_model_is_asked_all_again(two: Batch, tmp_path: Path):
-    two.model = shutil.copytree(two.model, tmp_path / "trained")
-    two.run()
-    before = two.texts()
+    two.document("long.txt", 300)
     model = AutoModelForCausalLM.from_pretrained(two.model)
     model.model.embed_tokens.weight.data.mul_(-1)
     model.save_pretrained(two.model)
-    assert "4 of 4 questions are asked again" in two.run().stderr
-    assert two.texts().keys() == before.keys()
-    assert two.texts() != before
+    assert "3 of 3 questions are asked again" in two.run().stderr
+    assert two.texts()["many", "w3"] != after["many", "w3"]["answer"]
 
 
 def test_questions_may_be_moved_added_and_dropped(two: Batch):
@@ -401,17 +322,14 @@ def test_shards_share_the_documents_and_their_answers_can_be_joined(batch: Batch
     documents = [batch.document(f"{number}.txt", 20, number) for number in range(5)]
     batch.ask(*({"document": name, "question": text} for text in ("w1", "w2") for name in documents))
     batch.run()
-    whole = batch.texts()
-    shards = [batch.folder / f"answers-{number}.jsonl" for number in (1, 2, 3)]
-    for number, batch.out in enumerate(shards, 1):
+    whole, shared, joined = batch.texts(), [], ""
+    for number in (1, 2, 3):
+        batch.out = batch.folder / f"answers-{number}.jsonl"
         batch.run("--shard", f"{number}/3")
-    assert [{answer["document"] for answer in map(json.loads, path.read_text().splitlines())} for path in shards] == [
-        {"0.txt", "3.txt"},
-        {"1.txt", "4.txt"},
-        {"2.txt"},
-    ]
-    batch.out = batch.folder / "joined.jsonl"
-    batch.out.write_text("".join(path.read_text() for path in shards))
+        shared.append({answer["document"] for answer in batch.answers()})
+        joined += batch.out.read_text()
+    assert shared == [{"0.txt", "3.txt"}, {"1.txt", "4.txt"}, {"2.txt"}]
+    batch.out.write_text(joined)
     assert "10 of 10 questions were answered before" in batch.run().stderr
     assert batch.texts() == whole
 
@@ -459,34 +377,20 @@ def test_a_batch_that_was_ended_goes_on(batch: Batch, end: str):
     assert set(batch.texts()) == {(f"{index}.txt", "w1 w2") for index in range(200)}
 
 
-# Where answers go
-
-
 def test_answers_on_standard_output_equal_those_of_a_file(two: Batch):
     two.run()
     texts = two.texts()
     two.out.unlink()
     two.document("short.txt", 0)
-    for _ in range(2):
+    for _ in range(2):  # nothing is found again
         printed = two.run("--out", "-", exit_code=1)
-        answers = [json.loads(line) for line in printed.stdout.splitlines()]
-        assert [answer["document"] for answer in answers] == 3 * ["long.txt"] + ["short.txt"]
-        assert all(texts["long.txt", answer["question"]] == answer["answer"] for answer in answers[:3])
-        assert "is empty" in answers[3]["error"]
+        *answers, failed = map(json.loads, printed.stdout.splitlines())
+        assert {answer["question"]: answer["answer"] for answer in answers} == {
+            question: text for (document, question), text in texts.items() if document == "long.txt"
+        }
+        assert "is empty" in failed["error"]
         assert "3 of 4 questions are answered\n" in printed.stderr
-    assert sorted(path.name for path in two.folder.glob("[!.]*")) == ["long.txt", "questions.jsonl", "short.txt"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs links of POSIX")
-def test_answers_are_in_the_target_of_a_link(batch: Batch):
-    batch.ask({"document": batch.document("short.txt", 20), "question": "w1"})
-    target = batch.folder / "target.jsonl"
-    target.touch(0o600)
-    batch.out.symlink_to(target)
-    batch.run()
-    assert batch.out.is_symlink()
-    assert target.read_text().count("\n") == 1
-    assert target.stat().st_mode & 0o777 == 0o600
+    assert not two.out.exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal of POSIX")
@@ -495,21 +399,9 @@ def test_a_terminal_shows_a_bar_with_the_time_that_is_left(batch: Batch):
     with Terminal("-m", "hf_hybrid_cache.cli", *batch.command()) as terminal:
         shown = terminal.wait_for("9 of 9 questions are answered")
         assert terminal.exit_code() == 0
-    assert " of 9 questions, " in shown
+    assert "8 of 9 questions" in shown
+    assert "8.txt" in shown
     assert " s left" in shown
-    assert "5.txt" in shown
-
-
-def test_elsewhere_each_tenth_has_a_line(batch: Batch):
-    document = batch.document("short.txt", 20)
-    batch.ask(*({"document": document, "question": f"w{number}"} for number in range(25)))
-    said = batch.run().stderr
-    assert [line for line in said.splitlines() if line.endswith(" of 25 questions")] == [
-        f"{number} of 25 questions" for number in (3, 5, 8, 10, 13, 15, 18, 20, 23, 25)
-    ]
-
-
-# Mistakes
 
 
 @pytest.mark.parametrize(
@@ -524,7 +416,6 @@ def test_elsewhere_each_tenth_has_a_line(batch: Batch):
         (b"[]", "not an object"),
         (b'{"document": [], "question": "b"}', "'document' must be the name of a file or a folder, or a list of names"),
         (b'{"document": "a"}', "'question' must be text, got None"),
-        (b'{"document": "a", "question": " "}', "'question' must be text"),
         (b'{"document": "a", "question": "b", "id": 1.5}', "'id' must be text or an integer, got 1.5"),
         (b'{"document": "a", "question": "b", "answer": 1}', "answers have a field 'answer' themselves"),
         (b'{"document": "a", "question": "q"}', "the document and the question of line 1"),
@@ -544,9 +435,8 @@ def test_all_lines_that_cannot_be_used_are_reported_at_once(batch: Batch):
     batch.questions.write_text("{}\n\n" * 14)
     said = batch.run(exit_code=2).stderr
     assert "has 14 lines that cannot be used:" in said
-    assert [line.partition(":")[0].strip() for line in said.splitlines() if "must be" in line] == [
-        f"line {number}" for number in range(1, 21, 2)
-    ]
+    lines = [line.partition(":")[0].strip() for line in said.splitlines() if "must be" in line]
+    assert lines == [f"line {number}" for number in range(1, 21, 2)]
     assert "  and 4 more\nA question is a line such as" in said
     batch.questions.write_text("\n")
     assert "has no questions" in batch.run(exit_code=2).stderr
@@ -556,7 +446,6 @@ def test_all_lines_that_cannot_be_used_are_reported_at_once(batch: Batch):
     ("options", "message"),
     [
         (["--cache", "stock"], "--cache stock is transformers' own, and batch needs one of"),
-        (["--bits", "4", "--cache", "dynamic"], "--bits is for --cache quantized"),
         (["--at-once", "0"], "--at-once must be a number from 1 on, or auto, got '0'."),
         (["--at-once", "all"], "--at-once must be a number from 1 on, or auto, got 'all'."),
         (["--shard", "3/2"], "--shard must be K/N, such as 2/8 for the second of 8 processes, got '3/2'."),
@@ -564,7 +453,6 @@ def test_all_lines_that_cannot_be_used_are_reported_at_once(batch: Batch):
         (["--out", os.devnull], f"--out {os.devnull} is no regular file: name one, or - for standard output."),
         (["--out", "nowhere/answers.jsonl"], "There is no folder nowhere for --out."),
         (["--keep", __file__], "test_batch.py"),
-        (["--keep-max", "1GiB"], "--keep"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(two: Batch, options: list[str], message: str):
