@@ -1,6 +1,5 @@
 """The answers of a batch: lines of JSON on standard output, or in a file, with which the same command goes on."""
 
-import codecs
 import hashlib
 import os
 import sys
@@ -14,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from ..durable_files import replaced_when_whole
 from .console import UsageError, json_line, strict_json
-from .questions import RESULT_FIELDS, Question, key_of
+from .questions import BYTE_ORDER_MARK, RESULT_FIELDS, Question, key_of
 
 Answer = dict[str, Any]
 # Weights are too large to be read for a digest: their sizes and times tell of a change.
@@ -148,10 +147,8 @@ def model_digest(name: str) -> str | None:
     try:
         path = Path(name).expanduser()
         if path.exists():
-            files = (
-                [file for file in sorted(path.iterdir()) if file.suffix in _MODEL_FILES] if path.is_dir() else [path]
-            )
-            stats = [(file.name, file.stat()) for file in files]
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            stats = [(file.name, file.stat()) for file in files if file.suffix in _MODEL_FILES]
             told = repr([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
             return hashlib.sha256(told.encode()).hexdigest()[:16]
         config = try_to_load_from_cache(name, "config.json")
@@ -163,7 +160,7 @@ def model_digest(name: str) -> str | None:
 def _read(path: Path) -> list[Answer]:
     """Read all answers, without a last line that an interrupt cut off."""
     try:
-        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        text = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -187,8 +184,9 @@ def _is_answer(fields: Mapping[str, Any]) -> bool:
     """Whether an object has the fields of an answer."""
     document = fields.get("document")
     names = document if isinstance(document, list) else [document]
-    is_known = all(isinstance(text, str) for text in [*names, fields.get("question")])
-    return is_known and isinstance(fields.get("id"), str | int | None) and ("answer" in fields or "error" in fields)
+    is_asked = all(isinstance(text, str) for text in [*names, fields.get("question")])
+    is_known = isinstance(fields.get("id"), str | int | None) and isinstance(fields.get("settings", {}), dict)
+    return is_asked and is_known and ("answer" in fields or "error" in fields)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

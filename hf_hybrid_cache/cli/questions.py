@@ -1,6 +1,5 @@
 """Reading the questions of a batch: lines of JSON, each with a document and a question."""
 
-import codecs
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from ..errors import HybridCacheError
 from .console import UsageError, strict_json
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Fields of an answer beside those of its question; a question must not have them.
 RESULT_FIELDS = (
     *("answer", "error", "finish_reason", "prompt_tokens", "answer_tokens", "seconds", "at_once"),
@@ -66,7 +66,7 @@ def read_questions(path: Path) -> list[Question]:
         UsageError: lines are not questions, or repeat others; the message names them.
     """
     try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK).splitlines()
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from error
     questions: list[Question] = []
