@@ -40,7 +40,7 @@ def batch(
             ANSWER,
             "Questions about one document that are answered together, at most: a step reads the weights once for all "
             "of them. Each takes memory for its own tokens, and for a copy of the document where it is not shared: "
-            "quantized, on a device. Where memory ends, half as many are; auto: begin with 32. The default is 1, "
+            "quantized, on a device. Where memory ends, half as many go on; auto begins with 32. The default is 1, "
             "because in 16 bits, and with sampling, answers depend on those beside them.",
             metavar="NUMBER|auto",
         ),
