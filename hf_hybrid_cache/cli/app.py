@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
 
 from .. import __version__
-from .batch.batch_command import batch
+from .batch import batch
 from .chat.chat_command import chat
 from .generate.generate_command import generate
 from .kept import kept
