@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import HybridCacheError
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
+    from .planning import cache_for_budget
     from .prefix_folder import PrefixFolderError
     from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
     from .processes import LostProcessError, OutOfStepError
@@ -64,6 +65,7 @@ __all__ = [
     "StaleHandleError",
     "WeightsReport",
     "__version__",
+    "cache_for_budget",
     "get_num_threads",
     "minmax",
     "move_experts_to_host",
@@ -91,6 +93,7 @@ __getattr__ = lazy_names(
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
+        "planning": ("cache_for_budget",),
         "prefix_folder": ("PrefixFolderError",),
         "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
         "processes": ("LostProcessError", "OutOfStepError"),

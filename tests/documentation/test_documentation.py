@@ -35,7 +35,6 @@ from hf_hybrid_cache import planning, set_num_threads
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.models import smollm2 as smollm2_module
-from hf_hybrid_cache.planning import calibration
 
 from models.byte_tokenizer import byte_tokenizer
 from models.tiny_models import COMMON
@@ -238,10 +237,6 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr("hf_hybrid_cache.cli.options.bind_to_node", lambda number: None)  # it would bind this process
-    # The real budget would measure the machine for ten seconds.
-    small = calibration.CalibrationBudget(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
-    calibrate = partial(calibration.calibrate, budget=small)
-    monkeypatch.setattr("hf_hybrid_cache.cli.plan.plan_report.calibrate", calibrate)
 
     def use(hub: Path) -> None:
         monkeypatch.setenv("HF_HUB_CACHE", str(hub))
@@ -357,4 +352,3 @@ def test_every_public_name_is_in_the_reference():
     assert set(hf_hybrid_cache.__all__) - {"__version__"} <= listed
     for room in (planning, package_models):
         assert f".. automodule:: {room.__name__}\n   :members:" in text
-    assert ".. automodule:: hf_hybrid_cache.planning.calibration\n" in text
