@@ -83,7 +83,9 @@ class Report:
                 out.print(_table(rows, 8 * self.cost.dtype.itemsize))
         strategies = {each.strategy for each in shown}
         legend = [_filled(f"{name}: {text}.") for name, text in _LEGEND.items() if name in strategies]
-        _say(out, "\n".join(["W: bits of a weight, of experts where they are in host memory.", *legend, ""]))
+        _say(
+            out, "\n".join(["W: bits of a weight" + ", of experts" * bool(self.cost.experts.layers) + ".", *legend, ""])
+        )
         _say(out, _filled(" ".join(self._remarks())))
 
     def _print_recommendations(self, out: Console) -> None:
@@ -191,7 +193,7 @@ class Report:
 def _speed(plan: Plan) -> str:
     """A sentence that says how fast a plan is."""
     if plan.seconds_to_first_token is None and plan.seconds_per_token is None:
-        return "How fast it is is not known."
+        return "Its speed is not known."
     first = (
         "at a time that is not known"
         if plan.seconds_to_first_token is None

@@ -79,10 +79,10 @@ class Plan:
         return max(_LOSS.get(bits, _TOO_MUCH) for bits in (self.weights, BITS.get(self.cache)))
 
     def is_faster_than(self, other: "Plan", times: float = 1.0) -> bool:
-        """Whether a token is more than `times` faster than with the other plan; an unknown speed is the slowest."""
-        if self.seconds_per_token is None:
+        """Whether a token is known to be more than `times` faster than with the other plan."""
+        if self.seconds_per_token is None or other.seconds_per_token is None:
             return False
-        return other.seconds_per_token is None or times * self.seconds_per_token < other.seconds_per_token
+        return times * self.seconds_per_token < other.seconds_per_token
 
 
 def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Plan:
@@ -184,10 +184,9 @@ def why_nothing_fits(model: ModelCost, plans: Sequence[Plan]) -> str:
     nearest = max(plans, key=lambda plan: (plan.longest_context, -plan.short_device_bytes - plan.short_host_bytes))
     sizes = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
     short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in sizes.items() if size)
-    way_out = f"goes up to {nearest.longest_context:,} tokens. Use a shorter context."
-    if not nearest.longest_context:
-        needed = _bytes_without_a_cache(model) / 2**30
-        way_out = f"without any cache the model takes {needed:.1f} GiB. Use a smaller model, or more memory."
+    way_out = "has no room for a single token. Use a smaller model, or more memory."
+    if nearest.longest_context:
+        way_out = f"goes up to {nearest.longest_context:,} tokens. Use a shorter context."
     return (
         f"{nearest.context:,} tokens of {model.name} do not fit: {nearest.cache}, {nearest.strategy}, is short of "
         f"{short}, and {way_out}"

@@ -22,7 +22,7 @@ _OF_FEW_BITS = 0.3
 # A layer's operations besides: there, and on the GPU in results/gpu/without-cudnn-65536.
 _LAYER_SECONDS = 5e-4
 # What prompts reach of a large product's speed: context_sweep and weight_products of amd-epyc-znver4-2-cores.
-_OF_PRODUCTS = 0.75
+_OF_PRODUCTS = 0.8
 _READ_BYTES, _BUS_BYTES = 2**28, 2**27
 _PRODUCT = 512, 4096, 2048  # rows, columns, and numbers that are summed up
 _SECONDS, _MOST_ROUNDS = 0.3, 20
