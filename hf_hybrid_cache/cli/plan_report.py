@@ -179,7 +179,7 @@ class Report:
             for key, (what, unit, name) in known.items()
             if (rate := getattr(speeds, key)) is not None
         ]
-        remarks.append(f"Times are calculated, from {', '.join(parts)}; on a quiet CPU most are within a third.")
+        remarks.append(f"Times are calculated, from {', '.join(parts)}; on a quiet CPU most are within a quarter.")
         if machine.device_bytes and speeds.gpu_flops is None:
             remarks.append(
                 "There is no such GPU here: times with one are only calculated, and a dash is where no speed is known; "

@@ -17,7 +17,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -200,6 +199,11 @@ class Commands:
         assert all(option in told for option in options if option.startswith("--"))
 
 
+def without_times(plan: str) -> str:
+    """The words of a plan, without the times that depend on this machine's speed."""
+    return re.sub(r"[\d.,]+ (?:s|min|h|GFLOP/s)(?!\w)", "…", " ".join(plan.split()))
+
+
 def check_output(example: Example) -> None:
     """
     Compare the output that a page shows under `plan` with the real one; other output has times, or is a message.
@@ -209,7 +213,7 @@ def check_output(example: Example) -> None:
     if example.parsed.startswith('{"document"'):
         Path("questions.jsonl").write_text(example.parsed)
     if example.parsed.startswith("meta-llama/"):
-        assert [line.rstrip() for line in example.namespace["printed"].splitlines()] == example.parsed.splitlines()
+        assert without_times(example.namespace["printed"]) == without_times(example.parsed)
 
 
 def as_installed(text: str) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import assume, given
 
 from experiments.sweep import store, table

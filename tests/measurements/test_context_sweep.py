@@ -454,14 +454,14 @@ def with_gpu() -> list[dict[str, Any]]:
 
 
 def test_page_when_there_is_a_gpu_then_tests_hypothesis_and_names_oom():
-    text = page({"a-machine": with_gpu()}, {}, {})
+    text = page({"a-machine": with_gpu()}, {})
     assert "There is no record of a GPU yet" not in text
     assert "0.25 to 0.25 of the throughput" in text
     assert "- transformers DynamicCache, on the GPU: from 2,048 tokens on" in text
 
 
 def test_without_a_gpu_the_page_says_so():
-    text = page({"a-machine": [record_of(CELL)]}, {}, {})
+    text = page({"a-machine": [record_of(CELL)]}, {})
     assert "There is no record of a GPU yet" in text
     assert "needs both on one machine" in text
 
