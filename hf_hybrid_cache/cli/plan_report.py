@@ -25,6 +25,13 @@ _LEGEND = {
 }
 # How often fewer bits change an answer, by the rank of the loss, see docs/quantized-cache.md and docs/weights.md.
 _LOSSES = {0: "nothing is lost", 1: "which hardly ever changes an answer", 2: "which seldom changes an answer"}
+_SPEEDS = (
+    ("host_bandwidth", "host memory", "GB/s"),
+    ("host_flops", "products on the CPU", "GFLOP/s"),
+    ("gpu_bandwidth", "GPU memory", "GB/s"),
+    ("gpu_flops", "products on the GPU", "GFLOP/s"),
+    ("bus_bandwidth", "the bus", "GB/s"),
+)
 _WANT_CALIBRATION = "4-bit weights want a calibrated model: docs/weights.md."
 
 
@@ -64,7 +71,7 @@ class Report:
         }
         if (experts := self.cost.experts).layers:
             read = experts.read_bytes(self.cost.batch)
-            shown["experts"] = {"total_bytes": experts.total_bytes(), "read_bytes_of_a_token": read}
+            shown["experts"] = {"total_bytes": experts.total_bytes(), "read_bytes_of_a_step": read}
         out.print(json_line(shown), end="", markup=False, highlight=False, emoji=False)
 
     def print(self, out: Console) -> None:
@@ -90,28 +97,20 @@ class Report:
 
     def _print_recommendations(self, out: Console) -> None:
         """Print how fast the best plan is and how to run it, and what the others gain and lose."""
-        best = self.chosen[0]
-        fits = f"up to {best.longest_context:,} fit"
-        if best.seconds_to_read_longest is not None:
-            fits += f", which take {duration_text(best.seconds_to_read_longest)} to read"
-        default = ", the default of --context" if self.is_default_context else ""
-        _say(out, _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {fits}"))
-        _say(
-            out,
-            _filled(f"Recommended: {_name(best)}. {_speed(best)} It takes {_gibibytes_of(best, self.machine)}.") + "\n",
-        )
+        best, default = self.chosen[0], ", the default of --context" if self.is_default_context else ""
+        _say(out, _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {_farthest(best)}"))
+        _say(out, _filled(f"Recommended: {_name(best)}. {_speed(best)} It takes {_memory(best)}."))
         if command := self._command(best):
-            _say(out, command + "\n")
-        _say(out, best.code)
+            _say(out, "\n" + command)
+        _say(out, "\n" + best.code)
+        known = best.code.splitlines()
         for other in self.chosen[1:]:
             _say(
                 out,
-                "\n"
-                + _filled(
-                    f"Or {_name(other)}, {_LOSSES[other.loss]}: {_speed(other)} {_gibibytes_of(other, self.machine)}."
-                ),
+                "\n" + _filled(f"Or {_name(other)}, {_LOSSES[other.loss]}. {_speed(other)} It takes {_memory(other)}."),
             )
-            _say(out, self._command(other) or _lines_that_differ(other, best))
+            lines_that_differ = [line for line in other.code.splitlines() if line not in known]
+            _say(out, self._command(other) or "\n".join(lines_that_differ))
         if any(each.weights == 4 for each in self.chosen):
             _say(out, "\n" + _WANT_CALIBRATION)
 
@@ -131,52 +130,35 @@ class Report:
             options = [*options, "--experts host"] + ([f"--expert-bits {plan.weights}"] if plan.weights else [])
         elif plan.weights is not None:
             options = [*options, f"--weights {plan.weights}"]
-        options += [f"--dtype {self.dtype}"] if self.dtype else []
-        options += ["--cache stock"] if plan.cache == "stock" else []
-        return " ".join(
-            [
-                "hf-hybrid-cache generate --model",
-                shlex.quote(self.cost.name),
-                *options,
-                '--document FILE --question "..."',
-            ]
-        )
+        options += [f"--dtype {self.dtype}"] * (self.dtype is not None) + ["--cache stock"] * (plan.cache == "stock")
+        name = shlex.quote(self.cost.name)
+        return " ".join(["hf-hybrid-cache generate --model", name, *options, '--document FILE --question "..."'])
 
     def _remarks(self) -> list[str]:
         """Sentences that say what memory and speeds are calculated from."""
         cost, machine, speeds = self.cost, self.machine, self.machine.speeds
-        working = _gibibytes(cost.working_bytes(self.plans[0].context))
+        context = self.plans[0].context
+        weights, working, runtime = map(_gibibytes, (cost.weight_bytes, cost.working_bytes(context), RUNTIME_BYTES))
         remarks = [
             f"{_gibibytes(machine.device_bytes)} GiB of GPU memory and {_gibibytes(machine.host_bytes)} of host memory "
-            f"are there. Weights take {_gibibytes(cost.weight_bytes)} GiB, a chunk of {cost.chunk:,} tokens of the prompt "
-            f"{working}, the process {_gibibytes(RUNTIME_BYTES)} of each memory. Caches take within 3% of what is said."
+            f"are there. Weights take {weights} GiB, a chunk of {cost.chunk:,} tokens of the prompt {working}, the "
+            f"process {runtime} of each memory. Caches take within 3% of what is said."
         ]
         if (experts := cost.experts).layers:
-            counts, chosen = ({getattr(layer, name) for layer in experts.layers} for name in ("count", "chosen"))
+            sizes = experts.total_bytes(), int(experts.read_bytes(cost.batch)), cost.without_experts().weight_bytes
             remarks.append(
-                f"{len(experts.layers)} layers have {_range(counts)} experts, {_range(chosen)} for each token. They take "
-                f"{_gibibytes(experts.total_bytes())} GiB, of which a token reads "
-                f"{_gibibytes(int(experts.read_bytes(cost.batch)))}; other weights take "
-                f"{_gibibytes(cost.without_experts().weight_bytes)} GiB."
+                "Experts take {} GiB, of which a step reads {}; other weights take {}.".format(*map(_gibibytes, sizes))
             )
         if cost.continuations > 1:
-            own = self.plans[0].context - cost.prompt_tokens(self.plans[0].context)
             remarks.append(
-                f"{cost.continuations} sequences continue one prompt; the last {own} tokens are each one's own. Only "
-                "their memory is predicted, not the time of a token."
+                f"{cost.continuations} sequences continue one prompt; the last {context - cost.prompt_tokens(context)} "
+                "tokens are each one's own. Only their memory is predicted, not the time of a token."
             )
         elif cost.shapes and not cost.has_kernel:
             remarks.append("Speeds are not known for the attention of this model.")
-        known = {
-            "host_bandwidth": ("host memory", 1e9, "GB/s"),
-            "host_flops": ("products on the CPU", 1e9, "GFLOP/s"),
-            "gpu_bandwidth": ("GPU memory", 1e9, "GB/s"),
-            "gpu_flops": ("products on the GPU", 1e12, "TFLOP/s"),
-            "bus_bandwidth": ("the bus", 1e9, "GB/s"),
-        }
         parts = [
-            f"{what} {rate / unit:,.0f} {name} ({'as given' if key in self.given else 'measured here'})"
-            for key, (what, unit, name) in known.items()
+            f"{what} {rate / 1e9:,.0f} {unit} ({'as given' if key in self.given else 'measured here'})"
+            for key, what, unit in _SPEEDS
             if (rate := getattr(speeds, key)) is not None
         ]
         remarks.append(f"Times are calculated, from {', '.join(parts)}; on a quiet CPU most are within a quarter.")
@@ -190,17 +172,21 @@ class Report:
         return remarks
 
 
+def _farthest(plan: Plan) -> str:
+    """A clause that says how far a plan goes, and how long so much takes to be read."""
+    fits = f"up to {plan.longest_context:,} fit"
+    seconds = plan.seconds_to_read_longest
+    return fits if seconds is None else f"{fits}, which take {duration_text(seconds)} to read"
+
+
 def _speed(plan: Plan) -> str:
     """A sentence that says how fast a plan is."""
-    if plan.seconds_to_first_token is None and plan.seconds_per_token is None:
+    first, token = plan.seconds_to_first_token, plan.seconds_per_token
+    if first is None and token is None:
         return "Its speed is not known."
-    first = (
-        "at a time that is not known"
-        if plan.seconds_to_first_token is None
-        else f"after {duration_text(plan.seconds_to_first_token)}"
-    )
-    then = "at a rate that is not known" if plan.seconds_per_token is None else f"{_rate(plan)} tokens/s"
-    return f"The first token comes {first}, the others at {then}."
+    when = "at a time that is not known" if first is None else f"after {duration_text(first)}"
+    rate = "a rate that is not known" if token is None else f"{_rate(plan)} tokens/s"
+    return f"The first token comes {when}, the others at {rate}."
 
 
 def _name(plan: Plan) -> str:
@@ -212,16 +198,10 @@ def _name(plan: Plan) -> str:
     return f"{what} ({plan.cache}, {plan.strategy})"
 
 
-def _gibibytes_of(plan: Plan, machine: Machine) -> str:
+def _memory(plan: Plan) -> str:
     """The memory that a plan takes of each kind that there is."""
     host = f"{_gibibytes(plan.host_bytes)} GiB of host memory"
     return f"{_gibibytes(plan.device_bytes)} GiB of GPU memory and {host}" if plan.device_bytes else host
-
-
-def _lines_that_differ(other: Plan, best: Plan) -> str:
-    """The lines of code of a plan that the best plan lacks."""
-    known = best.code.splitlines()
-    return "\n".join(line for line in other.code.splitlines() if line not in known)
 
 
 def _table(plans: list[Plan], bits_as_is: int) -> Table:
@@ -252,10 +232,6 @@ def _say(out: Console, text: str) -> None:
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
-
-
-def _range(numbers: set[int]) -> str:
-    return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
 def _gibibytes(num_bytes: int) -> str:

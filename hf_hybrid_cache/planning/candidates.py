@@ -129,9 +129,8 @@ class Candidate:
         """A Python program that loads the model and generates with the cache."""
         bits, is_stock = BITS.get(self.cache), self.cache == "stock"
         options = ["config=model.config" if is_stock else "model.config"]
-        options += ([] if bits is None else [f"bits={bits}"]) + ["offload=True"] * (
-            bits is not None and self.placement.offload
-        )
+        if bits is not None:
+            options += [f"bits={bits}", *["offload=True"] * self.placement.offload]
         options += {
             Strategy.CPU_ATTENTION: ["cpu_decode=True"],
             Strategy.BOTH: ['cpu_decode="auto"', f"device_tokens={self.device_tokens}"],
@@ -227,7 +226,7 @@ def cpu_candidates(model: ModelCost) -> list[Candidate]:
 
 
 def _with_most_tokens(model: ModelCost, candidate: Candidate, context: int, device_bytes: int) -> list[Candidate]:
-    """The candidate with as many tokens of each layer on the GPU as fit beside the model; none if all do, or too few."""
+    """The candidate with as many tokens of each layer on the GPU as fit; none if all do, or too few."""
     sizes = range(LEAST_DEVICE_TOKENS, max(context, LEAST_DEVICE_TOKENS) + _BLOCK, _BLOCK)
 
     def needed(size: int) -> int:

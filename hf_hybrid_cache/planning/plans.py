@@ -225,7 +225,8 @@ def cache_for_budget(
     counts = {"context": context, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
     context, batch_size, chunk = (checked_count(*each) for each in counts.items())
     model = model_cost(config, None, batch_size, chunk)
-    free = this_machine(*(None if each is None else parse_bytes(each) for each in (gpu_memory, host_memory)))
+    given = [None if each is None else parse_bytes(each) for each in (gpu_memory, host_memory)]
+    free = this_machine(given[0], given[1])
     # What is free is beside the weights, which are on the GPU if there is memory.
     device_bytes = free.device_bytes + (model.weight_bytes if gpu_memory is None and free.device_bytes else 0)
     host_bytes = free.host_bytes + (model.weight_bytes if host_memory is None and not device_bytes else 0)

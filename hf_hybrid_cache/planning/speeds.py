@@ -1,7 +1,7 @@
 """The machine that a plan is for: its memory, and the speeds of reading and of products, measured in a second."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +17,7 @@ from .model_cost import ModelCost
 # a token with weights of 16 bits at half of it, our kernels read codes of weights at four fifths, and keys and values
 # by their bits as follows; transformers' own cache copies them, and torch attends to the copies.
 _OF_16_BITS, _OF_CODES, _OF_STOCK = 0.5, 0.8, 0.03
-_OF_STATES = {None: 0.8, 8: 0.6}
+_OF_STATES: Mapping[object, float] = {None: 0.8, 8: 0.6}
 _OF_FEW_BITS = 0.3
 # A layer's operations besides: there, and on the GPU in results/gpu/without-cudnn-65536.
 _LAYER_SECONDS = 5e-4

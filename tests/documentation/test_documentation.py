@@ -201,7 +201,7 @@ class Commands:
 
 def without_times(plan: str) -> str:
     """The words of a plan, without the times that depend on this machine's speed."""
-    return re.sub(r"[\d.,]+ (?:s|min|h|GFLOP/s)(?!\w)", "…", " ".join(plan.split()))
+    return re.sub(r"[\d.,]+ (?:s|min|h|GFLOP/s)(?!\w)|─+", "…", " ".join(plan.split()))
 
 
 def check_output(example: Example) -> None:
