@@ -25,7 +25,7 @@ _LAYER_SECONDS = 5e-4
 _OF_PRODUCTS = 0.8
 _READ_BYTES, _BUS_BYTES = 2**28, 2**27
 _PRODUCT = 512, 4096, 2048  # rows, columns, and numbers that are summed up
-_SECONDS, _MOST_ROUNDS = 0.3, 20
+_SECONDS, _MOST_ROUNDS = 0.2, 20
 
 
 @dataclass(frozen=True)
