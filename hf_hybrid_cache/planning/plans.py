@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from ..byte_sizes import parse_bytes
 from ..cache import HybridCache
+from ..cache.construction import require_config
 from ..errors import HybridCacheError
 from ..layers import checked_count
 from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
@@ -221,7 +222,7 @@ def cache_for_budget(
         >>> cache = cache_for_budget(model.config, 100_000, gpu_memory="8GiB", host_memory="32GiB")
         >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
     """
-    HybridCache(config)  # refuses what is no config
+    require_config(config)
     counts = {"context": context, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
     context, batch_size, chunk = (checked_count(*each) for each in counts.items())
     model = model_cost(config, None, batch_size, chunk)

@@ -145,15 +145,6 @@ def test_distinct_experts_are_as_many_as_choices_at_random_have(count: int, chos
     assert expected == pytest.approx(found.mean(), abs=1e-3 + 5 * found.std() / np.sqrt(len(found)))
 
 
-def test_more_tokens_read_more_experts_and_never_more_than_all():
-    layer = LayerExperts(128, 8, 1, {})
-    numbers = [128 * layer.share_read(num_tokens) for num_tokens in (1, 2, 4, 64, 512, 10**6)]
-    assert numbers[0] == pytest.approx(8)
-    assert numbers == sorted(numbers)
-    assert numbers[1] < 16
-    assert numbers[-1] == pytest.approx(128)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_step_when_reading_experts_then_reads_the_union_of_choices(family: str):
     one, five = cost_of(family), cost_of(family, batch=5)
