@@ -15,7 +15,7 @@ from .batch import batch
 from .chat.chat_command import chat
 from .generate.generate_command import generate
 from .kept import kept
-from .plan.plan_command import plan
+from .plan import plan
 
 # Without a terminal plain lines: boxes would be cut to 80 columns.
 app = typer.Typer(

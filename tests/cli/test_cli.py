@@ -479,7 +479,7 @@ options.bind_to_node = lambda number: nodes.bind_to_node(number, nodes.Path(os.e
 sys.meta_path.insert(0, Watcher())
 main()
 """
-EACH_COMMAND = pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
+EACH_COMMAND = pytest.mark.parametrize("command", [["generate"], ["chat"]])
 
 
 def first_import(*arguments: str, busy_processors: float = 1.0, load: float = 1.0, **environment: str) -> str:
@@ -537,11 +537,7 @@ import torch
     assert "GOMP_SPINCOUNT = '0'" in shown
 
 
-def test_a_node_is_for_what_a_plan_measures():
-    assert "--cpu-node says where --calibrate measures" in error_of("plan", "--model", "a", "--cpu-node", "0")
-
-
-@pytest.mark.parametrize("command", [["generate"], ["chat"], ["plan", "--model", "a", "--calibrate"]])
+@pytest.mark.parametrize("command", [["generate"], ["chat"]])
 def test_a_node_that_is_not_there_is_named_on_stderr_with_exit_code_2(command: list[str]):
     assert error_of(*command, "--cpu-node", "70000").startswith("error: --cpu-node 70000: There is no node 70000: ")
 

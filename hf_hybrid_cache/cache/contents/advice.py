@@ -1,18 +1,17 @@
 """Advice for a cache that has run out of host memory: how many tokens fit, and which quantized cache would fit."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from ..codecs import minmax
-from ..layers import LayerStores, Placement
-from ..storage import InitialCapacity, KVCodec, KVShape, address_space_is_limited
-from .candidates import BITS
-from .cost import HOST, LayerCost
+from ...codecs import minmax
+from ...layers import HOST, LayerCost, LayerStores, Placement
+from ...storage import InitialCapacity, KVCodec, KVShape, address_space_is_limited
 
 _META = torch.device("meta")
+_BITS: Sequence[int | tuple[int, int]] = (8, 4, (4, 2), 2)
 # Shares of the free memory that a cache can use. Allocators and a prompt's chunks need the rest. Under a limit on the
 # address space buffers are copied to grow, which leaves holes.
 _USABLE, _USABLE_WITH_COPIES = 7 / 8, 1 / 2
@@ -49,9 +48,9 @@ def advice(
     fitting = least_tokens + bisect_left(range(least_tokens + 1, num_tokens), True, key=does_not_fit)
     sentences = [f"At least {fitting:,} tokens fit as it is."] if fitting else []
     placement = replace(placement, resident_layers=0, pin_memory=None)
-    for bits in BITS.values():
-        codec = None if bits is None else minmax(bits)
-        if codec is None or codec in codecs.values():
+    for bits in _BITS:
+        codec = minmax(bits)
+        if codec in codecs.values():
             continue
         need = _host_bytes(placement, dict.fromkeys(shapes, codec), shapes, num_tokens)
         if need <= usable:
