@@ -123,7 +123,8 @@ class Generator:
         ends = (index for index, token in enumerate(token_ids, 1) if self.is_end(token))
         token_ids = list(token_ids[: next(ends, len(token_ids))])
         padding = self._tokenizer.pad_token_id
-        while token_ids and token_ids[-1] == padding and not self.is_end(padding):
+        # A model can write the token of padding, and an answer has at least one token.
+        while len(token_ids) > 1 and token_ids[-1] == padding and not self.is_end(padding):
             token_ids.pop()
         return token_ids
 
