@@ -129,6 +129,18 @@ class ChatTemplate:
         new = self._ids(after)
         return new[1:] if new[0] == last_token and last_token in self.tokenizer.all_special_ids else new
 
+    def without_template(self, text: str) -> list[int]:
+        """
+        Return the tokens of a text that is a whole prompt.
+
+        Raises:
+            PromptError: it has none.
+        """
+        begins = bool(self.tokenizer.bos_token) and text.startswith(str(self.tokenizer.bos_token))
+        if not (token_ids := self._ids(text, add_special_tokens=not begins)):
+            raise PromptError("The prompt is empty.")
+        return token_ids
+
     def document(self, documents: Documents, most_tokens: int) -> DocumentPrompt:
         """
         Return the start of documents, as much as fits.
