@@ -32,7 +32,7 @@ _SAMPLE_ANSWER = r"Assert statements are a convenient way[^:.]*"
 # Bits of weights in the last row, on a CPU.
 _FEW_WEIGHT_BITS = 4
 # All caches together read documents for so long, unless --context says how much of them they read.
-_SECONDS = 120.0
+MOST_SECONDS = 120.0
 # Tokens of a warm-up; and at most those of a chunk that is measured, and the seconds that it may take, about.
 _FEW_TOKENS, _CHUNK_TOKENS, _CHUNK_SECONDS = 64, 1024, 4.0
 
@@ -170,10 +170,10 @@ def _in_time(task: Task, loaded: "LoadedModel", num_rows: int, out: Console, not
     most, why = chat.document.read_tokens, f"--context {given or 0:,}"
     if given is None:
         why = f"the model's context is {chat.context:,}"
-        left = _SECONDS - (time.perf_counter() - start)
+        left = MOST_SECONDS - (time.perf_counter() - start)
         in_time = max(1, bisect_right(range(most + 1), left, key=seconds) - 1)
         if in_time < most:
-            why = f"which takes {_SECONDS / 60:.0f} minutes with {num_rows} caches; --context {most:,} reads more"
+            why = f"which takes {MOST_SECONDS / 60:.0f} minutes with {num_rows} caches; --context {most:,} reads more"
             task = replace(task, prompt=replace(task.prompt, context=in_time))
             chat = task.chat(loaded, notes, cache="stock")
     say_what_is_read(chat, why, out, notes)
