@@ -4,11 +4,7 @@ import os
 import sys
 from typing import Annotated
 
-try:
-    import rich  # noqa: F401
-    import typer
-except ModuleNotFoundError as error:
-    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
+import typer
 
 from .. import __version__
 from .batch.batch_command import batch
