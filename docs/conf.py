@@ -46,6 +46,9 @@ suppress_warnings = ["myst.header"]  # notebooks may begin with any level of hea
 nb_execution_mode = "off"
 nb_merge_streams = True
 
+# Two hyphens begin an option, and are no dash.
+smartquotes_action = "qe"
+
 # Docstrings are Google's style, with names in single backticks.
 default_role = "code"
 autodoc_member_order = "bysource"

@@ -21,10 +21,10 @@ from experiments.common import records
 from experiments.common.options import byte_size
 from experiments.sweep import store
 from experiments.sweep.caches import CACHES, DECODE_DEVICES
+from experiments.sweep.jobs import EXECUTORS, JobFailedError, JobsError, job_parameters, run_jobs
 from experiments.sweep.prefill_time import ProbeError
 from experiments.sweep.running import cells, measured
 from experiments.sweep.shares import Share, shares
-from hf_hybrid_cache.jobs import EXECUTORS, JobFailedError, Jobs, JobsError, job_parameters
 
 MODEL = "llama-3.2-1b-random"
 CONTEXTS = [2**power for power in range(10, 18)]
@@ -92,13 +92,14 @@ def measured_in_jobs(options: argparse.Namespace) -> dict[str, int]:
     if options.out is not None:
         options.out = options.out.absolute()
     folder = (options.out or store.FOLDER / records.machine_name()) / "jobs"
-    jobs = Jobs(options.executor, folder, options.jobs or 1, job_parameters(options.job_option))
+    at_once, parameters = options.jobs or 1, job_parameters(options.job_option)
     # Without an estimate, which the machines make where they measure.
     count = len(list(cells(options, None)))
-    print(f"{count} jobs, {jobs.at_once} at once; what they print is in {folder}", flush=True)
+    print(f"{count} jobs, {at_once} at once; what they print is in {folder}", flush=True)
+    jobs = run_jobs(shares(options, count), options.executor, folder, at_once, parameters)
     statuses: Counter[str] = Counter()
     failures = []
-    for ended, (_, outcome) in enumerate(jobs.run(shares(options, count)), 1):
+    for ended, outcome in enumerate(jobs, 1):
         if isinstance(outcome, JobFailedError):
             failures.append(outcome)
         else:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import HybridCacheError
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
+    from .numa_nodes import NodeError, bind_to_node
     from .prefix_folder import PrefixFolderError
     from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
     from .processes import LostProcessError, OutOfStepError
@@ -54,6 +55,7 @@ __all__ = [
     "LostProcessError",
     "MemoryReport",
     "NoCheckpointError",
+    "NodeError",
     "OffloadedHybridCache",
     "OutOfStepError",
     "Placement",
@@ -68,6 +70,7 @@ __all__ = [
     "StaleHandleError",
     "WeightsReport",
     "__version__",
+    "bind_to_node",
     "get_num_threads",
     "minmax",
     "move_experts_to_host",
@@ -96,6 +99,7 @@ __getattr__ = lazy_names(
         "errors": ("HybridCacheError",),
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
+        "numa_nodes": ("NodeError", "bind_to_node"),
         "prefix_folder": ("PrefixFolderError",),
         "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
         "processes": ("LostProcessError", "OutOfStepError"),

@@ -1,4 +1,4 @@
-"""Converting numbers of users, also NumPy's and torch's."""
+"""Converting numbers of users, also NumPy's and torch's, and of files."""
 
 import operator
 from numbers import Real
@@ -20,3 +20,15 @@ def as_float(given: Any) -> float | None:
     if isinstance(given, bool) or not isinstance(given, Real):
         return None
     return float(given)
+
+
+def as_count(value: Any, limit: int = 2**40) -> int:
+    """
+    Return an integer from JSON.
+
+    Raises:
+        ValueError: it is something else, negative, or not below the limit.
+    """
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r} is not a count")
+    return value

@@ -17,7 +17,7 @@ REPOSITORY = PACKAGE.parent
 # Room -> the rooms of the package, and the heavy libraries, that it may import.
 ALLOWED = {
     "kernels": {"control_groups", "errors", "kernels", "numba", "scalars", "user_folder"},
-    "processes": {"errors", "processes", "torch"},
+    "processes": {"errors", "torch"},
     "storage": {"control_groups", "errors", "processes", "scalars", "storage", "torch"},
     "codecs": {"codecs", "kernels", "scalars", "storage", "torch"},
     "device_kernels": {"device_kernels", "kernels", "torch", "triton"},
@@ -57,6 +57,7 @@ ALLOWED = {
         "transformers",
     },
     "durable_files": set(),
+    "numa_nodes": {"errors", "scalars"},
     "prefix_folder": {"durable_files", "errors", "prefix_folder"},
     "cache": {
         "attention",
@@ -81,6 +82,7 @@ ALLOWED = {
         "errors",
         "kernels",
         "layers",
+        "lazy_names",
         "model_identity",
         "storage",
         "torch",
@@ -105,6 +107,7 @@ ALLOWED = {
         "errors",
         "kernels",
         "layers",
+        "lazy_names",
         "model_identity",
         "planning",
         "prefill_chunks",
@@ -113,6 +116,7 @@ ALLOWED = {
         "processes",
         "prompt_reading",
         "saving",
+        "scalars",
         "storage",
         "token_ids",
         "torch",
@@ -283,7 +287,6 @@ FOR_EXPERIMENTS = {
     "",
     "cache_argument",
     "durable_files",
-    "jobs",
     "kernels.integer_kernels",  # to measure both ways
     "model_identity",
     "models",

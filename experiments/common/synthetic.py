@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache
-from hf_hybrid_cache.models.random_weights import llama_3_2_1b_config
+from hf_hybrid_cache.models import load_config
 
 CACHES: dict[str, Callable[[LlamaConfig], Cache]] = {
     "stock": lambda config: DynamicCache(config=config),
@@ -17,7 +17,8 @@ CACHES: dict[str, Callable[[LlamaConfig], Cache]] = {
 
 def llama_1b_config(num_layers: int = 16) -> LlamaConfig:
     """The shape of Llama-3.2-1B, with fewer layers where one tells as much."""
-    config = llama_3_2_1b_config()
+    config = load_config("llama-3.2-1b-random")
+    assert isinstance(config, LlamaConfig)
     config.num_hidden_layers = num_layers
     return config
 

@@ -12,7 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hybrid_cache.models.random_weights import llama_3_2_1b_config, random_llama
+from hf_hybrid_cache.models import load_config
+from hf_hybrid_cache.models.random_weights import random_llama
 
 NEEDED = "This measures a GPU, and no CUDA device is available: pass --rehearse to try it out on the CPU."
 _COPIED_BYTES = 2**28
@@ -49,7 +50,8 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def config_of(is_rehearsal: bool) -> LlamaConfig:
     """The shape of Llama-3.2-1B; for a rehearsal with two layers and few words."""
-    config = llama_3_2_1b_config()
+    config = load_config("llama-3.2-1b-random")
+    assert isinstance(config, LlamaConfig)
     if is_rehearsal:
         config.num_hidden_layers, config.vocab_size = 2, 512
         config.eos_token_id = config.bos_token_id = 1

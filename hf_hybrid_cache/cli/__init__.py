@@ -11,7 +11,9 @@ except ModuleNotFoundError as error:
 
 from ..other_processes import OtherProcesses, load_average
 from .console import end_at_interrupt
-from .waiting import let_waiting_threads_sleep
+
+# Less than one process that computes all the time.
+_BUSY_PROCESSORS = 0.5
 
 
 def main() -> None:
@@ -27,3 +29,15 @@ def main() -> None:
 
     let_waiting_threads_sleep(others.processors(), load_average())
     run()
+
+
+def let_waiting_threads_sleep(busy_processors: float, load: float) -> None:
+    """
+    Let threads of OpenMP sleep while they wait where other processes need the processors; before torch is imported.
+
+    Two numbers tell so: what is used now may be over in a second, and the last minute may be over by now. Elsewhere
+    threads spin, as sleeping ones wake up late, unless the user chose.
+    """
+    are_busy = busy_processors > _BUSY_PROCESSORS and load > _BUSY_PROCESSORS  # false where the system does not tell
+    if are_busy and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = "0"

@@ -10,7 +10,7 @@ from .. import __version__
 from .batch.batch_command import batch
 from .chat.chat_command import chat
 from .generate import generate
-from .kept.kept_command import kept
+from .kept import kept
 from .plan.plan_command import plan
 
 # Without a terminal plain lines: boxes would be cut to 80 columns.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pydoc_data import topics
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich import box
@@ -21,11 +21,10 @@ from ..chat import CACHES, Chat
 from ..documents import Document, Documents
 from ..layers import tensors_of
 from ..prompt_reading import layer_that_begins_anew, prefill
-from .console import UsageError, note, print_json, write
+from ..weights import NothingToQuantizeError
+from .console import note, print_json, write
 from .generate import Task, say_what_is_read
-
-if TYPE_CHECKING:
-    from .loading.device import LoadedModel
+from .loading import LoadedModel, quantize_loaded
 
 SAMPLE_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
 _SAMPLE_ANSWER = r"Assert statements are a convenient way[^:.]*"
@@ -53,7 +52,7 @@ def sample_document() -> Documents:
 
 
 def compare_caches(
-    task: Task, loaded: "LoadedModel", form: Mapping[str, Any], as_json: bool, out: Console, notes: Console
+    task: Task, loaded: LoadedModel, form: Mapping[str, Any], as_json: bool, out: Console, notes: Console
 ) -> None:
     """
     Print the answer of stock, a table of what each cache took, and the answers that differ; or lines of JSON.
@@ -156,7 +155,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     return next((position for position, (a, b) in enumerate(pairs, 1) if a != b), None)
 
 
-def _in_time(task: Task, loaded: "LoadedModel", num_rows: int, out: Console, notes: Console) -> Task:
+def _in_time(task: Task, loaded: LoadedModel, num_rows: int, out: Console, notes: Console) -> Task:
     """Let caches read no more of the documents than they can in time, unless the user said how much; tell how long."""
     model, given = loaded.model, task.prompt.context
     if task.documents is None or layer_that_begins_anew(model):
@@ -183,11 +182,9 @@ def _in_time(task: Task, loaded: "LoadedModel", num_rows: int, out: Console, not
 
 def _has_few_bits(model: PreTrainedModel, notes: Console) -> bool:
     """Quantize the weights of a model, and return whether it has any that can be."""
-    from .loading.quantized_weights import quantize_loaded
-
     try:
         quantize_loaded(model, _FEW_WEIGHT_BITS, notes)
-    except UsageError as error:
+    except NothingToQuantizeError as error:
         note(notes, str(error))
         return False
     return True
@@ -220,7 +217,7 @@ def _seconds_by_tokens(model: PreTrainedModel, token_ids: list[int], name: str) 
     return seconds
 
 
-def _row(task: Task, loaded: "LoadedModel", name: str, form: Mapping[str, Any], notes: Console) -> Row:
+def _row(task: Task, loaded: LoadedModel, name: str, form: Mapping[str, Any], notes: Console) -> Row:
     """Answer with a cache, after two steps that compile what is compiled once."""
     of_cache = {"cache": form["cache"], "bits": form["bits"]}
     warm = task.chat(loaded, Console(quiet=True), **of_cache, context=_FEW_TOKENS)

@@ -31,7 +31,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..chat import AnswerSettings, Chat
     from ..prefix_store import PrefixStore
-    from .loading.device import LoadedModel
+    from .loading import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,19 @@ class Task:
             options: of `Chat`.
 
         Raises:
-            UsageError: the model takes no text.
             PromptError: the documents do not fit, or there is no place for a system message.
         """
         from ..chat import Chat, ChatTemplate
 
-        if (tokenizer := loaded.tokenizer) is None:
-            raise UsageError("The model has no tokenizer, so it takes no text: name another one with --model.")
         leave = None
         if self.question is not None:  # documents leave no more room than it takes with its answer
-            asked = ChatTemplate(tokenizer, self.prompt.system).first_question(self.question, after_document=True)
+            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).first_question(
+                self.question, after_document=True
+            )
             leave = len(asked) + self.settings.max_new_tokens
-        given = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
+        given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
         given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
-        return Chat(loaded.model, tokenizer, self.documents or (), **(given | options))
+        return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
 
     def ask(self, chat: "Chat") -> Iterator[str]:
         """Yield the text of the answer, or nothing if nothing is asked; see `Chat.ask` and `Chat.complete`."""
@@ -133,7 +132,7 @@ def generate(
         )
         store = keep.store()
         from .compare import compare_caches, dtype_text, record, summary
-        from .loading.device import compile_kernels, load_model
+        from .loading import compile_kernels, load_model
 
         loaded = load_model(model, notes)
         note(notes, f"model: {dtype_text(loaded.model)} on {loaded.model.device}")
@@ -153,9 +152,9 @@ def generate(
             _say_what_is_kept_otherwise(store, chat, form, notes)
             if explain:
                 _say_why_no_more(store, loaded, chat, notes)
-        if question is None and prompt_file is None:
-            note(notes, f"{len(chat.token_ids):,} tokens are read and kept in {store.path} in {chat.read():.2f} s")
-            return
+            if question is None and prompt_file is None:
+                note(notes, f"{len(chat.token_ids):,} tokens are read and kept in {store.path} in {chat.read():.2f} s")
+                return
         for text in pieces:
             write(text_out, text)
         write(text_out, "\n")
@@ -232,6 +231,8 @@ def _say_why_no_more(store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", 
     """Tell what of a folder cannot be used, and why."""
     import torch
 
-    if len(chat.token_ids) > 1:
+    from ..cache import HybridCache
+
+    if len(chat.token_ids) > 1 and isinstance(chat.cache, HybridCache):
         for line in store.why(loaded.model, torch.tensor([chat.token_ids]), chat.cache).splitlines()[1:]:
             note(notes, line)

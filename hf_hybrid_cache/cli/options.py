@@ -89,6 +89,14 @@ def check_choice(option: str, value: object, choices: Collection[object]) -> Non
         raise UsageError(f"{option} {shown} is not one of {', '.join(map(str, choices))}.")
 
 
+def check_text(option: str, text: str | None) -> None:
+    """Raise `UsageError` if UTF-8 cannot encode a text, such as one that a terminal of another encoding passed on."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{option} {text!r} is not UTF-8 text.") from None
+
+
 def torch_dtype_of(name: str | None) -> "torch.dtype | None":
     """The type of a name in `DTYPES`; `None` for `None`."""
     import torch
@@ -113,6 +121,9 @@ class Prompt:
     system: Annotated[
         str | None, option(DOCUMENT, "System message, before the document. Default: that of the chat template.")
     ] = None
+
+    def __post_init__(self) -> None:
+        check_text("--system", self.system)
 
 
 @dataclass(frozen=True)
@@ -232,6 +243,8 @@ class Answer:
     ] = None
 
     def __post_init__(self) -> None:
+        for text in self.stop or ():
+            check_text("--stop", text)
         self.settings()
 
     def settings(self, default_max_new_tokens: int = NEW_TOKENS) -> "AnswerSettings":

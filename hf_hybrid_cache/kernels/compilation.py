@@ -16,7 +16,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from .attention.attention import attention_kernels
 from .attention.prefill_attention import prefill_kernels
-from .attention.quantized_attention import attend_quantized, quantized_attention_kernels
+from .attention.quantized_attention import quantized_attention_kernels
 from .prefill import uses_prefill_kernel
 from .quantized.quantization import coding_kernels
 from .selection.key_index import index_kernels
@@ -109,6 +109,7 @@ class _Compilation(threading.Thread):
                     _is_ending.wait(_SECONDS_BETWEEN_LOOKS)
                 else:
                     kernel.compile(types)
+                    latest = time.monotonic() + _SECONDS_FOR_OTHERS
 
 
 def _started(needed: Iterable[Needed]) -> _Compilation | None:
@@ -128,8 +129,8 @@ def compile_and_wait(element: np.dtype, is_quantized: bool, on_wait: Callable[[]
     """
     Compile attention over blocks of `element` and wait for it.
 
-    If no file is on disk yet and there is more than one thread, a second process compiles beside this one: in one
-    process Numba compiles one kernel at a time.
+    In one process Numba compiles one kernel at a time. So as many processes as there are threads share the kernels of
+    which no file is on disk yet.
 
     Args:
         element: type of the blocks.
@@ -140,29 +141,32 @@ def compile_and_wait(element: np.dtype, is_quantized: bool, on_wait: Callable[[]
         KernelsDisabledError: `NUMBA_DISABLE_JIT` forbids Numba to compile.
     """
     is_said.set()  # `on_wait` says it
-    needed, beside = _needed(element, is_quantized), None
-    if is_quantized and get_num_threads() > 1 and not attend_quantized.files.exist():
-        program = f"import numpy, sys; from {attend_quantized.py_func.__module__} import quantized_attention_kernels; "
-        program += "[(kernel, types)] = quantized_attention_kernels(numpy.dtype(sys.argv[1])); kernel.compile(types)"
-        with contextlib.suppress(OSError):  # this process then compiles it
-            beside = subprocess.Popen([sys.executable, "-c", program, element.name], stderr=subprocess.DEVNULL)
+    needed = _needed(element, is_quantized)[::-1]  # those that take longest first
+    missing = sum(not kernel.files.exist() for kernel, _ in needed)
+    program = f"import numpy, sys; from {__name__} import share; share(numpy.dtype(sys.argv[1]), sys.argv[2] == 'True')"
+    others: list[subprocess.Popen] = []
     try:
-        compilation = _started(
-            needed if beside is None else [each for each in needed if each[0] is not attend_quantized]
-        )
+        with contextlib.suppress(OSError):  # this process then compiles them
+            while len(others) < min(missing, get_num_threads()) - 1:
+                command = [sys.executable, "-c", program, element.name, str(is_quantized)]
+                others.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        compilation = _started(needed)
         if compilation is not None:
             compilation.join(_SECONDS_TO_LOAD)
-            if compilation.is_alive() or beside is not None:
+            if compilation.is_alive():
                 on_wait()
             compilation.join()
-        if beside is not None:
-            beside.wait()
         for kernel, types in needed:
             kernel.compile(types)
     finally:
-        if beside is not None:
-            beside.kill()  # after an interrupt
-            beside.wait()
+        for other in others:
+            other.kill()  # has nothing left to compile, but after an interrupt
+            other.wait()
+
+
+def share(element: np.dtype, is_quantized: bool) -> None:
+    """Compile, in this process, those kernels of `compile_and_wait` that no other process has begun to compile."""
+    _Compilation(_needed(element, is_quantized)[::-1]).run()
 
 
 @cache

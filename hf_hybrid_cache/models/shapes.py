@@ -6,48 +6,41 @@ models' own `config.json`, but for how weights are quantized: gpt-oss and DeepSe
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def _shape(
-    kind: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int,
-    kv_heads: int, head_dim: int, context: int, is_tied: bool, **more: object,
-) -> "Callable[[], PreTrainedConfig]":  # fmt: skip
-    return partial(
-        _config,
-        kind,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=context,
-        tie_word_embeddings=is_tied,
-        pad_token_id=None,
-        **more,
-    )
-
-
-def _config(kind: str, **sizes: object) -> "PreTrainedConfig":
+def _config(kind: str, **sizes: Any) -> "PreTrainedConfig":
     # Imported by name: listing the shapes then needs no transformers, which takes seconds to import.
-    config: PreTrainedConfig = getattr(import_module("transformers"), kind)(**sizes)
+    config: PreTrainedConfig = getattr(import_module("transformers"), kind)(**deepcopy(sizes))
     return config
 
 
-def _llama_1b() -> "PreTrainedConfig":
-    from .random_weights import llama_3_2_1b_config
+def _shape(
+    kind: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int,
+    kv_heads: int, head_dim: int, context: int, is_tied: bool, **more: Any,
+) -> "Callable[[], PreTrainedConfig]":  # fmt: skip
+    return partial(
+        _config, kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=context, tie_word_embeddings=is_tied, pad_token_id=None, **more,
+    )  # fmt: skip
 
-    return llama_3_2_1b_config()
 
-
+_LLAMA_1B = _shape(
+    "LlamaConfig", 128_256, 2048, 8192, 16, 32, 8, 64, 131_072, True,
+    rms_norm_eps=1e-5, bos_token_id=128_000, eos_token_id=[128_001, 128_008, 128_009],
+    rope_parameters={
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)  # fmt: skip
 _LLAMA_3B = _shape("LlamaConfig", 128_256, 3072, 8192, 28, 24, 8, 128, 131_072, True)
 _LLAMA_8B = _shape("LlamaConfig", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, False)
 _LLAMA_70B = _shape("LlamaConfig", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072, False)
@@ -74,8 +67,8 @@ _DEEPSEEK_V3 = partial(
 )
 
 SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
-    "meta-llama/Llama-3.2-1B": _llama_1b,
-    "meta-llama/Llama-3.2-1B-Instruct": _llama_1b,
+    "meta-llama/Llama-3.2-1B": _LLAMA_1B,
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_1B,
     "meta-llama/Llama-3.2-3B": _LLAMA_3B,
     "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_3B,
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,
@@ -116,25 +109,24 @@ SHAPES: "dict[str, Callable[[], PreTrainedConfig]]" = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,
 }
 
-# The names that `load` knows.
-ALIASES = {
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "llama-3.2-1b-random": "meta-llama/Llama-3.2-1B",
-}
+# The names that `load` knows beside those of the Hub; the second model comes from no file.
+SMOLLM2, CREATED_MODEL = "smollm2-135m", "llama-3.2-1b-random"
+ALIASES = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct", CREATED_MODEL: "meta-llama/Llama-3.2-1B"}
 
 
 def load_config(name: str) -> "PreTrainedConfig":
     """
-    The config of a model, with its name on the Hub or its folder.
+    Return the config of a model, with its name on the Hub or its folder.
 
     Args:
-        name: one of `SHAPES`, in any case and also without its owner, a named model of `load`, a local folder, or a
-            model of the Hub.
+        name: one of `SHAPES`, in any case and also without its owner, or what `load` takes.
 
     Raises:
-        ModelLoadError: it cannot be had; the message says what to do.
+        ModelLoadError: it cannot be had.
     """
-    from .source import load_config_by_name
+    from transformers import AutoConfig
+
+    from .loading import read_model
 
     name = ALIASES.get(name, name)
     known = {key.lower(): key for key in SHAPES}
@@ -146,4 +138,4 @@ def load_config(name: str) -> "PreTrainedConfig":
         config = SHAPES[key]()
         config.name_or_path = key
         return config
-    return load_config_by_name(name, built_in=list(SHAPES))
+    return read_model(name, AutoConfig.from_pretrained, known=SHAPES)

@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from ..cache import HybridCache, contents_of
 from ..errors import HybridCacheError
 from ..processes import OutOfStepError, Peers
@@ -80,6 +78,4 @@ class Agreement:
 
     def _told(self, number: int) -> list[int]:
         """Return the numbers of all processes."""
-        if self._peers is None:
-            return [number]
-        return [int(each) for each in self._peers.exchange(torch.tensor([number]))[:, 0]]
+        return [number] if self._peers is None else self._peers.numbers(number)

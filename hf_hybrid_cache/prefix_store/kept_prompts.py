@@ -1,14 +1,17 @@
 """The prompts and conversations that a store has, as lists show them."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model_identity import Identity
-from ..prefix_folder import Entry, NodeFileError, NodeNotFoundError, PrefixFolder
+from ..prefix_folder import Entry, NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
+from .errors import PrefixStoreError
 from .nodes.description import NodeDescription
 from .nodes.keys import token_ids_of
 
@@ -51,6 +54,48 @@ class KeptPrompt:
         return self.document_tokens < len(self.token_ids)
 
 
+class KeptPrompts:
+    """
+    The prompts and conversations in a folder, to be listed and removed.
+
+    Args:
+        path: of the folder; it is made if there is none.
+
+    Raises:
+        PrefixFolderError: the folder cannot be used, or has other files.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._folder = PrefixFolder(path)
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder."""
+        return self._folder.path
+
+    def kept_prompts(self) -> list[KeptPrompt]:
+        """
+        List the prompts and conversations that no other one continues, the one used last first.
+
+        Raises:
+            PrefixFolderError: the folder cannot be read.
+        """
+        return kept_prompts(self._folder)
+
+    def remove(self, kept: KeptPrompt) -> None:
+        """
+        Remove a prompt, and what of it no other one shares.
+
+        Raises:
+            PrefixFolderError: the folder cannot be changed.
+            PrefixStoreError: a process reads it now.
+        """
+        try:
+            self._folder.remove_unshared(bytes.fromhex(kept.id))
+        except NodeInUseError as error:
+            raise PrefixStoreError(f"{kept.name} is not removed: a process reads it now.") from error
+
+
 def kept_prompts(folder: PrefixFolder) -> list[KeptPrompt]:
     """
     List the prompts of a folder, the one used last first.
@@ -67,7 +112,7 @@ def kept_prompts(folder: PrefixFolder) -> list[KeptPrompt]:
 def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> KeptPrompt | None:
     """Return a prompt by its last node; `None` if it is gone by now, or damaged."""
     try:
-        keys, description = folder.token_ids(entry.id), NodeDescription.from_bytes(entry.description)
+        keys, description = folder.token_ids(entry.id), NodeDescription.from_bytes(entry.description, with_states=False)
     except (NodeNotFoundError, NodeFileError, ValueError):
         return None
     token_ids = np.concatenate([token_ids_of(keys), np.array(description.rest, np.int64)])

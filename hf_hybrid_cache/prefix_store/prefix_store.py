@@ -5,7 +5,6 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,13 @@ from transformers import PreTrainedModel
 from ..cache import HybridCache, contents_of
 from ..model_identity import RANK
 from ..planning.sizes import parse_bytes
-from ..prefix_folder import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolder
+from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
 from ..token_ids import TokenIds
 from .agreement import Agreement
 from .errors import PrefixStoreError
 from .keeping import Keeper
-from .kept_prompts import KeptPrompt, kept_prompts
+from .kept_prompts import KeptPrompt, KeptPrompts
 from .lookup import find, find_all, parts_of
 from .nodes.description import Label, require_described
 from .nodes.filling import fill
@@ -37,7 +36,7 @@ from .reuse import Reuse
 from .taking_over import empty, taken_over
 
 
-class PrefixStore:
+class PrefixStore(KeptPrompts):
     """
     Prompts in a folder, each read once: the next one that begins alike takes over the states of its first tokens.
 
@@ -78,11 +77,6 @@ class PrefixStore:
         free = parse_bytes(min_free_bytes)
         self._identity = identity
         self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=free, require_readable=require_described)
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder."""
-        return self._folder.path
 
     def prefill(
         self,
@@ -276,28 +270,6 @@ class PrefixStore:
         contents_of(cache).stores.sees_as_alone = True
         forget_images(model)
         cache.note_tokens(torch.from_numpy(token_ids_of(keys))[None])
-
-    def kept_prompts(self) -> list[KeptPrompt]:
-        """
-        List the prompts and conversations that no other one continues, the one used last first.
-
-        Raises:
-            PrefixFolderError: the folder cannot be read.
-        """
-        return kept_prompts(self._folder)
-
-    def remove(self, kept: KeptPrompt) -> None:
-        """
-        Remove a prompt, and what of it no other one shares.
-
-        Raises:
-            PrefixFolderError: the folder cannot be changed.
-            PrefixStoreError: a process reads it now.
-        """
-        try:
-            self._folder.remove_unshared(bytes.fromhex(kept.id))
-        except NodeInUseError as error:
-            raise PrefixStoreError(f"{kept.name} is not removed: a process reads it now.") from error
 
     def verify(self) -> list[str]:
         """

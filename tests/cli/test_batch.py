@@ -24,7 +24,7 @@ from hf_hybrid_cache.cli.batch.at_once import QuestionsAtOnce
 from hf_hybrid_cache.cli.batch.batch_options import BatchOptions
 from hf_hybrid_cache.cli.batch.following_questions import FollowingQuestion, prompts_together
 from hf_hybrid_cache.cli.batch.questions import Question
-from hf_hybrid_cache.cli.loading.model_options import ModelOptions
+from hf_hybrid_cache.cli.model_options import ModelOptions
 from hf_hybrid_cache.cli.runs import timed_run
 from hf_hybrid_cache.cli.runs.answer_options import AnswerOptions
 from hf_hybrid_cache.prefix_store import PrefixStore

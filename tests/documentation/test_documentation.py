@@ -34,7 +34,6 @@ from hf_hybrid_cache import models as package_models
 from hf_hybrid_cache import planning, set_num_threads
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.models import smollm2 as smollm2_module
 from hf_hybrid_cache.planning import calibration
 
 from models.byte_tokenizer import byte_tokenizer
@@ -101,8 +100,8 @@ def tiny_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    package_models.load("smollm2-135m", device_map="cpu")  # is converted now, if it was not before
-    return hub_with(tmp_path_factory.mktemp("hub"), smollm2_module._smollm2_folder(), SMOLLM2)
+    model, _ = package_models.load("smollm2-135m", device_map="cpu")
+    return hub_with(tmp_path_factory.mktemp("hub"), Path(model.name_or_path), SMOLLM2)
 
 
 class Commands:
@@ -177,11 +176,8 @@ class Commands:
         assert program.is_file()
         from torch.distributed.run import get_args_parser
 
-        given = get_args_parser().parse_args(arguments)
-        if given.no_python:
-            self._check_told([given.training_script, *given.training_script_args])
-        else:
-            assert given.training_script in ("shared_cache.py", "tensor_parallel.py")
+        script = get_args_parser().parse_args(arguments).training_script
+        assert script in ("shared_cache.py", "tensor_parallel.py")
 
     def _check_srun(self, arguments: list[str]) -> None:
         start = arguments.index("torchrun")
@@ -237,7 +233,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     Path("questions.jsonl").write_text('{"document": "report.txt", "question": "Who signed it?"}')
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.setattr("hf_hybrid_cache.cli.options.bind_to_node", lambda number: None)  # it would bind this process
+    monkeypatch.setattr(hf_hybrid_cache, "bind_to_node", lambda node: None)  # it would bind this process
     # The real budget would measure the machine for ten seconds.
     small = calibration.CalibrationBudget(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
     calibrate = partial(calibration.calibrate, budget=small)

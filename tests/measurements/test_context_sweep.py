@@ -32,7 +32,7 @@ from experiments.sweep.points import points
 from experiments.sweep.prefill_time import PROBE_TOKENS, PrefillTime
 from experiments.sweep.process import run_limited
 from hf_hybrid_cache import DynamicHybridCache
-from hf_hybrid_cache.models.fastest_type import fastest_dtype
+from hf_hybrid_cache.models.loading import fastest_dtype
 
 from common.programs import wait_for_compilation
 from models.tiny_models import tiny_model

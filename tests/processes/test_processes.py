@@ -193,8 +193,8 @@ from hf_hybrid_cache.kernels.attention.quantized_attention import attend_quantiz
 waits = []
 compile_and_wait(np.dtype(np.float32), True, lambda: waits.append(1))
 assert waits == [1]
-assert (sum(attend.stats.cache_misses.values()), sum(attend_quantized.stats.cache_misses.values())) == (1, 0)
-assert sum(attend_quantized.stats.cache_hits.values()) == 1
+assert (sum(attend.stats.cache_misses.values()), sum(attend_quantized.stats.cache_misses.values())) == (0, 1)
+assert sum(attend.stats.cache_hits.values()) == 1
 """
 
 
@@ -224,33 +224,13 @@ begun = threading.Event()
 _started([(Slow("first"), ()), (Slow("second"), ())])
 assert begun.wait(60)
 """
-END_WHILE_A_STORE_IS_ASKED = """
-import threading, time
-from torch.distributed import HashStore
-from hf_hybrid_cache.processes.barrier import Alarm
-
-class Slow(HashStore):
-    def check(self, keys):
-        begun.set()
-        time.sleep(0.5)
-        print("answer", flush=True)
-        return False
-
-begun = threading.Event()
-with Alarm(Slow()):
-    assert begun.wait(60)
-"""
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [(END_WHILE_KERNELS_ARE_COMPILED, "first\n"), (END_WHILE_A_STORE_IS_ASKED, "answer\n")],
-    ids=["compiling", "asking"],
-)
-def test_exit_when_a_kernel_compiles_then_waits_and_starts_nothing(program: str, said: str):
+def test_exit_when_a_kernel_compiles_then_waits_and_starts_nothing():
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+    command = [sys.executable, "-c", END_WHILE_KERNELS_ARE_COMPILED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "first\n", "")
 
 
 RUN_FOR_EVER = """

@@ -7,7 +7,7 @@ import typer
 
 from ...prefill_chunks import PREFILL_CHUNK_SIZE
 from ..choices import CACHES, NAMED_MODELS, NEW_TOKENS
-from ..earlier_options import (
+from ..options import (
     Bits,
     CpuNode,
     Device,
@@ -91,9 +91,9 @@ def batch(
     answer with an error; the exit code is 1 then, 0 if all questions are answered.
     """
     run_on_node(cpu_node)
+    from ..console import cache_of_ours, exit_codes, require_one_process
     from ..distributed.group import consoles
-    from ..earlier_console import cache_of_ours, exit_codes, require_one_process
-    from ..loading.model_options import ModelOptions
+    from ..model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
     from ..runs.prompt_store import check_keep
     from ..runs.sampling import Sampling

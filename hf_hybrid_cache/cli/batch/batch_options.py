@@ -9,7 +9,7 @@ from ..choices import DEFAULT_BITS
 from ..console import UsageError
 from ..earlier_console import check_choice
 from ..files import STANDARD_OUTPUT
-from ..loading.model_options import ModelOptions
+from ..model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ...prefix_store import PrefixStore
 from ..console import UsageError, note
-from ..loading.device import compile_kernels, load_model
+from ..loading import compile_kernels, load_model
 from ..runs.prompt_store import PromptStore
 from ..runs.prompts import chat_text
 from .at_once import QuestionsAtOnce

@@ -7,7 +7,7 @@ import typer
 
 from ...prefill_chunks import PREFILL_CHUNK_SIZE
 from ..choices import CACHES, NAMED_MODELS, NEW_TOKENS
-from ..earlier_options import (
+from ..options import (
     Bits,
     CpuNode,
     Device,
@@ -78,9 +78,9 @@ def chat(
     Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     run_on_node(cpu_node)
+    from ..console import exit_codes, require_one_process
     from ..distributed.group import consoles
-    from ..earlier_console import exit_codes, require_one_process
-    from ..loading.model_options import ModelOptions
+    from ..model_options import ModelOptions
     from ..runs.answer_options import AnswerOptions
     from ..runs.sampling import Sampling
     from .chat_options import ChatOptions

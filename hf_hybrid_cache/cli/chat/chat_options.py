@@ -7,7 +7,7 @@ from ..choices import DEFAULT_BITS
 from ..console import UsageError
 from ..earlier_console import cache_of_ours
 from ..files import STANDARD_INPUT
-from ..loading.model_options import ModelOptions
+from ..model_options import ModelOptions
 from ..runs.answer_options import AnswerOptions
 from ..runs.prompt_store import check_keep
 

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from ...prefix_store import KeptPrompt, PrefixStore
 from ..console import UsageError, note
-from ..kept.kept_list import Numbered, chosen, numbered, table_of
+from ..kept import Numbered, chosen, numbered, table_of
 from .chat_input import ChatInput
 
 

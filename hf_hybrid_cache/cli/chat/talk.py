@@ -15,7 +15,7 @@ from ..documents.documents import Documents, read_documents
 from ..documents.saved_document import saved_document
 from ..interrupts import ignoring_interrupts
 from ..kept.kept_list import existing_store
-from ..loading.device import LoadedModel, compile_kernels, load_model
+from ..loading import LoadedModel, compile_kernels, load_model
 from ..runs.prompt_store import PromptStore
 from ..runs.prompts import DEFAULT_DOCUMENT, context_length, default_document, document_prompt
 from ..runs.timed_run import CacheOptions, new_cache

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import HybridCacheError
-from ...models.source import first_line
+from ...models.loading import first_lines
 
 # The name of the document that is asked about without another one.
 DEFAULT_DOCUMENT = "Python's language reference"
@@ -246,4 +246,4 @@ def conversation_text(tokenizer: PreTrainedTokenizerBase, turns: list[str], syst
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program
         what = "this conversation" if system is None else "a system message, or this one: go on without it"
-        raise PromptError(f"The model's chat template refuses {what} ({first_line(error)}).") from error
+        raise PromptError(f"The model's chat template refuses {what} ({first_lines(error)}).") from error

@@ -5,13 +5,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NoReturn
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...model_identity import Identity
 from ...prefix_folder import NodeHead
-from .states import NodeStates, as_count
+from ...scalars import as_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .states import NodeStates
 
 # Beyond any model of hundreds of layers.
 _LONGEST = 2**26
@@ -52,12 +55,12 @@ class NodeDescription:
     label: Label
     document_tokens: int = 0
     rest: tuple[int, ...] = ()
-    states: NodeStates | None = None
+    states: "NodeStates | None" = None
 
     @classmethod
     def of(
         cls,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         identity: Identity,
         label: Label,
         document_tokens: int = 0,
@@ -66,7 +69,7 @@ class NodeDescription:
         """Describe a node of a model, without its states."""
         return cls(identity, str(model.config.name_or_path or type(model).__name__), label, document_tokens, rest)
 
-    def with_states(self, states: NodeStates) -> "NodeDescription":
+    def with_states(self, states: "NodeStates") -> "NodeDescription":
         return replace(self, states=states)
 
     def to_bytes(self) -> bytes:
@@ -84,9 +87,13 @@ class NodeDescription:
         return zlib.compress(json.dumps(tree, allow_nan=False).encode(), 1)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "NodeDescription":
+    def from_bytes(cls, data: bytes, with_states: bool = True) -> "NodeDescription":
         """
         Read what `to_bytes` returned.
+
+        Args:
+            data: the whole description.
+            with_states: whether its states are read, too, for which torch is imported.
 
         Raises:
             ValueError: it is something else.
@@ -96,7 +103,7 @@ class NodeDescription:
             tree = json.loads(decompressor.decompress(data, _LONGEST), parse_constant=_refused)
             identity = Identity.from_json(tree["identity"])
             rest = tuple(as_count(token, _MOST_TOKEN_IDS) for token in tree["rest"])
-            states = NodeStates.from_tree(tree["states"])
+            states = _states_of(tree["states"]) if with_states else None
             label = Label(str(tree["title"]), dict(tree.get("details", {})))
             return cls(identity, str(tree["model_name"]), label, as_count(tree["document_tokens"]), rest, states)
         except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -121,6 +128,12 @@ def _require_described(description: bytes, end: int, payload_bytes: int) -> None
     described.states.require_fit(end, payload_bytes)
     if described.document_tokens > end:
         raise ValueError(f"its document has {described.document_tokens:,} tokens of {end:,}.")
+
+
+def _states_of(tree: Any) -> "NodeStates":
+    from .states import NodeStates
+
+    return NodeStates.from_tree(tree)
 
 
 def _refused(constant: str) -> NoReturn:

@@ -4,13 +4,17 @@ The keys by which prompts are found: token ids, with marks of all else that stat
 Token ids are smaller than the marks, which are added by a bitwise or.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 PASS_ENDS, _AS_THEY_CAME = 2**31, 2**30
 
 
-def keys_as_they_came(token_ids: torch.Tensor) -> np.ndarray:
+def keys_as_they_came(token_ids: "torch.Tensor") -> np.ndarray:
     """
     Return keys of tokens, `[tokens]`, that were generated, read after such, or read in a pass of few tokens.
 

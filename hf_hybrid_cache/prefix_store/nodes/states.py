@@ -12,6 +12,7 @@ from ...saving.container import TensorForm
 from ...saving.description import LayerDescription, States, described_layers
 from ...saving.plain_layers import dtype_name, named_dtype, tensors_by_name
 from ...saving.sections import QUERY_SECTIONS, ROLES, described_layer, queries_name, queries_of, tensors_of_queries
+from ...scalars import as_count
 from ...storage import GRANULE, KVCodec, LayerStore, SeenQueries
 
 ALIGNMENT = 64
@@ -213,18 +214,6 @@ def _entries(node: NodeStates | None, index: int) -> Mapping[str, int]:
     """Return how many entries there are in each part of a layer at the end of a node."""
     states = None if node is None else node.layers[index].states
     return {} if states is None else states.entries
-
-
-def as_count(value: Any, limit: int = 2**40) -> int:
-    """
-    Return an integer from JSON.
-
-    Raises:
-        ValueError: it is something else, negative, or not below the limit.
-    """
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{value!r} is not a count")
-    return value
 
 
 def _are_of(num_tokens: int, states: States) -> bool:

@@ -1,4 +1,4 @@
-"""The processes of a group, which send tensors to each other."""
+"""Processes that run the same model, and send tensors to each other."""
 
 import os
 import time
@@ -7,13 +7,21 @@ from typing import Any
 import torch
 from torch import distributed
 
-from .barrier import Alarm, absent_ranks
-from .errors import LostProcessError, OutOfStepError
+from .errors import HybridCacheError
 
+# Waking up takes longer than most messages, so a process polls for a while before it sleeps.
 _SECONDS_AWAKE = 0.01
 _PAUSE = 0.001
 # Not on every system.
 _let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class LostProcessError(HybridCacheError, RuntimeError):
+    """Another process of the group has ended, or does not answer within the timeout of the group."""
+
+
+class OutOfStepError(HybridCacheError, RuntimeError):
+    """The processes of the group compute different things; the message says where they differ."""
 
 
 class Peers:
@@ -45,7 +53,6 @@ class Peers:
             )
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self._abandoned: Any = None
         # NCCL alone knows no messages in host memory.
         self._device = torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
 
@@ -60,8 +67,8 @@ class Peers:
         """
         Send `message` to the others and return theirs. All must call it, with messages of the same shape.
 
-        Every process sends to every other one, and none passes messages on: that takes one latency, and whoever waits
-        for a process that has ended notices at once.
+        Every process sends to every other one, and none passes messages on: that takes one latency, and those that
+        wait for a process that has ended notice at once.
 
         Returns:
             `[size, *message.shape]` in the order of ranks, on the host.
@@ -82,10 +89,14 @@ class Peers:
         sent = messages.to(self._device).contiguous()
         received = torch.empty_like(sent)
         try:
-            self._wait(distributed.all_to_all_single(received, sent, group=self.group, async_op=True))
+            _wait_for(distributed.all_to_all_single(received, sent, group=self.group, async_op=True))
             return received.cpu()  # errors of NCCL may come only now
         except RuntimeError as error:
             raise self._explained(error) from error
+
+    def numbers(self, number: int) -> list[int]:
+        """Send a number to the others, and return those of all in the order of ranks, as `exchange` does."""
+        return self.exchange(torch.tensor([number]))[:, 0].tolist()
 
     def of_the_first(self, message: torch.Tensor) -> torch.Tensor:
         """
@@ -101,34 +112,31 @@ class Peers:
         except RuntimeError as error:
             raise self._explained(error) from error
 
-    def _wait(self, work: "distributed.Work") -> None:
-        """Poll for a while before sleeping, as threads of OpenMP do: waking up takes longer than most messages."""
-        end = time.perf_counter() + _SECONDS_AWAKE
-        while not work.is_completed() and time.perf_counter() < end:
-            _let_others_run()  # gloo's own thread may need this processor
-        if not work.is_completed():
-            with Alarm(self.group.get_group_store()) as alarm:
-                while not work.is_completed():
-                    if alarm.is_raised.wait(_PAUSE):
-                        self._abandoned = work  # with its memory, which may be written to still
-                        raise RuntimeError("Another process has said that one is missing.")
-        work.wait()
-
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        if "preamble" in str(error):  # gloo: longer than what was expected
+        """Return the error of a collective as one that says what to do."""
+        rank, reason = self.rank_of_all(self.rank), str(error).splitlines()[0]
+        if "preamble" in reason:  # gloo: longer than what was expected
             return OutOfStepError(
-                f"Rank {self.rank_of_all(self.rank)} got a message of another length than its own: the processes do "
-                "not compute the same. Call the model in all of them with the same inputs and options."
+                f"Rank {rank} got a message of another length than its own: the processes do not compute the same. "
+                "Call the model in all of them with the same inputs and options."
             )
-        absent = absent_ranks(self.group.get_group_store(), self.rank, self.size)
-        names = ", ".join(str(self.rank_of_all(rank)) for rank in absent)
-        who = f"ranks {names} have" if len(absent) > 1 else f"rank {names} has" if absent else "one has"
         return LostProcessError(
-            f"Of {self.size} processes that share a cache, {who} ended or stopped answering, and the others cannot go "
-            "on without what it kept. Start all of them again; a file that was saved before is whole. (Rank "
-            f"{self.rank_of_all(self.rank)}: {str(error).splitlines()[0]})"
+            f"One of the {self.size} processes that share a cache has ended or stopped answering, and the others "
+            "cannot go on without what it kept. Its own output, and torchrun's, say more. Start all of them again; a "
+            f"file that was saved before is whole. (Rank {rank}: {reason})"
         )
 
     def rank_of_all(self, rank: int) -> int:
         """Return the rank among all processes, as `torchrun` counts them, of a process of this group."""
         return distributed.get_global_rank(self.group, rank)
+
+
+def _wait_for(work: "distributed.Work") -> None:
+    """Wait for a collective, in Python, so that Ctrl-C ends it."""
+    end = time.perf_counter() + _SECONDS_AWAKE
+    while not work.is_completed():
+        if time.perf_counter() < end:
+            _let_others_run()  # gloo's own thread may need this processor
+        else:
+            time.sleep(_PAUSE)
+    work.wait()

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..choices import EXPERTS, WEIGHT_BITS
-from ..console import UsageError
-from ..earlier_console import check_choice, dtype_of
+from .choices import EXPERTS, WEIGHT_BITS
+from .console import UsageError, check_choice, dtype_of
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,184 @@
+"""`hf-hybrid-cache kept`: the prompts and conversations in a folder, numbered from the one that was used last."""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .console import UsageError, consoles, exit_codes, note, print_json, without_controls, write
+from .options import with_options
+
+if TYPE_CHECKING:
+    from ..prefix_store import KeptPrompt, KeptPrompts
+
+_SHORT_ID, _SHORTEST_ID = 8, 4
+_HEADINGS = ("", "id", "kind", "model", "weights", "cache", "tokens", "MiB", "last use", "title")
+_NUMBERS = ("", "tokens", "MiB")
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A prompt, or a conversation, and its number in the list, from 1 on."""
+
+    number: int
+    kept: "KeptPrompt"
+
+    @property
+    def kind(self) -> str:
+        return "conversation" if self.kept.is_conversation else "prompt"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that `kept --json` prints; `None` for what is not known."""
+        kept, details = self.kept, self.kept.details
+        return {
+            "number": self.number,
+            "id": kept.id,
+            "kind": self.kind,
+            "model": details.get("model") or kept.model_name,
+            "weights": details.get("weights"),
+            "cache": details.get("cache"),
+            "bits": details.get("bits"),
+            "tokens": len(kept.token_ids),
+            "document_tokens": kept.document_tokens,
+            "bytes": kept.num_bytes,
+            "last_use": round(kept.last_use, 3),
+            "title": kept.title,
+        }
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The texts of `_HEADINGS`; the title comes last, as it may be long."""
+        fields = self.fields
+        bits = {name: f"{fields[name]} bits" if fields[name] else "" for name in ("weights", "bits")}
+        texts = (
+            str(self.number),
+            self.kept.id[:_SHORT_ID],
+            self.kind,
+            Path(fields["model"]).name,
+            bits["weights"],
+            bits["bits"] or fields["cache"] or "",
+            f"{fields['tokens']:,}",
+            f"{self.kept.num_bytes / 2**20:,.1f}",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(self.kept.last_use)),
+            " ".join(self.kept.title.split()),
+        )
+        return tuple(map(without_controls, texts))
+
+
+def existing_store(folder: Path) -> "KeptPrompts":
+    """
+    What is kept in a folder, which is not made.
+
+    Raises:
+        UsageError: there is no such folder.
+        PrefixFolderError: the folder has other files, or cannot be used.
+    """
+    if not folder.expanduser().is_dir():
+        raise UsageError(f"There is no folder {folder}: generate, batch and chat make it with --keep {folder}.")
+    from ..prefix_store import KeptPrompts
+
+    return KeptPrompts(folder)
+
+
+def numbered(store: "KeptPrompts") -> list[Numbered]:
+    """What a store has, the one used last first; raises `PrefixFolderError` where the folder cannot be read."""
+    return [Numbered(number, kept) for number, kept in enumerate(store.kept_prompts(), 1)]
+
+
+def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
+    """
+    What a number, or the first digits of an id, at least four, name.
+
+    Raises:
+        UsageError: they name none, or several.
+    """
+    listed = list(listed)
+    named = [each for each in listed if str(each.number) == which]
+    named = named or [each for each in listed if len(which) >= _SHORTEST_ID and each.kept.id.startswith(which.lower())]
+    if len(named) == 1:
+        return named[0]
+    count = "none" if not named else f"{len(named):,}"
+    raise UsageError(f"{which!r} names {count} of {len(listed):,}: give a number of the list, or more digits of an id.")
+
+
+def table_of(listed: Iterable[Numbered]) -> str:
+    """A table with a line for each; a column that is empty for all is left out."""
+    columns = zip(_HEADINGS, *(each.row for each in listed), strict=True)
+    padded = []
+    for heading, *texts in columns:
+        width = max(map(len, (heading, *texts)))
+        if any(texts):
+            padded.append(
+                [text.rjust(width) if heading in _NUMBERS else text.ljust(width) for text in (heading, *texts)]
+            )
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+
+
+@with_options
+def kept(
+    folder: Annotated[Path, typer.Argument(help="The folder that was given to --keep.")],
+    remove: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NUMBER|ID",
+            help="Remove the one with this number or id, and what of it no other one shares; may be repeated.",
+        ),
+    ] = None,
+    remove_all: Annotated[bool, typer.Option("--remove-all", help="Remove all; asks before, at a terminal.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Let --remove-all remove without asking.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all files, and remove damaged ones; the exit code is 1 then.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each.")] = False,
+) -> None:
+    """
+    List the prompts and conversations in a folder.
+
+    The one used last is number 1. Each size has what several share, too.
+    """
+    out, notes = consoles()
+    with exit_codes(notes):
+        store = existing_store(folder)
+        if verify:
+            _verify(folder, notes)
+        listed = numbered(store)
+        if remove or remove_all:
+            going = listed if remove_all else [chosen(listed, which) for which in remove or ()]
+            if remove_all and not yes:
+                _require_consent(folder, len(going))
+            for each in going:
+                store.remove(each.kept)
+                note(notes, f"removed: {each.kind} {each.number}, {each.kept.name}")
+        elif as_json:
+            for each in listed:
+                print_json(out, each.fields)
+        elif listed and not verify:
+            write(out, f"{table_of(listed)}\n")
+        elif not verify:
+            note(notes, f"{store.path} keeps nothing")
+
+
+def _require_consent(folder: Path, count: int) -> None:
+    """Ask whether all may go; raises `UsageError` where nobody can be asked, and ends the command at a no."""
+    if not count:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError(f"--remove-all would remove all {count:,} of {folder}, and nobody can be asked: add --yes.")
+    if not typer.confirm(f"Remove all {count:,} of {folder}?", err=True):
+        raise typer.Exit(1)
+
+
+def _verify(folder: Path, notes: Console) -> None:
+    """Read all files and remove damaged ones; ends the command with exit code 1 if there were any."""
+    from ..prefix_store import PrefixStore  # which knows what its files say, and imports torch
+
+    damages = PrefixStore(folder).verify()
+    note(notes, f"damaged files: {len(damages):,}" + (", which were removed" if damages else ""))
+    if damages:
+        raise typer.Exit(1)

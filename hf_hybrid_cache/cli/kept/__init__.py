@@ -1,1 +1,0 @@
-"""The command `kept`: the prompts and conversations in a folder."""

@@ -1,1 +1,0 @@
-"""Loading a model as the options say: its device, type, weights and experts."""

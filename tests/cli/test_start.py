@@ -1,0 +1,107 @@
+"""How a command starts, and how Ctrl-C ends it: with exit code 130 and no traceback."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from hf_hybrid_cache.cli import let_waiting_threads_sleep
+from hf_hybrid_cache.cli.console import consoles, exit_codes
+
+HEAVY = {"torch", "transformers", "numba"}
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+
+# The main thread waits for a thread that computes, as it does while a model answers.
+WAITING = """
+import queue, signal, threading
+from hf_hybrid_cache.cli import let_waiting_threads_sleep
+from hf_hybrid_cache.cli.console import end_at_interrupt, raising_interrupts
+signal.signal(signal.SIGINT, signal.{handler})
+end_at_interrupt()
+def compute():
+    signal.raise_signal(signal.SIGINT)
+    while True: sum(range(100_000))
+print("answer", end="")
+try:
+    with {context}:
+        threading.Thread(target=compute, daemon=True).start()
+        queue.Queue().get(timeout={timeout})
+except (KeyboardInterrupt, queue.Empty) as error:
+    print(type(error).__name__, end="")
+"""
+
+
+def ended(handler: str = "default_int_handler", context: str = "threading.Lock()", timeout: int = 60) -> tuple:
+    program = WAITING.format(handler=handler, context=context, timeout=timeout)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@needs_signals
+def test_interrupt_when_a_thread_computes_then_the_process_ends_at_once():
+    assert ended() == (130, "answer", "")
+
+
+@needs_signals
+def test_interrupt_when_a_conversation_takes_it_then_is_an_exception():
+    assert ended(context="raising_interrupts()") == (0, "answerKeyboardInterrupt", "")
+
+
+@needs_signals
+def test_interrupt_when_a_shell_has_it_ignored_then_does_nothing():
+    assert ended(handler="SIG_IGN", timeout=1) == (0, "answerEmpty", "")
+
+
+@needs_signals
+def test_interrupt_when_it_is_an_exception_then_exit_code_is_130():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(typer.Exit) as ending, exit_codes(consoles()[1]):
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert ending.value.exit_code == 130
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "kept missing", "generate --bits 5", "chat --top-k 0 --temperature 1", "batch q.jsonl --out - --bits 5"],
+)
+def test_command_when_its_options_are_wrong_then_nothing_heavy_is_imported(arguments: str):
+    program = f"""
+import sys
+from hf_hybrid_cache.cli import main
+sys.argv[1:] = {arguments.split()!r}
+try:
+    main()
+except SystemExit:
+    print("imported", *{HEAVY!r} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1].strip() == "imported", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("busy", "load", "given", "spins"),
+    [
+        (1.0, 1.0, {}, "0"),
+        (1.0, 0.1, {}, None),
+        (0.1, 1.0, {}, None),
+        (math.nan, 1.0, {}, None),
+        (1.0, math.nan, {}, None),
+        (1.0, 1.0, {"GOMP_SPINCOUNT": "9"}, "9"),
+        (1.0, 1.0, {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_waiting_threads_when_others_are_busy_then_sleep_unless_chosen(
+    busy: float, load: float, given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    let_waiting_threads_sleep(busy, load)
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

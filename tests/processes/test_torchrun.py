@@ -1,0 +1,58 @@
+"""The script of the page on several processes, started with `torchrun`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hf_hybrid_cache.cache_argument import cache_argument
+
+from common.caches import stock
+from documentation.test_documentation import OTHER_NAMES, REPORT, REPOSITORY, as_installed, hub_with
+from models.byte_tokenizer import byte_tokenizer
+from models.tiny_models import COMMON
+from processes.groups import free_port
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo, which this torch was built without", allow_module_level=True)
+
+pytestmark = pytest.mark.xdist_group("groups")
+
+SECONDS_TO_END = 300
+
+
+def test_script_of_the_page_on_two_processes_answers_as_one_process(tmp_path: Path):
+    tokenizer, folder = byte_tokenizer(), tmp_path / "model"
+    sizes = COMMON | {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "max_position_embeddings": 4096}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "report.txt").write_text(REPORT)
+    page = as_installed((REPOSITORY / "docs" / "many-processes.md").read_text())
+    script = re.search(r"```python\n(# shared_cache\.py\n.*?)```", page, re.DOTALL)
+    assert script is not None
+    (tmp_path / "shared_cache.py").write_text(script[1])
+    environment = os.environ | {
+        "HF_HUB_CACHE": str(hub_with(tmp_path / "hub", folder, *OTHER_NAMES)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    options = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, "shared_cache.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_TO_END,
+    )
+    assert ended.returncode == 0, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = AutoTokenizer.from_pretrained(folder)(REPORT, return_tensors="pt")
+    (answer,) = model.generate(**inputs, **cache_argument(stock(model.config)), max_new_tokens=20)
+    assert ended.stdout == tokenizer.decode(answer) + "\n"
