@@ -78,7 +78,8 @@ class Chat:
             after each answer.
         settings: how answers are generated.
         details: kept with the conversation, see `PrefixStore.keep`.
-        progress: show how far a prompt is read.
+        progress: show how far a prompt is read; or what is called with the number of tokens of each part that is read,
+            or comes from the store.
         remark: receives sentences that are no answers; `None` drops them.
 
     Attributes:
@@ -120,7 +121,7 @@ class Chat:
         store: PrefixStore | str | os.PathLike[str] | None = None,
         settings: AnswerSettings | None = None,
         details: Mapping[str, Any] | None = None,
-        progress: bool = True,
+        progress: bool | Callable[[int], None] = True,
         remark: Callable[[str], None] | None = None,
     ):
         self.settings = settings or AnswerSettings()

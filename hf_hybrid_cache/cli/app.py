@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .batch.batch_command import batch
+from .batch import batch
 from .chat.chat_command import chat
 from .generate import generate
 from .kept import kept

@@ -1,17 +1,22 @@
-"""Reading the questions of a batch."""
+"""Reading the questions of a batch: lines of JSON, each with a document and a question."""
 
 import json
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import HybridCacheError
-from ..console import UsageError
-from ..files import BYTE_ORDER_MARK, strict_json
-from .answers import RESULT_FIELDS, key_of
+from ..errors import HybridCacheError
+from .console import UsageError, strict_json
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Fields of an answer beside those of its question; a question must not have them.
+RESULT_FIELDS = (
+    *("answer", "error", "finish_reason", "prompt_tokens", "answer_tokens", "seconds", "at_once"),
+    *("document_tokens", "read_tokens", "document_digest", "documents", "left_out", "document_seconds"),
+    *("model_digest", "settings"),
+)
 _EXAMPLE = 'A question is a line such as {"document": "report.txt", "question": "Who wrote it?"}'
 # An error lists so many wrong lines, and counts the others.
 _MOST_NAMED = 10
@@ -38,18 +43,19 @@ class Question:
         return (named,) if isinstance(named, str) else tuple(named)
 
     @property
-    def question(self) -> str:
+    def text(self) -> str:
         return str(self.fields["question"])
 
     @property
-    def id(self) -> str | int | None:
-        given: str | int | None = self.fields.get("id")
-        return given
-
-    @property
     def key(self) -> tuple[Any, ...]:
-        """The key that the answer to this question has, too."""
+        """What the question has in common with its answer, and with no other."""
         return key_of(self.fields)
+
+
+def key_of(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The id, the documents and the text of a question, or of the question of an answer."""
+    document = fields["document"]
+    return fields.get("id"), document if isinstance(document, str) else tuple(document), fields["question"]
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -66,10 +72,8 @@ def read_questions(path: Path) -> list[Question]:
     questions: list[Question] = []
     wrong: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            questions.append(_question(number, line))
+            questions += [_question(number, line)] if line.strip() else []
         except _LineError as error:
             wrong[number] = str(error)
     wrong |= _repeated(questions)
@@ -80,12 +84,12 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def by_document(questions: Iterable[Question]) -> Iterator[list[Question]]:
+def by_document(questions: Iterable[Question]) -> list[list[Question]]:
     """Group questions by their documents, in the order of the first question of each group."""
     together: dict[tuple[str, ...], list[Question]] = {}
     for question in questions:
         together.setdefault(question.documents, []).append(question)
-    yield from together.values()
+    return list(together.values())
 
 
 class _LineError(HybridCacheError, ValueError):
@@ -96,14 +100,10 @@ def _question(number: int, line: bytes) -> Question:
     """Parse one line; raises `_LineError` if it is not a question."""
     try:
         fields = strict_json(line.decode())
-    except UnicodeDecodeError as error:
-        raise _LineError(f"not UTF-8 text (byte {error.start + 1:,} is {line[error.start]:#04x})") from None
-    except UnicodeEncodeError:
-        raise _LineError("not UTF-8 text (it has half of a pair of surrogates)") from None
     except json.JSONDecodeError as error:
         raise _LineError(f"not JSON ({error.msg}, column {error.colno:,})") from None
     except (ValueError, RecursionError) as error:
-        raise _LineError(f"not JSON that can be read ({error})") from None
+        raise _LineError(f"not JSON in UTF-8 that can be read ({error})") from None
     if not isinstance(fields, dict):
         raise _LineError("not an object")
     document, question = fields.get("document"), fields.get("question")
@@ -130,12 +130,12 @@ def _repeated(questions: Sequence[Question]) -> dict[int, str]:
     first: dict[Any, int] = {}
     wrong = {}
     for question in questions:
-        told_by = question.key if question.id is None else question.id
-        before = first.setdefault(told_by, question.line)
-        if before != question.line and question.id is None:
+        given = question.fields.get("id")
+        before = first.setdefault(question.key if given is None else given, question.line)
+        if before != question.line and given is None:
             wrong[question.line] = f"the document and the question of line {before}; drop it, or give each its own id"
         elif before != question.line:
-            wrong[question.line] = f"the id {reprlib.repr(question.id)} of line {before}; give each its own, or none"
+            wrong[question.line] = f"the id {reprlib.repr(given)} of line {before}; give each its own, or none"
     return wrong
 
 

@@ -1,1 +1,0 @@
-"""The command `batch`: many questions about many documents."""
