@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 
 from ..documents import Documents, read_documents, read_text, require_documents
+from ..prefix_store import KeptPrompts
 from .console import UsageError, consoles, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -130,6 +131,10 @@ def generate(
             prompt,
             answer.settings(COMPARED_TOKENS if compare else NEW_TOKENS),
         )
+        form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
+        if keep.keep is not None:
+            _say_what_is_kept_otherwise(KeptPrompts(keep.keep), task.documents, form, notes)
+        # What follows imports torch.
         store = keep.store()
         from .compare import compare_caches, dtype_text, record, summary
         from .loading import compile_kernels, load_model
@@ -138,7 +143,6 @@ def generate(
         note(notes, f"model: {dtype_text(loaded.model)} on {loaded.model.device}")
         if compare or cache.name != "stock":
             compile_kernels(loaded.model, compare or cache.name == "quantized", notes)
-        form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
         if compare:
             compare_caches(task, loaded, form | {"bits": cache.bits or DEFAULT_BITS}, as_json, out, notes)
             return
@@ -148,13 +152,11 @@ def generate(
         why = f"the model's context is {chat.context:,}" if prompt.context is None else f"--context {prompt.context:,}"
         say_what_is_read(chat, why, text_out, notes)
         pieces = task.ask(chat)
-        if store is not None:
-            _say_what_is_kept_otherwise(store, chat, form, notes)
-            if explain:
-                _say_why_no_more(store, loaded, chat, notes)
-            if question is None and prompt_file is None:
-                note(notes, f"{len(chat.token_ids):,} tokens are read and kept in {store.path} in {chat.read():.2f} s")
-                return
+        if store is not None and explain:
+            _say_why_no_more(store, loaded, chat, notes)
+        if store is not None and question is None and prompt_file is None:
+            note(notes, f"{len(chat.token_ids):,} tokens are read and kept in {store.path} in {chat.read():.2f} s")
+            return
         for text in pieces:
             write(text_out, text)
         write(text_out, "\n")
@@ -206,10 +208,11 @@ def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
         raise UsageError("--json is of an answer: ask something with --question, or drop it.")
 
 
-def _say_what_is_kept_otherwise(store: "PrefixStore", chat: "Chat", form: Mapping[str, Any], notes: Console) -> None:
-    """Say so if a folder has the documents, but only of another model, or with other weights or bits."""
-    title = "" if chat.documents is None else chat.documents.title
-    said = ""
+def _say_what_is_kept_otherwise(
+    store: KeptPrompts, documents: Documents | None, form: Mapping[str, Any], notes: Console
+) -> None:
+    """Say so if a folder has documents, but only of another model, or with other weights or bits."""
+    title, said = "" if documents is None else documents.title, None
     for kept in store.kept_prompts() if title else ():
         if "model" not in kept.details or not f"{kept.title}: ".startswith(f"{title}: "):  # a question may follow
             continue

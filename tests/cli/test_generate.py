@@ -409,3 +409,13 @@ def test_without_the_extra_the_command_says_how_to_get_it():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == 'The hf-hybrid-cache command needs typer: pip install "hf_hybrid_cache[demo]"\n'
+
+
+def test_mistakes_in_options_and_files_are_told_before_torch_is_imported(report: Path):
+    program = "import sys; from hf_hybrid_cache.cli.app import run; run()"
+    for options in (["--document", "missing", "--question", "Who?"], ["--document", report, "--keep", report.parent]):
+        command = [sys.executable, "-X", "importtime", "-c", program, "generate", *map(str, options)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (2, "")
+        imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+        assert not {"torch", "transformers", "numba"} & set(imported)
