@@ -260,6 +260,32 @@ class Chat:
         asked = self._asked(question)
         return self._answer(asked, settings or self.settings)
 
+    def complete(self, text: str, settings: AnswerSettings | None = None) -> Iterator[str]:
+        """
+        Yield what follows a text that is used as it is, without chat template and documents; otherwise as `ask`.
+
+        Args:
+            text: with which the conversation begins.
+            settings: of the answer; `None` for `self.settings`.
+
+        Raises:
+            ValueError: the conversation has a document, or a question.
+            PromptError: the text has no tokens, or the model's context has no room for an answer.
+        """
+        if self.documents is not None or self.turns:
+            raise ValueError("A text that is used as it is begins a conversation: use a new Chat without documents.")
+        token_ids = self._template.without_template(text)
+        room = self.context - len(token_ids)
+        if room < 1:
+            raise PromptError(
+                f"The prompt has {len(token_ids):,} tokens, and the model's context is {self.context:,}: no room is "
+                "left for an answer. Shorten it, or use it as a document, which is cut to fit."
+            )
+        self._forget_states()
+        self.token_ids, self._title = token_ids[:-1], _title(None, text)
+        self._document_tokens = len(self.token_ids)
+        return self._answer(_Asked("", token_ids[-1:], room), settings or self.settings)
+
     def ask_all(
         self, questions: Sequence[str], at_once: int = 1, settings: AnswerSettings | None = None
     ) -> Iterator[Answer]:
@@ -479,14 +505,12 @@ class Chat:
         if self._store is None or not isinstance(self.cache, HybridCache) or document.shape[1] < 2:
             self._prefill(document)
             return
-        for line in self._store.why(self._model, document, self.cache).splitlines()[1:]:
-            self._remark(line)
         self.reuse = self._store.prefill(
             self._model,
             document,
             self.cache,
             document_tokens=self._document_tokens,
-            title=_title(self.documents),
+            title=self._title or _title(self.documents),
             details=self._all_details(),
             progress=self._progress,
         )

@@ -123,7 +123,8 @@ class Generator:
         ends = (index for index, token in enumerate(token_ids, 1) if self.is_end(token))
         token_ids = list(token_ids[: next(ends, len(token_ids))])
         padding = self._tokenizer.pad_token_id
-        while token_ids and token_ids[-1] == padding and not self.is_end(padding):
+        # A model can write the token of padding, and an answer has at least one token.
+        while len(token_ids) > 1 and token_ids[-1] == padding and not self.is_end(padding):
             token_ids.pop()
         return token_ids
 
@@ -138,17 +139,23 @@ class Generator:
     ) -> None:
         if settings.seed is not None:
             torch.manual_seed(settings.seed)
-        device, options = self._model.device, settings.options()
-        if settings.stop:
-            options |= {"stop_strings": list(settings.stop), "tokenizer": self._tokenizer}
+        device, start = self._model.device, input_ids.shape[1]
+
+        def are_ended(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            # transformers' own criterion of stop strings reads the whole vocabulary, and knows only some tokenizers.
+            rows = token_ids[:, start:].tolist() if settings.stop else [[]] * len(token_ids)
+            texts = [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+            ended = [stopping.is_set() or any(stop in text for stop in settings.stop) for text in texts]
+            return torch.tensor(ended, device=token_ids.device)
+
         self._model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
             **cache_argument(cache),
             max_new_tokens=settings.max_new_tokens,
             streamer=streamer,
-            stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), stopping.is_set(), device=ids.device)],
-            **options,
+            stopping_criteria=[are_ended],
+            **settings.options(),
         )
 
 

@@ -3,6 +3,12 @@
 import os
 import sys
 
+try:
+    import rich  # noqa: F401
+    import typer  # noqa: F401
+except ModuleNotFoundError as error:
+    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
+
 from ..other_processes import OtherProcesses, load_average
 from .console import end_at_interrupt
 

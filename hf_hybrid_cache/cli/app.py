@@ -4,16 +4,12 @@ import os
 import sys
 from typing import Annotated
 
-try:
-    import rich  # noqa: F401
-    import typer
-except ModuleNotFoundError as error:
-    sys.exit(f'The hf-hybrid-cache command needs {error.name}: pip install "hf_hybrid_cache[demo]"')
+import typer
 
 from .. import __version__
 from .batch import batch
 from .chat.chat_command import chat
-from .generate.generate_command import generate
+from .generate import generate
 from .kept import kept
 from .plan import plan
 

@@ -125,8 +125,10 @@ def test_plan_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
 @search_at_random(40, 500)
 @given(data=st.data())
 def test_generate_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
-    source = data.draw(st.sampled_from(["--document", "--prompt-file"]))
-    start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "3", source, str(folder / "text")]
+    source = data.draw(
+        st.sampled_from([["--question=w5", "--document"], ["--keep=prompts", "--document"], ["--prompt-file"]])
+    )
+    start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "3", *source, str(folder / "text")]
     check("generate", data.draw(arguments_of("generate", start)))
 
 

@@ -1,0 +1,271 @@
+"""What answers take: as a line, as JSON, and in a table of all caches, which `generate --compare` prints."""
+
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..cache import HybridCache
+from ..chat import CACHES, Chat
+from ..documents import Document, Documents
+from ..layers import tensors_of
+from ..prompt_reading import layer_that_begins_anew, prefill
+from ..weights import NothingToQuantizeError
+from .console import note, print_json, write
+from .generate import Task, say_what_is_read
+from .loading import LoadedModel, quantize_loaded
+
+SAMPLE_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
+_SAMPLE_ANSWER = r"Assert statements are a convenient way[^:.]*"
+# Bits of weights in the last row, on a CPU.
+_FEW_WEIGHT_BITS = 4
+# All caches together read documents for so long, unless --context says how much of them they read.
+MOST_SECONDS = 120.0
+# Tokens of a warm-up; and at most those of a chunk that is measured, and the seconds that it may take, about.
+_FEW_TOKENS, _CHUNK_TOKENS, _CHUNK_SECONDS = 64, 1024, 4.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """The answer with a cache, as tokens and as a `record`; the name is that of the cache, and of its own weights."""
+
+    name: str
+    record: Mapping[str, Any]
+    token_ids: list[int]
+
+
+def sample_document() -> Documents:
+    """The language reference that Python's help() prints: 465 KB of English prose that every machine has."""
+    text = "\n\n".join(topics.topics[key] for key in sorted(topics.topics))
+    return Documents((Document("Python's language reference", text),), ())
+
+
+def compare_caches(
+    task: Task, loaded: LoadedModel, form: Mapping[str, Any], as_json: bool, out: Console, notes: Console
+) -> None:
+    """
+    Print the answer of stock, a table of what each cache took, and the answers that differ; or lines of JSON.
+
+    On a CPU the quantized cache answers a second time, with quantized weights, if the model has none.
+
+    Args:
+        task: what is asked; without documents and prompt the question is about the sample document.
+        loaded: answers.
+        form: the model, its weights, and the bits of a quantized cache.
+        as_json: whether lines of JSON are printed.
+        out: receives answers.
+        notes: receives remarks.
+    """
+    text_out = read_out = Console(quiet=True) if as_json else out
+    quoted = None
+    if task.documents is None and task.whole_prompt is None:
+        read_out = Console(quiet=True)
+        quoted = re.search(_SAMPLE_ANSWER, sample_document().text) if task.question is None else None
+        task = replace(task, documents=sample_document(), question=task.question or SAMPLE_QUESTION)
+    adds_weights = loaded.weights_text is None and loaded.model.device.type == "cpu"
+    task = _in_time(task, loaded, len(CACHES) + adds_weights, read_out, notes)
+    rows: list[Row] = []
+
+    def add(cache: str, name: str, **others: object) -> None:
+        bits = form["bits"] if cache == "quantized" else None
+        rows.append(_row(task, loaded, name, {**form, "cache": cache, "bits": bits, **others}, notes))
+        if as_json:
+            print_json(out, rows[-1].record)
+
+    for cache in CACHES:
+        add(cache, cache)
+        if cache == "stock":
+            write(text_out, f"{rows[0].record['answer']}\n")
+            if quoted:
+                write(text_out, f"\nThe document says: {' '.join(quoted[0].split())}.\n")
+    if adds_weights and _has_few_bits(loaded.model, notes):
+        add("quantized", f"{_FEW_WEIGHT_BITS}-bit weights\nand quantized", weights=_FEW_WEIGHT_BITS)
+    if not as_json:
+        out.print(_table(rows))
+        write(out, _conclusion(rows, dtype_text(loaded.model)))
+
+
+def record(chat: Chat, form: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The fields that `generate --json` prints for an answer.
+
+    Args:
+        chat: has answered.
+        form: the model, and the form of its cache and weights.
+    """
+    answer, document, documents = chat.last, chat.document, chat.documents
+    assert answer is not None
+    rate, (device_bytes, host_bytes) = answer.tokens_per_second, kv_bytes(chat.cache)
+    return {
+        **form,
+        "documents": [
+            {"name": part.document, "tokens": part.tokens, "read_tokens": part.read_tokens} for part in document.parts
+        ],
+        "left_out": [] if documents is None else list(documents.skipped),
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "answer_tokens": len(answer.token_ids),
+        "document_tokens": document.tokens,
+        "read_tokens": document.read_tokens,
+        "first_token_seconds": round(answer.first_token_seconds, 3),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+        "kv_device_bytes": device_bytes,
+        "kv_host_bytes": host_bytes,
+    }
+
+
+def summary(took: Mapping[str, Any], weights_text: str | None) -> str:
+    """What an answer took, a `record`, in one line, which ends with what quantized weights take."""
+    return (
+        f"{took['cache']}: first token after {took['first_token_seconds']:.2f} s, {_rate(took)} tokens/s, "
+        f"KV {_mebibytes(took['kv_device_bytes'])} on the device, {_mebibytes(took['kv_host_bytes'])} on the host"
+    ) + ("" if weights_text is None else f"; {weights_text}")
+
+
+def kv_bytes(cache: Cache) -> tuple[int, int]:
+    """Bytes of keys and values in the memory of accelerators, and in host memory."""
+    if isinstance(cache, HybridCache):
+        report = cache.memory()
+        return report.device_bytes, report.host_bytes
+    tensors = [tensor for layer in cache.layers for tensor in tensors_of(layer)]
+    host_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+    return sum(tensor.nbytes for tensor in tensors) - host_bytes, host_bytes
+
+
+def dtype_text(model: PreTrainedModel) -> str:
+    """The type of a model's weights, without torch's prefix."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """The position, counted from 1, of the first token that differs; `None` if none does."""
+    pairs = zip_longest(ours, theirs)
+    return next((position for position, (a, b) in enumerate(pairs, 1) if a != b), None)
+
+
+def _in_time(task: Task, loaded: LoadedModel, num_rows: int, out: Console, notes: Console) -> Task:
+    """Let caches read no more of the documents than they can in time, unless the user said how much; tell how long."""
+    model, given = loaded.model, task.prompt.context
+    if task.documents is None or layer_that_begins_anew(model):
+        return task
+    chat, start = task.chat(loaded, notes, cache="stock"), time.perf_counter()
+    stock, ours = (_seconds_by_tokens(model, chat.document.token_ids, name) for name in ("stock", "dynamic"))
+
+    def seconds(num_tokens: int) -> float:
+        return stock(num_tokens) + (num_rows - 1) * ours(num_tokens)
+
+    most, why = chat.document.read_tokens, f"--context {given or 0:,}"
+    if given is None:
+        why = f"the model's context is {chat.context:,}"
+        left = MOST_SECONDS - (time.perf_counter() - start)
+        in_time = max(1, bisect_right(range(most + 1), left, key=seconds) - 1)
+        if in_time < most:
+            why = f"which takes {MOST_SECONDS / 60:.0f} minutes with {num_rows} caches; --context {most:,} reads more"
+            task = replace(task, prompt=replace(task.prompt, context=in_time))
+            chat = task.chat(loaded, notes, cache="stock")
+    say_what_is_read(chat, why, out, notes)
+    note(notes, f"{num_rows} caches read it in about {seconds(chat.document.read_tokens):,.0f} s in all")
+    return task
+
+
+def _has_few_bits(model: PreTrainedModel, notes: Console) -> bool:
+    """Quantize the weights of a model, and return whether it has any that can be."""
+    try:
+        quantize_loaded(model, _FEW_WEIGHT_BITS, notes)
+    except NothingToQuantizeError as error:
+        note(notes, str(error))
+        return False
+    return True
+
+
+def _seconds_by_tokens(model: PreTrainedModel, token_ids: list[int], name: str) -> Callable[[int], float]:
+    """Measure two chunks of a prompt in a cache; return the seconds of any prompt, each chunk of which takes longer."""
+
+    def measured(chunk_tokens: int) -> tuple[float, float]:
+        ends = [time.perf_counter()]
+
+        def end(_: int) -> None:
+            if model.device.type != "cpu":
+                torch.accelerator.synchronize(model.device)
+            ends.append(time.perf_counter())
+
+        cache = CACHES[name](config=model.config)
+        prefill(model, token_ids[: 2 * chunk_tokens], cache, chunk_size=chunk_tokens, progress=end)
+        return ends[1] - ends[0], ends[-1] - ends[-2]
+
+    few = max(1, min(_FEW_TOKENS, len(token_ids) // 2))
+    _, warm = measured(few)
+    chunk_tokens = max(few, min(int(_CHUNK_SECONDS / warm) * few, _CHUNK_TOKENS, len(token_ids) // 2))
+    first, second = measured(chunk_tokens)
+
+    def seconds(num_tokens: int) -> float:
+        chunks = num_tokens / chunk_tokens
+        return chunks * first + max(0.0, second - first) * max(0.0, chunks - 1) * chunks / 2
+
+    return seconds
+
+
+def _row(task: Task, loaded: LoadedModel, name: str, form: Mapping[str, Any], notes: Console) -> Row:
+    """Answer with a cache, after two steps that compile what is compiled once."""
+    of_cache = {"cache": form["cache"], "bits": form["bits"]}
+    warm = task.chat(loaded, Console(quiet=True), **of_cache, context=_FEW_TOKENS)
+    for _ in warm.ask("Why?", replace(task.settings, max_new_tokens=2)):
+        pass
+    chat = task.chat(loaded, notes, **of_cache)
+    for _ in task.ask(chat):
+        pass
+    assert chat.last is not None
+    return Row(name, record(chat, form), chat.last.token_ids)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """A table with a line for each cache; that of stock comes first."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("cache")
+    for heading in ("prefill\nseconds", "decode\ntokens/s", "KV on\ndevice", "KV on\nhost"):
+        table.add_column(heading, justify="right")
+    table.add_column("same tokens\nas stock")
+    for row in rows:
+        different = first_difference(row.token_ids, rows[0].token_ids)
+        table.add_row(
+            row.name,
+            f"{row.record['first_token_seconds']:.2f}",
+            _rate(row.record),
+            _mebibytes(row.record["kv_device_bytes"]),
+            _mebibytes(row.record["kv_host_bytes"]),
+            "yes" if different is None else f"no, from {different}",
+        )
+    return table
+
+
+def _conclusion(rows: Sequence[Row], dtype: str) -> str:
+    """Count the answers that are equal, explain why others differ if a data type has few digits, and give these."""
+    stock, *ours = rows
+    different = [row for row in ours if first_difference(row.token_ids, stock.token_ids)]
+    text = f"{len(ours) - len(different)} of {len(ours)} give the same answer as stock.\n"
+    if different and dtype != "float32":
+        text += f"In {dtype} attention that adds up in another order rounds differently: try --dtype float32.\n"
+    names = [row.name.replace("\n", " ") for row in different]
+    return text + "".join(
+        f"\n{name} answers: {row.record['answer']}\n" for name, row in zip(names, different, strict=True)
+    )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _rate(took: Mapping[str, Any]) -> str:
+    return "-" if took["tokens_per_second"] is None else f"{took['tokens_per_second']:.1f}"

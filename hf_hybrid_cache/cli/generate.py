@@ -1,0 +1,241 @@
+"""`hf-hybrid-cache generate`: one answer of a model, alone or about documents."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+
+from ..documents import Documents, read_documents, read_text, require_documents
+from ..prefix_store import KeptPrompts
+from .console import UsageError, consoles, exit_codes, note, print_json, write
+from .options import (
+    CACHE,
+    COMPARED_TOKENS,
+    DEFAULT_BITS,
+    DOCUMENT,
+    NEW_TOKENS,
+    Answer,
+    AsJson,
+    Cache,
+    DocumentOption,
+    Keep,
+    Model,
+    Prompt,
+    Quiet,
+    option,
+    with_options,
+)
+
+if TYPE_CHECKING:
+    from ..chat import AnswerSettings, Chat
+    from ..prefix_store import PrefixStore
+    from .loading import LoadedModel
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    What a model is asked.
+
+    Attributes:
+        documents: that it is asked about; `None` for none.
+        question: `None` with `whole_prompt`, or where documents are only kept.
+        whole_prompt: a text that is used as it is, instead of documents and question.
+        prompt: the options on what stands before the question.
+        settings: of the answer.
+    """
+
+    documents: Documents | None
+    question: str | None
+    whole_prompt: str | None
+    prompt: Prompt
+    settings: "AnswerSettings"
+
+    def chat(self, loaded: "LoadedModel", notes: Console, **options: Any) -> "Chat":
+        """
+        Make a conversation that has read nothing yet.
+
+        Args:
+            loaded: answers.
+            notes: receives remarks.
+            options: of `Chat`.
+
+        Raises:
+            PromptError: the documents do not fit, or there is no place for a system message.
+        """
+        from ..chat import Chat, ChatTemplate
+
+        leave = None
+        if self.question is not None:  # documents leave no more room than it takes with its answer
+            asked = ChatTemplate(loaded.tokenizer, self.prompt.system).first_question(
+                self.question, after_document=True
+            )
+            leave = len(asked) + self.settings.max_new_tokens
+        given: dict[str, Any] = {"context": self.prompt.context, "system": self.prompt.system, "leave": leave}
+        given |= {"settings": self.settings, "progress": not notes.quiet, "remark": partial(note, notes)}
+        return Chat(loaded.model, loaded.tokenizer, self.documents or (), **(given | options))
+
+    def ask(self, chat: "Chat") -> Iterator[str]:
+        """Yield the text of the answer, or nothing if nothing is asked; see `Chat.ask` and `Chat.complete`."""
+        if self.whole_prompt is not None:
+            return chat.complete(self.whole_prompt)
+        return iter(()) if self.question is None else chat.ask(self.question)
+
+
+@with_options
+def generate(
+    prompt: Prompt,
+    keep: Keep,
+    cache: Cache,
+    model: Model,
+    answer: Answer,
+    document: DocumentOption = None,
+    question: Annotated[
+        str | None, option(DOCUMENT, "Question to the model. Without one --keep only reads and keeps the documents.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, option(DOCUMENT, "Text that is used as it is, instead of documents and question.")
+    ] = None,
+    explain: Annotated[
+        bool, option(DOCUMENT, "Tell what --keep takes from its folder, and why no more.", "--explain")
+    ] = False,
+    compare: Annotated[
+        bool,
+        option(CACHE, "Answer with every cache; by default a question about Python's language reference.", "--compare"),
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """
+    Answer a question, alone or about documents.
+
+    The answer and the table go to stdout, progress and remarks to stderr.
+    """
+    out, notes = consoles(quiet)
+    with exit_codes(notes):
+        if keep.keep is not None:
+            cache.require_ours("--keep")
+        elif explain:
+            raise UsageError("--explain is about the folder of --keep: name that, or drop it.")
+        _check_texts({"--question": question, "--system": prompt.system})
+        if question is None and prompt_file is None and (document or not compare):
+            _require_keeping(bool(document), keep.keep is not None, as_json)
+        require_documents(document or ())
+        task = Task(
+            read_documents(document, partial(note, notes)) if document else None,
+            question,
+            None if prompt_file is None else read_text(prompt_file),
+            prompt,
+            answer.settings(COMPARED_TOKENS if compare else NEW_TOKENS),
+        )
+        form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
+        if keep.keep is not None:
+            _say_what_is_kept_otherwise(KeptPrompts(keep.keep), task.documents, form, notes)
+        # What follows imports torch.
+        store = keep.store()
+        from .compare import compare_caches, dtype_text, record, summary
+        from .loading import compile_kernels, load_model
+
+        loaded = load_model(model, notes)
+        note(notes, f"model: {dtype_text(loaded.model)} on {loaded.model.device}")
+        if compare or cache.name != "stock":
+            compile_kernels(loaded.model, compare or cache.name == "quantized", notes)
+        if compare:
+            compare_caches(task, loaded, form | {"bits": cache.bits or DEFAULT_BITS}, as_json, out, notes)
+            return
+        of_cache = {name: form[name] for name in ("cache", "bits")} | {"cpu_decode": cache.decodes_on_cpu}
+        chat = task.chat(loaded, notes, **of_cache, store=store, details=form)
+        text_out = Console(quiet=True) if as_json else out
+        why = f"the model's context is {chat.context:,}" if prompt.context is None else f"--context {prompt.context:,}"
+        say_what_is_read(chat, why, text_out, notes)
+        pieces = task.ask(chat)
+        if store is not None and explain:
+            _say_why_no_more(store, loaded, chat, notes)
+        if store is not None and question is None and prompt_file is None:
+            note(notes, f"{len(chat.token_ids):,} tokens are read and kept in {store.path} in {chat.read():.2f} s")
+            return
+        for text in pieces:
+            write(text_out, text)
+        write(text_out, "\n")
+        if explain and chat.reuse is not None:
+            note(notes, chat.reuse.text(lambda token: repr(loaded.tokenizer.decode([token]))))
+        took = record(chat, form)
+        if as_json:
+            print_json(out, took)
+        elif took["finish_reason"] == "length":
+            note(notes, f"ended at --max-new-tokens {task.settings.max_new_tokens:,}, which may be raised")
+        note(notes, summary(took, loaded.weights_text))
+
+
+def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> None:
+    """
+    Say how much of the documents is read: in a remark, and before the answer if they were cut.
+
+    Args:
+        chat: about documents, or about none.
+        why: no more is read.
+        out: receives what comes before the answer.
+        notes: receives the remark.
+    """
+    document, documents = chat.document, chat.documents
+    if documents is None:
+        return
+    about = "about " if document.is_estimate else ""
+    note(notes, f"{documents.counted}: read {document.read_tokens:,} of {about}{document.tokens:,} tokens")
+    if notice := document.notice(why):
+        write(out, f"[{notice}]\n\n")
+
+
+def _check_texts(texts: Mapping[str, str | None]) -> None:
+    """Raise `UsageError` if the text of an option is empty, or cannot be UTF-8."""
+    for name, text in texts.items():
+        if text is not None and not text.strip():
+            raise UsageError(f"{name} is empty.")
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:  # a terminal of another encoding
+            raise UsageError(f"{name} {text!r} is not UTF-8 text.") from None
+
+
+def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
+    """Raise `UsageError` unless documents are to be kept, where nothing is asked."""
+    if not has_document or not keeps:
+        raise UsageError('Ask something, such as --question "Who signed it?"; --keep keeps a document without.')
+    if as_json:
+        raise UsageError("--json is of an answer: ask something with --question, or drop it.")
+
+
+def _say_what_is_kept_otherwise(
+    store: KeptPrompts, documents: Documents | None, form: Mapping[str, Any], notes: Console
+) -> None:
+    """Say so if a folder has documents, but only of another model, or with other weights or bits."""
+    title, said = "" if documents is None else documents.title, None
+    for kept in store.kept_prompts() if title else ():
+        if "model" not in kept.details or not f"{kept.title}: ".startswith(f"{title}: "):  # a question may follow
+            continue
+        different = [name for name in ("model", "weights", "bits") if kept.details.get(name) != form[name]]
+        if not different:
+            return
+        theirs, ours = (_as_options(different, each) for each in (kept.details, form))
+        said = said or f"{store.path} has {title} {theirs}, which takes it from there; {ours} it is read anew"
+    if said:
+        note(notes, said)
+
+
+def _as_options(names: Sequence[str], form: Mapping[str, Any]) -> str:
+    values = [(name, form.get(name)) for name in names]
+    return " and ".join(f"without --{name}" if value is None else f"with --{name} {value}" for name, value in values)
+
+
+def _say_why_no_more(store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", notes: Console) -> None:
+    """Tell what of a folder cannot be used, and why."""
+    import torch
+
+    from ..cache import HybridCache
+
+    if len(chat.token_ids) > 1 and isinstance(chat.cache, HybridCache):
+        for line in store.why(loaded.model, torch.tensor([chat.token_ids]), chat.cache).splitlines()[1:]:
+            note(notes, line)

@@ -1,1 +1,0 @@
-"""The command `generate`: one answer, or a comparison of caches."""

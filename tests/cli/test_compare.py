@@ -1,0 +1,91 @@
+"""`generate --compare`: the same answer with every cache."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_hybrid_cache.cli import compare
+from hf_hybrid_cache.cli.app import app
+from hf_hybrid_cache.cli.options import CACHES
+
+TEXT = "Ada signed the contract in the presence of two witnesses. " * 40
+
+
+@pytest.fixture
+def asked(model: Path, tmp_path: Path) -> list[str]:
+    """Options for a question about a text to a tiny model."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    return ["--model", str(model), "--document", str(tmp_path / "a.txt"), "--question", "Who signed?"]
+
+
+def compared(*options: str) -> Any:
+    short = ["--compare", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", "2"]
+    result = CliRunner().invoke(app, ["generate", *short, *options])
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_each_cache_has_a_row_and_the_tokens_of_stock(asked: list[str]):
+    shown = compared(*asked).stdout
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.split() and line.split()[0] in CACHES}
+    assert list(rows) == list(CACHES)
+    assert all(row.rstrip().endswith("yes") for row in list(rows.values())[:3])
+    assert all(len(line) <= 80 for line in shown.splitlines() if " MiB " in line)
+    assert "  4-bit weights " in shown
+    assert re.search(r"^\d of 4 give the same answer as stock\.$", shown, re.MULTILINE)
+
+
+def test_json_has_a_line_for_every_row(asked: list[str]):
+    rows = [json.loads(line) for line in compared(*asked, "--json", "--quiet").stdout.splitlines()]
+    forms = [(row["cache"], row["bits"], row["weights"]) for row in rows]
+    assert forms[:4] == [(name, 4 if name == "quantized" else None, None) for name in CACHES]
+    assert forms[4:] == [("quantized", 4, 4)]
+    assert len({row["answer"] for row in rows[:3]}) == 1
+    assert {row["read_tokens"] for row in rows} == {len(TEXT)}
+
+
+def test_no_row_has_weights_of_its_own_where_all_have_few_bits(asked: list[str]):
+    rows = [
+        json.loads(line) for line in compared(*asked, "--json", "--weights", "8", "--bits", "2").stdout.splitlines()
+    ]
+    assert [row["weights"] for row in rows] == [8] * 4
+    assert rows[-1]["bits"] == 2
+
+
+def test_without_a_document_the_sample_is_asked_about(model: Path):
+    result = compared("--model", str(model), "--context", "150")
+    assert "The document says: Assert statements are a convenient way to insert debugging" in result.stdout
+    assert "document: read 150 of about " in result.stderr
+    own = compared("--model", str(model), "--context", "150", "--question", "What is a name?")
+    assert "The document says" not in own.stdout
+
+
+def test_as_much_is_read_as_all_caches_read_in_time(asked: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compare, "MOST_SECONDS", 0.01)
+    result = compared(*asked)
+    read = re.search(r"document: read ([\d,]+) of ", result.stderr)
+    assert read
+    assert int(read[1].replace(",", "")) < len(TEXT)
+    assert re.search(r"5 caches read it in about \d+ s in all", result.stderr)
+    assert f"with 5 caches; --context {len(TEXT):,} reads more)" in result.stdout
+    assert f"document: read {len(TEXT):,} of {len(TEXT):,} " in compared(*asked, "--context", "100000").stderr
+
+
+def test_a_whole_prompt_is_compared_as_it_is(model: Path, tmp_path: Path):
+    (tmp_path / "prompt").write_text(TEXT)
+    options = ["--model", str(model), "--prompt-file", str(tmp_path / "prompt"), "--json", "--quiet"]
+    rows = [json.loads(line) for line in compared(*options).stdout.splitlines()]
+    assert {row["prompt_tokens"] for row in rows} == {len(TEXT)}
+    assert len({row["answer"] for row in rows[:3]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "different"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 2), ([5, 2], [1, 2], 1), ([1], [1, 2], 2), ([1, 2, 3], [1, 2], 3)],
+)
+def test_the_first_different_token_is_counted_from_one(ours: list[int], theirs: list[int], different: int | None):
+    assert compare.first_difference(ours, theirs) == different
