@@ -43,10 +43,11 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class Turn(NamedTuple):
-    """A question that was asked, and the number of tokens before it."""
+    """A question that was asked, and the number of tokens before it, and before its answer."""
 
     start: int
     question: str
+    answer: int
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class Chat:
         if kept is None:
             raise ValueError(f"{store.path} has no conversation: begin one with Chat(..., store={str(store.path)!r}).")
         details = dict(kept.details)
+        turns = details.pop("turns", ())
         form: dict[str, Any] = {name: details.get(name) for name in ("system", "cache", "bits")}
         chat = cls(model, tokenizer, store=store, details=details, **(form | options))
         assert isinstance(chat.cache, HybridCache)
@@ -186,7 +188,7 @@ class Chat:
         chat.token_ids, chat._document_tokens = kept.token_ids.tolist(), kept.document_tokens
         chat.document = DocumentPrompt(chat.token_ids[: kept.document_tokens])
         chat._has_document = chat.document.token_ids != chat._template.start()
-        chat.turns = [Turn(int(start), str(question)) for start, question in details.get("turns", ())]
+        chat.turns = [Turn(*turn) for turn in turns]
         chat._title, chat._kept_id, chat._kept_tokens = kept.title, kept.id, list(chat.token_ids)
         return chat
 
@@ -219,7 +221,7 @@ class Chat:
             )
         self._template = template
         self.token_ids[: len(old)] = new
-        self.turns = [turn._replace(start=turn.start + more) for turn in self.turns]
+        self.turns = [turn._replace(start=turn.start + more, answer=turn.answer + more) for turn in self.turns]
         self._document_tokens += more
         self._forget_states()
 
@@ -305,14 +307,16 @@ class Chat:
         """
         Keep the conversation in the store, or the document if nothing was asked, unless nothing is new.
 
+        What was taken back since is removed; what the cache lacks is read.
+
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
             PrefixFolderError: the folder cannot be written, or has no room.
         """
         if self._store is None or self.token_ids == self._kept_tokens:
             return
-        if not self.turns:
-            self.read()
+        self.read()
+        if not self.turns and self._kept_id is None:
             return
         assert isinstance(self.cache, HybridCache)
         self._kept_id = self._store.keep(
@@ -320,7 +324,7 @@ class Chat:
             torch.tensor([self.token_ids]),
             self.cache,
             document_tokens=self._document_tokens,
-            title=self._title or _title(self.documents, self.turns[0].question),
+            title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
             details=self._all_details() | {"turns": [list(turn) for turn in self.turns]},
             replaces=self._kept_id,
         )
@@ -349,9 +353,7 @@ class Chat:
     def _asked(self, question: str) -> _Asked:
         """Return a question with its tokens; see `require_room`."""
         if len(self.token_ids) == self._document_tokens:
-            new = self._template.first_question(
-                question, after_document=self.documents is not None or bool(self._kept_id)
-            )
+            new = self._template.first_question(question, after_document=self._has_document)
         else:
             new = self._template.next_question(question, self.token_ids[-1])
         room = self.num_free - len(new)
@@ -381,10 +383,10 @@ class Chat:
             rows.token_ids[0].clear()
             raise
         finally:
-            token_ids = self._generator.until_end(rows.token_ids[0])
+            token_ids = rows.token_ids[0]
             if token_ids:
                 self.token_ids += [*asked.token_ids, *token_ids]
-                self.turns.append(Turn(before, asked.question))
+                self.turns.append(Turn(before, asked.question, prompt.shape[1]))
                 self.last = self._recorded(asked, token_ids, prompt.shape[1], start, rows, settings, is_whole)
                 self._keep_or_say()
             else:
