@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
 
 from .. import __version__
 from .batch.batch_command import batch
-from .chat.chat_command import chat
+from .chat import chat
 from .generate.generate_command import generate
 from .kept.kept_command import kept
 from .plan.plan_command import plan
