@@ -267,8 +267,8 @@ class Chat:
         """
         Ask questions, each after the conversation so far, which none of them becomes a part of; yield their answers.
 
-        Answers that are generated together read the model's weights once for all of them. In 16 bits, and with
-        sampling, they depend on those beside them.
+        Answers that are generated together read the model's weights once for all of them. In 16 bits, in a quantized
+        cache, and with sampling, they depend on those beside them.
 
         Args:
             questions: their texts.
@@ -406,7 +406,7 @@ class Chat:
         reason: FinishReason = "stop"
         if not is_whole:
             reason = "interrupted"
-        elif not self._generator.is_end(token_ids[-1]) and len(token_ids) >= settings.max_new_tokens:
+        elif not self._generator.is_ended(token_ids, settings.stop):
             reason = "context" if len(token_ids) >= asked.room else "length"
         return Answer(
             question=asked.question,
@@ -453,8 +453,15 @@ class Chat:
         finally:
             self._shorten(base, len(together))
         return [
-            self._recorded(each, token_ids, base + len(each.token_ids), start, rows, settings)
-            for each, token_ids in zip(together, map(self._generator.until_end, rows.token_ids), strict=True)
+            self._recorded(
+                each,
+                self._generator.until_end(token_ids, settings.stop),
+                base + len(each.token_ids),
+                start,
+                rows,
+                settings,
+            )
+            for each, token_ids in zip(together, rows.token_ids, strict=True)
         ]
 
     def _prompts_together(self, questions: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -510,8 +517,11 @@ class Chat:
         """Remove all tokens after the first `num_tokens`, and sequences beside the first; a cache may forget more."""
         del self.token_ids[num_tokens:]
         if not isinstance(self.cache, HybridCache):
-            if (more := self.cache.get_seq_length() - num_tokens) > 0:
-                self.cache.crop(-more)
+            try:
+                if (more := self.cache.get_seq_length() - num_tokens) > 0:
+                    self.cache.crop(-more)
+            except RuntimeError:  # a layer with a window, or a recurrent one
+                self._forget_states()
             return
         try:
             if self.cache.get_seq_length() > num_tokens:
@@ -533,12 +543,14 @@ class Chat:
         """After an error remove the tokens that only some layers hold, or those after a checkpoint, or all."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if isinstance(self.cache, HybridCache):
                 try:
                     self.cache.drop_unfinished()
                 except IncompleteCacheError:
                     self._go_back_to_checkpoint(self.cache)
+            elif isinstance(error, Exception):  # Ctrl-C and who closes an answer wait for the end of a step
+                self._forget_states()
             raise
 
     def _go_back_to_checkpoint(self, cache: HybridCache) -> None:
