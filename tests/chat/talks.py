@@ -1,7 +1,7 @@
 """Tiny models that can read and write, and what is asked of them."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,16 +70,16 @@ def generated(model: PreTrainedModel, token_ids: list[int], settings: AnswerSett
 
 
 @contextmanager
-def before_each_pass(model: PreTrainedModel, act: Any) -> Iterator[None]:
-    """Call `act` with the number of the forward pass, from 1 on, and its tokens."""
+def before_each_pass(module: torch.nn.Module, act: Callable[[int, int], object]) -> Iterator[None]:
+    """Call `act` with the number of the forward pass of a model, or a layer, from 1 on, and its sequences."""
     count = 0
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal count
         count += 1
-        act(count, kwargs["input_ids"])
+        act(count, len(kwargs["input_ids"] if "input_ids" in kwargs else args[0]))
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_hybrid_cache import PrefixStore
 from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
@@ -22,6 +21,7 @@ OTHER_FAMILIES = ("gemma3", "mistral_sliding", "qwen3_next")
 every_cache = pytest.mark.parametrize("cache", CACHES)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [SETTINGS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @pytest.mark.parametrize("cache", FULL_PRECISION)
@@ -52,6 +52,7 @@ def test_prompts_are_those_of_the_chat_template(has_document: bool):
         messages.append({"role": "assistant", "content": chat.last.text})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @every_cache
 def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
@@ -95,6 +96,7 @@ def test_a_first_question_after_forgetting_has_the_same_tokens(tmp_path: Path):
 # Several at once
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("cache", FULL_PRECISION)
 def test_answers_together_equal_single_ones(cache: str, family: str):
@@ -119,12 +121,12 @@ def test_questions_at_once_when_memory_ends_then_are_halved(cache: str):
     expected = [answer.token_ids for answer in chat_of(**CACHES[cache]).ask_all(questions)]
     chat, passes = chat_of(remark=remarks.append, **CACHES[cache]), []
 
-    def refuse(number: int, input_ids: torch.Tensor) -> None:
-        passes.append(len(input_ids))
-        if len(input_ids) > 2 and passes.count(len(input_ids)) == 4:  # in the midst of an answer
+    def refuse(_: int, sequences: int) -> None:
+        passes.append(sequences)
+        if sequences > 2 and passes.count(sequences) == 4:  # in the midst of an answer
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    with before_each_pass(chat._model, refuse):
+    with before_each_pass(model_of().model.layers[1], refuse):
         answers = list(chat.ask_all(questions, at_once=9))
     assert [answer.token_ids for answer in answers] == expected
     assert [answer.together for answer in answers] == [2] * 8 + [1]
@@ -148,6 +150,7 @@ def test_answers_end_at_their_own_ends(monkeypatch: pytest.MonkeyPatch):
 # Ends
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["closed", "Ctrl-C"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.parametrize("cache", FULL_PRECISION)
@@ -174,27 +177,29 @@ def test_an_answer_that_is_ended_stays_and_the_conversation_goes_on(cache: str, 
 def test_ctrl_c_while_a_document_is_read_keeps_what_was_read(cache: str):
     expected = said(chat_of(documents=LONG), "Who?")
     chat = chat_of(documents=LONG, **CACHES[cache])
-    press = before_each_pass(chat._model, lambda number, _: number == 1 and signal.raise_signal(signal.SIGINT))
+    press = before_each_pass(model_of(), lambda number, _: number == 1 and signal.raise_signal(signal.SIGINT))
     with press, pytest.raises(KeyboardInterrupt):
         chat.read()
     assert 0 < chat.cache.get_seq_length() < len(chat.token_ids)
     assert said(chat, "Who?") == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 @pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
 @every_cache
 def test_an_error_in_a_step_takes_the_question_back(cache: str, family: str, number: int):
-    chat, other = (chat_of(model_of(family), **CACHES[cache]) for _ in range(2))
+    model = model_of(family)
+    chat, other = (chat_of(model, **CACHES[cache]) for _ in range(2))
     expected = [said(other, question) for question in QUESTIONS[:2]]
     said(chat, QUESTIONS[0])
     before = list(chat.token_ids), list(chat.turns)
 
-    def fail(count: int, _: torch.Tensor) -> None:
+    def fail(count: int, _: int) -> None:
         if count == number:
             raise MemoryError("no room")
 
-    with before_each_pass(chat._model, fail), pytest.raises(MemoryError, match="no room"):
+    with before_each_pass(model.model.layers[1], fail), pytest.raises(MemoryError, match="no room"):
         list(chat.ask("What?"))
     assert (chat.token_ids, chat.turns) == before
     answer = said(chat, QUESTIONS[1])
@@ -257,14 +262,16 @@ def test_a_system_message_that_does_not_fit_is_not_set():
 # Going on
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.parametrize("cache", [name for name in CACHES if name != "stock"])
 def test_a_conversation_that_is_resumed_goes_on_to_the_same_tokens(cache: str, family: str, tmp_path: Path):
     model, store = model_of(family), PrefixStore(tmp_path)
-    whole = chat_of(model, system="Be brief.", store=store, details={"model": "tiny"}, **CACHES[cache])
+    form = CACHES[cache]
+    whole = chat_of(model, system="Be brief.", store=store, details={"model": "tiny"}, **form)
     said(whole, QUESTIONS[0])
     (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
-    assert kept.details.items() >= {"model": "tiny", "system": "Be brief.", "bits": whole._details["bits"]}.items()
+    assert kept.details.items() >= {"model": "tiny", "system": "Be brief.", "bits": form.get("bits")}.items()
     resumed = Chat.resume(model, tokenizer(), store, settings=SETTINGS, progress=False)
     assert (resumed.turns, resumed.system, resumed.token_ids) == (whole.turns, "Be brief.", whole.token_ids)
     assert said(resumed, QUESTIONS[1]) == said(whole, QUESTIONS[1])
@@ -285,7 +292,7 @@ def test_what_was_taken_back_is_not_kept(tmp_path: Path):
     chat.keep()
     assert [each.is_conversation for each in store.kept_prompts()] == [False]
     with pytest.raises(ValueError, match="has no conversation: begin one with"):
-        Chat.resume(chat._model, tokenizer(), store)
+        Chat.resume(model_of(), tokenizer(), store)
     said(chat, QUESTIONS[2])
     (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
     assert kept.title == f"report.txt: {QUESTIONS[2]}"

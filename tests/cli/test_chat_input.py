@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.cli.chat import chat_input
-from hf_hybrid_cache.cli.chat.chat_input import PlainInput, Typed
+from hf_hybrid_cache.cli import chat_input
+from hf_hybrid_cache.cli.chat_input import Typed
 
 terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
 
@@ -16,7 +16,7 @@ terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals",
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hf_hybrid_cache.cli.chat.chat_input import chat_input
+from hf_hybrid_cache.cli.chat_input import chat_input
 lines = chat_input(sys.argv[1] == "kept", lambda said: print("said", said))
 while True:
     try:
@@ -45,7 +45,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> tuple[list[Typed], list
     said: list[str] = []
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     lines = chat_input.chat_input(True, said.append)
-    assert isinstance(lines, PlainInput)
+    assert not lines.is_terminal
     return list(iter(lines.next_line, None)), said  # type: ignore[arg-type]
 
 
