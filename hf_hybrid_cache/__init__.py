@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         QuantizedHybridCache,
         SameLogits,
     )
+    from .chat import Answer, AnswerSettings, Chat
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU
     from .errors import HybridCacheError
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Answer",
+    "AnswerSettings",
     "CacheFileError",
     "CacheStats",
+    "Chat",
     "Decision",
     "DecodeOnCPU",
     "DeviceMemoryError",
@@ -86,6 +90,7 @@ __getattr__ = lazy_names(
             "QuantizedHybridCache",
             "SameLogits",
         ),
+        "chat": ("Answer", "AnswerSettings", "Chat"),
         "codecs": ("minmax", "quanto"),
         "decode_phase": ("DecodeOnCPU",),
         "errors": ("HybridCacheError",),

@@ -1,0 +1,154 @@
+"""The text of a Word file, as it shows it: with the numbers of lists, without what is hidden or was deleted."""
+
+import re
+from collections.abc import Callable
+from io import BytesIO
+from xml.etree.ElementTree import Element, fromstring
+from zipfile import ZipFile
+
+# Some programs put a number after the names of parts.
+_PART = re.compile(r"word/(document|styles|numbering|footnotes|endnotes)\d*\.xml")
+# Tab stops, text that tracked changes deleted or moved, and copies of text boxes for old programs.
+_SKIPPED = {"pPr", "del", "moveFrom", "Fallback"}
+_CHARACTERS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+# Where a paragraph, a run and a style name the style that they take properties from.
+_STYLES = ("pPr/pStyle", "rPr/rStyle", "basedOn")
+_MOST_STYLES = 20  # styles can be based on each other in a circle
+_ROMAN = {"m": 1000, "cm": 900, "d": 500, "cd": 400, "c": 100, "xc": 90, "l": 50, "xl": 40, "x": 10}
+_ROMAN |= {"ix": 9, "v": 5, "iv": 4, "i": 1}
+_MOST_LETTERS = 4000  # a larger number in letters or Roman numerals is a mistake, and could fill the memory
+
+
+def is_docx(content: bytes) -> bool:
+    """Whether a file is a zip with the text of a Word file in it, perhaps cut off."""
+    return content.startswith(b"PK\x03\x04") and re.search(rb"word/document\d*\.xml", content) is not None
+
+
+def docx_text(name: str, content: bytes, remark: Callable[[str], None]) -> str:
+    """Extract a line for each paragraph or row of a table, then notes; a damaged file raises any kind of error."""
+    with ZipFile(BytesIO(content)) as file:
+        found = [(match[1], match[0]) for match in map(_PART.fullmatch, file.namelist()) if match]
+        parts = {part: _without_namespaces(file.read(place)) for part, place in found}
+    word = _Word(parts)
+    text = [word.text_of(parts[part]).strip("\n") for part in ("document", "footnotes", "endnotes") if part in parts]
+    if parts["document"].find(".//altChunk") is not None:
+        remark(f"{name}: left out of it: documents inside it. Open and save it in Word, which makes them its text")
+    return "\n".join(text).strip("\n")
+
+
+class _Word:
+    """The styles and lists of a Word file, and how far its lists have counted."""
+
+    def __init__(self, parts: dict[str, Element]):
+        styles, numbering = (parts.get(part, Element(part)) for part in ("styles", "numbering"))
+        self._styles = {style.get("styleId"): style for style in styles.iter("style")}
+        self._lists = {used.get("numId"): used for used in numbering.iter("num")}
+        self._kinds = {kind.get("abstractNumId"): kind for kind in numbering.iter("abstractNum")}
+        self._counts: dict[str | None, dict[int, int]] = {}
+
+    def text_of(self, element: Element, paragraph: Element | None = None) -> str:
+        """The text of what is below an element of a paragraph, or above all paragraphs."""
+        texts = []
+        for child in element:
+            kind = child.tag
+            if kind in _SKIPPED or (kind == "r" and self._is_hidden(child, paragraph)):
+                continue
+            if kind == "t":
+                texts.append(child.text or "")
+            elif kind in _CHARACTERS:
+                texts.append(_CHARACTERS[kind])
+            elif kind == "p":
+                text = self.text_of(child, child)
+                if text or child.find("pPr/rPr/vanish") is None:
+                    texts.append(f"{self._number(child)}{text}\n")
+            elif kind == "tc":
+                texts.append(" ".join(self.text_of(child).split()) + "\t")
+            elif kind == "tr":
+                texts.append(self.text_of(child).removesuffix("\t") + "\n")
+            elif kind == "ddList":
+                chosen = int(_value(child, "result") or 0)
+                texts += [entry.get("val", "") for entry in child.findall("listEntry")[chosen : chosen + 1]]
+            elif kind == "checkBox":
+                texts.append("☒" if _is_on(_value(child, "checked") or _value(child, "default")) else "☐")
+            else:
+                texts.append(self.text_of(child, paragraph))
+        return "".join(texts)
+
+    def _inherited(self, element: Element | None, path: str) -> str | None:
+        """A property of a paragraph or a run, or else of its style and of those that this is based on."""
+        for _ in range(_MOST_STYLES):
+            if element is None:
+                break
+            if value := _value(element, path):
+                return value
+            element = self._styles.get(next(filter(None, (_value(element, link) for link in _STYLES)), None))
+        return None
+
+    def _is_hidden(self, run: Element, paragraph: Element | None) -> bool:
+        return _is_on(self._inherited(run, "rPr/vanish") or self._inherited(paragraph, "rPr/vanish"))
+
+    def _number(self, paragraph: Element) -> str:
+        """Return the number that a list shows before a paragraph, and count it."""
+        counted_as, levels, starts = self._levels(self._inherited(paragraph, "pPr/numPr/numId"))
+        at = int(self._inherited(paragraph, "pPr/numPr/ilvl") or 0)
+        if at not in levels:
+            return ""
+        counts = {level: count for level, count in self._counts.get(counted_as, {}).items() if level <= at}
+        counts[at] = counts.get(at, starts[at] - 1) + 1
+        self._counts[counted_as] = counts
+
+        def numeral(match: re.Match[str]) -> str:
+            level = int(match[1]) - 1
+            if level not in levels:
+                return ""
+            shape = None if _is_on(_value(levels[at], "isLgl")) else _value(levels[level], "numFmt")
+            return _numeral(counts.get(level, starts[level]), shape)
+
+        shown = re.sub(r"%(\d)", numeral, _value(levels[at], "lvlText") or "")
+        return "• " if _value(levels[at], "numFmt") == "bullet" else shown and f"{shown} "
+
+    def _levels(self, name: str | None) -> tuple[str | None, dict[int, Element], dict[int, int]]:
+        """Return what a list counts together with, its levels, and where each begins."""
+        if (used := self._lists.get(name)) is None:
+            return None, {}, {}
+        kind = _value(used, "abstractNumId")
+        if kind in self._kinds and (style := self._styles.get(_value(self._kinds[kind], "numStyleLink"))) is not None:
+            kind = _value(self._lists[_value(style, "pPr/numPr/numId")], "abstractNumId")
+        levels = {int(level.get("ilvl", 0)): level for level in self._kinds.get(kind, Element("none")).findall("lvl")}
+        changes = {int(change.get("ilvl", 0)): change for change in used.findall("lvlOverride")}
+        levels |= {at: level for at, change in changes.items() if (level := change.find("lvl")) is not None}
+        starts = {at: int(_value(level, "start") or 1) for at, level in levels.items()}
+        begun = {at: int(start) for at, change in changes.items() if (start := _value(change, "startOverride"))}
+        # A list that begins anew counts for itself, and others of its kind go on from each other.
+        return f"list {name}" if begun else kind, levels, starts | begun
+
+
+def _value(element: Element, path: str) -> str | None:
+    """The value of an element below another, "1" for one that has none; `None` where there is no such element."""
+    found = element.find(path)
+    return None if found is None else found.get("val", "1")
+
+
+def _is_on(value: str | None) -> bool:
+    return value not in (None, "0", "false", "off")
+
+
+def _numeral(count: int, shape: str | None) -> str:
+    text = "" if shape == "none" else f"{count:02}" if shape == "decimalZero" else str(count)
+    if shape in ("lowerLetter", "upperLetter") and 0 < count < _MOST_LETTERS:
+        text = chr(ord("a") + (count - 1) % 26) * ((count + 25) // 26)
+    elif shape in ("lowerRoman", "upperRoman") and 0 < count < _MOST_LETTERS:
+        text = ""
+        for sign, worth in _ROMAN.items():
+            text += sign * (count // worth)
+            count %= worth
+    return text.upper() if shape and shape.startswith("upper") else text
+
+
+def _without_namespaces(content: bytes) -> Element:
+    """Parse XML, and leave out its namespaces: those of strict files are others."""
+    root = fromstring(content)
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+    return root

@@ -1,0 +1,175 @@
+"""Files, folders and standard input, in the order in which they are named."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .formats import DocumentError, decoded, is_pdf, text_of
+
+_STANDARD_INPUT = "-"
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of a file, and its name as it was given."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Documents:
+    """
+    The documents that were read, at least one.
+
+    Attributes:
+        files: in the order of the prompt.
+        skipped: a sentence for each file that was not read, which says why.
+    """
+
+    files: tuple[Document, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def sections(self) -> list[str]:
+        """The text of each document up to the next one; of several documents a line names each."""
+        if len(self.files) == 1:
+            return [self.files[0].text]
+        return [f"Document: {document.name}\n\n{document.text.strip()}\n\n" for document in self.files]
+
+    @property
+    def text(self) -> str:
+        """The text of all documents."""
+        return "".join(self.sections)
+
+    @property
+    def title(self) -> str:
+        """The file name of the first document, and how many others there are."""
+        first, others = Path(self.files[0].name).name, len(self.files) - 1
+        return first if not others else f"{first} and {others:,} more"
+
+    @property
+    def counted(self) -> str:
+        """The word for the documents, with their number if there are several."""
+        return "document" if len(self.files) == 1 else f"{len(self.files):,} documents"
+
+
+def require_documents(names: Sequence[str], folder: Path | None = None) -> None:
+    """
+    Check that documents are there and may be read, without reading them.
+
+    Args:
+        names: as in `read_documents`.
+        folder: as in `read_documents`.
+
+    Raises:
+        DocumentError: a file or a folder is missing or protected, or standard input is closed.
+    """
+    for name in names:
+        path = Path(folder or "", name)
+        if not name.strip():
+            raise DocumentError(f"{name!r} is not the name of a document: give that of a file or a folder.")
+        if folder is None and name == _STANDARD_INPUT:
+            if sys.stdin is None:
+                raise DocumentError("Standard input is closed: let it come from a file or a pipe.")
+        elif not os.path.exists(path):
+            raise DocumentError(f"Cannot read {_printable(path)}: No such file or folder.")
+        elif not os.access(path, os.R_OK):
+            raise DocumentError(f"Cannot read {_printable(path)}: Permission denied.")
+
+
+def read_documents(names: Sequence[str], remark: Callable[[str], None], folder: Path | None = None) -> Documents:
+    """
+    Read files and folders; the files of a folder are sorted by their paths, and each file is read once.
+
+    Args:
+        names: files and folders, and `-` for standard input.
+        remark: receives how many files of a folder were read, and which were skipped.
+        folder: names are relative to it, and standard input is not read; `None` for the working directory.
+
+    Raises:
+        DocumentError: a file that is named cannot be read, or no document can.
+    """
+    require_documents(names, folder)
+    documents: dict[str, Document] = {}  # by real path
+    skipped: list[str] = []
+
+    def skip(why: str) -> None:
+        skipped.append(why)
+        remark(f"left out: {why}")
+
+    def read(path: Path | None, name: str) -> None:
+        place = os.path.realpath(path or _STANDARD_INPUT)
+        if place in documents:
+            skip(f"{name} was read before.")
+        else:
+            documents[place] = Document(name, text_of(name, _bytes_of(path), remark))
+
+    for name in names:
+        path = Path(folder or "", name)
+        if folder is None and name == _STANDARD_INPUT:
+            read(None, "standard input")
+        elif not path.is_dir():
+            read(path, _printable(name))
+        else:
+            num_read, num_skipped = len(documents), len(skipped)
+            for file in _files_in(path):
+                shown = _printable(Path(name, file.relative_to(path)))
+                if file.is_dir():
+                    skip(f"{shown} is a linked or protected folder: give it as a document, too.")
+                elif not file.is_file():
+                    skip(f"{shown} is not a file, or a link to none.")
+                else:
+                    try:
+                        read(file, shown)
+                    except DocumentError as error:
+                        skip(str(error))
+            counts = f"{len(documents) - num_read:,}; left out: {len(skipped) - num_skipped:,}"
+            remark(f"{_printable(name)}: documents read: {counts}")
+    if not documents:
+        why = f"the first because: {skipped[0]}" if skipped else "as there are none, except hidden ones."
+        raise DocumentError(f"No file in {' and '.join(map(_printable, names))} can be read, {why}")
+    return Documents(tuple(documents.values()), tuple(skipped))
+
+
+def read_text(path: Path) -> str:
+    """
+    Read a file of UTF-8 text, or UTF-16 with a byte order mark, such as a prompt.
+
+    Raises:
+        DocumentError: the file cannot be read, is a PDF, or is not such text.
+    """
+    content = _bytes_of(path)
+    if is_pdf(content):
+        raise DocumentError(f"{_printable(path)} is a PDF, not text: pass it as a document, or a file of its text.")
+    return decoded(_printable(path), content, remark=None)
+
+
+def _bytes_of(path: Path | None) -> bytes:
+    """Read a file, or standard input for `None`."""
+    try:
+        return sys.stdin.buffer.read() if path is None else path.read_bytes()
+    except (OSError, ValueError) as error:  # no file can have a name with a null character
+        why = getattr(error, "strerror", error)
+        raise DocumentError(f"Cannot read {_printable(path or 'standard input')}: {why}.") from error
+
+
+def _printable(name: str | Path) -> str:
+    """A name of a file in which bytes that are not UTF-8 became escapes."""
+    return str(name).encode(errors="backslashreplace").decode()
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All files below a folder, sorted, without hidden ones; and the folders that are links or cannot be read."""
+    found: list[Path] = []
+
+    def unreadable(error: OSError) -> None:
+        found.append(Path(error.filename))
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(found)

@@ -1,0 +1,420 @@
+"""Documents: text, PDF, Word files and HTML, from files, folders and standard input."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_hybrid_cache.documents import DocumentError, Documents, read_documents, read_text, require_documents
+
+for _package in ("inscriptis", "lxml", "pypdf", "pypdfium2"):
+    pytest.importorskip(_package, reason='needs pip install "hf_hybrid_cache[test]"')
+
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+SIGNED = "It was signed by Ada."
+
+
+def pdf_of(*pages: str, notes: Sequence[str] = (), form: str | None = None) -> bytes:
+    """A PDF with a line of text on each page, or none; on the last one fields and notes, and the rest of its form."""
+    numbers, first_note = range(4, 4 + 2 * len(pages), 2), 4 + 2 * len(pages)
+    places = " ".join(f"{first_note + index} 0 R" for index in range(len(notes)))
+    fonts = "/Font << /F1 3 0 R >>"
+    catalog = "" if form is None else f"/AcroForm << /Fields [{places}] /DR << {fonts} >> {form} >>"
+    objects = [
+        f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
+        f"<< /Type /Pages /Count {len(pages)} /Kids [{' '.join(f'{number} 0 R' for number in numbers)}] >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for number, text in zip(numbers, pages, strict=True):
+        drawn = "BT /F1 12 Tf 12 TL 20 100 Td " + " T* ".join(f"({line}) Tj" for line in text.splitlines()) + " ET"
+        of_page = f"/MediaBox [0 0 300 200] /Resources << {fonts} >> /Contents {number + 1} 0 R /Annots [{places}]"
+        objects += [
+            f"<< /Type /Page /Parent 2 0 R {of_page} >>",
+            f"<< /Length {len(drawn)} >>\nstream\n{drawn if text else ''}\nendstream",
+        ]
+    objects += [f"<< /Type /Annot /DA (/F1 10 Tf 0 g) {note} >>" for note in notes]
+    file, starts = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        starts.append(len(file))
+        file += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{start:010} 00000 n \n" for start in starts)
+    count = len(objects) + 1
+    end = f"trailer\n<< /Size {count} /Root 1 0 R >>\nstartxref\n{len(file)}\n%%EOF\n"
+    return f"{file}xref\n0 {count}\n0000000000 65535 f \n{table}{end}".encode()
+
+
+def encrypted_pdf_of(text: str, password: str, algorithm: str = "RC4-128") -> bytes:
+    from pypdf import PdfWriter
+
+    writer, file = PdfWriter(io.BytesIO(pdf_of(text))), io.BytesIO()
+    writer.encrypt(password, algorithm=algorithm)
+    writer.write(file)
+    return file.getvalue()
+
+
+def word_file(body: str, names: str = WORD, number: str = "", **parts: str) -> bytes:
+    """A Word file with the XML of its body and of other parts, and a number after the names of parts."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as written:
+        for part, content in {"document": f"<w:document><w:body>{body}</w:body></w:document>", **parts}.items():
+            content = re.sub("(?<=<)[^<> ]+", rf'\g<0> xmlns:w="{names}"', content, count=1)
+            written.writestr(f"word/{part}{number}.xml", content)
+    return file.getvalue()
+
+
+def paragraph(text: str, properties: str = "") -> str:
+    return f"<w:p><w:pPr>{properties}</w:pPr><w:r><w:t>{text}</w:t></w:r></w:p>"
+
+
+def docx_of(*paragraphs: str) -> bytes:
+    return word_file("".join(map(paragraph, paragraphs)))
+
+
+def html_of(text: str) -> bytes:
+    return f"<!DOCTYPE html>\n<html><body><p>{text}</p></body></html>".encode()
+
+
+MADE: dict[str, Callable[[str], bytes]] = {"pdf": pdf_of, "docx": docx_of, "html": html_of, "txt": str.encode}
+
+
+def read(*names: str | Path, remarks: list[str] | None = None) -> Documents:
+    return read_documents([str(name) for name in names], ([] if remarks is None else remarks).append)
+
+
+def text_of(name: str, content: bytes, remark: Callable[[str], None] = print) -> str:
+    """Write a file and read it; remarks have its name without its folder."""
+    with TemporaryDirectory() as folder:
+        Path(folder, name).write_bytes(content)
+        return read_documents([name], remark, Path(folder)).text
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of two texts, 20 words and 30."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.md").write_text(" ".join(f"w{index}" for index in range(50, 80)))
+    (folder / "a.txt").write_text(" ".join(f"w{index}" for index in range(1, 21)))
+    return folder
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_text_of_a_document_is_read_whatever_its_name(kind: str):
+    assert text_of(f"report.{kind}", MADE[kind](SIGNED)) == text_of("report.txt", MADE[kind](SIGNED)) == SIGNED
+
+
+def test_a_pdf_is_read_page_by_page_and_pages_without_text_are_said():
+    remarks: list[str] = []
+    assert text_of("a.pdf", pdf_of("One.", "", "Three."), remarks.append) == "One.\n\nThree."
+    assert remarks == ["a.pdf: 1 of 3 pages have no text, as where they were scanned"]
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-128", "AES-128", "AES-256-R5", "AES-256"])
+def test_a_pdf_that_is_encrypted_without_a_password_is_read(algorithm: str):
+    if algorithm != "RC4-128":
+        pytest.importorskip("cryptography", reason="pypdf encrypts with it")
+    assert text_of("a.pdf", encrypted_pdf_of(SIGNED, "", algorithm)) == SIGNED
+    with pytest.raises(DocumentError, match=r"is an encrypted PDF\. Make a copy that is not"):
+        text_of("a.pdf", encrypted_pdf_of(SIGNED, "secret", algorithm))
+
+
+def test_a_pdf_when_filled_in_then_what_is_typed_follows_the_nearest_line():
+    def at(top: int) -> str:
+        return f"/Rect [90 {top - 12} 250 {top}]"
+
+    notes = [
+        f"/Subtype /Widget /FT /Tx /T (name) /V (Ada) {at(110)} /F 4",
+        f"/Subtype /Widget /FT /Ch /Ff 131072 /T (city) /Opt [[(b) (Berlin)] [(p) (Paris)]] /V (p) {at(98)} /F 4",
+        f"/Subtype /Widget /FT /Tx /T (hidden) /V (HIDDEN) {at(60)} /F 2",
+        f"/Subtype /Widget /FT /Btn /T (box) /V /Yes /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",  # drawn nowhere
+        f"/Subtype /Widget /FT /Btn /T (other) /V /Yes /AS /On /AP << /N << /Yes 99 0 R >> >> {at(60)} /F 4",
+        f"/Subtype /FreeText /Contents (Paid.) {at(86)} /F 4",
+    ]
+    said = text_of("a.pdf", pdf_of("Name:\nCity:\nTotal: 7", notes=notes, form=""))
+    assert said == "Name: Ada\nCity: Paris\nTotal: 7 Paid."
+    assert text_of("a.pdf", pdf_of("Name:", notes=[notes[-1].replace(at(86), at(110))])) == "Name: Paid."
+
+
+def test_a_pdf_whose_form_it_does_not_show_is_refused():
+    with pytest.raises(DocumentError, match="is a PDF that only Adobe's programs show"):
+        text_of("a.pdf", pdf_of("Please wait...", form="/XFA [(template) 5 0 R]"))
+    assert text_of("a.pdf", pdf_of(SIGNED, form="/XFA [(template) 5 0 R]")) == SIGNED
+
+
+@pytest.mark.parametrize("number", ["", "2"])
+@pytest.mark.parametrize("names", [WORD, "http://purl.oclc.org/ooxml/wordprocessingml/main"], ids=["usual", "strict"])
+def test_a_word_file_has_all_that_it_shows_and_nothing_that_was_deleted(names: str, number: str):
+    body = """
+        <w:p><w:pPr><w:tabs><w:tab w:val="left" w:pos="9"/></w:tabs></w:pPr>
+            <w:r><w:t>A</w:t><w:tab/><w:t>tab</w:t></w:r>
+            <w:ins><w:r><w:t xml:space="preserve"> inserted</w:t></w:r></w:ins>
+            <w:del><w:r><w:delText>gone</w:delText></w:r></w:del></w:p>
+        <w:sdt><w:sdtContent><w:p><w:r><w:t>a field</w:t></w:r></w:p></w:sdtContent></w:sdt>
+        <w:tbl><w:tr><w:tc><w:p><w:r><w:t>c1</w:t></w:r></w:p><w:p><w:r><w:t>c2</w:t></w:r></w:p></w:tc>
+            <w:tc><w:p><w:r><w:t>d</w:t></w:r></w:p></w:tc></w:tr></w:tbl>
+        <w:p><w:r><w:t>last</w:t></w:r></w:p>"""
+    notes = f"<w:footnotes><w:footnote>{paragraph('a note')}</w:footnote></w:footnotes>"
+    content = word_file(body, names, number, footnotes=notes)
+    assert text_of("a.docx", content) == "A\ttab inserted\na field\nc1 c2\td\nlast\na note"
+
+
+def test_a_word_file_when_lists_are_numbered_then_has_the_shown_numbers():
+    def level(index: int, shown: str, shape: str, more: str = "") -> str:
+        return (
+            f'<w:lvl w:ilvl="{index}"><w:start w:val="1"/><w:numFmt w:val="{shape}"/>{more}<w:lvlText w:val="{shown}"/>'
+            "</w:lvl>"
+        )
+
+    def numbered(of_list: int, index: int, text: str = "x") -> str:
+        return paragraph(text, f'<w:numPr><w:ilvl w:val="{index}"/><w:numId w:val="{of_list}"/></w:numPr>')
+
+    levels = (
+        level(0, "%1.", "upperRoman"),
+        level(1, "%1.%2", "decimal", "<w:isLgl/>"),
+        level(2, "(%3)", "lowerLetter"),
+    )
+    numbering = f"""<w:numbering>
+        <w:abstractNum w:abstractNumId="0">{"".join(levels)}</w:abstractNum>
+        <w:abstractNum w:abstractNumId="1">{level(0, "*", "bullet")}</w:abstractNum>
+        <w:abstractNum w:abstractNumId="2"><w:numStyleLink w:val="Clauses"/></w:abstractNum>
+        <w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>
+        <w:num w:numId="2"><w:abstractNumId w:val="1"/></w:num>
+        <w:num w:numId="3"><w:abstractNumId w:val="2"/>
+            <w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/></w:lvlOverride></w:num>
+        <w:num w:numId="4"><w:abstractNumId w:val="0"/>
+            <w:lvlOverride w:ilvl="0"><w:startOverride w:val="{10**11}"/></w:lvlOverride></w:num></w:numbering>"""
+    styles = """<w:styles>
+        <w:style w:styleId="Clauses"><w:pPr><w:numPr><w:numId w:val="1"/></w:numPr></w:pPr></w:style>
+        <w:style w:styleId="Heading"><w:basedOn w:val="Clauses"/></w:style></w:styles>"""
+    places = [(1, 0), (1, 0), (1, 1), (1, 2), (1, 2), (1, 1), (2, 0), (7, 0)]
+    body = "".join(numbered(*place) for place in places) + paragraph("x", '<w:pStyle w:val="Heading"/>')
+    body += numbered(3, 0) + numbered(4, 0)
+    said = text_of("a.docx", word_file(body, numbering=numbering, styles=styles)).removesuffix(f"\n{10**11}. x")
+    assert said.split("\n") == ["I. x", "II. x", "2.1 x", "(a) x", "(b) x", "2.2 x", "• x", "x", "III. x", "IX. x"]
+
+
+def test_a_word_file_when_text_is_hidden_or_chosen_then_is_read_as_shown():
+    def run(properties: str, text: str) -> str:
+        return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
+
+    styles = '<w:styles><w:style w:styleId="Gone"><w:rPr><w:vanish/></w:rPr></w:style></w:styles>'
+    fields = """<w:ddList><w:result w:val="1"/><w:listEntry w:val="Red"/><w:listEntry w:val="Blue"/></w:ddList>
+        <w:checkBox><w:default w:val="0"/><w:checked/></w:checkBox><w:checkBox><w:default w:val="0"/></w:checkBox>"""
+    body = f"""<w:p>{run("<w:vanish/>", "a")}{run('<w:rStyle w:val="Gone"/>', "b")}{run('<w:vanish w:val="0"/>', "c")}
+        <w:r><w:fldChar><w:ffData>{fields}</w:ffData></w:fldChar></w:r></w:p>"""
+    hidden = paragraph("d", '<w:pStyle w:val="Gone"/><w:rPr><w:vanish/></w:rPr>')
+    assert text_of("a.docx", word_file(body + hidden, styles=styles)) == "cBlue☒☐"
+
+
+def test_documents_inside_a_word_file_are_left_out_with_a_remark():
+    remarks: list[str] = []
+    body = f"{paragraph('before')}<w:altChunk/>{paragraph('after')}"
+    assert text_of("a.docx", word_file(body), remarks.append) == "before\nafter"
+    assert remarks[0].startswith("a.docx: left out of it: documents inside it.")
+
+
+def test_html_is_read_as_a_browser_shows_it():
+    page = b"""<html><head><title>T &amp; U</title><style>p {}</style><script>var a = 1</script></head><body>
+        <h1>A
+        head</h1><p>It was <b>signed</b>   by
+        <a href="x">Ada</a>.<p>Two<br>lines<!-- not shown --><ul><li>one<li>two</ul>
+        <table><tr><th>a</th><td>b</td></tr><tr><td>c<td>d</table>
+        <pre><code>\n<b>def</b> f():\n    return 1\n</code></pre>caf&eacute;"""
+    shown = "T & U|A head|It was signed by Ada.|Two\nlines|  * one\n  * two\na\tb\nc\td|def f():\n    return 1|café"
+    assert text_of("-", page).split("\n\n") == shown.split("|")
+
+
+def test_html_when_parts_are_hidden_or_typed_then_is_read_as_shown():
+    page = b"""<html hidden><p hidden>1</p><div STYLE="color: red; Display : none"><p>2</div><dialog>3</dialog>
+        <p style="visibility:hidden">4<p>Name: <input value=Ada> <input type=hidden value=5> <textarea>typed</textarea>
+        <input type=checkbox checked><select><option>6<option selected>Paris</select><select><option>Red<option>7
+        </select><ol start=3><li>one<?x ?> two</ol>"""
+    assert " ".join(text_of("-", page).split()) == "Name: Ada typed ☒ Paris Red 3. one two"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<html><p>café".encode(),
+        "<html><p>café".encode("utf-16"),
+        '<html><meta charset="iso-8859-1"><p>café'.encode("latin-1"),
+        '<html><meta charset="utf-16"><p>café'.encode(),
+    ],
+    ids=["as nothing says", "by its first bytes", "as it says", "other than it says"],
+)
+def test_html_is_decoded_as_a_browser_does(content: bytes):
+    assert text_of("a.html", content) == "café"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_text_is_decoded_by_its_first_bytes_and_a_guess_is_said(encoding: str):
+    remarks: list[str] = []
+    assert text_of("a.txt", "Über 5 €\r\nb".encode(encoding), remarks.append) == "Über 5 €\nb"
+    guessed = "a.txt: not UTF-8, so read as cp1252 (Western European): if letters are wrong, save it in UTF-8"
+    assert remarks == ([guessed] if encoding == "cp1252" else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", pdf_of("", ""), "a.pdf is a PDF without any text, as a scanner makes it. Add text"),
+        ("a.txt", pdf_of(SIGNED)[:-200], "a.txt is a PDF that is damaged (its end is missing)."),
+        ("a.pdf", b"%PDF-1.7 and nothing else", "a.pdf is a PDF that is damaged ("),
+        ("a.docx", docx_of(SIGNED)[:-100], "a.docx is a Word file that is damaged ("),
+        ("a.docx", docx_of(), "a.docx is a Word file without any text."),
+        ("a.htm", b"<p>caf\xe9\x01", "a.htm is not UTF-8 text (byte 6 is 0xe9)."),
+        ("a.htm", b'<meta charset="euc-jp"><p>caf\xe9', "a.htm says that it is in euc-jp, and is not: "),
+        ("a.htm", b"<div>" * 3000 + b"a", "a.htm is HTML that is damaged (maximum recursion depth exceeded"),
+        ("a.htm", b"<script>fill()</script>", "a.htm is HTML without any text, as where a script fills a page."),
+        ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a.doc is not UTF-8 text (byte 0 is 0xd0)."),
+        ("a.zip", b"PK\x03\x04\0\0", "a.zip is a binary file, not text."),
+        ("a.txt", b" ", "a.txt is empty."),
+        ("a.txt", b"\xff\xfea", "a.txt says that it is in utf-16, and is not: "),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value[:40],
+)
+def test_a_document_that_cannot_be_read_is_one_line_with_its_name(name: str, content: bytes, message: str):
+    with pytest.raises(DocumentError) as raised:
+        text_of(name, content)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+@given(
+    st.sampled_from([*MADE]), st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4)), max_size=4), st.floats(0.2, 1)
+)
+def test_whatever_is_damaged_is_read_or_refused_in_one_line(kind: str, changes: list[tuple[float, bytes]], kept: float):
+    content = MADE[kind](SIGNED)
+    for place, other in changes:
+        start = int(place * len(content))
+        content = content[:start] + other + content[start + len(other) :]
+    try:
+        said = text_of(f"a.{kind}", content[: int(kept * len(content))], lambda remark: None)
+        assert said.strip()
+        assert "\0" not in said
+        assert said.encode()
+    except DocumentError as error:
+        said = str(error)
+        assert said.splitlines() == [said]
+
+
+@pytest.mark.parametrize(("kind", "library"), [("pdf", "pypdfium2"), ("html", "inscriptis")])
+def test_without_the_package_the_extra_is_named(kind: str, library: str, monkeypatch: pytest.MonkeyPatch):
+    content = MADE[kind](SIGNED)
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DocumentError, match=rf'which {library} reads: pip install "hf_hybrid_cache\[documents\]"'):
+        text_of("a", content)
+
+
+# Several
+
+
+def test_documents_come_in_the_given_order_and_a_line_names_each(texts: Path):
+    whole = read(texts / "b.md", texts / "a.txt").text
+    first, second = (texts / "b.md").read_text(), (texts / "a.txt").read_text()
+    assert whole == f"Document: {texts}/b.md\n\n{first}\n\nDocument: {texts}/a.txt\n\n{second}\n\n"
+    assert read(texts / "b.md").text == first
+
+
+def test_folder_when_read_then_is_sorted_and_names_skipped_files(texts: Path):
+    (texts / "sub").mkdir()
+    (texts / "sub" / "c.pdf").write_bytes(pdf_of(SIGNED))
+    (texts / "Z.docx").write_bytes(docx_of(SIGNED))
+    (texts / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (texts / "scan.pdf").write_bytes(pdf_of(""))
+    (texts / ".hidden").write_text("no")
+    (texts / ".git").mkdir()
+    (texts / ".git" / "config").write_text("no")
+    remarks: list[str] = []
+    documents = read(texts, remarks=remarks)
+    names = [document.name.removeprefix(f"{texts}/") for document in documents.files]
+    assert names == ["Z.docx", "a.txt", "b.md", "sub/c.pdf"]
+    assert remarks == [*(f"left out: {why}" for why in documents.skipped), f"{texts}: documents read: 4; left out: 2"]
+    assert [why.removeprefix(f"{texts}/").split()[0] for why in documents.skipped] == ["picture.png", "scan.pdf"]
+
+
+def test_a_file_that_is_named_twice_is_read_once(texts: Path):
+    remarks: list[str] = []
+    documents = read(texts / "a.txt", texts, texts, remarks=remarks)
+    assert [document.name for document in documents.files] == [f"{texts}/a.txt", f"{texts}/b.md"]
+    assert remarks[0] == f"left out: {texts}/a.txt was read before."
+    assert remarks[-1] == f"{texts}: documents read: 0; left out: 2"
+
+
+def test_links_to_folders_and_what_is_no_file_are_said_and_not_waited_for(texts: Path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("needs POSIX")
+    os.mkfifo(texts / "pipe")
+    (texts / "loop").symlink_to(texts)
+    (texts / "nowhere").symlink_to(texts / "missing")
+    documents = read(texts)
+    assert len(documents.files) == 2
+    assert [why.removeprefix(f"{texts}/") for why in documents.skipped] == [
+        "loop is a linked or protected folder: give it as a document, too.",
+        "nowhere is not a file, or a link to none.",
+        "pipe is not a file, or a link to none.",
+    ]
+
+
+def test_a_folder_without_anything_to_read_is_refused(tmp_path: Path):
+    with pytest.raises(DocumentError, match="can be read, as there are none, except hidden ones"):
+        read(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(DocumentError, match=r"No file in .* can be read, the first because: .*a\.png is not UTF-8"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("function", [require_documents, lambda names, folder: read_documents(names, print, folder)])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", r"Cannot read .*missing: No such file"),
+        ("-", r"Cannot read .*-: No such file"),
+        ("a\0b", "Cannot read .*: No such file"),
+        ("a" * 5000, "Cannot read .*: No such file"),
+        (" ", "' ' is not the name of a document"),
+    ],
+    ids=["missing", "no standard input", "null", "long", "blank"],
+)
+def test_a_name_of_nothing_that_can_be_read_is_refused(
+    name: str, message: str, function: Callable[..., object], texts: Path
+):
+    require_documents(["a.txt", "."], texts)
+    with pytest.raises(DocumentError, match=message):
+        function(["a.txt", name], texts)
+
+
+def test_standard_input_is_read_once_whatever_its_format():
+    program = "import hf_hybrid_cache.documents as d; print(d.read_documents(['-', '-'], print).text)"
+    command = [sys.executable, "-c", program]
+    for made in MADE.values():
+        result = subprocess.run(command, input=made(SIGNED), capture_output=True, check=True, timeout=60)
+        assert result.stdout.decode().splitlines() == ["left out: standard input was read before.", SIGNED]
+
+
+def test_standard_input_when_closed_then_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DocumentError, match="Standard input is closed"):
+        require_documents(["-"])
+
+
+def test_a_prompt_is_utf8_text_without_its_mark(tmp_path: Path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("\ufeffÜber 5 €\r\nb".encode())
+    assert read_text(path) == "Über 5 €\nb"
+    for content, message in ((b"caf\xe9", "is not UTF-8 text"), (pdf_of(SIGNED), "is a PDF, not text"), (b"", "empty")):
+        path.write_bytes(content)
+        with pytest.raises(DocumentError, match=message):
+            read_text(path)
+    with pytest.raises(DocumentError, match=r"Cannot read .*: Is a directory"):
+        read_text(tmp_path)
