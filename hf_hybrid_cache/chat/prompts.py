@@ -16,6 +16,8 @@ _MARK = "<<hf-hybrid-cache>>"
 _MOST_CHARACTERS = 8
 # Tokens beside those that are kept, so that the end of a piece changes none of them.
 _MARGIN = 256
+# A notice names so many documents of a kind at most.
+_MOST_NAMES = 10
 
 
 class PromptError(HybridCacheError, ValueError):
@@ -62,6 +64,35 @@ class DocumentPrompt:
     def read_tokens(self) -> int:
         """Tokens of all documents that are in the prompt."""
         return sum(part.read_tokens for part in self.parts)
+
+    def notice(self, why: str) -> str:
+        """
+        Return the sentences that say before an answer what of the documents was not read; empty if all was.
+
+        Args:
+            why: it was not, such as "the model's context is 8,192".
+        """
+        if self.read_tokens == self.tokens:
+            return ""
+        about = "about " if self.is_estimate else ""
+        whose = "document's" if len(self.parts) == 1 else f"{len(self.parts):,} documents'"
+        return (
+            f"Only the first {self.read_tokens:,} of the {whose} {about}{self.tokens:,} tokens were read ({why})."
+            f"{self._by_part() if len(self.parts) > 1 else ''} "
+            f"The answer knows nothing of the last {about}{self.tokens - self.read_tokens:,}."
+        )
+
+    def _by_part(self) -> str:
+        """Return a sentence each for the documents that are read whole, in part, and not at all."""
+        whole = [part.document for part in self.parts if part.read_tokens == part.tokens]
+        cut = [
+            f"{part.document} ({part.read_tokens:,} of {part.tokens:,} tokens)"
+            for part in self.parts
+            if 0 < part.read_tokens < part.tokens
+        ]
+        left_out = [part.document for part in self.parts if part.tokens and not part.read_tokens]
+        kinds = (("Whole", whole), ("Cut", cut), ("Left out", left_out))
+        return "".join(f" {kind}: {_listed(names)}." for kind, names in kinds if names)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -196,6 +227,12 @@ class ChatTemplate:
     def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return ids
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _parts(documents: Documents, starts: Sequence[int], kept: int, num_characters: int) -> tuple[DocumentPart, ...]:
