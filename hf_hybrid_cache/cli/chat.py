@@ -1,6 +1,7 @@
 """`hf-hybrid-cache chat`: a conversation about documents, which are read once, or about nothing."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .chat_input import ChatInput, chat_input
+from .chat_input import ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts, write
 from .options import DOCUMENT, Answer, Cache, DocumentOption, Keep, Model, Prompt, option, with_options
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 # Options of the model and the cache that are kept with a conversation, and hold when it is resumed.
 _MODEL_OPTIONS = ("model", "weights", "experts", "expert_bits", "dtype")
 _CACHE_OPTIONS = ("cache", "bits")
-# A list of documents names so many at most.
-_MOST_NAMES = 10
 
 
 @with_options
@@ -64,7 +63,7 @@ def chat(
     lists what else can be typed, Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     out, notes = consoles()
-    with exit_codes(notes), raising_interrupts():
+    with exit_codes(notes):
         _check(conversation, document, resume, keep)
         say = partial(note, notes)
         lines = chat_input(not no_history, say)
@@ -73,12 +72,7 @@ def chat(
             kept = _chosen(keep.keep, conversation, chat_input(keeps_history=False, say=say), say)
             if kept is None:
                 return
-            given = {
-                name
-                for name in (*_MODEL_OPTIONS, *_CACHE_OPTIONS)
-                if getattr(command_line.get_parameter_source(name), "name", "") == "COMMANDLINE"
-            }
-            model, cache = _as_kept(kept, model, cache, given)
+            model, cache = _as_kept(kept, model, cache, command_line)
         cache.require_ours("chat")
         from ..documents import read_documents
 
@@ -108,14 +102,16 @@ def chat(
             details = {name: getattr(model, name) for name in _MODEL_OPTIONS}
             options |= {"system": prompt.system, "context": prompt.context, "store": store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
-            _say_what_is_read(talk, prompt.context, out, say)
-        seconds = talk.read()
         if documents is not None:
-            say(f"document read in {seconds:.1f} s")
-        if kept is not None:
-            _show_last_turn(talk, loaded.tokenizer, say)
+            _say_what_is_read(talk, prompt.context, out, say)
+            with raising_interrupts():
+                say(f"document read in {talk.read():.1f} s")
+        if talk.turns:
+            say(_last_turn(talk, loaded.tokenizer))
         say("ask something; /help lists what else can be typed")
-        _take_all(ChatCommands(talk, out, notes, loaded.weights_text), lines, say)
+        # Ctrl-C ends only an answer where there is somebody who can end the conversation, too.
+        with raising_interrupts() if lines.is_terminal else nullcontext():
+            _take_all(ChatCommands(talk, out, notes, loaded.weights_text), lines, say)
 
 
 def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, keep: Keep) -> None:
@@ -129,16 +125,7 @@ def _check(conversation: str | None, documents: Sequence[str] | None, resume: bo
 
 
 def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "KeptPrompt | None":
-    """
-    The conversation with a number or an id; `None` for those is the only one, or what a user chooses at a terminal.
-
-    Returns:
-        the conversation; `None` where the user chose none.
-
-    Raises:
-        UsageError: there is no conversation, or `which` names none, or several.
-        PrefixFolderError: the folder cannot be read.
-    """
+    """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
     from .kept.kept_list import chosen, existing_store, numbered, table_of
 
     def named(which: str) -> "KeptPrompt":
@@ -165,18 +152,14 @@ def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[st
     return None
 
 
-def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, given: set[str]) -> tuple[Model, Cache]:
-    """
-    The model and the cache of a conversation, as far as it has them.
-
-    Raises:
-        UsageError: one of the options that were given, by their names, has another value.
-    """
+def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, command_line: typer.Context) -> tuple[Model, Cache]:
+    """The model and the cache of a conversation; raises `UsageError` if an option was given that has another value."""
     of_model = {name: kept.details.get(name) for name in _MODEL_OPTIONS if "model" in kept.details}
     of_cache = {name: kept.details.get(name) for name in _CACHE_OPTIONS if "cache" in kept.details}
     values = asdict(model) | {"cache": cache.name, "bits": cache.quantized_bits}
     for name, wanted in (of_model | of_cache).items():
-        if name in given and values[name] != wanted:
+        source = command_line.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and values[name] != wanted:
             text = f"--{name.replace('_', '-')}"
             begun = f"without {text}" if wanted is None else f"with {text} {wanted}"
             raise UsageError(
@@ -189,43 +172,19 @@ def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, given: set[str]) ->
 def _say_what_is_read(talk: "Chat", context: int | None, out: Console, say: Callable[[str], None]) -> None:
     """Say how much of the documents is read, and before all answers what they do not know."""
     document, parts = talk.document, talk.document.parts
-    if not parts:
-        return
-    about = "about " * document.is_estimate
     which = "document" if len(parts) == 1 else f"{len(parts):,} documents"
-    say(f"{which}: {document.read_tokens:,} of {about}{document.tokens:,} tokens; {talk.num_free:,} are left to talk")
-    unread = document.tokens - document.read_tokens
-    if not unread:
-        return
-    reason = f"the model's context is {talk.context:,}" if context is None else f"--context {context:,}"
-    whose = "document's" if len(parts) == 1 else f"{len(parts):,} documents'"
-    cut = [part for part in parts if 0 < part.read_tokens < part.tokens]
-    kinds = (
-        ("Whole", [part.document for part in parts if part.read_tokens == part.tokens]),
-        ("Cut", [f"{part.document} ({part.read_tokens:,} of {about}{part.tokens:,} tokens)" for part in cut]),
-        ("Left out", [part.document for part in parts if not part.read_tokens]),
-    )
-    each = "".join(f" {kind}: {_listed(names)}." for kind, names in kinds if names and len(parts) > 1)
-    write(
-        out,
-        f"[Only the first {document.read_tokens:,} of the {whose} {about}{document.tokens:,} tokens were read "
-        f"({reason}).{each} The answers know nothing of the last {about}{unread:,}.]\n\n",
-    )
+    count = f"{'about ' * document.is_estimate}{document.tokens:,}"
+    say(f"{which}: {document.read_tokens:,} of {count} tokens; {talk.num_free:,} are left to talk")
+    why = f"the model's context is {talk.context:,}" if context is None else f"--context {context:,}"
+    if notice := document.notice(why):
+        write(out, f"[{notice}]\n\n")
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _show_last_turn(talk: "Chat", tokenizer: "PreTrainedTokenizerBase", say: Callable[[str], None]) -> None:
-    """Remark the last question and its answer, where a conversation knows them."""
-    from .chat_commands import shortened
-
-    if talk.turns:
-        turn = talk.turns[-1]
-        answer = str(tokenizer.decode(talk.token_ids[turn.answer :], skip_special_tokens=True)).strip()
-        say(f"last question: {shortened(turn.question)}\nlast answer: {answer}")
+def _last_turn(talk: "Chat", tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The last question and its answer."""
+    turn = talk.turns[-1]
+    answer = tokenizer.decode(talk.token_ids[turn.answer :], skip_special_tokens=True)
+    return f"last question: {shortened(turn.question)}\nlast answer: {str(answer).strip()}"
 
 
 def _take_all(commands: "ChatCommands", lines: ChatInput, say: Callable[[str], None]) -> None:

@@ -8,13 +8,14 @@ from typing import Any, get_args
 from rich.console import Console
 
 from ..chat import AnswerSettings, Chat, PromptError, SettingError
-from ..errors import HybridCacheError
-from .chat_input import QUOTES, Typed
+from ..prefix_folder import PrefixFolderError
+from ..prefix_store import PrefixStoreError
+from .chat_input import QUOTES, Typed, shortened
 from .console import note, out_of_memory, write
 
 # A remark warns of fewer tokens that are left in the context.
 _FEW_TOKENS = 512
-_SHOWN_CHARACTERS = 300
+_WAYS_OUT = " /undo takes back the last question, /forget all of them."
 _SETTINGS = {field.name: field for field in fields(AnswerSettings)}
 _HELP = f"""\
 /stats             tokens, memory, and the speed of the last answer
@@ -55,7 +56,7 @@ class ChatCommands:
     def take(self, typed: Typed) -> bool:
         """Answer a question or run a command; return whether the conversation goes on."""
         text = typed.text
-        if not _is_utf8(text):
+        if text != text.encode(errors="replace").decode():  # a terminal passed on another encoding
             self._remark("That is not UTF-8 text.")
         elif typed.is_quoted or not text.startswith("/"):
             if not typed.is_quoted and text in ("exit", "quit"):
@@ -76,27 +77,24 @@ class ChatCommands:
         """Ask, write the answer as it comes, and remark why it ended; return whether it has any token."""
         chat, before = self._chat, len(self._chat.turns)
         self._has_warned &= chat.num_free < _FEW_TOKENS
-        is_ended = False
+        is_ended, error_text = False, ""
         try:
-            answer = chat.ask(question)
-        except PromptError as error:
-            ways_out = " /undo takes back the last question, /forget all of them." if chat.turns else ""
-            self._remark(f"{error}{ways_out}")
-            return False
-        try:
-            with closing(answer):  # type: ignore[type-var]
+            with closing(chat.ask(question)) as answer:  # type: ignore[type-var]
                 for text in answer:
                     write(self._out, text)
+        except PromptError as error:
+            self._remark(f"{error}{_WAYS_OUT if chat.turns else ''}")
+            return False
         except KeyboardInterrupt:
             is_ended = True
         except (MemoryError, RuntimeError) as error:
-            write(self._out, "\n")
-            self._remark(f"{out_of_memory(error)}\nThe question is taken back. /forget goes back to the document.")
-            return False
+            error_text = f"{out_of_memory(error)}\nThe question is taken back.{_WAYS_OUT if chat.turns else ''}"
         write(self._out, "\n")
-        is_answered = len(chat.turns) > before
-        self._remark_end("interrupted" if is_ended or chat.last is None else chat.last.finish_reason)
-        return is_answered
+        if error_text:
+            self._remark(error_text)
+        else:
+            self._remark_end("interrupted" if is_ended or chat.last is None else chat.last.finish_reason)
+        return len(chat.turns) > before
 
     def _remark_end(self, reason: str) -> None:
         """Remark why an answer ended, unless the model ended it, and warn once of a context that is nearly full."""
@@ -104,10 +102,7 @@ class ChatCommands:
         if reason == "interrupted":
             self._remark("the answer was ended")
         elif reason == "context":
-            self._remark(
-                f"ended at the model's context of {chat.context:,} tokens: /undo takes back the last question, "
-                "/forget goes back to the document"
-            )
+            self._remark(f"ended at the model's context of {chat.context:,} tokens.{_WAYS_OUT}")
         elif reason == "length":
             self._remark(f"ended at --max-new-tokens {limit}: /set max_new_tokens {2 * limit} allows more")
         if chat.num_free < _FEW_TOKENS and not self._has_warned:
@@ -170,12 +165,10 @@ class ChatCommands:
             self._chat.keep()
         except KeyboardInterrupt:
             self._remark("the rest is read before the next answer")
-        except MemoryError as error:
-            self._remark(f"{out_of_memory(error)}\nThe document is read before the next answer.")
-        except HybridCacheError as error:
+        except (PrefixStoreError, PrefixFolderError) as error:
             self._remark(f"the conversation is not kept: {error}")
-        except RuntimeError as error:
-            self._remark(f"{out_of_memory(error)}\nThe document is read before the next answer.")
+        except (MemoryError, RuntimeError) as error:
+            self._remark(f"{out_of_memory(error)}\nThe rest is read before the next answer.")
 
     def _set(self, argument: str) -> None:
         """Change a setting, or show all of them."""
@@ -186,7 +179,7 @@ class ChatCommands:
         except SettingError as error:
             self._remark(str(error))
             return
-        shown = ((name, getattr(self._chat.settings, name)) for name in _SETTINGS)
+        shown = vars(self._chat.settings).items()
         self._remark(", ".join(f"{name} {value}" for name, value in shown if value not in (None, ())))
 
 
@@ -205,17 +198,3 @@ def _parsed(name: str, value: str) -> Any:
     except ValueError:
         which = "a whole number" if kind is int else "a number"
         raise SettingError(f"{name} must be {which}, got {value!r}.") from None
-
-
-def _is_utf8(text: str) -> bool:
-    """Whether UTF-8 can encode a text; it cannot where a terminal passed on another encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def shortened(text: str) -> str:
-    """A text, or its start where it is long."""
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}[...]"

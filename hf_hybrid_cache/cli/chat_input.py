@@ -13,6 +13,7 @@ from .console import UsageError
 QUOTES = '"""'
 PROMPT = "> "
 _HISTORY_FILE = "chat_history"
+_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ def is_open(text: str) -> bool:
     """Whether triple quotes begin a text, and no others end it yet."""
     text = text.strip()
     return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
+
+
+def shortened(text: str) -> str:
+    """A text, or its start where it is long."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}[...]"
 
 
 def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:

@@ -154,8 +154,8 @@ def test_documents_that_are_cut_are_said_before_the_answers(model: Path, report:
     talk = converse(model, ["--document", tmp_path / "a.txt", "--document", tmp_path, "--context", "80"], "Who?")
     cut = re.search(r"\[Only the first 80 of the (\d) documents' (\d+) tokens were read \(--context 80\)", talk.stdout)
     assert f"{cut[1]} documents: 80 of {cut[2]} tokens" in talk.stderr
-    assert re.search(r" Cut: .* \(\d+ of \d+ tokens\)\. Left out: .*\. The answers know nothing of the last \d+\.\]\n\n",
-                     talk.stdout)  # fmt: skip
+    rest = r" Cut: .* \(\d+ of \d+ tokens\)\. Left out: .*\. The answer knows nothing of the last \d+\.\]\n\n"
+    assert re.search(rest, talk.stdout)
 
 
 def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Path, tmp_path: Path):
@@ -164,7 +164,7 @@ def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Pat
         "What?" * 30, "/set max_new_tokens 1000", "And?", "Why?" * 20,
     )  # fmt: skip
     assert len(re.findall(r"(\d+) tokens of context left", talk.stderr)) == 2
-    assert "ended at the model's context of 700 tokens: /undo takes back the last question" in talk.stderr
+    assert "ended at the model's context of 700 tokens. /undo takes back the last question" in talk.stderr
     assert "context is 700: no room is left for an answer. /undo takes back the last question" in talk.stderr
 
 
