@@ -68,7 +68,7 @@ def chat(
         say = partial(note, notes)
         lines = chat_input(not no_history, say)
         kept = None
-        if resume:
+        if resume and keep.keep is not None:
             kept = _chosen(keep.keep, conversation, chat_input(keeps_history=False, say=say), say)
             if kept is None:
                 return
@@ -154,7 +154,7 @@ def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[st
 
 def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, command_line: typer.Context) -> tuple[Model, Cache]:
     """The model and the cache of a conversation; raises `UsageError` if an option was given that has another value."""
-    of_model = {name: kept.details.get(name) for name in _MODEL_OPTIONS if "model" in kept.details}
+    of_model: dict[str, Any] = {name: kept.details.get(name) for name in _MODEL_OPTIONS if "model" in kept.details}
     of_cache = {name: kept.details.get(name) for name in _CACHE_OPTIONS if "cache" in kept.details}
     values = asdict(model) | {"cache": cache.name, "bits": cache.quantized_bits}
     for name, wanted in (of_model | of_cache).items():

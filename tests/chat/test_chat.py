@@ -78,14 +78,6 @@ def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
     assert talk("all", one, "all", two, three) == plain
 
 
-def test_undo_and_forget_when_nothing_was_asked_then_change_nothing():
-    chat = chat_of()
-    before = list(chat.token_ids)
-    assert chat.undo() is None
-    chat.forget()
-    assert chat.token_ids == before
-
-
 def test_a_first_question_after_forgetting_has_the_same_tokens(tmp_path: Path):
     chat = chat_of(documents=(), store=tmp_path)
     first = said(chat, "Who?"), list(chat.token_ids)

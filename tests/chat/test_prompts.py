@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_hybrid_cache.chat import Chat, ChatTemplate, PromptError
+from hf_hybrid_cache.chat import ChatTemplate, PromptError
 from hf_hybrid_cache.documents import Document, Documents
 
 from chat.talks import QUESTIONS, REPORT, SETTINGS, TEXT, chat_of, generated, model_of, said, tokenizer_of_tests
@@ -132,11 +132,12 @@ def test_templates_that_change_questions_are_refused():
 )
 @pytest.mark.parametrize("has_document", [True, False], ids=["document", "none"])
 def test_any_template_has_answers_of_generate(has_document: bool, template: str | None):
-    chat = Chat(model_of(), templates(template), REPORT if has_document else (), settings=SETTINGS, progress=False)
+    tokenizer = templates(template)
+    chat = chat_of(documents=REPORT if has_document else (), tokenizer=tokenizer)
     for question in (f"  {QUESTIONS[0]}\n", QUESTIONS[1]):
         answer = said(chat, question)
         assert answer == generated(model_of(), chat.token_ids[: chat.turns[-1].answer])
-    prompt = chat._tokenizer.decode(chat.token_ids[: chat.turns[0].answer])
+    prompt = tokenizer.decode(chat.token_ids[: chat.turns[0].answer])
     texts = (TEXT.strip() + "\n\n" if has_document else "", QUESTIONS[0])
     assert "".join(texts) in prompt
     if template is None:
@@ -144,4 +145,4 @@ def test_any_template_has_answers_of_generate(has_document: bool, template: str 
     undone = chat.undo(), chat.undo()
     assert undone == (QUESTIONS[1], f"  {QUESTIONS[0]}\n")
     answers = list(chat.ask_all(QUESTIONS, at_once=3, settings=replace(SETTINGS, max_new_tokens=5)))
-    assert answers[0].token_ids == generated(model_of(), chat.token_ids + chat._asked(QUESTIONS[0]).token_ids)[:5]
+    assert answers[0].token_ids == said(chat, QUESTIONS[0])[:5]

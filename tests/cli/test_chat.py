@@ -18,7 +18,7 @@ from hf_hybrid_cache.chat import AnswerSettings, Chat
 from hf_hybrid_cache.cli.app import app
 from hf_hybrid_cache.cli.console import without_controls
 
-from models.byte_tokenizer import byte_tokenizer, model_in
+from models.byte_tokenizer import model_in
 
 TEXT = "It was signed by Ada in London."
 
@@ -115,10 +115,9 @@ def test_a_question_in_triple_quotes_may_look_like_a_command(model: Path):
     assert "taken back: exit" in talk.stderr
 
 
-def test_help_lists_every_command(model: Path):
+def test_a_command_that_there_is_not_has_help(model: Path):
     talk = converse(model, [], "/help", "/save file")
-    for command in ("/stats", "/retry", "/undo", "/forget", "/system TEXT", "/set NAME VALUE", "/help", "/quit"):
-        assert talk.stderr.count(f"\n{command} ") == 2
+    assert talk.stderr.count("\n/set NAME VALUE ") == 2
     assert "There is no /save." in talk.stderr
 
 
@@ -130,19 +129,11 @@ def test_stats_tell_tokens_and_speed(model: Path, report: Path):
     assert "are read before the next answer" not in talk.stderr
 
 
-def test_a_system_message_that_has_no_place_is_not_set(model: Path, report: Path, tmp_path: Path):
+def test_a_system_message_that_has_no_place_is_not_set(model: Path, report: Path):
     talk = converse(model, ["--document", report], f"/system {'brief ' * 12_000}", "/system", "Who?")
     assert "context is 65,536: the message is not set" in talk.stderr
     assert "Say what the message is: /system TEXT" in talk.stderr
     assert talk.stdout == converse(model, ["--document", report], "Who?").stdout
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('Not here') if messages[0]['role'] == 'system' }}" + (
-        tokenizer.chat_template
-    )
-    result = run("--model", model_in(tmp_path, 2**16, tokenizer), "--device", "cpu", "--system", "Be brief.")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "error: The model's chat template refuses a system message" in result.stderr
-    assert "Not here" in result.stderr
 
 
 # Documents
@@ -185,22 +176,6 @@ def test_options_that_cannot_be_are_refused(options: list[str], message: str):
     result = run(*options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-def test_an_answer_that_memory_ends_is_taken_back(model: Path, report: Path, monkeypatch: pytest.MonkeyPatch):
-    expected = converse(model, ["--document", report], "Who?", "Where?").stdout.splitlines()
-    generate, count = AutoModelForCausalLM.from_pretrained(model).__class__.generate, iter(range(10))
-
-    def refuse(self: object, *args: object, **options: object) -> object:
-        if next(count) in (1, 2):
-            raise MemoryError("no room")
-        return generate(self, *args, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM.from_pretrained(model).__class__, "generate", refuse)
-    talk = converse(model, ["--document", report], "Who?", "Why?", "/retry", "Where?")
-    assert talk.stdout.split("\n") == [expected[0], "", "", expected[1], ""]
-    assert talk.stderr.count("no room\nThe question is taken back.") == 2
-    assert "the answer before stays" in talk.stderr
 
 
 # Going on with what is kept
@@ -257,24 +232,22 @@ def test_ctrl_c_when_at_a_terminal_then_ends_only_the_answer(tmp_path: Path):
     model = model_in(tmp_path, 2**16, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0"))
     (tmp_path / "report.txt").write_text("w1 w2 " * 50)
     options = ["--document", str(tmp_path / "report.txt"), "--device", "cpu", "--max-new-tokens", "40000"]
-    command = ["-m", "hf_hybrid_cache.cli", "chat", "--model", str(model), *options, "--keep", str(tmp_path / "kept")]
-    for is_resumed in (False, True):
-        more = ["--resume", "--keep", str(tmp_path / "kept"), "--max-new-tokens", "40000"] if is_resumed else []
-        with terminals.Terminal(*command[:3], *(more or command[3:]), HF_HYBRID_CACHE_HOME=str(tmp_path)) as terminal:
-            terminal.wait_for("/help lists what else can be typed")
-            for _ in range(2):
-                terminal.wait_for(terminals.PROMPT)
-                terminal.type(terminals.CTRL_C)
-                terminal.wait_for("Ctrl-D or /quit ends the conversation")
+    command = ["-m", "hf_hybrid_cache.cli", "chat", "--model", str(model), *options]
+    with terminals.Terminal(*command, HF_HYBRID_CACHE_HOME=str(tmp_path)) as terminal:
+        terminal.wait_for("/help lists what else can be typed")
+        for _ in range(2):
             terminal.wait_for(terminals.PROMPT)
-            terminal.type("w3" + terminals.ENTER)
-            terminal.wait_for("\n")
-            terminal.wait_for("w")
             terminal.type(terminals.CTRL_C)
-            terminal.wait_for("the answer was ended")
-            terminal.wait_for(terminals.PROMPT)
-            terminal.type("/stats" + terminals.ENTER)
-            terminal.wait_for("last answer: first token after ")
-            terminal.wait_for(terminals.PROMPT)
-            terminal.type(terminals.CTRL_D)
-            assert terminal.exit_code() == 0
+            terminal.wait_for("Ctrl-D or /quit ends the conversation")
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type("w3" + terminals.ENTER)
+        terminal.wait_for("\n")
+        terminal.wait_for("w")
+        terminal.type(terminals.CTRL_C)
+        terminal.wait_for("the answer was ended")
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type("/stats" + terminals.ENTER)
+        terminal.wait_for("last answer: first token after ")
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type(terminals.CTRL_D)
+        assert terminal.exit_code() == 0
