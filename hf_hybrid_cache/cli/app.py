@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from .batch import batch
-from .chat.chat_command import chat
+from .chat import chat
 from .generate import generate
 from .kept import kept
 from .plan import plan

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from ...user_folder import cache_home, make_private
-from ..console import UsageError
-from ..files import require_standard_input
+from ..user_folder import cache_home, make_private
+from .console import UsageError
 
 QUOTES = '"""'
 PROMPT = "> "
 _HISTORY_FILE = "chat_history"
+_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Typed:
 
     Attributes:
         text: without white space around it.
-        is_quoted: whether it was between triple quotes, and so is a question even if it begins with /.
+        is_quoted: whether it was between triple quotes, and so is a question even if it looks like a command.
     """
 
     text: str
@@ -39,28 +39,23 @@ class Typed:
 
 
 class ChatInput(Protocol):
-    """
-    A source of questions and commands.
-
-    Attributes:
-        is_terminal: whether a user types them at a terminal.
-    """
+    """A source of questions and commands; `is_terminal` if a user types them at a terminal."""
 
     is_terminal: bool
 
     def next_line(self) -> Typed | None:
-        """
-        Read the next question or command; `None` at the end.
-
-        Raises:
-            KeyboardInterrupt: the user pressed Ctrl-C.
-        """
+        """Read the next one; `None` at the end. Raises `KeyboardInterrupt` at Ctrl-C."""
 
 
 def is_open(text: str) -> bool:
     """Whether triple quotes begin a text, and no others end it yet."""
     text = text.strip()
     return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
+
+
+def shortened(text: str) -> str:
+    """A text, or its start where it is long."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}[...]"
 
 
 def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:
@@ -74,20 +69,16 @@ def chat_input(keeps_history: bool, say: Callable[[str], None]) -> ChatInput:
     Raises:
         UsageError: the package that edits lines is missing, or standard input is closed.
     """
-    require_standard_input()
+    if sys.stdin is None:
+        raise UsageError("Standard input is closed: let it come from a terminal, a file or a pipe.")
     shown_on = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
     if not sys.stdin.isatty() or shown_on is None:
-        return PlainInput(say)
-    return TerminalInput(_history_file(say) if keeps_history else None, shown_on)
+        return _PlainInput(say)
+    return _TerminalInput(_history_file(say) if keeps_history else None, shown_on)
 
 
-class PlainInput:
-    """
-    Reads lines of standard input.
-
-    Args:
-        say: prints a remark.
-    """
+class _PlainInput:
+    """Reads lines of standard input."""
 
     is_terminal = False
 
@@ -107,17 +98,8 @@ class PlainInput:
         return Typed.of(text)
 
 
-class TerminalInput:
-    """
-    Reads lines from an editor with a history, at a terminal.
-
-    Args:
-        history: a file that keeps the history, and exists; `None` keeps no history.
-        shown_on: shows what is typed.
-
-    Raises:
-        UsageError: the package that edits lines is missing.
-    """
+class _TerminalInput:
+    """Reads lines from an editor at a terminal, with a history in a file that exists, or none if that is `None`."""
 
     is_terminal = True
 
@@ -147,6 +129,7 @@ class TerminalInput:
             return None
 
     def _drop_early_input(self) -> None:
+        """Drop what was typed while an answer came, so that it is not asked by mistake."""
         from prompt_toolkit.input.typeahead import clear_typeahead
 
         clear_typeahead(self._session.app.input)
@@ -159,6 +142,7 @@ class TerminalInput:
 
 
 def _history_file(say: Callable[[str], None]) -> Path | None:
+    """The file of what was typed, which is made if needed; `None`, and a remark, where it cannot be."""
     try:
         path = cache_home() / _HISTORY_FILE
         make_private(path)
