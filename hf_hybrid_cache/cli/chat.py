@@ -80,12 +80,10 @@ def chat(
 
         from ..chat import Chat
         from .chat_commands import ChatCommands
-        from .loading.device import compile_kernels, load_model
+        from .loading import compile_kernels, load_model
 
         store = keep.store()
-        loaded = load_model(model, notes)  # type: ignore[arg-type]
-        if loaded.tokenizer is None:
-            raise UsageError(f"{model.name} has no tokenizer, so there is nothing to say.")
+        loaded = load_model(model, notes)
         compile_kernels(loaded.model, cache.name == "quantized", notes)
         options: dict[str, Any] = {
             "cache": cache.name,
@@ -126,7 +124,7 @@ def _check(conversation: str | None, documents: Sequence[str] | None, resume: bo
 
 def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "KeptPrompt | None":
     """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
-    from .kept.kept_list import chosen, existing_store, numbered, table_of
+    from .kept import chosen, existing_store, numbered, table_of
 
     def named(which: str) -> "KeptPrompt":
         kept = chosen(listed, which).kept

@@ -9,7 +9,7 @@ import typer
 from ..byte_sizes import parse_bandwidth, parse_bytes, parse_tokens
 from ..models.shapes import ALIASES, SHAPES
 from ..prefill_chunks import PREFILL_CHUNK_SIZE
-from .choices import DTYPES
+from .options import DTYPES, check_choice
 
 _T = TypeVar("_T")
 # Tokens that a laptop reads in minutes.
@@ -18,7 +18,7 @@ DEFAULT_CONTEXT = 8192
 
 def _print_models(context: typer.Context, wanted: bool) -> None:
     if wanted:
-        from .files import json_line
+        from .console import json_line
 
         names = [*ALIASES, *SHAPES]
         typer.echo(json_line(names).rstrip() if context.params.get("as_json") else "\n".join(names))
@@ -91,7 +91,7 @@ def plan(
     """
     from rich.console import Console
 
-    from .console import UsageError, check_choice, exit_codes
+    from .console import UsageError, exit_codes
 
     out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with exit_codes(notes):

@@ -14,8 +14,7 @@ from ..planning import Machine, Plan
 from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
 from ..planning.model_cost import ModelCost
 from ..planning.plans import recommendations, why_nothing_fits
-from .console import without_controls
-from .files import json_line
+from .console import json_line, without_controls
 
 _LEGEND = {
     Strategy.BOTH: "as much as fits is on the GPU; of the rest the CPU attends to a part, the others are streamed",
