@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
     from .numa_nodes import NodeError, bind_to_node
+    from .planning import cache_for_budget
     from .prefix_folder import PrefixFolderError
     from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
     from .processes import LostProcessError, OutOfStepError
@@ -71,6 +72,7 @@ __all__ = [
     "WeightsReport",
     "__version__",
     "bind_to_node",
+    "cache_for_budget",
     "get_num_threads",
     "minmax",
     "move_experts_to_host",
@@ -100,6 +102,7 @@ __getattr__ = lazy_names(
         "kernels": ("KernelsDisabledError", "get_num_threads", "set_num_threads"),
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
         "numa_nodes": ("NodeError", "bind_to_node"),
+        "planning": ("cache_for_budget",),
         "prefix_folder": ("PrefixFolderError",),
         "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
         "processes": ("LostProcessError", "OutOfStepError"),

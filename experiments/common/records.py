@@ -19,7 +19,6 @@ import torch
 
 import hf_hybrid_cache
 from hf_hybrid_cache.durable_files import replaced_when_whole
-from hf_hybrid_cache.planning.machine import cpu_name
 
 RESULTS = Path(__file__).parents[2] / "results"
 _PACKAGES = ("torch", "transformers", "numpy", "numba")
@@ -44,6 +43,15 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"hf_hybrid_cache": hf_hybrid_cache.__version__} | {name: version(name) for name in _PACKAGES},
     }
+
+
+def cpu_name() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def machine_name() -> str:

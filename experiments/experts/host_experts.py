@@ -11,19 +11,16 @@ import argparse
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.common import records
-from experiments.steps.published_machines import CARDS, GIB, PublishedMachine
 from hf_hybrid_cache.models import load_config
-from hf_hybrid_cache.planning import Machine, model_cost
-from hf_hybrid_cache.planning.candidates import Candidate
-from hf_hybrid_cache.planning.machine import WeightSpeed
+from hf_hybrid_cache.planning import Machine, Speeds, model_cost
+from hf_hybrid_cache.planning.candidates import Candidate, Strategy
 from hf_hybrid_cache.planning.model_cost import ModelCost
 from hf_hybrid_cache.planning.plans import make_plan
-from hf_hybrid_cache.planning.prediction import Strategy
 from hf_hybrid_cache.weights import WEIGHT_BITS
 
 MODELS = (
@@ -37,6 +34,57 @@ HOST_GIB = (32, 64, 128, 256, 512)
 CACHE = "dynamic"
 # Tokens of context in the second question, or as many as the model has.
 CONTEXT = 8192
+# The share of a peak that the measured processors reach (docs/log.md), assumed for the others too.
+REACHED = 0.8
+GB, GIB = 10**9, 2**30
+
+
+@dataclass(frozen=True)
+class PublishedMachine:
+    """
+    A GPU in a host.
+
+    Attributes:
+        name: of both.
+        gpu_gib: its memory.
+        host_gib: assumed.
+        gpu_gbs: peak of its memory, GB/s.
+        bus_gbs: peak of the bus in one direction.
+        host_gbs: peak of the host's memory.
+        source: of the peaks.
+    """
+
+    name: str
+    gpu_gib: int
+    host_gib: int
+    gpu_gbs: float
+    bus_gbs: float
+    host_gbs: float
+    source: str
+
+    @property
+    def machine(self) -> Machine:
+        """Return the machine in the planner's form."""
+        host, device, bus = (REACHED * each * GB for each in (self.host_gbs, self.gpu_gbs, self.bus_gbs))
+        speeds = Speeds(host_bandwidth=host, gpu_bandwidth=device, bus_bandwidth=bus)
+        return Machine(self.gpu_gib * GIB, self.host_gib * GIB, speeds)
+
+
+# A transfer of DDR is 8 bytes a channel; a lane of PCIe 4.0 carries 16 Gbit/s, of which 128 bits of 130.
+_PCIE_4 = 16 * 16 / 8 * 128 / 130
+# The amount of host memory is varied.
+CARDS = (
+    PublishedMachine(
+        *("RTX 4060, 2 channels of DDR5-5600", 8, 64, 272, _PCIE_4 / 2, 2 * 5.6 * 8),
+        "nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4060-4060ti: 128 bits of GDDR6, 17 Gbit/s, 8 lanes of "
+        "PCIe 4.0; JESD79-5",
+    ),
+    PublishedMachine(
+        *("RTX 4090, 8 channels of DDR5-4800", 24, 512, 1008, _PCIE_4, 8 * 4.8 * 8),
+        "nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4090: 384 bits of GDDR6X, 21 Gbit/s; JESD79-5; a socket "
+        "of what github.com/kvcache-ai/ktransformers was measured on",
+    ),
+)
 
 
 def longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:
@@ -73,21 +121,14 @@ def fitting(model: ModelCost, machine: Machine) -> dict[str, Any]:
 
 def speeds(model: ModelCost, card: PublishedMachine, bits: int | None) -> dict[str, Any]:
     """Tokens a second at most, by experts alone and by all that is read; `None` for attention of an unknown kind."""
-    machine = card.machine
-    host = machine.speeds.host
-    assert host is not None
-    rate = host.weight_bytes_per_second
-    # Products with codes have been measured on one processor only, so they count as fast as others.
-    quantized = replace(host, quantized_weights={width: WeightSpeed(rate) for width in WEIGHT_BITS})
-    machine = replace(machine, speeds=replace(machine.speeds, host=quantized))
     context = min(CONTEXT, model.max_context)
-    plan = make_plan(model, Candidate(CACHE, Strategy.GPU, bits, experts_on_host=True), context, machine)
+    plan = make_plan(model, Candidate(CACHE, Strategy.GPU, bits, experts_on_host=True), context, card.machine)
     num_bytes = model.experts.read_bytes(1, bits)
     return {
         "bits": bits or 8 * model.dtype.itemsize,
         "context_tokens": context,
         "expert_bytes": num_bytes,
-        "experts_tokens_per_second": rate / num_bytes,
+        "experts_tokens_per_second": REACHED * card.host_gbs * GB / num_bytes,
         "tokens_per_second": None if plan.seconds_per_token is None else 1 / plan.seconds_per_token,
     }
 

@@ -10,8 +10,6 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from experiments.gpu.machine import has_gpu
 from experiments.quality.quality_caches import installed_version
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, Placement, QuantizedHybridCache
-from hf_hybrid_cache.planning.candidates import Candidate
-from hf_hybrid_cache.planning.prediction import Strategy
 
 LEAST_DEVICE_TOKENS = 128
 Bits = int | tuple[int, int]
@@ -24,7 +22,6 @@ class Measured:
 
     Attributes:
         make: an empty cache for a model; `empty` calls it.
-        plan: what the planner calls it; `None` for what it does not plan.
         package: that must be installed.
         streams: keys and values cross the bus in every step.
         on_host: the model is on the CPU, too.
@@ -37,7 +34,6 @@ class Measured:
     """
 
     make: Callable[..., Cache]
-    plan: Candidate | None = None
     package: str | None = None
     streams: bool = False
     on_host: bool = False
@@ -60,13 +56,12 @@ class Measured:
         return "needs a GPU" if self.needs_gpu and not has_gpu() else None
 
 
-def _resident(bits: Bits, plan: str) -> Measured:
-    return Measured(partial(QuantizedHybridCache, bits=bits, cpu_decode=False), Candidate(plan, Strategy.GPU))
+def _resident(bits: Bits) -> Measured:
+    return Measured(partial(QuantizedHybridCache, bits=bits, cpu_decode=False))
 
 
-def _streamed(bits: Bits, plan: str) -> Measured:
-    make = partial(QuantizedHybridCache, bits=bits, offload=True, cpu_decode=False)
-    return Measured(make, Candidate(plan, Strategy.STREAMED), streams=True)
+def _streamed(bits: Bits) -> Measured:
+    return Measured(partial(QuantizedHybridCache, bits=bits, offload=True, cpu_decode=False), streams=True)
 
 
 def _offloaded(resident_share: float = 0.0, pin_memory: bool | None = None, prefetch_layers: int = 1) -> Measured:
@@ -77,13 +72,12 @@ def _offloaded(resident_share: float = 0.0, pin_memory: bool | None = None, pref
     return Measured(make, streams=True)
 
 
-def _cpu_attention(make: Callable[..., Cache], plan: str) -> Measured:
-    return Measured(partial(make, cpu_decode=True), Candidate(plan, Strategy.CPU_ATTENTION), attends_on_host=True)
+def _cpu_attention(make: Callable[..., Cache]) -> Measured:
+    return Measured(partial(make, cpu_decode=True), attends_on_host=True)
 
 
-def _on_host(make: Callable[[LlamaConfig], Cache], plan: str, weight_bits: int | None = None) -> Measured:
-    planned = Candidate(plan, Strategy.CPU, weight_bits)
-    return Measured(make, planned, on_host=True, attends_on_host=True, weight_bits=weight_bits)
+def _on_host(make: Callable[[LlamaConfig], Cache], weight_bits: int | None = None) -> Measured:
+    return Measured(make, on_host=True, attends_on_host=True, weight_bits=weight_bits)
 
 
 def _peer(backend: str, package: str) -> Measured:
@@ -109,38 +103,36 @@ def _in_three(make: Callable[..., Cache]) -> Measured:
 _OF_4_BITS = partial(QuantizedHybridCache, bits=4)
 
 CACHES: Mapping[str, Measured] = {
-    "stock": Measured(lambda config: DynamicCache(config=config), Candidate("stock", Strategy.GPU)),
-    "dynamic": Measured(partial(DynamicHybridCache, cpu_decode=False), Candidate("dynamic", Strategy.GPU)),
-    "codes-8": _resident(8, "quantized-8"),
-    "codes-4": _resident(4, "quantized-4"),
-    "codes-4-2": _resident((4, 2), "quantized-4-2"),
-    "codes-2": _resident(2, "quantized-2"),
+    "stock": Measured(lambda config: DynamicCache(config=config)),
+    "dynamic": Measured(partial(DynamicHybridCache, cpu_decode=False)),
+    "codes-8": _resident(8),
+    "codes-4": _resident(4),
+    "codes-4-2": _resident((4, 2)),
+    "codes-2": _resident(2),
     "quanto-4": _peer("quanto", "optimum-quanto"),
     "hqq-4": _peer("hqq", "hqq"),
     "stock-offloaded": Measured(
         lambda config: DynamicCache(config=config, offloading=True), streams=True, needs_gpu=True
     ),
-    "offloaded": Measured(
-        partial(OffloadedHybridCache, cpu_decode=False), Candidate("offloaded", Strategy.STREAMED), streams=True
-    ),
+    "offloaded": Measured(partial(OffloadedHybridCache, cpu_decode=False), streams=True),
     "offloaded-pageable": _offloaded(pin_memory=False),
     "offloaded-2-ahead": _offloaded(prefetch_layers=2),
     "offloaded-resident-25%": _offloaded(resident_share=0.25),
     "offloaded-resident-50%": _offloaded(resident_share=0.5),
     "offloaded-resident-75%": _offloaded(resident_share=0.75),
     "offloaded-resident-100%": _offloaded(resident_share=1.0),
-    "streamed-8": _streamed(8, "quantized-8"),
-    "streamed-4": _streamed(4, "quantized-4"),
-    "streamed-2": _streamed(2, "quantized-2"),
-    "cpu-attention": _cpu_attention(DynamicHybridCache, "dynamic"),
-    "cpu-attention-4": _cpu_attention(_OF_4_BITS, "quantized-4"),
+    "streamed-8": _streamed(8),
+    "streamed-4": _streamed(4),
+    "streamed-2": _streamed(2),
+    "cpu-attention": _cpu_attention(DynamicHybridCache),
+    "cpu-attention-4": _cpu_attention(_OF_4_BITS),
     "half-cpu-attention": _half(OffloadedHybridCache),
     "half-cpu-attention-4": _half(_OF_4_BITS),
     "half-in-three": _in_three(OffloadedHybridCache),
     "half-in-three-4": _in_three(partial(_OF_4_BITS, offload=True)),
     "half-streamed": Measured(partial(OffloadedHybridCache, cpu_decode=False), streams=True, share_on_device=0.5),
-    "host": _on_host(DynamicHybridCache, "dynamic"),
-    "host-4": _on_host(_OF_4_BITS, "quantized-4"),
-    "host-weights-4": _on_host(DynamicHybridCache, "dynamic", 4),
-    "host-4-weights-4": _on_host(_OF_4_BITS, "quantized-4", 4),
+    "host": _on_host(DynamicHybridCache),
+    "host-4": _on_host(_OF_4_BITS),
+    "host-weights-4": _on_host(DynamicHybridCache, 4),
+    "host-4-weights-4": _on_host(_OF_4_BITS, 4),
 }

@@ -98,7 +98,6 @@ def all_steps(root: Path, is_rehearsal: bool, other_transformers: list[Path]) ->
         decode("host", sizes.host, _HOST, "--rounds", 3, "--steps", 2, "--threads", *_thread_counts(), limit=6),
         *(decode(f"both-places-{context}", context, _BOTH_PLACES) for context in sizes.quantized),
         step("experts", "experts", 6, *few_rounds, *small_prompts),
-        step("predicted", "predicted", 4, "--records", root / FOLDER),
         *(decode(f"peers-{context}", context, _PEERS, limit=6) for context in sizes.quantized),
         # The longest; what is above answers all aims.
         *_tables(root, sizes, is_rehearsal),

@@ -1,6 +1,5 @@
 """Writes the figures of the context sweep and its page, from records only."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from experiments.sweep.page import page
 from experiments.sweep.points import points
 
 PAGE = "README.md"
-PREDICTIONS = RESULTS / "predictions"
 MachineRecords = list[dict[str, Any]]
 
 
@@ -25,12 +23,7 @@ def all_records() -> dict[str, MachineRecords]:
     return {folder.name: list(store.read(folder).records.values()) for folder in folders}
 
 
-def all_predictions() -> dict[str, dict[str, Any]]:
-    """Return all predictions, by machine."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(PREDICTIONS.glob("*.json"))}
-
-
-def figures_of(found: MachineRecords, prediction: dict[str, Any] | None = None) -> dict[str, Callable[[], Figure]]:
+def figures_of(found: MachineRecords) -> dict[str, Callable[[], Figure]]:
     """Return the function that draws each figure, by file name, as far as there are records for it."""
     curves = points(found)
     environment = found[-1]["environment"]
@@ -48,30 +41,28 @@ def figures_of(found: MachineRecords, prediction: dict[str, Any] | None = None) 
     if figures.has_gpu(curves):
         drawn["device_memory_per_speed"] = partial(figures.memory_per_speed, curves, "device", title)
         drawn["speed_ratio"] = partial(figures.speed_ratio, curves, title)
-    if prediction is not None:
-        drawn["predictions"] = partial(figures.predictions, prediction["cells"], title)
     return drawn
 
 
-def page_of(machines: Mapping[str, MachineRecords], predictions: Mapping[str, dict[str, Any]]) -> str:
+def page_of(machines: Mapping[str, MachineRecords]) -> str:
     """The page, with the figures as they lie beside the records."""
     folder = store.FOLDER.relative_to(RESULTS)
     shown = {
-        machine: [folder / machine / f"{name}.png" for name in figures_of(found, predictions.get(machine))]
+        machine: [folder / machine / f"{name}.png" for name in figures_of(found)]
         for machine, found in machines.items()
         if found
     }
-    return page(machines, predictions, shown)
+    return page(machines, shown)
 
 
 def draw_all() -> Iterator[Path]:
     """Draw and write everything; the paths of the figures and of the page."""
-    machines, predictions = all_records(), all_predictions()
+    machines = all_records()
     for machine, found in machines.items():
-        for name, draw in figures_of(found, predictions.get(machine)).items() if found else ():
+        for name, draw in figures_of(found).items() if found else ():
             path = store.FOLDER / machine / name
             pictures.write(draw(), path)
             yield path.with_suffix(".svg")
     path = RESULTS / PAGE
-    path.write_text(page_of(machines, predictions))
+    path.write_text(page_of(machines))
     yield path

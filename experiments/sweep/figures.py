@@ -107,32 +107,6 @@ def speed_ratio(curves: Curves, title: str) -> Figure:
     return _finished(figure, axes, curves)
 
 
-def predictions(cells: Iterable[Mapping[str, Any]], title: str) -> Figure:
-    """Tokens a second as the planner predicts them, by what was measured, and a band of 25%; of cells of a record."""
-    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    speeds: dict[str, list[tuple[float, float]]] = {}
-    for cell in cells:
-        measured, predicted = (1 / cell[key]["seconds"] for key in ("measured", "predicted"))
-        speeds.setdefault(cell["cache"], []).append((measured, predicted))
-    for name, pairs in speeds.items():
-        axes.plot(*zip(*pairs, strict=True), linestyle="", label=LABELS[name], **STYLES[name])
-    ends = [min(min(pairs) for pairs in speeds.values())[0], max(max(pairs) for pairs in speeds.values())[0]]
-    axes.plot(ends, ends, "--", color=_ROOF_COLOUR, label="as measured")
-    axes.fill_between(ends, [end / 1.25 for end in ends], [end / 0.75 for end in ends], color=_ROOF_COLOUR, alpha=0.15)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured tokens a second (grey: 25% of a token's time)")
-    axes.set_ylabel("predicted tokens a second")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.tick_params(which="minor", labelsize=7)
-    axes.set_title(f"Predicted and measured speed\n{title}", fontsize=11)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 def cpu_to_gpu(curves: Curves, name: str) -> dict[int, float]:
     """Throughput of the whole decode phase on the CPU over that on the GPU, by context where both were measured."""
     gpu = {point.context_tokens: point.tokens_per_second for point in curves.get((name, GPU), [])}

@@ -120,8 +120,7 @@ def read_weight_bytes(model: PreTrainedModel, bits: int | None) -> int:
     """Return the bytes of weights that a token reads, as they are or quantized."""
     if bits is None:
         return weight_bytes(model)
-    quantized = model_cost(model.config, model.dtype).quantized_weights[bits]
-    return sum(quantized.step_quantized_bytes.values()) + quantized.step_other_bytes
+    return model_cost(model.config, model.dtype).quantized_weights[bits].step_bytes
 
 
 def measure(cell: Cell, gpu_bytes: int | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from experiments.sweep.points import Curve, Point, points, read_rate, shortages
 from experiments.sweep.source import HYPOTHESIS, TABLE_1
 
 GIB = 2**30
-LONG_CONTEXT = 8192  # from which on predictions are to be right
+LONG_CONTEXT = 8192
 Curves = Mapping[Curve, list[Point]]
 OURS = (
     *("dynamic", "quantized-8", "quantized-4", "quantized-2"),
@@ -27,7 +27,6 @@ again. Other measurements have folders of their own here.
 
 def page(
     machines: Mapping[str, list[dict[str, Any]]],
-    predictions: Mapping[str, dict[str, Any]],
     figures: Mapping[str, Sequence[Path]],
 ) -> str:
     """
@@ -35,7 +34,6 @@ def page(
 
     Args:
         machines: records of the sweep.
-        predictions: the record of `experiments.steps.predictions`, by machine, where there is one.
         figures: by machine, relative to the page.
     """
     parts = [HEAD]
@@ -48,8 +46,6 @@ def page(
     for machine, found in machines.items():
         if curves[machine]:
             parts += _machine(machine, found, curves[machine], figures.get(machine, ()))
-            if machine in predictions:
-                parts += _predicted(predictions[machine])
     return "\n".join(parts)
 
 
@@ -76,31 +72,6 @@ def _machine(machine: str, found: list[dict[str, Any]], curves: Curves, figures:
     yield "### Beside the source's Table 1\n"
     yield _table_1(curves)
     yield hypothesis(curves) + "\n"
-
-
-def _predicted(record: Mapping[str, Any]) -> Iterable[str]:
-    yield "### What the planner predicts\n"
-    off = record["largest_error"]
-    yield (
-        f"`hf-hybrid-cache plan`, calibrated on the same machine: bytes of keys and values are off by at most "
-        f"{off['kv_bytes']:.1%}, the median time of a token by at most {off['seconds']:.0%} from "
-        f"{LONG_CONTEXT:,} tokens on. Milliseconds a token, predicted and measured:\n"
-    )
-    cells = {(cell["cache"], cell["context_tokens"]): cell for cell in record["cells"]}
-    contexts = sorted({context for _, context in cells})
-
-    def text(cell: Mapping[str, Any]) -> str:
-        predicted, measured = (cell[key]["seconds"] * 1e3 for key in ("predicted", "measured"))
-        return f"{predicted:,.0f} / {measured:,.0f}"
-
-    names = [name for name in LABELS if any(cache == name for cache, _ in cells)]
-    yield _table(
-        ["", *(f"{context:,}" for context in contexts)],
-        [
-            [LABELS[name], *(text(cells[name, context]) if (name, context) in cells else "" for context in contexts)]
-            for name in names
-        ],
-    )
 
 
 def label(curve: Curve) -> str:

@@ -12,9 +12,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..cache_argument import CACHE_ARGUMENT
 from ..layers import HybridLayer, LayerStores, Placement, Selection, checked_count
-from ..planning.candidates import Candidate
-from ..planning.plans import choose
-from ..planning.sizes import parse_bytes
 from ..processes import Peers
 from ..scalars import as_integer
 from ..storage import InitialCapacity, KVCodec, can_page_lock
@@ -64,21 +61,6 @@ def new_contents(
     for ordinal, index in enumerate(ours):
         layers[index] = HybridLayer(index, ordinal, stores)
     return Contents(layers, stores)
-
-
-def chosen_for(
-    config: PreTrainedConfig,
-    context: int,
-    gpu_memory: int | str | None,
-    host_memory: int | str | None,
-    batch_size: int,
-    prefill_chunk_size: int,
-) -> Candidate:
-    """Choose a cache for a memory budget; see `HybridCache.for_budget` for the arguments, and for the errors."""
-    counts = {"context": context, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
-    context, batch_size, chunk = (checked_count(*each) for each in counts.items())
-    device_bytes, host_bytes = (None if each is None else parse_bytes(each) for each in (gpu_memory, host_memory))
-    return choose(config, context, device_bytes, host_bytes, batch_size, chunk)
 
 
 def require_config(config: object) -> None:

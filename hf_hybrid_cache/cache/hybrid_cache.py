@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache
 from ..codecs import is_form_of
 from ..graph_breaks import outside_of_graphs
 from ..layers import HybridLayer, Placement, Selection, batch_of, follow
-from ..planning.prediction import Strategy
 from ..processes import Peers
 from ..saving import CacheFile, CacheFileError, traits_of
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
@@ -24,7 +23,7 @@ from .checks.forward_passes import ForwardPasses
 from .checks.image_positions import ImagePositions
 from .checks.prompts import Prompts
 from .checks.slow_steps import SlowSteps
-from .construction import ClassOfCaches, chosen_for, new_contents, of_an_instance, require_config
+from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
 from .contents.contents import Contents
 from .contents.memory import MemoryReport, advised, measured, require_room_for_copies
 from .contents.printing import in_lines, in_one_line
@@ -86,47 +85,6 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         self._steps = SlowSteps()
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
         Cache.__init__(self, layers=self._contents.layers)
-
-    @staticmethod
-    def for_budget(
-        config: PreTrainedConfig,
-        context: int,
-        gpu_memory: int | str | None = None,
-        host_memory: int | str | None = None,
-        batch_size: int = 1,
-        prefill_chunk_size: int = 512,
-    ) -> "HybridCache":
-        """
-        The cache that `hf-hybrid-cache plan` recommends.
-
-        It loses as little as possible, and is the fastest of those that do, by the speeds that `--calibrate` has
-        measured.
-
-        Args:
-            config: the model's config (`model.config`).
-            context: tokens, prompt and answer.
-            gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 if the model is on the CPU;
-                `None` for what is free now, with the model loaded.
-            host_memory: likewise.
-            batch_size: sequences at once, beams included.
-            prefill_chunk_size: tokens of the prompt per forward pass; pass the same to `generate`.
-
-        Raises:
-            TypeError: `config` is not a transformers config.
-            ValueError: nothing fits; the message says what is short and which context would fit.
-
-        Example:
-            >>> cache = HybridCache.for_budget(model.config, 100_000, gpu_memory="8GiB", host_memory="32GiB")
-            >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
-        """
-        require_config(config)
-        candidate = chosen_for(config, context, gpu_memory, host_memory, batch_size, prefill_chunk_size)
-        cache = HybridCache(config, candidate.placement, codec=candidate.codec)
-        if candidate.strategy == Strategy.BOTH:
-            reason = f"the fastest of its quality with {int(context):,} tokens, by the speeds of this machine"
-            cache.stats.note_decision(0, "device_tokens", candidate.device_tokens, reason)
-            cache.stats.note_decision(0, "cpu_decode", candidate.cpu_fraction, reason)
-        return cache
 
     @outside_of_graphs
     def update(

@@ -43,10 +43,11 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class Turn(NamedTuple):
-    """A question that was asked, and the number of tokens before it."""
+    """A question that was asked, and the number of tokens before it, and before its answer."""
 
     start: int
     question: str
+    answer: int
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class Chat:
         if kept is None:
             raise ValueError(f"{store.path} has no conversation: begin one with Chat(..., store={str(store.path)!r}).")
         details = dict(kept.details)
+        turns = details.pop("turns", ())
         form: dict[str, Any] = {name: details.get(name) for name in ("system", "cache", "bits")}
         chat = cls(model, tokenizer, store=store, details=details, **(form | options))
         assert isinstance(chat.cache, HybridCache)
@@ -187,7 +189,7 @@ class Chat:
         chat.token_ids, chat._document_tokens = kept.token_ids.tolist(), kept.document_tokens
         chat.document = DocumentPrompt(chat.token_ids[: kept.document_tokens])
         chat._has_document = chat.document.token_ids != chat._template.start()
-        chat.turns = [Turn(int(start), str(question)) for start, question in details.get("turns", ())]
+        chat.turns = [Turn(*turn) for turn in turns]
         chat._title, chat._kept_id, chat._kept_tokens = kept.title, kept.id, list(chat.token_ids)
         return chat
 
@@ -220,7 +222,7 @@ class Chat:
             )
         self._template = template
         self.token_ids[: len(old)] = new
-        self.turns = [turn._replace(start=turn.start + more) for turn in self.turns]
+        self.turns = [turn._replace(start=turn.start + more, answer=turn.answer + more) for turn in self.turns]
         self._document_tokens += more
         self._forget_states()
 
@@ -292,8 +294,8 @@ class Chat:
         """
         Ask questions, each after the conversation so far, which none of them becomes a part of; yield their answers.
 
-        Answers that are generated together read the model's weights once for all of them. In 16 bits, and with
-        sampling, they depend on those beside them.
+        Answers that are generated together read the model's weights once for all of them. In 16 bits, in a quantized
+        cache, and with sampling, they depend on those beside them.
 
         Args:
             questions: their texts.
@@ -332,14 +334,16 @@ class Chat:
         """
         Keep the conversation in the store, or the document if nothing was asked, unless nothing is new.
 
+        What was taken back since is removed; what the cache lacks is read.
+
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
             PrefixFolderError: the folder cannot be written, or has no room.
         """
         if self._store is None or self.token_ids == self._kept_tokens:
             return
-        if not self.turns:
-            self.read()
+        self.read()
+        if not self.turns and self._kept_id is None:
             return
         assert isinstance(self.cache, HybridCache)
         self._kept_id = self._store.keep(
@@ -347,7 +351,7 @@ class Chat:
             torch.tensor([self.token_ids]),
             self.cache,
             document_tokens=self._document_tokens,
-            title=self._title or _title(self.documents, self.turns[0].question),
+            title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
             details=self._all_details() | {"turns": [list(turn) for turn in self.turns]},
             replaces=self._kept_id,
         )
@@ -376,9 +380,7 @@ class Chat:
     def _asked(self, question: str) -> _Asked:
         """Return a question with its tokens; see `require_room`."""
         if len(self.token_ids) == self._document_tokens:
-            new = self._template.first_question(
-                question, after_document=self.documents is not None or bool(self._kept_id)
-            )
+            new = self._template.first_question(question, after_document=self._has_document)
         else:
             new = self._template.next_question(question, self.token_ids[-1])
         room = self.num_free - len(new)
@@ -408,10 +410,10 @@ class Chat:
             rows.token_ids[0].clear()
             raise
         finally:
-            token_ids = self._generator.until_end(rows.token_ids[0])
+            token_ids = rows.token_ids[0]
             if token_ids:
                 self.token_ids += [*asked.token_ids, *token_ids]
-                self.turns.append(Turn(before, asked.question))
+                self.turns.append(Turn(before, asked.question, prompt.shape[1]))
                 self.last = self._recorded(asked, token_ids, prompt.shape[1], start, rows, settings, is_whole)
                 self._keep_or_say()
             else:
@@ -431,7 +433,7 @@ class Chat:
         reason: FinishReason = "stop"
         if not is_whole:
             reason = "interrupted"
-        elif not self._generator.is_end(token_ids[-1]) and len(token_ids) >= settings.max_new_tokens:
+        elif not self._generator.is_ended(token_ids, settings.stop):
             reason = "context" if len(token_ids) >= asked.room else "length"
         return Answer(
             question=asked.question,
@@ -478,8 +480,15 @@ class Chat:
         finally:
             self._shorten(base, len(together))
         return [
-            self._recorded(each, token_ids, base + len(each.token_ids), start, rows, settings)
-            for each, token_ids in zip(together, map(self._generator.until_end, rows.token_ids), strict=True)
+            self._recorded(
+                each,
+                self._generator.until_end(token_ids, settings.stop),
+                base + len(each.token_ids),
+                start,
+                rows,
+                settings,
+            )
+            for each, token_ids in zip(together, rows.token_ids, strict=True)
         ]
 
     def _prompts_together(self, questions: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -533,8 +542,11 @@ class Chat:
         """Remove all tokens after the first `num_tokens`, and sequences beside the first; a cache may forget more."""
         del self.token_ids[num_tokens:]
         if not isinstance(self.cache, HybridCache):
-            if (more := self.cache.get_seq_length() - num_tokens) > 0:
-                self.cache.crop(-more)
+            try:
+                if (more := self.cache.get_seq_length() - num_tokens) > 0:
+                    self.cache.crop(-more)
+            except RuntimeError:  # a layer with a window, or a recurrent one
+                self._forget_states()
             return
         try:
             if self.cache.get_seq_length() > num_tokens:
@@ -556,12 +568,14 @@ class Chat:
         """After an error remove the tokens that only some layers hold, or those after a checkpoint, or all."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if isinstance(self.cache, HybridCache):
                 try:
                     self.cache.drop_unfinished()
                 except IncompleteCacheError:
                     self._go_back_to_checkpoint(self.cache)
+            elif isinstance(error, Exception):  # Ctrl-C and who closes an answer wait for the end of a step
+                self._forget_states()
             raise
 
     def _go_back_to_checkpoint(self, cache: HybridCache) -> None:

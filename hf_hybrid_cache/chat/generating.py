@@ -113,20 +113,18 @@ class Generator:
         ends = [text.index(each) for each in stop if each in text]
         return text[: min(ends, default=len(text))].strip()
 
-    def is_end(self, token: int) -> bool:
-        """Return whether a token is an end-of-text token of the model."""
-        given = getattr(self._model.generation_config, "eos_token_id", None)
-        return token in ([] if given is None else [given] if isinstance(given, int) else given)
+    def is_ended(self, token_ids: list[int], stop: Sequence[str]) -> bool:
+        """Return whether an answer ends with an end-of-text token of the model, or has one of the texts that end it."""
+        ends = getattr(self._model.generation_config, "eos_token_id", None)
+        if token_ids[-1] in ([] if ends is None else [ends] if isinstance(ends, int) else ends):
+            return True
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True) if stop else ""
+        return any(each in text for each in stop)
 
-    def until_end(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of an answer without the padding that follows it where others are longer."""
-        ends = (index for index, token in enumerate(token_ids, 1) if self.is_end(token))
-        token_ids = list(token_ids[: next(ends, len(token_ids))])
-        padding = self._tokenizer.pad_token_id
-        # A model can write the token of padding, and an answer has at least one token.
-        while len(token_ids) > 1 and token_ids[-1] == padding and not self.is_end(padding):
-            token_ids.pop()
-        return token_ids
+    def until_end(self, token_ids: list[int], stop: Sequence[str]) -> list[int]:
+        """Return the tokens of an answer without those that follow its end where others are longer."""
+        lengths = range(1, len(token_ids))
+        return token_ids[: next((n for n in lengths if self.is_ended(token_ids[:n], stop)), len(token_ids))]
 
     def _generate(
         self,

@@ -8,10 +8,10 @@ import typer
 
 from .. import __version__
 from .batch import batch
-from .chat.chat_command import chat
+from .chat import chat
 from .generate import generate
 from .kept import kept
-from .plan.plan_command import plan
+from .plan import plan
 
 # Without a terminal plain lines: boxes would be cut to 80 columns.
 app = typer.Typer(

@@ -58,7 +58,7 @@ class BatchReader:
     def __init__(self, options: BatchOptions, folder: Path, progress: BatchProgress, notes: Console):
         from ..chat import MOST_TOGETHER, ChatTemplate
         from ..chat.chat import can_answer_together
-        from .loading.device import compile_kernels, load_model
+        from .loading import compile_kernels, load_model
 
         self._options, self._folder, self._progress, self._notes = options, folder, progress, notes
         self._store, self._settings = options.keep.store(), options.answer.settings()

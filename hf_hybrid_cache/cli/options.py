@@ -278,7 +278,7 @@ class Keep:
             return
         if self.keep is None:
             raise UsageError("--keep-max is the limit of a folder: name that with --keep.")
-        from ..planning.sizes import parse_bytes
+        from ..byte_sizes import parse_bytes
 
         try:
             parse_bytes(self.keep_max)

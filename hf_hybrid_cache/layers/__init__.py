@@ -2,6 +2,7 @@
 
 from .errors import DeviceMemoryError, IncompleteCacheError, NoCheckpointError
 from .hybrid_layer import HybridLayer, checked_removal
+from .layer_cost import HOST, LayerCost, layer_bytes
 from .layer_stores import MOST_HELD_BYTES, LayerStores
 from .placement import LEAST_DEVICE_TOKENS, Placement, checked_count
 from .selection import Selection
@@ -21,11 +22,13 @@ from .stock_layers import (
 )
 
 __all__ = [
+    "HOST",
     "LEAST_DEVICE_TOKENS",
     "MOST_HELD_BYTES",
     "DeviceMemoryError",
     "HybridLayer",
     "IncompleteCacheError",
+    "LayerCost",
     "LayerStores",
     "NoCheckpointError",
     "Placement",
@@ -37,6 +40,7 @@ __all__ = [
     "copy_of",
     "follow",
     "forget_states_of",
+    "layer_bytes",
     "move_tensors_of",
     "num_sequences_of",
     "put_back",

@@ -2,11 +2,10 @@
 The cost of a mixture-of-experts model's experts: their bytes, and how many of them a number of tokens choose.
 
 The expected number of chosen experts is that of a router that chooses each expert equally often, independently for each
-token. Real routers prefer some experts, and neighbouring tokens choose alike, so fewer experts are read. The number for
-a single token is exact.
+token. Real routers prefer some experts, so fewer are read. The number for a single token is exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,30 +26,17 @@ class LayerExperts:
         count: number of experts.
         chosen: number of experts that each token chooses.
         num_weights: number of weights in the matrices of all experts; biases count with the model's other weights.
-        num_bytes: of these matrices, not quantized.
-        quantized_bytes: of these matrices, quantized, by bits; matrices that are too small for it are counted as they
-            are.
-        state_bytes: of one token's hidden states, which go to an expert; as many come back.
+        num_bytes: of these matrices by the bits of a weight; `None` for matrices as they are.
     """
 
     count: int
     chosen: int
     num_weights: int
-    num_bytes: int
-    quantized_bytes: dict[int, int]
-    state_bytes: int
+    num_bytes: Mapping[int | None, int]
 
-    def distinct(self, num_tokens: int) -> float:
-        """
-        The expected number of experts that at least one of `num_tokens` tokens chooses.
-
-        A token does not choose a given expert with probability `1 - chosen / count`.
-        """
-        return self.count * (1.0 - (1.0 - self.chosen / self.count) ** num_tokens)
-
-    def bytes_in(self, bits: int | None) -> int:
-        """Bytes of all experts in so many bits; `None` for experts as they are."""
-        return self.num_bytes if bits is None else self.quantized_bytes[bits]
+    def share_read(self, num_tokens: int) -> float:
+        """The expected share of the experts that at least one of `num_tokens` tokens chooses."""
+        return 1.0 - (1.0 - self.chosen / self.count) ** num_tokens
 
 
 @dataclass(frozen=True)
@@ -66,15 +52,11 @@ class ExpertsCost:
 
     def total_bytes(self, bits: int | None = None) -> int:
         """Bytes of all experts of all layers in so many bits; `None` for experts as they are."""
-        return sum(layer.bytes_in(bits) for layer in self.layers)
+        return sum(layer.num_bytes[bits] for layer in self.layers)
 
     def read_bytes(self, num_tokens: int, bits: int | None = None) -> float:
         """The expected bytes of all experts that `num_tokens` tokens choose in one step; each expert is read once."""
-        return sum(layer.distinct(num_tokens) / layer.count * layer.bytes_in(bits) for layer in self.layers)
-
-    def distinct(self, num_tokens: int) -> float:
-        """The expected number of experts of a layer that `num_tokens` tokens choose in one step."""
-        return sum(layer.distinct(num_tokens) for layer in self.layers) / max(1, len(self.layers))
+        return sum(layer.share_read(num_tokens) * layer.num_bytes[bits] for layer in self.layers)
 
     @property
     def token_flops(self) -> float:
@@ -82,59 +64,55 @@ class ExpertsCost:
         return sum(2 * layer.chosen / layer.count * layer.num_weights for layer in self.layers)
 
     @property
-    def crossing_bytes(self) -> int:
-        """Bytes that cross the bus for one token, to experts in host memory and back, in all layers."""
-        return sum(2 * layer.state_bytes for layer in self.layers)
-
-    @property
     def largest_bytes(self) -> int:
         """Bytes of the largest expert, not quantized."""
-        return max((layer.num_bytes // layer.count for layer in self.layers), default=0)
+        return max((layer.num_bytes[None] // layer.count for layer in self.layers), default=0)
 
 
-class ExpertModules:
-    """The modules of a model that hold experts; they are observed to learn how many experts a token chooses."""
+@contextmanager
+def observed_choices(model: PreTrainedModel) -> Iterator[dict[nn.Module, int]]:
+    """
+    Observe how many experts a token chooses, while the model runs in the block: configs have no common name for it.
 
-    def __init__(self, model: PreTrainedModel):
-        self._matrices: dict[nn.Module, list[nn.Parameter]] = {}
-        for module in model.modules():
-            stacked = [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
-            if stacked and holds_experts(module):
-                self._matrices[module] = stacked
-        self._seen: dict[nn.Module, tuple[int, int]] = {}
+    Yields:
+        The number for each module that holds experts; 0 for a module whose input has no choices.
+    """
+    chosen: dict[nn.Module, int] = {module: 0 for module in model.modules() if _matrices(module)}
 
-    @contextmanager
-    def observed(self) -> Iterator[None]:
-        """Observe the inputs of the modules inside the block: configs have no common name for these numbers."""
-        hooks = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in self._matrices]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                chosen[module] = value.shape[-1]
+                return
 
-    def costs(self, model: PreTrainedModel) -> dict[int, LayerExperts]:
-        """The cost of each layer's experts, by the `id` of each of their matrices."""
-        covered = {id(each.parameter): each for each in coverage(model)[0]} if self._matrices else {}
-        costs: dict[int, LayerExperts] = {}
-        for module, matrices in self._matrices.items():
-            count = len(matrices[0])
-            # A module without observed inputs counts as if all its experts were read.
-            chosen, state_bytes = self._seen.get(module, (count, 0))
-            quantized = {
-                bits: sum(
-                    covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
-                    for matrix in matrices
-                )
-                for bits in WEIGHT_BITS
-            }
-            numbers = sum(matrix.numel() for matrix in matrices), sum(matrix.nbytes for matrix in matrices)
-            layer = LayerExperts(count, min(chosen, count), *numbers, quantized, state_bytes)
-            costs |= {id(matrix): layer for matrix in matrices}
-        return costs
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in chosen]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        states, choices = tensors[0], next((each for each in tensors if not each.is_floating_point()), None)
-        if choices is not None:
-            self._seen[module] = choices.shape[-1], states.shape[-1] * states.itemsize
+
+def experts_of_layers(model: PreTrainedModel, chosen: Mapping[nn.Module, int]) -> dict[int, LayerExperts]:
+    """The cost of each layer's experts, by the `id` of each of their matrices; `chosen` was observed."""
+    covered = {id(each.parameter): each for each in coverage(model)[0]} if chosen else {}
+    found: dict[int, LayerExperts] = {}
+    for module, number in chosen.items():
+        matrices = _matrices(module)
+        num_bytes: dict[int | None, int] = {None: sum(matrix.nbytes for matrix in matrices)}
+        for bits in WEIGHT_BITS:
+            # Matrices that are too small to be quantized count as they are.
+            num_bytes[bits] = sum(
+                covered[id(matrix)].quantized_bytes(Width.checked(bits)) if id(matrix) in covered else matrix.nbytes
+                for matrix in matrices
+            )
+        count = len(matrices[0])
+        layer = LayerExperts(count, min(number or count, count), sum(each.numel() for each in matrices), num_bytes)
+        found |= {id(matrix): layer for matrix in matrices}
+    return found
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The stacked matrices of the experts that a module holds."""
+    stacked = [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+    return stacked if stacked and holds_experts(module) else []

@@ -8,7 +8,7 @@ chunks of a prompt run there. So the numbers come from the model's own code, wha
 import functools
 import pickle
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -19,17 +19,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..cache_argument import cache_argument
 from ..errors import HybridCacheError
 from ..layers import tensors_of
 from ..storage import KVShape
-from ..weights import WEIGHT_BITS
-from .experts import ExpertModules, ExpertsCost, LayerExperts
-from .quantized_weights import QuantizedWeights, quantized_weights
+from ..weights import WEIGHT_BITS, Width, coverage
+from .experts import ExpertsCost, LayerExperts, experts_of_layers, observed_choices
 
 META = torch.device("meta")
 _MAX_CONTEXT = 2**20  # where a config has no limit
@@ -37,6 +35,24 @@ _MAX_CONTEXT = 2**20  # where a config has no limit
 
 class CostError(HybridCacheError, ValueError):
     """The cost of a model cannot be computed; the message says why."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """
+    The sizes of a model's weights after `quantize_weights` with its defaults.
+
+    Attributes:
+        num_bytes: of all weights, with those that are not quantized.
+        quantized_bytes: of all codes.
+        largest_matrix_bytes: of the largest matrix before it is quantized; each expert has its own matrices.
+        step_bytes: of the weights that a decode step reads.
+    """
+
+    num_bytes: int
+    quantized_bytes: int
+    largest_matrix_bytes: int
+    step_bytes: int
 
 
 @dataclass(frozen=True)
@@ -198,27 +214,29 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         if not isinstance(max_context, int) or max_context < 1:
             raise ValueError(f"max_position_embeddings is {max_context!r}")
         with torch.device(META):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         cache: Any = DynamicCache(config=config)
         # The working memory of a chunk grows with the tokens before it; the second and third chunk give the slope.
         longest = max(max_context, 8 * chunk)
-        modules = ExpertModules(model)
-        with modules.observed():
+        with observed_choices(model) as chosen:
             first, middle, last = (
                 _run_chunk(model, cache, batch, chunk, end) for end in (chunk, longest // 4, longest)
             )
-        costs, output = modules.costs(model), model.get_output_embeddings().weight
-        used = {weight: costs.get(id(weight)) for weight in _weights_used(model)}
-        read = [(weight, _share(of, batch)) for weight, of in used.items()]
-        quantized = {bits: quantized_weights(model, read, bits) for bits in WEIGHT_BITS}
+        experts = experts_of_layers(model, chosen)
+        embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        # An embedding that is only looked up is not read.
+        used = [weight for weight in model.parameters() if weight is not embeddings or embeddings is output]
+        read = [(weight, _share_read(experts.get(id(weight)), batch)) for weight in used]
+        quantized = {bits: _quantized(model, read, bits) for bits in WEIGHT_BITS}
     except Exception as error:  # any exception: this runs the code of any model
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CostError(f"What {name} costs cannot be worked out without its weights: {reason}") from error
-    more = longest - longest // 4
-    slope = (last.peak_bytes - middle.peak_bytes) / more
+    slope = (last.peak_bytes - middle.peak_bytes) / (longest - longest // 4)
     # `HybridCache` chooses the layers that it replaces by the same type.
     ours = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer and layer.is_initialized]
     shapes = {index: KVShape.of(cache.layers[index].keys, cache.layers[index].values) for index in ours}
+    # The prefill needs logits of the last position only.
+    multiplied = sum(_share_read(experts.get(id(each)), 1) * each.numel() for each in used if each is not output)
     return ModelCost(
         name=name,
         dtype=dtype,
@@ -230,39 +248,48 @@ def _cost_of_pickled(pickled_config: bytes, dtype: torch.dtype, batch: int, chun
         max_context=max_context,
         batch=batch,
         chunk=chunk,
-        experts=ExpertsCost(tuple({id(layer): layer for layer in costs.values()}.values())),
+        experts=ExpertsCost(tuple({id(layer): layer for layer in experts.values()}.values())),
         shapes=shapes,
         others=tuple(OtherLayer.of(layer) for index, layer in enumerate(cache.layers) if index not in shapes),
         has_kernel=last.attended_dims == {(shape.key_dim, shape.value_dim) for shape in shapes.values()},
-        # The prefill needs logits of the last position only.
-        token_flops=2 * batch * sum(_share(of, 1) * each.numel() for each, of in used.items() if each is not output),
-        pair_flops=(last.flops - middle.flops) / more / chunk,
+        token_flops=2 * batch * multiplied,
+        pair_flops=last.attention_flops / chunk / longest,
         least_working_bytes=first.peak_bytes,
         working_bytes_line=(last.peak_bytes - slope * longest, slope),
     )
 
 
-def _weights_used(model: Any) -> Iterator[torch.Tensor]:
-    """The weights without an embedding that is only looked up."""
-    embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return (weight for weight in model.parameters() if weight is not embeddings or embeddings is output)
-
-
-def _share(experts: LayerExperts | None, num_tokens: int) -> float:
+def _share_read(experts: LayerExperts | None, num_tokens: int) -> float:
     """The share of a matrix that a step with `num_tokens` tokens reads; of experts, the chosen ones."""
-    return 1.0 if experts is None else experts.distinct(num_tokens) / experts.count
+    return 1.0 if experts is None else experts.share_read(num_tokens)
+
+
+def _quantized(
+    model: PreTrainedModel, read: Sequence[tuple[torch.Tensor, float]], bits: int
+) -> QuantizedWeights | None:
+    """The sizes of the weights in so many bits, by what a step reads; `None` if no weight can be quantized."""
+    covered = {id(each.parameter): each for each in coverage(model)[0]}
+    codes = {key: each.quantized_bytes(Width.checked(bits)) for key, each in covered.items()}
+    if not codes:
+        return None
+    return QuantizedWeights(
+        num_bytes=sum(codes.get(id(weight), weight.nbytes) for weight in model.parameters()),
+        quantized_bytes=sum(codes.values()),
+        largest_matrix_bytes=max(each.matrix_bytes for each in covered.values()),
+        step_bytes=int(sum(share * codes.get(id(weight), weight.nbytes) for weight, share in read)),
+    )
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Working memory and operations of a chunk, and the head sizes of its attention calls that `sdpa` computes."""
+    """Working memory of a chunk, and operations and head sizes of its attention to all tokens that `sdpa` computes."""
 
     peak_bytes: int
-    flops: float
+    attention_flops: float
     attended_dims: set[tuple[int, int]]
 
 
-@torch.no_grad()  # inference mode does not decompose operations into those with known flops
+@torch.no_grad()
 def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chunk:
     """Run the chunk that grows the cache to `end` tokens; missing tokens before it are filled in without data."""
     missing = end - chunk - cache.get_seq_length()
@@ -276,13 +303,9 @@ def _run_chunk(model: Any, cache: Any, batch: int, chunk: int, end: int) -> _Chu
     held = (tensor for layer in cache.layers for tensor in tensors_of(layer))
     options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     ids = torch.zeros(batch, chunk, dtype=torch.long, device=META)
-    weights = [*model.parameters(), *model.buffers()]
-    with (
-        _FusedOperations(end) as attention,
-        _Operations(weights, held) as others,
-    ):
+    with _FusedOperations(end) as fused, _LiveBytes([*model.parameters(), *model.buffers()], held) as live:
         model(ids, **cache_argument(cache), **options)
-    return _Chunk(others.peak_bytes, others.flops + attention.flops, attention.dims)
+    return _Chunk(live.peak_bytes, fused.flops, fused.dims)
 
 
 # Versions of torch differ in which of them exist.
@@ -302,8 +325,8 @@ class _FusedOperations(TorchFunctionMode):
         num_tokens: number of cached tokens after the chunk.
 
     Attributes:
-        flops: of all attention.
-        dims: head sizes of keys and values in the attention to all `num_tokens` tokens.
+        flops: of the attention to all `num_tokens` tokens.
+        dims: head sizes of keys and values in this attention.
     """
 
     def __init__(self, num_tokens: int):
@@ -319,30 +342,27 @@ class _FusedOperations(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, keys, values = args[:3]
-        self.flops += 2 * query.shape[:-1].numel() * keys.shape[2] * (keys.shape[3] + values.shape[3])
         if keys.shape[2] == self._num_tokens:
+            self.flops += 2 * query.shape[:-1].numel() * keys.shape[2] * (keys.shape[3] + values.shape[3])
             self.dims.add((keys.shape[3], values.shape[3]))
         return query.new_empty(*query.shape[:-1], values.shape[3])
 
 
-class _Operations(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """
-    Counts floating-point operations, and the bytes of live tensors.
+    Counts the bytes of live tensors.
 
     Args:
         others: tensors that are never counted.
         held: tensors that exist from the beginning; their bytes are subtracted.
 
     Attributes:
-        flops: of products of matrices.
         peak_bytes: the most bytes of live tensors at a time.
     """
 
     def __init__(self, others: Iterable[torch.Tensor], held: Iterable[torch.Tensor]):
         super().__init__()
-        self.flops = 0
-        self.peak_bytes = 0
-        self._bytes = 0
+        self.peak_bytes = self._bytes = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in others}
         for tensor in held:
             self._count(tensor)
@@ -350,9 +370,6 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        flops_of = flop_registry.get(func.overloadpacket)
-        if flops_of is not None:
-            self.flops += flops_of(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)

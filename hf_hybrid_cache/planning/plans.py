@@ -1,25 +1,25 @@
 """Plans: every cache with the memory that it needs, its speed and its longest context; the recommended one."""
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedConfig
 
+from ..byte_sizes import parse_bytes
+from ..cache import HybridCache
+from ..cache.construction import require_config
 from ..errors import HybridCacheError
-from ..storage import available_host_bytes
-from ..weights import WEIGHT_BITS
-from .candidates import BITS, RUNTIME_BYTES, Candidate, cpu_candidates, expert_candidates, gpu_candidates
-from .divided import divided_candidates
-from .expert_prediction import seconds_per_token_with_experts, seconds_to_first_token_with_experts
-from .machine import Machine, Speeds, SpeedsFileError, free_device_bytes, load_speeds
+from ..layers import checked_count
+from .candidates import BITS, RUNTIME_BYTES, Candidate, Strategy, cpu_candidates, expert_candidates, gpu_candidates
 from .model_cost import ModelCost, model_cost
-from .prediction import Strategy, seconds_of_division, seconds_per_token, seconds_to_first_token
+from .speeds import Machine, seconds_per_token, seconds_to_first_token, this_machine
 
-_OF_FEW_BITS = "quantized-8", "quantized-4"
-_OF_2_BITS = "quantized-4-2", "quantized-2"
+# Ranks of what is lost by bits; fewer than 4 bits often change an answer, and are never recommended.
+_LOSS: dict[int | tuple[int, int] | None, int] = {None: 0, 8: 1, 4: 2}
+_TOO_MUCH = 3
+# How much faster 8 bits must be, which hardly ever change an answer, to be recommended instead of full precision.
+_MUCH_FASTER = 1.5
 
 
 class PlanError(HybridCacheError, ValueError):
@@ -34,6 +34,8 @@ class Plan:
     Attributes:
         cache: its name.
         strategy: where keys and values are, and whether GPU or CPU computes attention and decodes.
+        weights: bits of the weights that the CPU multiplies; `None` for the weights as they are.
+        experts_on_host: the experts are in host memory and the CPU computes them; the rest of the model is on the GPU.
         context: number of tokens of each sequence, prompt and answer.
         device_bytes: the most GPU memory that is used at any time, weights included.
         host_bytes: the most host memory that is used at any time, weights included.
@@ -41,18 +43,19 @@ class Plan:
         kv_host_bytes: host memory of the cache while it decodes.
         short_device_bytes: GPU memory that is missing.
         short_host_bytes: host memory that is missing.
-        seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known, and where
-            several sequences continue a prompt.
         seconds_to_first_token: of the prompt, which is as long as the context unless several sequences continue it;
             `None` where speeds are not known.
+        seconds_per_token: of a decode step at the end of the context; `None` where speeds are not known, and where
+            several sequences continue a prompt.
         longest_context: the longest context that fits, at most the model's; 0 if none does.
+        seconds_to_read_longest: of a prompt that is as long; `None` where speeds are not known.
         code: Python program that uses the cache.
-        weights: bits of the weights that the CPU multiplies; `None` for the weights as they are.
-        experts_on_host: the experts are in host memory and the CPU computes them; the rest of the model is on the GPU.
     """
 
     cache: str
     strategy: Strategy
+    weights: int | None
+    experts_on_host: bool
     context: int
     device_bytes: int
     host_bytes: int
@@ -60,12 +63,11 @@ class Plan:
     kv_host_bytes: int
     short_device_bytes: int
     short_host_bytes: int
-    seconds_per_token: float | None
     seconds_to_first_token: float | None
+    seconds_per_token: float | None
     longest_context: int
+    seconds_to_read_longest: float | None
     code: str
-    weights: int | None = None
-    experts_on_host: bool = False
 
     @property
     def fits(self) -> bool:
@@ -73,20 +75,15 @@ class Plan:
         return self.short_device_bytes == self.short_host_bytes == 0
 
     @property
-    def cache_line(self) -> str:
-        """The line of `code` that makes the cache."""
-        return next(line for line in self.code.splitlines() if line.startswith("cache = "))
-
-    @property
-    def weights_lost(self) -> int:
-        """The rank of the loss of precision of the weights; 0 for weights as they are."""
-        return 0 if self.weights is None else 1 + WEIGHT_BITS.index(self.weights)
+    def loss(self) -> int:
+        """The rank of what is lost: 0 for full precision, then 8 bits, 4 bits, and fewer, of weights or the cache."""
+        return max(_LOSS.get(bits, _TOO_MUCH) for bits in (self.weights, BITS.get(self.cache)))
 
     def is_faster_than(self, other: "Plan", times: float = 1.0) -> bool:
-        """Whether a token is more than `times` faster than with the other plan; an unknown speed is the slowest."""
-        if self.seconds_per_token is None:
+        """Whether a token is known to be more than `times` faster than with the other plan."""
+        if self.seconds_per_token is None or other.seconds_per_token is None:
             return False
-        return other.seconds_per_token is None or times * self.seconds_per_token < other.seconds_per_token
+        return times * self.seconds_per_token < other.seconds_per_token
 
 
 def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Machine) -> Plan:
@@ -100,23 +97,13 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         raise PlanError(f"{model.name} has a context of {model.max_context:,} tokens, and {context:,} were asked for.")
     cost = candidate.cost(model, context)
     most = candidate.most(model, cost, context)
-    is_continued = model.continuations > 1
-    read = model.prompt_tokens(context)
-    speed_name = "dynamic" if candidate.cache == "offloaded" else candidate.cache
-    arguments = model, cost, speed_name, candidate.strategy, machine.speeds
-    if candidate.experts_on_host:
-        seconds = seconds_per_token_with_experts(*arguments, candidate.weights)
-        first = seconds_to_first_token_with_experts(*arguments, read, candidate.weights)
-    else:
-        if candidate.strategy == Strategy.BOTH:
-            division = candidate.division(model, context)
-            seconds = seconds_of_division(model, cost, speed_name, division, machine.speeds)
-        else:
-            seconds = seconds_per_token(*arguments, candidate.weights)
-        first = seconds_to_first_token(*arguments, read, candidate.weights)
+    longest = _longest_context(model, candidate, machine)
+    of_longest = candidate.cost(model, longest) if longest else cost
     return Plan(
         cache=candidate.cache,
         strategy=candidate.strategy,
+        weights=candidate.weights,
+        experts_on_host=candidate.experts_on_host,
         context=context,
         device_bytes=most.device,
         host_bytes=most.host,
@@ -124,13 +111,11 @@ def make_plan(model: ModelCost, candidate: Candidate, context: int, machine: Mac
         kv_host_bytes=cost.decode.host,
         short_device_bytes=max(0, most.device - machine.device_bytes),
         short_host_bytes=max(0, most.host - machine.host_bytes),
-        # Rows that share a prompt are bound by arithmetic, which was not measured.
-        seconds_per_token=None if is_continued else seconds,
-        seconds_to_first_token=first,
-        longest_context=_longest_context(model, candidate, machine),
+        seconds_to_first_token=seconds_to_first_token(model, candidate, cost, context, machine.speeds),
+        seconds_per_token=seconds_per_token(model, candidate, cost, context, machine.speeds),
+        longest_context=longest,
+        seconds_to_read_longest=seconds_to_first_token(model, candidate, of_longest, longest or 1, machine.speeds),
         code=candidate.code(model),
-        weights=candidate.weights,
-        experts_on_host=candidate.experts_on_host,
     )
 
 
@@ -150,21 +135,15 @@ def make_plans(model: ModelCost, context: int, machine: Machine) -> list[Plan]:
     Raises:
         PlanError: the context is longer than the model's.
     """
-    plans = []
-    if has_room(model, machine):
-        divided = divided_candidates(model, context, machine) if model.continuations == 1 else []
-        candidates = [*gpu_candidates(model), *divided]
-        plans = [make_plan(model, candidate, context, machine) for candidate in candidates]
-    if has_room(model.without_experts(), machine):
-        plans += [make_plan(model, candidate, context, machine) for candidate in expert_candidates(model)]
+    candidates: list[Candidate] = []
+    if _bytes_without_a_cache(model) <= machine.device_bytes:
+        candidates += gpu_candidates(model, context, machine.device_bytes)
+    if _bytes_without_a_cache(model.without_experts()) <= machine.device_bytes:
+        candidates += expert_candidates(model, context, machine.device_bytes)
+    plans = [make_plan(model, each, context, machine) for each in candidates]
     if recommended([plan for plan in plans if plan.weights is None]) is None:
-        plans += [make_plan(model, candidate, context, machine) for candidate in cpu_candidates(model)]
+        plans += [make_plan(model, each, context, machine) for each in cpu_candidates(model)]
     return plans
-
-
-def has_room(model: ModelCost, machine: Machine) -> bool:
-    """Whether the GPU has room for the weights and a chunk of a prompt."""
-    return _bytes_without_a_cache(model) <= machine.device_bytes
 
 
 def _bytes_without_a_cache(model: ModelCost) -> int:
@@ -172,164 +151,97 @@ def _bytes_without_a_cache(model: ModelCost) -> int:
     return model.weight_bytes + RUNTIME_BYTES + model.least_working_bytes
 
 
-def predict(
-    config: PreTrainedConfig,
-    cache: str,
-    context: int,
-    machine: Machine,
-    dtype: torch.dtype | None = None,
-    batch: int = 1,
-    chunk: int = 512,
-) -> Plan:
-    """
-    Plan for one cache by name, with the model on the GPU, or on the CPU if the machine has no GPU.
-
-    Args:
-        config: of the model.
-        cache: "stock", "offloaded" or one of `BITS`.
-        context: number of tokens of each sequence.
-        machine: memory and speeds.
-        dtype: of weights, keys and values; `None` for the config's, or bfloat16 if it has none.
-        batch: number of sequences.
-        chunk: number of tokens in one forward pass of the prefill.
-
-    Raises:
-        CostError: the cost of the model cannot be computed.
-        PlanError: there is no such cache, or the context is longer than the model's.
-    """
-    if cache not in ("stock", "offloaded", *BITS):
-        raise PlanError(f"{cache!r} is not one of stock, offloaded, {', '.join(BITS)}.")
-    on_gpu = Strategy.STREAMED if cache == "offloaded" else Strategy.GPU
-    candidate = Candidate(cache, on_gpu if machine.device_bytes else Strategy.CPU)
-    return make_plan(model_cost(config, dtype, batch, chunk), candidate, context, machine)
-
-
 def recommendations(plans: Sequence[Plan]) -> list[Plan]:
     """
     The recommended plans, the best first.
 
-    They are the fastest fitting plans with keys and values in full precision, in 8 and in 4 bits. Where speeds are not
-    known, the plan with the fewest transfers is taken. All of them have the most precise weights that fit. Full
-    precision comes first, unless a token takes less than half the time with 8 bits. 2 bits are never recommended,
-    because they often change an answer. transformers' own cache is recommended only for a model that gains nothing from
-    a `HybridCache`.
+    They are the fastest fitting plans in full precision, in 8 and in 4 bits, of the weights that the CPU multiplies and
+    of keys and values. Where speeds are not known, the plan with the fewest transfers is taken. Full precision comes
+    first, unless it takes more than 1.5 times as long a token as 8 bits. transformers' own cache is recommended only
+    for a model that gains nothing from a `HybridCache`.
     """
-    ours = [plan for plan in plans if plan.cache != "stock"] or plans
-    fitting = [plan for plan in ours if plan.fits and plan.cache not in _OF_2_BITS]
-    least = min((plan.weights_lost for plan in fitting), default=0)
-    best: dict[str, Plan] = {}
-    for plan in fitting:
-        bits = plan.cache if plan.cache in _OF_FEW_BITS else "full precision"
-        if plan.weights_lost == least and (bits not in best or plan.is_faster_than(best[bits])):
-            best[bits] = plan
-    found = [best[bits] for bits in ("full precision", *_OF_FEW_BITS) if bits in best]
-    if len(found) > 1 and found[1].cache == "quantized-8" and found[1].is_faster_than(found[0], times=2):
+    best: dict[int, Plan] = {}
+    for plan in [plan for plan in plans if plan.cache != "stock"] or plans:
+        if plan.fits and plan.loss < _TOO_MUCH and (plan.loss not in best or plan.is_faster_than(best[plan.loss])):
+            best[plan.loss] = plan
+    found = [best[loss] for loss in sorted(best)]
+    if len(found) > 1 and found[1].loss == 1 and found[1].is_faster_than(found[0], times=_MUCH_FASTER):
         found[:2] = found[1::-1]
     return found
 
 
 def recommended(plans: Sequence[Plan]) -> Plan | None:
-    """The best plan that fits and keeps at least 4 bits of keys and values; `None` if there is none."""
+    """The best plan that fits and keeps at least 4 bits of weights, keys and values; `None` if there is none."""
     return next(iter(recommendations(plans)), None)
 
 
-def with_2_bits(plans: Sequence[Plan]) -> Plan | None:
-    """The first fitting plan with keys or values of 2 bits, which is never recommended."""
-    return next((plan for plan in plans if plan.fits and plan.cache in _OF_2_BITS), None)
-
-
-def much_faster(plans: Sequence[Plan], best: Plan) -> Plan | None:
-    """The plan `best` with weights of the fewest bits, if a token then takes less than half the time."""
-    fewest = min(WEIGHT_BITS)
-    for plan in plans:
-        which = plan.cache, plan.strategy, plan.experts_on_host, plan.weights
-        is_same = which == (best.cache, best.strategy, best.experts_on_host, fewest)
-        if is_same and plan.fits and plan.seconds_per_token is not None and best.seconds_per_token is not None:
-            return plan if plan.is_faster_than(best, times=2) else None
-    return None
-
-
-def farthest(plans: Sequence[Plan]) -> Plan:
-    """The plan with the longest context that fits."""
-    return max(plans, key=lambda plan: plan.longest_context)
-
-
-def missing_for_weights(model: ModelCost, memory_bytes: int) -> str | None:
-    """A clause that says what is missing for the weights, the process and a chunk of a prompt; `None` if they fit."""
-    needed = _bytes_without_a_cache(model)
-    if needed <= memory_bytes:
-        return None
+def why_nothing_fits(model: ModelCost, plans: Sequence[Plan]) -> str:
+    """Sentences that say what is missing where no plan is recommended, and what would fit."""
+    if smaller := next((plan for plan in plans if plan.fits and plan.loss == _TOO_MUCH), None):
+        return (
+            f"{smaller.context:,} tokens of {model.name} fit only with 2 bits ({smaller.cache}, {smaller.strategy}), "
+            f"which often change an answer. Use a shorter context, or make the cache yourself:\n\n{smaller.code}"
+        )
+    nearest = max(plans, key=lambda plan: (plan.longest_context, -plan.short_device_bytes - plan.short_host_bytes))
+    sizes = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
+    short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in sizes.items() if size)
+    way_out = "has no room for a single token. Use a smaller model, or more memory."
+    if nearest.longest_context:
+        way_out = f"goes up to {nearest.longest_context:,} tokens. Use a shorter context."
     return (
-        f"Without any cache, weights, process and a chunk of the prompt take {needed / 2**30:.1f} GiB, "
-        f"{(needed - memory_bytes) / 2**30:.1f} GiB more than there are"
+        f"{nearest.context:,} tokens of {model.name} do not fit: {nearest.cache}, {nearest.strategy}, is short of "
+        f"{short}, and {way_out}"
     )
 
 
-def choose(
+def cache_for_budget(
     config: PreTrainedConfig,
     context: int,
-    device_bytes: int | None,
-    host_bytes: int | None,
-    batch: int = 1,
-    chunk: int = 512,
-) -> Candidate:
+    gpu_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    batch_size: int = 1,
+    prefill_chunk_size: int = 512,
+) -> HybridCache:
     """
-    Choose the recommended cache for a model that is loaded, by the speeds measured on this machine.
+    Make the cache that loses least and needs the fewest transfers, of those that fit beside a model that is loaded.
 
     Args:
-        config: of the model, which is on the GPU if `device_bytes` is more than 0.
-        context: number of tokens of each sequence.
-        device_bytes: GPU memory for weights and cache; `None` for the free memory and that of the loaded weights.
-        host_bytes: host memory; `None` for the free memory, and that of the loaded weights if they are there.
-        batch: number of sequences.
-        chunk: number of tokens in one forward pass of the prefill.
+        config: the model's config (`model.config`).
+        context: tokens, prompt and answer.
+        gpu_memory: for weights, cache and all, in bytes or as text such as "8GiB"; 0 if the model is on the CPU;
+            `None` for what is free now, with the model loaded.
+        host_memory: likewise.
+        batch_size: sequences at once, beams included.
+        prefill_chunk_size: tokens of the prompt per forward pass; pass the same to `generate`.
 
     Raises:
-        CostError: the cost of the model cannot be computed.
-        PlanError: nothing fits, or the context is longer than the model's.
+        TypeError: `config` is not a transformers config.
+        ValueError: nothing fits; the message says what is short and which context would fit.
+
+    Example:
+        >>> cache = cache_for_budget(model.config, 100_000, gpu_memory="8GiB", host_memory="32GiB")
+        >>> model.generate(**inputs, cache=cache, prefill_chunk_size=512)
     """
-    model = model_cost(config, None, batch, chunk)
-    if device_bytes is None:
-        free_bytes = free_device_bytes()
-        device_bytes = free_bytes and free_bytes + model.weight_bytes
-    if host_bytes is None:
-        host_bytes = available_host_bytes() + (0 if device_bytes else model.weight_bytes)
-    try:
-        speeds = load_speeds(model.dtype)
-    except SpeedsFileError as error:
-        warnings.warn(str(error), stacklevel=4)
-        speeds = Speeds()
-    machine = Machine(device_bytes, host_bytes, speeds)
-    candidates = cpu_candidates(model)
-    if device_bytes:
-        candidates = [*gpu_candidates(model), *divided_candidates(model, context, machine)]
+    require_config(config)
+    counts = {"context": context, "batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}
+    context, batch_size, chunk = (checked_count(*each) for each in counts.items())
+    model = model_cost(config, None, batch_size, chunk)
+    given = [None if each is None else parse_bytes(each) for each in (gpu_memory, host_memory)]
+    free = this_machine(given[0], given[1])
+    # What is free is beside the weights, which are on the GPU if there is memory.
+    device_bytes = free.device_bytes + (model.weight_bytes if gpu_memory is None and free.device_bytes else 0)
+    host_bytes = free.host_bytes + (model.weight_bytes if host_memory is None and not device_bytes else 0)
+    machine = Machine(device_bytes, host_bytes)
+    candidates = gpu_candidates(model, context, device_bytes) if device_bytes else cpu_candidates(model)
     # The weights are loaded already, so neither their place nor their bits can change.
     taken = [each for each in candidates if each.strategy != Strategy.CPU_DECODE and each.weights is None]
     plans = [make_plan(model, each, context, machine) for each in taken]
     best = recommended(plans)
     if best is None:
-        if smaller := with_2_bits(plans):
-            raise PlanError(
-                f"{context:,} tokens of {model.name} fit only with 2 bits ({smaller.cache}, {smaller.strategy}), which "
-                f"often change an answer. Use a shorter context, or pass the cache yourself: {smaller.cache_line}"
-            )
-        nearest = farthest(plans)
-        sizes = {"GPU": nearest.short_device_bytes, "host": nearest.short_host_bytes}
-        short = " and ".join(f"{size / 2**30:.1f} GiB of {where} memory" for where, size in sizes.items() if size)
-        if missing := missing_for_weights(model, device_bytes or host_bytes):
-            where = "GPU" if device_bytes else "host"
-            on_cpu = device_bytes and missing_for_weights(model, host_bytes) is None
-            otherwise = "load the model on the CPU and pass gpu_memory=0" if on_cpu else "use a smaller model"
-            raise PlanError(
-                f"{model.name} does not fit: its weights take {model.weight_bytes / 2**30:.1f} GiB, and there are "
-                f"{(device_bytes or host_bytes) / 2**30:.1f} GiB of {where} memory. {missing}: {otherwise}."
-            )
-        otherwise = ", or load the model on the CPU and pass gpu_memory=0" if device_bytes else ""
-        raise PlanError(
-            f"{context:,} tokens of {model.name} fit with no cache: {nearest.cache}, {nearest.strategy}, is short of "
-            f"{short} and goes up to {nearest.longest_context:,} tokens. Use a shorter context{otherwise}."
-        )
-    return taken[plans.index(best)]
+        otherwise = " Or load the model on the CPU, and pass gpu_memory=0." if device_bytes else ""
+        raise PlanError(why_nothing_fits(model, plans) + otherwise)
+    chosen = taken[plans.index(best)]
+    return HybridCache(config, chosen.placement, codec=chosen.codec)
 
 
 def _longest_context(model: ModelCost, candidate: Candidate, machine: Machine) -> int:

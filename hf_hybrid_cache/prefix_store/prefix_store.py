@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..byte_sizes import parse_bytes
 from ..cache import HybridCache, contents_of
 from ..model_identity import RANK
-from ..planning.sizes import parse_bytes
 from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
 from ..token_ids import TokenIds

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid_cache import HybridCache
+import hf_hybrid_cache
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
 from hf_hybrid_cache.planning import default_chunk
 
@@ -26,7 +26,7 @@ def generate(
     **kwargs: Any,
 ) -> Any:
     """
-    Generate with the cache that `HybridCache.for_budget` recommends; everything else is as in `model.generate`.
+    Generate with the cache that `cache_for_budget` makes; everything else is as in `model.generate`.
 
     Args:
         model: a decoder-only model, on the CPU or on a GPU.
@@ -79,7 +79,7 @@ def generate(
         kwargs["prefill_chunk_size"] = chunk
 
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        cache = HybridCache.for_budget(
+        cache = hf_hybrid_cache.cache_for_budget(
             model.config,
             min(max(context, prompt_tokens), longest),
             gpu_memory,
@@ -92,7 +92,7 @@ def generate(
 
 
 def _device_of(model: Any, gpu_memory: int | str | None) -> tuple[torch.device, int | str | None]:
-    """Return the device of the model, and its memory as `for_budget` takes it."""
+    """Return the device of the model, and its memory as `cache_for_budget` takes it."""
     devices = {weight.device for weight in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
     if not devices:
         return torch.device("cpu"), 0

@@ -20,6 +20,7 @@ from hf_hybrid_cache import (
     OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
+    cache_for_budget,
     minmax,
 )
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
@@ -79,7 +80,7 @@ def test_argument_when_of_wrong_type_then_error_names_it(arguments: dict, messag
         OffloadedHybridCache,
         QuantizedHybridCache,
         lambda config: QuantizedHybridCache(config, bits={0: 4}),
-        lambda config: HybridCache.for_budget(config, 100, gpu_memory=0, host_memory="1GiB"),
+        lambda config: cache_for_budget(config, 100, gpu_memory=0, host_memory="1GiB"),
         lambda config: HybridCache.load("document.kv", config),
     ],
 )

@@ -16,6 +16,7 @@ from hf_hybrid_cache import (
     QuantizedHybridCache,
     QuantizedWeightsConfig,
     Selection,
+    cache_for_budget,
     get_num_threads,
     minmax,
     quantize_weights,
@@ -59,7 +60,7 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "threads": lambda of: num_threads(of(1)),
     "weights": lambda of: QuantizedWeightsConfig(of(4), group_size=of(64), head_bits=of(8)).to_json_string(),
     "DecodeOnCPU": lambda of: DecodeOnCPU(weights=of(8)),
-    "for_budget": lambda of: HybridCache.for_budget(CONFIG, of(100), of(0), 2**34, of(1), of(64)).codecs,
+    "cache_for_budget": lambda of: cache_for_budget(CONFIG, of(100), of(0), 2**34, of(1), of(64)).codecs,
 }
 
 

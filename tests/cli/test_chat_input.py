@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.cli.chat import chat_input
-from hf_hybrid_cache.cli.chat.chat_input import PlainInput, Typed
+from hf_hybrid_cache.cli.chat_input import Typed, chat_input
 
 terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
 
@@ -16,7 +15,7 @@ terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals",
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hf_hybrid_cache.cli.chat.chat_input import chat_input
+from hf_hybrid_cache.cli.chat_input import chat_input
 lines = chat_input(sys.argv[1] == "kept", lambda said: print("said", said))
 while True:
     try:
@@ -40,52 +39,42 @@ def program(folder: Path, history: str = "kept") -> "terminals.Terminal":
     return terminals.Terminal("-c", PROGRAM, history, str(folder / "go"), HF_HYBRID_CACHE_HOME=str(folder))
 
 
-def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> tuple[list[Typed], list[str]]:
-    """Return the lines that are read from a pipe, and the messages."""
-    said: list[str] = []
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    lines = chat_input.chat_input(True, said.append)
-    assert isinstance(lines, PlainInput)
-    return list(iter(lines.next_line, None)), said  # type: ignore[arg-type]
-
-
-def test_a_line_when_there_is_no_terminal_then_is_a_question(monkeypatch: pytest.MonkeyPatch):
-    assert piped(monkeypatch, " Who? \n\n/stats\n") == ([Typed("Who?"), Typed(""), Typed("/stats")], [])
+QUOTED = Typed("/a\n\nb", is_quoted=True)
 
 
 @pytest.mark.parametrize(
-    "quoted", ['"""\n/a\n\nb\n"""', '"""/a\n\nb"""', ' """ /a\n\nb\n """ '], ids=["apart", "beside", "spaced"]
+    ("text", "expected", "remarks"),
+    [
+        (" Who? \n\n/stats\n", [Typed("Who?"), Typed(""), Typed("/stats")], []),
+        ('"""\n/a\n\nb\n"""\nWho?\n', [QUOTED, Typed("Who?")], []),
+        ('"""/a\n\nb"""\n', [QUOTED], []),
+        (' """ /a\n\nb\n """ \n', [QUOTED], []),
+        ('Who?\n"""\nWhere?\n', [Typed("Who?")], ['""" began a text that nothing ended: it is not asked.']),
+    ],
+    ids=["lines", "quotes apart", "quotes beside", "quotes spaced", "quotes open"],
 )
-def test_lines_in_triple_quotes_when_piped_then_are_one_question(quoted: str, monkeypatch: pytest.MonkeyPatch):
-    assert piped(monkeypatch, f"{quoted}\nWho?\n") == ([Typed("/a\n\nb", is_quoted=True), Typed("Who?")], [])
+def test_piped_lines_are_questions_and_commands(
+    text: str, expected: list[Typed], remarks: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    lines = chat_input(True, said.append)
+    assert (list(iter(lines.next_line, None)), said, lines.is_terminal) == (expected, remarks, False)
 
 
-def test_quotes_when_nothing_ends_them_then_are_said_and_not_asked(monkeypatch: pytest.MonkeyPatch):
-    typed, said = piped(monkeypatch, 'Who?\n"""\nWhere?\n')
-    assert typed == [Typed("Who?")]
-    assert said == ['""" began a text that nothing ended: it is not asked.']
-
-
-def test_a_line_when_ctrl_c_is_pressed_then_is_cleared_and_ctrl_d_ends(tmp_path: Path):
+def test_ctrl_c_clears_a_line_quotes_hold_several_and_ctrl_d_ends(tmp_path: Path):
     with program(tmp_path) as terminal:
         for _ in range(3):
             terminal.wait_for(terminals.PROMPT)
             terminal.type("never asked" + terminals.CTRL_C)
             terminal.wait_for("interrupted")
         terminal.wait_for(terminals.PROMPT)
-        terminal.type("Who?" + terminals.ENTER)
-        terminal.wait_for(given("Who?"))
+        terminal.type(terminals.ENTER.join(['"""', "/a", "b", '"""', ""]))
+        terminal.wait_for(given("/a\nb", is_quoted=True))
         terminal.wait_for(terminals.PROMPT)
         terminal.type(terminals.CTRL_D)
         terminal.wait_for("given None")
         assert terminal.exit_code() == 0
-
-
-def test_lines_between_quotes_when_typed_then_are_one_question(tmp_path: Path):
-    with program(tmp_path) as terminal:
-        terminal.wait_for(terminals.PROMPT)
-        terminal.type(terminals.ENTER.join(['"""', "/a", "b", '"""', ""]))
-        terminal.wait_for(given("/a\nb", is_quoted=True))
 
 
 def test_keys_when_typed_before_the_prompt_then_are_dropped(tmp_path: Path):

@@ -8,10 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.cli.documents.document_budgets import DocumentBudget, document_budgets
-from hf_hybrid_cache.documents import Document, Documents, read_documents
+from hf_hybrid_cache.documents import read_documents
 
-from models.word_tokenizer import word_model_in, word_tokenizer
+from models.word_tokenizer import word_model_in
 
 
 def invoke(*arguments: object, input: bytes | None = None):
@@ -32,23 +31,6 @@ def texts(tmp_path: Path) -> Path:
     (folder / "b.md").write_text(" ".join(f"w{index}" for index in range(50, 80)))
     (folder / "a.txt").write_text(" ".join(f"w{index}" for index in range(1, 21)))
     return folder
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_budgets_of_documents_are_the_tokens_read_of_each(is_fast: bool):
-    class Splitter:
-        """A slow tokenizer."""
-
-        is_fast = False
-
-        def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-            return {"input_ids": [[0] * len(text.split()) for text in texts]}
-
-    documents = Documents(tuple(Document(name, "w1 w2 w3 w4") for name in "abc"), ())  # six words each, with the name
-    used = word_tokenizer() if is_fast else Splitter()
-    kept = {"a": 6, "b": 2, "c": 0}
-    assert document_budgets(documents, used, 8) == [DocumentBudget(name, 6, tokens) for name, tokens in kept.items()]
-    assert document_budgets(documents, used, 18) == [DocumentBudget(name, 6, 6) for name in "abc"]
 
 
 def test_an_answer_about_several_documents_is_that_about_their_text(model: Path, texts: Path, tmp_path: Path):

@@ -17,7 +17,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -34,7 +33,6 @@ from hf_hybrid_cache import models as package_models
 from hf_hybrid_cache import planning, set_num_threads
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT
 from hf_hybrid_cache.cli.app import app
-from hf_hybrid_cache.planning import calibration
 
 from models.byte_tokenizer import byte_tokenizer
 from models.tiny_models import COMMON
@@ -197,6 +195,11 @@ class Commands:
         assert all(option in told for option in options if option.startswith("--"))
 
 
+def without_times(plan: str) -> str:
+    """The words of a plan, without the times that depend on this machine's speed."""
+    return re.sub(r"[\d.,]+ (?:s|min|h|GFLOP/s)(?!\w)|─+", "…", " ".join(plan.split()))
+
+
 def check_output(example: Example) -> None:
     """
     Compare the output that a page shows under `plan` with the real one; other output has times, or is a message.
@@ -206,7 +209,7 @@ def check_output(example: Example) -> None:
     if example.parsed.startswith('{"document"'):
         Path("questions.jsonl").write_text(example.parsed)
     if example.parsed.startswith("meta-llama/"):
-        assert [line.rstrip() for line in example.namespace["printed"].splitlines()] == example.parsed.splitlines()
+        assert without_times(example.namespace["printed"]) == without_times(example.parsed)
 
 
 def as_installed(text: str) -> str:
@@ -234,10 +237,6 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setattr(hf_hybrid_cache, "bind_to_node", lambda node: None)  # it would bind this process
-    # The real budget would measure the machine for ten seconds.
-    small = calibration.CalibrationBudget(matrices=1, contexts=(128, 256, 400), chunk=32, layers=1, rounds=1)
-    calibrate = partial(calibration.calibrate, budget=small)
-    monkeypatch.setattr("hf_hybrid_cache.cli.plan.plan_report.calibrate", calibrate)
 
     def use(hub: Path) -> None:
         monkeypatch.setenv("HF_HUB_CACHE", str(hub))
@@ -353,4 +352,3 @@ def test_every_public_name_is_in_the_reference():
     assert set(hf_hybrid_cache.__all__) - {"__version__"} <= listed
     for room in (planning, package_models):
         assert f".. automodule:: {room.__name__}\n   :members:" in text
-    assert ".. automodule:: hf_hybrid_cache.planning.calibration\n" in text

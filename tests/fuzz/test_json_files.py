@@ -6,17 +6,13 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import assume, given
-from planning.test_machine import SPEEDS
 
 from experiments.sweep import store, table
 from experiments.sweep.points import points, shortages
 from fuzz.altered import ANY_JSON, NO_JSON, altered
 from hf_hybrid_cache.models import ModelLoadError, load, load_config
-from hf_hybrid_cache.planning import CostError, Machine, PlanError, make_plans, model_cost, recommended
-from hf_hybrid_cache.planning.machine import DeviceSpeed, Speeds, SpeedsFileError, load_speeds, save_speeds, speeds_path
-from hf_hybrid_cache.planning.model_cost import ModelCost
+from hf_hybrid_cache.planning import CostError, Machine, PlanError, make_plans, model_cost
 
 from common.soak import count, search_at_random
 from measurements.test_context_sweep import CELL, record_of
@@ -39,35 +35,6 @@ def check_message(error: Exception) -> None:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def cost() -> ModelCost:
-    return model_cost(FAMILIES["llama"]())
-
-
-def valid_speeds() -> dict[str, Any]:
-    speeds_path().unlink(missing_ok=True)  # speeds of other dtypes would stay in the file
-    save_speeds(torch.bfloat16, SPEEDS)
-    return json.loads(speeds_path().read_text())
-
-
-@search_at_random(60, 500)
-@given(data=st.data())
-def test_a_file_of_speeds_is_refused_or_gives_plans(data: st.DataObject, cost: ModelCost):
-    content = data.draw(st.one_of(altered(valid_speeds()), ANY_JSON, NO_JSON))
-    speeds_path().write_bytes(as_bytes(content))
-    count("JSON files")
-    try:
-        speeds = load_speeds(torch.bfloat16)
-    except SpeedsFileError as error:
-        check_message(error)
-    else:
-        plans = make_plans(cost, 512, Machine(2**30, 2**34, speeds))
-        assert all(plan.seconds_per_token is None or 0 < plan.seconds_per_token < 1e300 for plan in plans)
-        assert recommended(plans) is not None
-    save_speeds(torch.bfloat16, Speeds(DeviceSpeed(1.0)))
-    assert load_speeds(torch.bfloat16) == Speeds(DeviceSpeed(1.0))
 
 
 RECORD = {"experiment": store.EXPERIMENT, "schema_version": store.SCHEMA_VERSION, **record_of(CELL)}

@@ -16,9 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, minmax
 from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 from hf_hybrid_cache.planning import Machine, PlanError, model_cost
-from hf_hybrid_cache.planning.candidates import Candidate
+from hf_hybrid_cache.planning.candidates import Candidate, Strategy
 from hf_hybrid_cache.planning.plans import make_plan
-from hf_hybrid_cache.planning.prediction import Strategy
 
 from models.tiny_models import COMMON, random_prompt, tiny_model
 
@@ -32,11 +31,6 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield
-
-
-@pytest.fixture(autouse=True)
-def no_measured_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HYBRID_CACHE_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +130,7 @@ def test_the_cache_is_the_one_that_fits(model: PreTrainedModel):
         assert {minmax(codec.keys.bits) for codec in result[CACHE_ARGUMENT].codecs.values()} == codecs
         assert len(result.scores) == 10
     least = make_plan(cost, Candidate("quantized-2", Strategy.CPU), 610, Machine(0, 2**40)).host_bytes
-    with pytest.raises(PlanError, match=r"610 tokens of LlamaConfig fit with no cache: .* Use a shorter context"):
+    with pytest.raises(PlanError, match=r"610 tokens of LlamaConfig do not fit: .* Use a shorter context"):
         model.generate(ids, max_new_tokens=10, host_memory=least - 1, **BY_NAME)
 
 
@@ -163,10 +157,10 @@ def test_what_has_to_fit_is_what_generate_is_asked_for(
     class AskedError(Exception):
         pass
 
-    def for_budget(config: Any, *given: Any, **more: Any) -> None:
+    def ask(config: Any, *given: Any, **more: Any) -> None:
         raise AskedError((config, *given, *more.values()))
 
-    monkeypatch.setattr(HybridCache, "for_budget", for_budget)
+    monkeypatch.setattr("hf_hybrid_cache.cache_for_budget", ask)
     options = options if "input_ids" in options else {"input_ids": random_prompt(1, 100), **options}
     with pytest.raises(AskedError) as asked:
         model.generate(**options, gpu_memory="8GiB", host_memory="9GiB", **BY_NAME)

@@ -454,14 +454,14 @@ def with_gpu() -> list[dict[str, Any]]:
 
 
 def test_page_when_there_is_a_gpu_then_tests_hypothesis_and_names_oom():
-    text = page({"a-machine": with_gpu()}, {}, {})
+    text = page({"a-machine": with_gpu()}, {})
     assert "There is no record of a GPU yet" not in text
     assert "0.25 to 0.25 of the throughput" in text
     assert "- transformers DynamicCache, on the GPU: from 2,048 tokens on" in text
 
 
 def test_without_a_gpu_the_page_says_so():
-    text = page({"a-machine": [record_of(CELL)]}, {}, {})
+    text = page({"a-machine": [record_of(CELL)]}, {})
     assert "There is no record of a GPU yet" in text
     assert "needs both on one machine" in text
 
@@ -481,7 +481,7 @@ def test_figures_that_compare_with_a_gpu_are_drawn_where_there_is_one(found: lis
 def test_the_committed_records_are_whole_and_the_page_is_what_they_say():
     for folder in store.FOLDER.glob("*"):
         assert not store.read(folder).damaged
-    assert (RESULTS / drawing.PAGE).read_text() == drawing.page_of(drawing.all_records(), drawing.all_predictions())
+    assert (RESULTS / drawing.PAGE).read_text() == drawing.page_of(drawing.all_records())
 
 
 @pytest.mark.parametrize(

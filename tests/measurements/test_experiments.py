@@ -31,7 +31,6 @@ from experiments.quality.quality_caches import states_of
 from experiments.quality.reparametrizations import REPARAMETRIZATIONS, reparametrized, require_same_function
 from experiments.selection import mapped_reads, selection, selection_speed, selection_steps
 from experiments.selection.turned_keys import turn_keys
-from experiments.steps import published_machines, simulated_step
 from hf_hybrid_cache import models as package_models
 from hf_hybrid_cache.cache_argument import cache_argument
 
@@ -101,16 +100,6 @@ each_experiment = pytest.mark.parametrize(
             "steps.split_attention",
             ["--tokens", "300", "--device-tokens", "128", "--repeats", "2", *SMALL_BUFFER],
             {"300, 16 bits", "300, 4 bits"},
-        ),
-        pytest.param(
-            "steps.simulated_step",
-            [],
-            {
-                f"{machine.name}, {model}, {context}, {batch}, {cache}"
-                for machine in published_machines.MACHINES
-                for model, context, batch, cache in simulated_step.CASES[machine.name]
-            },
-            marks=pytest.mark.slow,
         ),
         ("experts.host_experts", ["--models", OLMOE], {f"{size} GB, {OLMOE}" for size in (8, 24)}),
         (

@@ -17,8 +17,7 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.planning import model_cost
-from hf_hybrid_cache.planning.candidates import BITS, Candidate
-from hf_hybrid_cache.planning.prediction import Strategy
+from hf_hybrid_cache.planning.candidates import BITS, Candidate, Strategy
 from hf_hybrid_cache.storage.memory import page_lock
 from hf_hybrid_cache.storage.memory.page_lock import _lock
 from hf_hybrid_cache.storage.streaming.streams import AcceleratorStreams

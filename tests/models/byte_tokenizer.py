@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from models.tiny_models import COMMON
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token for each byte, and the chat format of the small real model."""
+def byte_tokenizer(only_printable: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a token for each byte, or printable one, and the chat format of the small real model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if only_printable:  # a space and a line's end are the last two
+        alphabet = [*map(chr, range(33, 127)), "\u0120", "\u010a"]
     tokens = ["<pad>", "<|im_start|>", "<|im_end|>", *alphabet]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

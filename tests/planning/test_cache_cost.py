@@ -12,13 +12,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import tensors_of
-from hf_hybrid_cache.planning import Machine, model_cost
-from hf_hybrid_cache.planning.candidates import Candidate
-from hf_hybrid_cache.planning.continuations import continued_cost
-from hf_hybrid_cache.planning.cost import Held, cache_cost, stock_cost
+from hf_hybrid_cache.planning import model_cost
+from hf_hybrid_cache.planning.cache_cost import cache_cost, stock_cost
+from hf_hybrid_cache.planning.candidates import Candidate, Strategy
 from hf_hybrid_cache.planning.model_cost import ModelCost
-from hf_hybrid_cache.planning.plans import predict
-from hf_hybrid_cache.planning.prediction import Strategy
 
 from models.tiny_models import FAMILIES, tiny_model
 
@@ -27,7 +24,6 @@ ON_CPU = {
     "dynamic": Placement(),
     "dynamic, torch attends": Placement(cpu_decode=False),
     "streamed": Placement(offload=True, cpu_decode=False),
-    "streamed, one resident": Placement(offload=True, resident_layers=1, cpu_decode=False),
     "streamed, two ahead": Placement(offload=True, prefetch_layers=2, cpu_decode=False),
     "split": Placement(cpu_decode=True, device_tokens=300),
     "split, streamed": Placement(offload=True, cpu_decode=False, device_tokens=500),
@@ -101,7 +97,7 @@ def test_bytes_of_continuations_are_those_of_a_repeated_cache(
 ):
     model, costs = model_and_cost(family)
     made = ON_CPU[placement], CODECS.get(codec or "")
-    cost = continued_cost(replace(costs, continuations=3), *made, context, on_cpu=True)
+    cost = cache_cost(replace(costs, continuations=3), *made, context, on_cpu=True)
     cache = HybridCache(model.config, made[0], codec=made[1])
     fill(model, cache, context - costs.own_tokens)
     at_prompt = cache.memory()
@@ -113,41 +109,6 @@ def test_bytes_of_continuations_are_those_of_a_repeated_cache(
     assert report.num_tokens == context
     assert cost.decode.host == pytest.approx(report.host_bytes, rel=0.03)
     assert cost.prefill.host == pytest.approx(at_prompt.host_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize("name", ["dynamic", "quantized-8"])
-def test_most_continuations_when_memory_ends_then_have_room_in_it(name: str):
-    model, one = model_and_cost("llama")
-    number, prompt, own = 5, 600, 100
-    candidate, costs = Candidate(name, Strategy.CPU), replace(one, own_tokens=own)
-    cache = HybridCache(model.config, candidate.placement, codec=candidate.codec)
-    fill(model, cache, prompt)
-    held = cache.memory().host_bytes
-    cache.batch_repeat_interleave(number)
-    with torch.inference_mode():
-        model(torch.ones(number, own, dtype=torch.long), **cache_argument(cache), logits_to_keep=1)
-    of_states = cache.memory().host_bytes - held
-
-    def most(free: int) -> int:
-        return candidate.most_continuations(costs, prompt + own, Held(0, free), 32)
-
-    assert most(0) == 1
-    assert most(int(0.97 * of_states)) < number
-    by_room = [most(2**power) for power in range(10, 30)]
-    assert by_room == sorted(by_room)
-    assert (by_room[0], by_room[-1]) == (1, 32)
-    # Beside the states there are activations.
-    assert most(of_states + number * (costs.least_working_bytes + 2**20)) >= number
-
-
-def test_most_continuations_when_prompt_is_copied_then_are_fewer():
-    _, one = model_and_cost("llama")
-    free = Held(2**23, 2**23)
-    shared, copied = (
-        Candidate("quantized-4", strategy).most_continuations(replace(one, own_tokens=64), 4096, free, 32)
-        for strategy in (Strategy.CPU, Strategy.GPU)
-    )
-    assert copied < shared
 
 
 def test_continuations_are_planned_to_share_what_caches_share():
@@ -266,23 +227,3 @@ def test_codes_when_no_kernel_attends_then_cost_transfers_and_step_memory():
     # The states of one of four layers are assembled at a time.
     assert on_gpu.decode.device < on_gpu.prefill.device
     assert without_kernel.decode.device == without_kernel.prefill.device > on_gpu.decode.device + states / 4
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    {
-        "dynamic": lambda config: HybridCache(config),
-        "offloaded": lambda config: HybridCache(config, Placement(offload=True)),
-        "quantized-8": lambda config: HybridCache(config, codec=minmax(8)),
-        "quantized-4": lambda config: HybridCache(config, codec=minmax(4)),
-        "quantized-4-2": lambda config: HybridCache(config, codec=minmax((4, 2))),
-        "quantized-2": lambda config: HybridCache(config, codec=minmax(2)),
-    }.items(),
-)
-def test_a_prediction_by_name_is_of_the_cache_of_that_name(name: str, make):
-    model, _ = model_and_cost("llama")
-    cache = make(model.config)
-    fill(model, cache, 500)
-    plan = predict(model.config, name, 500, Machine(0, 2**40), torch.bfloat16, chunk=CHUNK)
-    assert plan.kv_host_bytes == pytest.approx(cache.memory().host_bytes, rel=0.03)
-    assert plan.kv_device_bytes == 0

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_hybrid_cache.planning.sizes import parse_bandwidth, parse_bytes, parse_tokens
+from hf_hybrid_cache.byte_sizes import parse_bandwidth, parse_bytes, parse_tokens
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...layers import HybridLayer, LayerStores, tensors_of
-from ...planning.advice import advice
 from ...storage import HostMemoryError, KVShape, available_host_bytes, require_host_bytes
+from .advice import advice
 from .contents import Contents
 
 

@@ -1,0 +1,198 @@
+"""`hf-hybrid-cache chat`: a conversation about documents, which are read once, or about nothing."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .chat_input import ChatInput, chat_input, shortened
+from .console import UsageError, consoles, exit_codes, note, raising_interrupts, write
+from .options import DOCUMENT, Answer, Cache, DocumentOption, Keep, Model, Prompt, option, with_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..chat import Chat
+    from ..prefix_store import KeptPrompt
+    from .chat_commands import ChatCommands
+
+# Options of the model and the cache that are kept with a conversation, and hold when it is resumed.
+_MODEL_OPTIONS = ("model", "weights", "experts", "expert_bits", "dtype")
+_CACHE_OPTIONS = ("cache", "bits")
+
+
+@with_options
+def chat(
+    prompt: Prompt,
+    model: Model,
+    cache: Cache,
+    answer: Answer,
+    keep: Keep,
+    command_line: typer.Context,
+    conversation: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NUMBER|ID",
+            help="The conversation to --resume, as the command kept lists it. Default: what is chosen at a terminal, "
+            "elsewhere the one used last.",
+            show_default=False,
+        ),
+    ] = None,
+    document: DocumentOption = None,
+    resume: Annotated[
+        bool,
+        option(
+            DOCUMENT, "Go on with a conversation that --keep has kept, with its model, weights and cache.", "--resume"
+        ),
+    ] = False,
+    no_history: Annotated[
+        bool,
+        typer.Option("--no-history", help="Do not keep typed lines, which the arrow keys bring back, in a file."),
+    ] = False,
+) -> None:
+    """
+    Talk with a model, about documents or without one.
+
+    Documents are read once: they and the conversation stay in the cache, so an answer begins at once. Questions come
+    from standard input, a line each, or several between triple quotes; answers go to stdout, remarks to stderr. /help
+    lists what else can be typed, Ctrl-C ends an answer, Ctrl-D the conversation.
+    """
+    out, notes = consoles()
+    with exit_codes(notes):
+        _check(conversation, document, resume, keep)
+        say = partial(note, notes)
+        lines = chat_input(not no_history, say)
+        kept = None
+        if resume and keep.keep is not None:
+            kept = _chosen(keep.keep, conversation, chat_input(keeps_history=False, say=say), say)
+            if kept is None:
+                return
+            model, cache = _as_kept(kept, model, cache, command_line)
+        cache.require_ours("chat")
+        from ..documents import read_documents
+
+        documents = read_documents(document, say) if document else None
+
+        from ..chat import Chat
+        from .chat_commands import ChatCommands
+        from .loading import compile_kernels, load_model
+
+        store = keep.store()
+        loaded = load_model(model, notes)
+        compile_kernels(loaded.model, cache.name == "quantized", notes)
+        options: dict[str, Any] = {
+            "cache": cache.name,
+            "bits": cache.bits,
+            "cpu_decode": cache.decodes_on_cpu,
+            "settings": answer.settings(),
+            "remark": say,
+        }
+        if kept is not None:
+            assert store is not None
+            talk = Chat.resume(loaded.model, loaded.tokenizer, store, kept, **options)
+            say(f"going on with {kept.name}: {len(talk.token_ids):,} of {talk.context:,} tokens are taken")
+        else:
+            details = {name: getattr(model, name) for name in _MODEL_OPTIONS}
+            options |= {"system": prompt.system, "context": prompt.context, "store": store, "details": details}
+            talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
+        if documents is not None:
+            _say_what_is_read(talk, prompt.context, out, say)
+            with raising_interrupts():
+                say(f"document read in {talk.read():.1f} s")
+        if talk.turns:
+            say(_last_turn(talk, loaded.tokenizer))
+        say("ask something; /help lists what else can be typed")
+        # Ctrl-C ends only an answer where there is somebody who can end the conversation, too.
+        with raising_interrupts() if lines.is_terminal else nullcontext():
+            _take_all(ChatCommands(talk, out, notes, loaded.weights_text), lines, say)
+
+
+def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, keep: Keep) -> None:
+    """Raise `UsageError` for options of a conversation that do not go together."""
+    if "-" in (documents or ()):
+        raise UsageError("Questions come from standard input: give the document as a file.")
+    if conversation is not None and not resume:
+        raise UsageError(f"{conversation!r} names a conversation to go on with: add --resume, or --document before it.")
+    if resume and keep.keep is None:
+        raise UsageError("--resume goes on with a conversation of a folder: name that with --keep.")
+
+
+def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "KeptPrompt | None":
+    """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
+    from .kept import chosen, existing_store, numbered, table_of
+
+    def named(which: str) -> "KeptPrompt":
+        kept = chosen(listed, which).kept
+        if not kept.is_conversation:
+            raise UsageError(f"{which!r} is a prompt, and no conversation: ask about its document with --document.")
+        return kept
+
+    listed = numbered(existing_store(folder))
+    talks = [each for each in listed if each.kept.is_conversation]
+    if which is not None:
+        return named(which)
+    if not talks:
+        raise UsageError(f"{folder} has no conversation: begin one without --resume.")
+    if len(talks) == 1 or not lines.is_terminal:
+        return talks[0].kept
+    say(table_of(talks))
+    say("which one? its number, or Enter for the one used last")
+    while (typed := lines.next_line()) is not None:
+        try:
+            return named(typed.text) if typed.text else talks[0].kept
+        except UsageError as error:
+            say(str(error))
+    return None
+
+
+def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, command_line: typer.Context) -> tuple[Model, Cache]:
+    """The model and the cache of a conversation; raises `UsageError` if an option was given that has another value."""
+    of_model: dict[str, Any] = {name: kept.details.get(name) for name in _MODEL_OPTIONS if "model" in kept.details}
+    of_cache = {name: kept.details.get(name) for name in _CACHE_OPTIONS if "cache" in kept.details}
+    values = asdict(model) | {"cache": cache.name, "bits": cache.quantized_bits}
+    for name, wanted in (of_model | of_cache).items():
+        source = command_line.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and values[name] != wanted:
+            text = f"--{name.replace('_', '-')}"
+            begun = f"without {text}" if wanted is None else f"with {text} {wanted}"
+            raise UsageError(
+                f"{text} {values[name]}: {kept.name} was begun {begun}, and goes on so: drop {text}, or begin another "
+                "conversation without --resume."
+            )
+    return replace(model, **of_model), replace(cache, **of_cache)
+
+
+def _say_what_is_read(talk: "Chat", context: int | None, out: Console, say: Callable[[str], None]) -> None:
+    """Say how much of the documents is read, and before all answers what they do not know."""
+    document, parts = talk.document, talk.document.parts
+    which = "document" if len(parts) == 1 else f"{len(parts):,} documents"
+    count = f"{'about ' * document.is_estimate}{document.tokens:,}"
+    say(f"{which}: {document.read_tokens:,} of {count} tokens; {talk.num_free:,} are left to talk")
+    why = f"the model's context is {talk.context:,}" if context is None else f"--context {context:,}"
+    if notice := document.notice(why):
+        write(out, f"[{notice}]\n\n")
+
+
+def _last_turn(talk: "Chat", tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The last question and its answer."""
+    turn = talk.turns[-1]
+    answer = tokenizer.decode(talk.token_ids[turn.answer :], skip_special_tokens=True)
+    return f"last question: {shortened(turn.question)}\nlast answer: {str(answer).strip()}"
+
+
+def _take_all(commands: "ChatCommands", lines: ChatInput, say: Callable[[str], None]) -> None:
+    """Take lines until one ends the conversation; Ctrl-C at a terminal does not end it."""
+    while True:
+        try:
+            typed = lines.next_line()
+            if typed is None or not commands.take(typed):
+                return
+        except KeyboardInterrupt:
+            if not lines.is_terminal:
+                raise
+            say("Ctrl-D or /quit ends the conversation")

@@ -1,1 +1,0 @@
-"""The command `chat`: a conversation that keeps its cache."""

@@ -1,1 +1,0 @@
-"""Running a command in several processes, which torchrun starts."""

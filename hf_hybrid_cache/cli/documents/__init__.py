@@ -1,1 +1,0 @@
-"""The documents of a prompt: reading them, and how many tokens of each the prompt keeps."""

@@ -1,0 +1,154 @@
+"""`hf-hybrid-cache plan`: which cache suits a model and a machine, before anything is loaded."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, TypeVar
+
+import typer
+
+from ..byte_sizes import parse_bandwidth, parse_bytes, parse_tokens
+from ..models.shapes import ALIASES, SHAPES
+from ..prefill_chunks import PREFILL_CHUNK_SIZE
+from .options import DTYPES, check_choice
+
+_T = TypeVar("_T")
+# Tokens that a laptop reads in minutes.
+DEFAULT_CONTEXT = 8192
+
+
+def _print_models(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from .console import json_line
+
+        names = [*ALIASES, *SHAPES]
+        typer.echo(json_line(names).rstrip() if context.params.get("as_json") else "\n".join(names))
+        raise typer.Exit
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A model of the Hugging Face Hub, or a folder. Built in are Llama 3.1 to 3.3, Qwen 2.5 and 3, "
+            "Mistral 7B, Gemma 2 and 3, Phi 3 to 4 mini, SmolLM2, and of mixtures of experts OLMoE, Qwen3-30B-A3B, "
+            "gpt-oss-20b, Mixtral 8x7B and DeepSeek-V3: see --list-models."
+        ),
+    ],
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Tokens, prompt and answer, such as 100000 or 128K. Default: {DEFAULT_CONTEXT:,}, or as many as the "
+            "model has."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="GPU memory, such as 8GiB; 0 is no GPU. Default: what is free here.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory, such as 32GiB. Default: what is free here.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}. Default: the checkpoint's.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    continuations: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Sequences that continue one prompt. Of the context, the last 512 tokens are the sequence's own; the "
+            "tokens before them are held once where the CPU attends, and elsewhere copied for each sequence.",
+        ),
+    ] = 1,
+    prefill_chunk_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Tokens of the prompt per forward pass. Default: 512 with a GPU, else {PREFILL_CHUNK_SIZE}."
+        ),
+    ] = None,
+    host_bandwidth: Annotated[
+        str | None, typer.Option(help="Bandwidth of host memory, such as 30GB/s. Default: as measured here.")
+    ] = None,
+    gpu_bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bandwidth of GPU memory, such as 300GB/s. Default: as measured here, if there is a GPU."),
+    ] = None,
+    bus_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Bandwidth from host memory to the GPU, such as 25GB/s. Default: as measured here, if there is a GPU."
+        ),
+    ] = None,
+    list_models: Annotated[
+        bool,
+        typer.Option("--list-models", callback=_print_models, help="Print the built-in models and exit."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", is_eager=True, help="Print the plans, or with --list-models the names, as JSON.")
+    ] = False,
+) -> None:
+    """
+    Tell how long a model takes to the first token, how fast it is then, and which cache and weights fit a machine.
+
+    Nothing is loaded. The plans go to stdout, remarks to stderr.
+    """
+    from rich.console import Console
+
+    from .console import UsageError, exit_codes
+
+    out, notes = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    with exit_codes(notes):
+        tokens = _parsed("--context", context, parse_tokens)
+        memory = (
+            _parsed("--gpu-memory", gpu_memory, _parse_memory),
+            _parsed("--host-memory", host_memory, _parse_memory),
+        )
+        bandwidths = {
+            "host_bandwidth": _parsed("--host-bandwidth", host_bandwidth, parse_bandwidth),
+            "gpu_bandwidth": _parsed("--gpu-bandwidth", gpu_bandwidth, parse_bandwidth),
+            "bus_bandwidth": _parsed("--bus-bandwidth", bus_bandwidth, parse_bandwidth),
+        }
+        if dtype is not None:
+            check_choice("--dtype", dtype, DTYPES)
+        if continuations > 1 and batch_size > 1:
+            raise UsageError(
+                f"--continuations {continuations} continue one prompt, and --batch-size {batch_size} are as many "
+                "prompts: drop one of them."
+            )
+        # Options are checked before torch and transformers are imported.
+        import torch
+
+        from ..models import load_config
+        from ..planning import default_chunk, make_plans, measured_speeds, model_cost, this_machine
+        from .plan_report import Report
+
+        config, machine = load_config(model), this_machine(*memory)
+        chunk = prefill_chunk_size or default_chunk(machine.device_bytes > 0)
+        cost = model_cost(config, None if dtype is None else getattr(torch, dtype), batch_size, chunk)
+        cost = replace(cost, continuations=continuations)
+        measured = measured_speeds(cost.dtype, machine.device_bytes > 0)
+        given = {name: rate for name, rate in bandwidths.items() if rate is not None}
+        machine = replace(machine, speeds=replace(measured, **given))
+        plans = make_plans(cost, tokens or min(DEFAULT_CONTEXT, cost.max_context), machine)
+        report = Report(cost, machine, plans, is_default_context=tokens is None, given=tuple(given), dtype=dtype)
+        if as_json:
+            report.print_json(out)
+        else:
+            report.print(out)
+        if not report.chosen:
+            raise typer.Exit(1)
+
+
+def _parsed(option: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
+    """The value that an option names; `None` without it."""
+    from .console import UsageError
+
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _parse_memory(size: str) -> int:
+    num_bytes = parse_bytes(size)
+    if 0 < num_bytes < 2**20:
+        meant = f" Write {size.strip()}GiB if these are gibibytes." if size.strip().isdigit() else ""
+        raise ValueError(f"{size} is {num_bytes:,} bytes, which is less than 1MiB.{meant}")
+    return num_bytes

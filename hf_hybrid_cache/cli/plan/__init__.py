@@ -1,1 +1,0 @@
-"""The command `plan`: what fits, and how fast it is."""

@@ -1,0 +1,242 @@
+"""The text of `hf-hybrid-cache plan`: the answer first, then the code, then the table of all plans."""
+
+import shlex
+import textwrap
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..durations import duration_text
+from ..planning import Machine, Plan
+from ..planning.candidates import BITS, RUNTIME_BYTES, Strategy
+from ..planning.model_cost import ModelCost
+from ..planning.plans import recommendations, why_nothing_fits
+from .console import json_line, without_controls
+
+_LEGEND = {
+    Strategy.BOTH: "as much as fits is on the GPU; of the rest the CPU attends to a part, the others are streamed",
+    Strategy.STREAMED: "keys and values are in host memory, and visit the GPU layer by layer",
+    Strategy.CPU_ATTENTION: "they are in host memory, and the CPU attends to them there",
+    Strategy.CPU_DECODE: "the GPU reads the prompt, the CPU does all that follows",
+}
+# How often fewer bits change an answer, by the rank of the loss, see docs/quantized-cache.md and docs/weights.md.
+_LOSSES = {0: "nothing is lost", 1: "which hardly ever changes an answer", 2: "which seldom changes an answer"}
+_SPEEDS = (
+    ("host_bandwidth", "host memory", "GB/s"),
+    ("host_flops", "products on the CPU", "GFLOP/s"),
+    ("gpu_bandwidth", "GPU memory", "GB/s"),
+    ("gpu_flops", "products on the GPU", "GFLOP/s"),
+    ("bus_bandwidth", "the bus", "GB/s"),
+)
+_WANT_CALIBRATION = "4-bit weights want a calibrated model: docs/weights.md."
+
+
+@dataclass(frozen=True)
+class Report:
+    """
+    The plans for a model and a machine, as text.
+
+    Args:
+        cost: of the model.
+        machine: its memory, and the speeds that the plans were made with.
+        plans: all of them.
+        is_default_context: whether the context was not asked for.
+        given: names of the speeds that are not measured, but given.
+        dtype: the type of the model that was asked for.
+    """
+
+    cost: ModelCost
+    machine: Machine
+    plans: list[Plan]
+    is_default_context: bool
+    given: tuple[str, ...]
+    dtype: str | None
+
+    @cached_property
+    def chosen(self) -> list[Plan]:
+        """The recommended plans, the best first."""
+        return recommendations(self.plans)
+
+    def print_json(self, out: Console) -> None:
+        """Print all plans, those that are recommended, the speeds, and the bytes of experts."""
+        shown = {
+            "recommended": asdict(self.chosen[0]) if self.chosen else None,
+            "alternatives": [asdict(each) for each in self.chosen[1:]],
+            "plans": [asdict(each) for each in self.plans],
+            "speeds": asdict(self.machine.speeds),
+        }
+        if (experts := self.cost.experts).layers:
+            read = experts.read_bytes(self.cost.batch)
+            shown["experts"] = {"total_bytes": experts.total_bytes(), "read_bytes_of_a_step": read}
+        out.print(json_line(shown), end="", markup=False, highlight=False, emoji=False)
+
+    def print(self, out: Console) -> None:
+        """Print the recommendation with its commands and code, the tables, and what they are calculated from."""
+        if self.chosen:
+            self._print_recommendations(out)
+        else:
+            _say(out, f"Nothing fits. {why_nothing_fits(self.cost, self.plans)}\n")
+        # On a GPU codes of weights only make the CPU faster.
+        shown = [
+            each for each in self.plans if each.weights is None or each.strategy == Strategy.CPU or each in self.chosen
+        ]
+        for on_host in (False, True):
+            if rows := [each for each in shown if each.experts_on_host == on_host]:
+                _say(out, "\nWith experts in host memory:" * on_host)
+                out.print(_table(rows, 8 * self.cost.dtype.itemsize))
+        strategies = {each.strategy for each in shown}
+        legend = [_filled(f"{name}: {text}.") for name, text in _LEGEND.items() if name in strategies]
+        _say(
+            out, "\n".join(["W: bits of a weight" + ", of experts" * bool(self.cost.experts.layers) + ".", *legend, ""])
+        )
+        _say(out, _filled(" ".join(self._remarks())))
+
+    def _print_recommendations(self, out: Console) -> None:
+        """Print how fast the best plan is and how to run it, and what the others gain and lose."""
+        best, default = self.chosen[0], ", the default of --context" if self.is_default_context else ""
+        _say(out, _filled(f"{self.cost.name} with {best.context:,} tokens{default}; {_farthest(best)}"))
+        _say(out, _filled(f"Recommended: {_name(best)}. {_speed(best)} It takes {_memory(best)}."))
+        if command := self._command(best):
+            _say(out, "\n" + command)
+        _say(out, "\n" + best.code)
+        known = best.code.splitlines()
+        for other in self.chosen[1:]:
+            _say(
+                out,
+                "\n" + _filled(f"Or {_name(other)}, {_LOSSES[other.loss]}. {_speed(other)} It takes {_memory(other)}."),
+            )
+            lines_that_differ = [line for line in other.code.splitlines() if line not in known]
+            _say(out, self._command(other) or "\n".join(lines_that_differ))
+        if any(each.weights == 4 for each in self.chosen):
+            _say(out, "\n" + _WANT_CALIBRATION)
+
+    def _command(self, plan: Plan) -> str | None:
+        """The command that runs a plan; `None` where only Python can."""
+        bits = BITS.get(plan.cache)
+        of_cache = [] if bits is None else [f"--bits {bits}"]
+        options = {
+            Strategy.CPU: of_cache + ["--device cpu"] * (self.machine.device_bytes > 0),
+            Strategy.GPU: of_cache,
+            Strategy.STREAMED: ["--cache offloaded"] if bits is None else None,
+            Strategy.CPU_ATTENTION: [*of_cache, "--cpu-decode yes"],
+        }.get(plan.strategy)
+        if options is None or self.cost.batch > 1 or self.cost.continuations > 1:
+            return None
+        if plan.experts_on_host:
+            options = [*options, "--experts host"] + ([f"--expert-bits {plan.weights}"] if plan.weights else [])
+        elif plan.weights is not None:
+            options = [*options, f"--weights {plan.weights}"]
+        options += [f"--dtype {self.dtype}"] * (self.dtype is not None) + ["--cache stock"] * (plan.cache == "stock")
+        name = shlex.quote(self.cost.name)
+        return " ".join(["hf-hybrid-cache generate --model", name, *options, '--document FILE --question "..."'])
+
+    def _remarks(self) -> list[str]:
+        """Sentences that say what memory and speeds are calculated from."""
+        cost, machine, speeds = self.cost, self.machine, self.machine.speeds
+        context = self.plans[0].context
+        weights, working, runtime = map(_gibibytes, (cost.weight_bytes, cost.working_bytes(context), RUNTIME_BYTES))
+        remarks = [
+            f"{_gibibytes(machine.device_bytes)} GiB of GPU memory and {_gibibytes(machine.host_bytes)} of host memory "
+            f"are there. Weights take {weights} GiB, a chunk of {cost.chunk:,} tokens of the prompt {working}, the "
+            f"process {runtime} of each memory. Caches take within 3% of what is said."
+        ]
+        if (experts := cost.experts).layers:
+            sizes = experts.total_bytes(), int(experts.read_bytes(cost.batch)), cost.without_experts().weight_bytes
+            remarks.append(
+                "Experts take {} GiB, of which a step reads {}; other weights take {}.".format(*map(_gibibytes, sizes))
+            )
+        if cost.continuations > 1:
+            remarks.append(
+                f"{cost.continuations} sequences continue one prompt; the last {context - cost.prompt_tokens(context)} "
+                "tokens are each one's own. Only their memory is predicted, not the time of a token."
+            )
+        elif cost.shapes and not cost.has_kernel:
+            remarks.append("Speeds are not known for the attention of this model.")
+        parts = [
+            f"{what} {rate / 1e9:,.0f} {unit} ({'as given' if key in self.given else 'measured here'})"
+            for key, what, unit in _SPEEDS
+            if (rate := getattr(speeds, key)) is not None
+        ]
+        remarks.append(f"Times are calculated, from {', '.join(parts)}; on a quiet CPU most are within a quarter.")
+        if machine.device_bytes and speeds.gpu_flops is None:
+            remarks.append(
+                "There is no such GPU here: times with one are only calculated, and a dash is where no speed is known; "
+                "--gpu-bandwidth and --bus-bandwidth give some."
+            )
+        if not cost.shapes:
+            remarks.append("No layer has full attention over the whole context: these caches change nothing.")
+        return remarks
+
+
+def _farthest(plan: Plan) -> str:
+    """A clause that says how far a plan goes, and how long so much takes to be read."""
+    fits = f"up to {plan.longest_context:,} fit"
+    seconds = plan.seconds_to_read_longest
+    return fits if seconds is None else f"{fits}, which take {duration_text(seconds)} to read"
+
+
+def _speed(plan: Plan) -> str:
+    """A sentence that says how fast a plan is."""
+    first, token = plan.seconds_to_first_token, plan.seconds_per_token
+    if first is None and token is None:
+        return "Its speed is not known."
+    when = "at a time that is not known" if first is None else f"after {duration_text(first)}"
+    rate = "a rate that is not known" if token is None else f"{_rate(plan)} tokens/s"
+    return f"The first token comes {when}, the others at {rate}."
+
+
+def _name(plan: Plan) -> str:
+    """The weights and the cache of a plan, and the places of both."""
+    weights, states = (f"in {bits} bits" if bits else "as they are" for bits in (plan.weights, BITS.get(plan.cache)))
+    what = f"weights, keys and values {states}" if weights == states else f"weights {weights}, keys and values {states}"
+    if plan.experts_on_host:
+        what = f"experts {weights} in host memory, keys and values {states}"
+    return f"{what} ({plan.cache}, {plan.strategy})"
+
+
+def _memory(plan: Plan) -> str:
+    """The memory that a plan takes of each kind that there is."""
+    host = f"{_gibibytes(plan.host_bytes)} GiB of host memory"
+    return f"{_gibibytes(plan.device_bytes)} GiB of GPU memory and {host}" if plan.device_bytes else host
+
+
+def _table(plans: list[Plan], bits_as_is: int) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("cache")
+    table.add_column("")
+    for heading in ("W", "GPU\nGiB", "host\nGiB", "short of\nGiB", "first\ntoken", "tokens/s", "longest\ncontext"):
+        table.add_column(heading, justify="right")
+    for plan in plans:
+        short = {"GPU": plan.short_device_bytes, "host": plan.short_host_bytes}
+        table.add_row(
+            plan.cache,
+            plan.strategy,
+            str(plan.weights or bits_as_is),
+            _gibibytes(plan.device_bytes),
+            _gibibytes(plan.host_bytes),
+            "\n".join(f"{_gibibytes(missing)} {where}" for where, missing in short.items() if missing) or "fits",
+            "-" if plan.seconds_to_first_token is None else duration_text(plan.seconds_to_first_token),
+            "-" if plan.seconds_per_token is None else _rate(plan),
+            f"{plan.longest_context:,}",
+        )
+    return table
+
+
+def _say(out: Console, text: str) -> None:
+    out.print(without_controls(text), markup=False, highlight=False, emoji=False)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 80, break_on_hyphens=False, break_long_words=False)
+
+
+def _gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
+
+
+def _rate(plan: Plan) -> str:
+    tokens_per_second = 1 / (plan.seconds_per_token or 1.0)
+    return f"{tokens_per_second:.1f}" if tokens_per_second >= 1 else f"{tokens_per_second:.2g}"

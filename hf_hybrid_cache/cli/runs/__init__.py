@@ -1,1 +1,0 @@
-"""One run of `generate`: prompt, sampling, times, and why it ended."""

@@ -1,0 +1,86 @@
+"""Tiny models that can read and write, and what is asked of them."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.chat import AnswerSettings, Chat
+from hf_hybrid_cache.documents import Document, Documents
+
+from models.byte_tokenizer import byte_tokenizer
+from models.tiny_models import FAMILIES
+
+TEXT = "It was signed by Ada in London, on a Tuesday; the witness came from Turin. " * 3
+REPORT = Documents((Document("report.txt", TEXT.strip()),), ())
+# Of several chunks.
+LONG = Documents((Document("long.txt", (TEXT * 15).strip()),), ())
+SETTINGS = AnswerSettings(max_new_tokens=12)
+QUESTIONS = ("Who signed it?", "Where?", "And on which day of the week was that?")
+# As options of Chat.
+CACHES: dict[str, dict[str, Any]] = {
+    "stock": {"cache": "stock"},
+    "dynamic": {"cache": "dynamic"},
+    "offloaded": {"cache": "offloaded"},
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+}
+
+
+@functools.cache
+def tokenizer_of_tests() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(only_printable=True)
+
+
+@functools.cache
+def model_of(family: str = "llama", context: int = 4096) -> PreTrainedModel:
+    """A random model of a family, in full precision, that never ends an answer by itself."""
+    config = FAMILIES[family]()
+    config.vocab_size, config.max_position_embeddings = len(tokenizer_of_tests()), context
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def chat_of(
+    model: PreTrainedModel | None = None, documents: Documents | Sequence[str] = REPORT, **options: Any
+) -> Chat:
+    defaults = {"settings": SETTINGS, "progress": False}
+    return Chat(model or model_of(), options.pop("tokenizer", tokenizer_of_tests()), documents, **defaults | options)
+
+
+def said(chat: Chat, question: str) -> list[int]:
+    """Ask, and return the tokens of the answer."""
+    shown = "".join(chat.ask(question))
+    assert shown.strip() == chat.last.text
+    return chat.last.token_ids
+
+
+def generated(model: PreTrainedModel, token_ids: list[int], settings: AnswerSettings = SETTINGS) -> list[int]:
+    """Return what transformers generates after these tokens with its own cache."""
+    if settings.seed is not None:
+        torch.manual_seed(settings.seed)
+    prompt, options = torch.tensor([token_ids]), settings.options() | {"max_new_tokens": settings.max_new_tokens}
+    cache = DynamicCache(config=model.config)
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **cache_argument(cache), **options)
+    return tokens[0, len(token_ids) :].tolist()
+
+
+@contextmanager
+def before_each_pass(module: torch.nn.Module, act: Callable[[int, int], object]) -> Iterator[None]:
+    """Call `act` with the number of the forward pass of a model, or a layer, from 1 on, and its sequences."""
+    count = 0
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
+        act(count, len(kwargs["input_ids"] if "input_ids" in kwargs else args[0]))
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

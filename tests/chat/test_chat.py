@@ -1,0 +1,290 @@
+"""Conversations: answers are those of transformers, and what was taken back leaves no trace."""
+
+import signal
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_hybrid_cache import PrefixStore
+from hf_hybrid_cache.chat import AnswerSettings, Chat, PromptError
+
+from chat.talks import CACHES, LONG, QUESTIONS, SETTINGS, before_each_pass, chat_of, generated, model_of, said
+from chat.talks import tokenizer_of_tests as tokenizer
+
+SAMPLED = AnswerSettings(max_new_tokens=12, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.2, seed=3)
+FULL_PRECISION = ("stock", "dynamic", "offloaded")
+# With windows, and with recurrent layers, a cache cannot be cropped.
+OTHER_FAMILIES = ("gemma3", "mistral_sliding", "qwen3_next")
+every_cache = pytest.mark.parametrize("cache", CACHES)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("settings", [SETTINGS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
+@pytest.mark.parametrize("cache", FULL_PRECISION)
+def test_answers_equal_those_of_generate(cache: str, family: str, settings: AnswerSettings):
+    model = model_of(family)
+    chat = chat_of(model, settings=settings, **CACHES[cache])
+    for question in QUESTIONS:
+        answer = said(chat, question)
+        assert answer == generated(model, chat.token_ids[: chat.turns[-1].answer], settings)
+        assert (chat.last.finish_reason, len(answer)) == ("length", settings.max_new_tokens)
+        assert chat.token_ids[chat.turns[-1].answer :] == answer
+
+
+@pytest.mark.parametrize("has_document", [True, False], ids=["document", "none"])
+def test_prompts_are_those_of_the_chat_template(has_document: bool):
+    chat = chat_of() if has_document else chat_of(documents=())
+    messages = []
+    for question in QUESTIONS:
+        before = f"{chat.documents.text}\n\n" if has_document and not messages else ""
+        messages.append({"role": "user", "content": f"{before}{question}"})
+        said(chat, question)
+        text = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = chat.token_ids[: chat.turns[-1].answer]
+        if len(messages) == 1:
+            assert tokenizer().decode(prompt) == text
+        else:
+            assert text.endswith(tokenizer().decode(prompt[chat.turns[-1].start :]))
+        messages.append({"role": "assistant", "content": chat.last.text})
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
+@every_cache
+def test_what_is_taken_back_leaves_no_trace(cache: str, family: str):
+    def talk(*steps: str) -> list[list[int]]:
+        chat, answers = chat_of(model_of(family), **CACHES[cache]), []
+        for step in steps:
+            if step == "undo":
+                chat.undo()
+            elif step == "forget":
+                chat.forget()
+                assert not chat.turns
+            elif step == "all":
+                list(chat.ask_all(QUESTIONS, at_once=2))
+            else:
+                answers.append(said(chat, step))
+        return answers
+
+    one, two, three = QUESTIONS
+    plain = talk(one, two, three)
+    assert talk(one, three, "undo", two, three)[-2:] == plain[-2:]
+    assert talk(two, three, "undo", "undo", one, two)[-2:] == plain[:2]
+    assert talk(two, three, "forget", one)[-1] == plain[0]
+    assert talk("all", one, "all", two, three) == plain
+
+
+def test_a_first_question_after_forgetting_has_the_same_tokens(tmp_path: Path):
+    chat = chat_of(documents=(), store=tmp_path)
+    first = said(chat, "Who?"), list(chat.token_ids)
+    chat.forget()
+    assert (said(chat, "Who?"), chat.token_ids) == first
+
+
+# Several at once
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("cache", FULL_PRECISION)
+def test_answers_together_equal_single_ones(cache: str, family: str):
+    alone, together = (chat_of(model_of(family), **CACHES[cache]) for _ in range(2))
+    expected = []
+    for question in QUESTIONS:
+        expected.append(said(alone, question))
+        alone.undo()
+    before = list(together.token_ids)
+    answers = list(together.ask_all(QUESTIONS, at_once=3))
+    assert [answer.question for answer in answers] == list(QUESTIONS)
+    assert [answer.token_ids for answer in answers] == expected
+    assert {answer.together for answer in answers} == {3 if family == "llama" and cache != "stock" else 1}
+    assert (together.token_ids, together.turns) == (before, [])
+    assert [answer.prompt_tokens for answer in answers] == [answer.prompt_tokens for answer in alone.ask_all(QUESTIONS)]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "4 bits"])
+def test_questions_at_once_when_memory_ends_then_are_halved(cache: str):
+    remarks: list[str] = []
+    questions = [f"Was it number {number}?" for number in range(1, 10)]  # without padding codes are equal, too
+    expected = [answer.token_ids for answer in chat_of(**CACHES[cache]).ask_all(questions)]
+    chat, passes = chat_of(remark=remarks.append, **CACHES[cache]), []
+
+    def refuse(_: int, sequences: int) -> None:
+        passes.append(sequences)
+        if sequences > 2 and passes.count(sequences) == 4:  # in the midst of an answer
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with before_each_pass(model_of().model.layers[1], refuse):
+        answers = list(chat.ask_all(questions, at_once=9))
+    assert [answer.token_ids for answer in answers] == expected
+    assert [answer.together for answer in answers] == [2] * 8 + [1]
+    assert remarks == [f"memory ended with {count} answers at once: from here on {count // 2}" for count in (9, 4)]
+
+
+def test_answers_end_at_their_own_ends(monkeypatch: pytest.MonkeyPatch):
+    model = model_of("llama", 1024)
+    token = said(chat_of(model), QUESTIONS[0])[5]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", token)
+    monkeypatch.setattr(model.generation_config, "pad_token_id", None)
+    chat = chat_of(model)
+    answers = list(chat.ask_all(QUESTIONS, at_once=3))
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        assert said(chat, question) == answer.token_ids
+        assert answer.token_ids.count(token) == (answer.finish_reason == "stop")
+        chat.undo()
+    assert (answers[0].finish_reason, len(answers[0].token_ids)) == ("stop", 6)
+
+
+# Ends
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("how", ["closed", "Ctrl-C"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("cache", FULL_PRECISION)
+def test_an_answer_that_is_ended_stays_and_the_conversation_goes_on(cache: str, family: str, how: str):
+    model = model_of(family)
+    chat = chat_of(model, settings=replace(SETTINGS, max_new_tokens=3000), **CACHES[cache])
+    with pytest.raises(KeyboardInterrupt) if how == "Ctrl-C" else closing(chat.ask("Why not?")) as pieces:
+        if how == "closed":
+            for _ in range(6):
+                next(pieces)
+        else:
+            with closing(chat.ask("Why not?")) as pieces:
+                next(pieces)
+                threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT)).start()
+                list(pieces)
+    assert 1 < len(chat.last.token_ids) < 3000
+    assert chat.last.finish_reason == "interrupted"
+    assert chat.token_ids[chat.turns[-1].answer :] == chat.last.token_ids
+    chat.settings = SETTINGS
+    assert said(chat, "Who?") == generated(model, chat.token_ids[: chat.turns[-1].answer])
+
+
+@pytest.mark.parametrize("cache", FULL_PRECISION)
+def test_ctrl_c_while_a_document_is_read_keeps_what_was_read(cache: str):
+    expected = said(chat_of(documents=LONG), "Who?")
+    chat = chat_of(documents=LONG, **CACHES[cache])
+    press = before_each_pass(model_of(), lambda number, _: number == 1 and signal.raise_signal(signal.SIGINT))
+    with press, pytest.raises(KeyboardInterrupt):
+        chat.read()
+    assert 0 < chat.cache.get_seq_length() < len(chat.token_ids)
+    assert said(chat, "Who?") == expected
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+@pytest.mark.parametrize("family", ["llama", *OTHER_FAMILIES])
+@every_cache
+def test_an_error_in_a_step_takes_the_question_back(cache: str, family: str, number: int):
+    model = model_of(family)
+    chat, other = (chat_of(model, **CACHES[cache]) for _ in range(2))
+    expected = [said(other, question) for question in QUESTIONS[:2]]
+    said(chat, QUESTIONS[0])
+    before = list(chat.token_ids), list(chat.turns)
+
+    def fail(count: int, _: int) -> None:
+        if count == number:
+            raise MemoryError("no room")
+
+    with before_each_pass(model.model.layers[1], fail), pytest.raises(MemoryError, match="no room"):
+        list(chat.ask("What?"))
+    assert (chat.token_ids, chat.turns) == before
+    answer = said(chat, QUESTIONS[1])
+    if "bits" not in CACHES[cache]:  # states that are read again have codes of their own
+        assert answer == expected[1]
+    else:
+        assert len(answer) == len(expected[1])
+
+
+def test_a_full_context_ends_answers_and_refuses_questions():
+    chat = chat_of(model_of("llama", 700), leave=60)
+    list(chat.ask("Who?", replace(SETTINGS, max_new_tokens=1000)))
+    assert (chat.last.finish_reason, chat.num_free) == ("context", 0)
+    with pytest.raises(PromptError, match=r"the model's context is 700: no room is left for an answer"):
+        chat.ask("Why?")
+    with pytest.raises(PromptError, match="no room is left"):
+        chat.require_room("Why?")
+    chat.undo()
+    assert len(said(chat, "Why?")) == SETTINGS.max_new_tokens
+
+
+def test_texts_that_end_an_answer_are_never_shown():
+    settings = replace(SETTINGS, max_new_tokens=60)
+    chat = chat_of(settings=settings)
+    text = "".join(chat.ask("Who?"))
+    for start in range(2, len(text) - 6, 5):
+        stop = text[start : start + 6]
+        chat.undo()
+        chat.settings = replace(settings, stop=("never there", stop))
+        assert "".join(chat.ask("Who?")) == text[: text.index(stop)]
+        assert chat.last.text == text[: text.index(stop)].strip()
+        assert chat.last.finish_reason == "stop"
+
+
+# The system message
+
+
+@pytest.mark.parametrize("cache", ["stock", "dynamic", "offloaded", "8 bits"])
+def test_a_system_message_set_later_equals_one_set_at_the_start(cache: str):
+    first, later = chat_of(system="Be brief.", **CACHES[cache]), chat_of(**CACHES[cache])
+    later.read()
+    later.system = "Be very long, and never stop."
+    later.system = "Be brief."
+    assert later.token_ids == first.token_ids
+    assert said(first, "Who?") == said(later, "Who?")
+    later.system = "Be quick."
+    later.system = "Be brief."
+    assert (later.token_ids, later.turns) == (first.token_ids, first.turns)
+    assert (later.undo(), later.token_ids) == ("Who?", first.token_ids[: first.turns[0].start])
+
+
+def test_a_system_message_that_does_not_fit_is_not_set():
+    chat = chat_of(model_of("llama", 700))
+    before = said(chat, "Who?"), list(chat.token_ids)
+    with pytest.raises(PromptError, match="context is 700: the message is not set"):
+        chat.system = "Be brief. " * 80
+    assert (chat.system, chat.token_ids) == (None, before[1])
+
+
+# Going on
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("cache", [name for name in CACHES if name != "stock"])
+def test_a_conversation_that_is_resumed_goes_on_to_the_same_tokens(cache: str, family: str, tmp_path: Path):
+    model, store = model_of(family), PrefixStore(tmp_path)
+    form = CACHES[cache]
+    whole = chat_of(model, system="Be brief.", store=store, details={"model": "tiny"}, **form)
+    said(whole, QUESTIONS[0])
+    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
+    assert kept.details.items() >= {"model": "tiny", "system": "Be brief.", "bits": form.get("bits")}.items()
+    resumed = Chat.resume(model, tokenizer(), store, settings=SETTINGS, progress=False)
+    assert (resumed.turns, resumed.system, resumed.token_ids) == (whole.turns, "Be brief.", whole.token_ids)
+    assert said(resumed, QUESTIONS[1]) == said(whole, QUESTIONS[1])
+    assert (resumed.undo(), resumed.undo(), resumed.undo()) == (*QUESTIONS[1::-1], None)
+    assert resumed.token_ids == resumed.document.token_ids
+
+
+def test_what_was_taken_back_is_not_kept(tmp_path: Path):
+    store = PrefixStore(tmp_path)
+    chat = chat_of(store=store)
+    for question in QUESTIONS[:2]:
+        said(chat, question)
+    chat.undo()
+    chat.keep()
+    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
+    assert kept.token_ids.tolist() == chat.token_ids
+    chat.forget()
+    chat.keep()
+    assert [each.is_conversation for each in store.kept_prompts()] == [False]
+    with pytest.raises(ValueError, match="has no conversation: begin one with"):
+        Chat.resume(model_of(), tokenizer(), store)
+    said(chat, QUESTIONS[2])
+    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
+    assert kept.title == f"report.txt: {QUESTIONS[2]}"

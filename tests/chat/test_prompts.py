@@ -1,0 +1,148 @@
+"""The tokens of prompts: documents are cut so that all fits, and chat templates of every kind."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hf_hybrid_cache.chat import ChatTemplate, PromptError
+from hf_hybrid_cache.documents import Document, Documents
+
+from chat.talks import QUESTIONS, REPORT, SETTINGS, TEXT, chat_of, generated, model_of, said, tokenizer_of_tests
+
+SEVERAL = Documents(tuple(Document(f"{name}.txt", f"{name} wrote: {TEXT}") for name in ("Ada", "Bob", "Cy")), ())
+CHATML = tokenizer_of_tests().chat_template
+REFUSING = "{{ raise_exception('Not here') if CONDITION }}" + CHATML
+
+
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """Counts the characters that are tokenized."""
+
+    characters = 0
+
+    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        CountingTokenizer.characters += len(text)
+        return super().__call__(text, *args, **options)
+
+
+def merging_tokenizer(context: int = 4096, template: str | None = CHATML) -> CountingTokenizer:
+    """A tokenizer whose tokens have several characters, and can be others where a text is cut."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([TEXT, "\n\nuser assistant Bob wrote"] * 3, trainer)
+    return CountingTokenizer(
+        tokenizer_object=backend, eos_token=special[1], model_max_length=context, chat_template=template
+    )
+
+
+def templates(template: str | None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of these tests with another chat template."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of_tests().backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("documents", [REPORT, SEVERAL], ids=["one", "several"])
+def test_as_much_of_documents_as_fits_is_in_the_prompt(documents: Documents):
+    tokenizer = merging_tokenizer()
+    template = ChatTemplate(tokenizer)
+    whole = template.document(documents, 10_000)
+    assert not whole.is_estimate
+    assert whole.token_ids == template.start(documents.text)
+    assert (whole.read_tokens, len(whole.parts)) == (whole.tokens, len(documents.files))
+    before = len(whole.token_ids)
+    for most in range(len(whole.token_ids) + 1, len(template.start()) + 1, -1):
+        prompt = template.document(documents, most)
+        text = tokenizer.decode(prompt.token_ids).removeprefix(tokenizer.decode(template.start()))
+        assert documents.text.startswith(text)
+        assert most - 4 <= len(prompt.token_ids) <= min(most, before)
+        assert [part.tokens for part in prompt.parts] == [part.tokens for part in whole.parts]
+        reads = [part.read_tokens / part.tokens for part in prompt.parts]
+        assert sorted(reads, reverse=True) == reads
+        assert sum(0 < read < 1 for read in reads) <= 1
+        before = len(prompt.token_ids)
+    with pytest.raises(PromptError, match="tokens are left for the document, and the prompt takes"):
+        template.document(documents, len(template.start()))
+
+
+def test_a_document_leaves_room_for_an_answer_and_more():
+    for leave in range(100, 130):
+        chat = chat_of(model_of("llama", 300), leave=leave)
+        assert leave <= chat.num_free <= leave + 4
+    chat = chat_of(context=50)
+    assert chat.document.read_tokens == 50
+    with pytest.raises(PromptError, match="400 tokens are left to questions and answers, and the model's context is"):
+        chat_of(model_of("llama", 300), leave=400)
+
+
+def test_a_very_long_document_is_tokenized_only_as_far_as_it_can_fit():
+    long = "".join(f"{number} {TEXT}" for number in range(45_000))
+    tokenizer, CountingTokenizer.characters = merging_tokenizer(), 0
+    documents = Documents((Document("long.txt", long), Document("after.txt", TEXT)), ())
+    prompt = ChatTemplate(tokenizer).document(documents, 1000)
+    assert len(long) > 10_000_000
+    assert CountingTokenizer.characters < 100_000
+    assert prompt.is_estimate
+    assert 996 <= len(prompt.token_ids) <= 1000
+    assert [part.read_tokens for part in prompt.parts] == [prompt.read_tokens, 0]
+    assert prompt.tokens == pytest.approx(len(tokenizer(long[:100_000])["input_ids"]) * len(long) / 100_000, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["none", "system left out", "system refused"])
+def test_system_messages_without_a_place_are_refused(kind: str):
+    left_out = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
+    tokenizer = templates(
+        {"none": None, "system left out": left_out}.get(
+            kind, REFUSING.replace("CONDITION", "messages[0]['role'] == 'system'")
+        )
+    )
+    with pytest.raises(PromptError, match=r"no chat template with a system message|refuses a system message.*Not here"):
+        chat_of(tokenizer=tokenizer, system="Be brief.")
+    chat = chat_of(tokenizer=tokenizer)
+    before = list(chat.token_ids)
+    with pytest.raises(PromptError):
+        chat.system = "Be brief."
+    assert (chat.system, chat.token_ids) == (None, before)
+
+
+def test_templates_that_refuse_answers_have_one_question():
+    chat = chat_of(tokenizer=templates(REFUSING.replace("CONDITION", "messages | length > 1")))
+    first = said(chat, "Who?")
+    with pytest.raises(PromptError, match=r"refuses this conversation \(Not here\)"):
+        chat.ask("Why?")
+    chat.undo()
+    assert said(chat, "Who?") == first
+
+
+def test_templates_that_change_questions_are_refused():
+    with pytest.raises(PromptError, match="changes the question, so it cannot follow a document"):
+        chat_of(tokenizer=templates("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHATML.replace("message['content']", "message['content'] | trim"), "Be kind.\n" + CHATML, None],
+    ids=["trims", "adds a message", "none"],
+)
+@pytest.mark.parametrize("has_document", [True, False], ids=["document", "none"])
+def test_any_template_has_answers_of_generate(has_document: bool, template: str | None):
+    tokenizer = templates(template)
+    chat = chat_of(documents=REPORT if has_document else (), tokenizer=tokenizer)
+    for question in (f"  {QUESTIONS[0]}\n", QUESTIONS[1]):
+        answer = said(chat, question)
+        assert answer == generated(model_of(), chat.token_ids[: chat.turns[-1].answer])
+    prompt = tokenizer.decode(chat.token_ids[: chat.turns[0].answer])
+    texts = (TEXT.strip() + "\n\n" if has_document else "", QUESTIONS[0])
+    assert "".join(texts) in prompt
+    if template is None:
+        assert prompt == "".join(texts) + "\nAnswer:"
+    undone = chat.undo(), chat.undo()
+    assert undone == (QUESTIONS[1], f"  {QUESTIONS[0]}\n")
+    answers = list(chat.ask_all(QUESTIONS, at_once=3, settings=replace(SETTINGS, max_new_tokens=5)))
+    assert answers[0].token_ids == said(chat, QUESTIONS[0])[:5]
