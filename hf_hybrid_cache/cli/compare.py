@@ -90,7 +90,7 @@ def compare_caches(
             if quoted:
                 write(text_out, f"\nThe document says: {' '.join(quoted[0].split())}.\n")
     if adds_weights and _has_few_bits(loaded.model, notes):
-        add("quantized", f"{_FEW_WEIGHT_BITS}-bit weights\nand quantized", weights=_FEW_WEIGHT_BITS)
+        add("quantized", f"{_FEW_WEIGHT_BITS}-bit weights and quantized", weights=_FEW_WEIGHT_BITS)
     if not as_json:
         out.print(_table(rows))
         write(out, _conclusion(rows, dtype_text(loaded.model)))
@@ -233,7 +233,7 @@ def _row(task: Task, loaded: LoadedModel, name: str, form: Mapping[str, Any], no
 def _table(rows: Sequence[Row]) -> Table:
     """A table with a line for each cache; that of stock comes first."""
     table = Table(box=box.SIMPLE)
-    table.add_column("cache")
+    table.add_column("cache", max_width=13)
     for heading in ("prefill\nseconds", "decode\ntokens/s", "KV on\ndevice", "KV on\nhost"):
         table.add_column(heading, justify="right")
     table.add_column("same tokens\nas stock")
@@ -257,10 +257,7 @@ def _conclusion(rows: Sequence[Row], dtype: str) -> str:
     text = f"{len(ours) - len(different)} of {len(ours)} give the same answer as stock.\n"
     if different and dtype != "float32":
         text += f"In {dtype} attention that adds up in another order rounds differently: try --dtype float32.\n"
-    names = [row.name.replace("\n", " ") for row in different]
-    return text + "".join(
-        f"\n{name} answers: {row.record['answer']}\n" for name, row in zip(names, different, strict=True)
-    )
+    return text + "".join(f"\n{row.name} answers: {row.record['answer']}\n" for row in different)
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-import hf_hybrid_cache
 from hf_hybrid_cache import AnswerSettings, Chat, QuantizedWeightsConfig, models
 from hf_hybrid_cache.chat import ChatTemplate
 from hf_hybrid_cache.cli.app import app
@@ -25,6 +20,8 @@ from hf_hybrid_cache.prefix_store import PrefixStore
 
 from common.slow import slow_but
 from models.byte_tokenizer import model_in
+from models.expert_models import expert_model
+from models.word_tokenizer import word_tokenizer
 
 TEXT = "Nobody said a word. " * 80 + "It was signed by Ada in London."
 CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -294,25 +291,6 @@ def test_a_folder_with_other_files_is_named(model: Path, report: Path):
 # Experts in host memory
 
 
-@pytest.fixture(scope="module")
-def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture-of-experts model with random weights and a tokenizer of few words."""
-    folder = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256, initializer_range=0.5,
-            bos_token_id=1, eos_token_id=2,
-        )
-    ).save_pretrained(folder)  # fmt: skip
-    words = {word: index for index, word in enumerate(["[UNK]", "<s>", "</s>", *(f"w{index}" for index in range(61))])}
-    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    backend.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="[UNK]").save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("options", "config"),
     [
@@ -322,14 +300,26 @@ def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_model_with_experts_answers_as_one_that_is_loaded_so(
-    experts_folder: Path, tmp_path: Path, options: str, config: dict[str, Any] | None
+    tmp_path: Path, options: str, config: dict[str, Any] | None
 ):
+    experts = tmp_path / "experts"
+    expert_model("mixtral").save_pretrained(experts)
+    word_tokenizer().save_pretrained(experts)
     (tmp_path / "prompt").write_text("w3 w7 w20 w9 " * 5)
-    found = answered(experts_folder, "--prompt-file", tmp_path / "prompt", *options.split())["answer"]
+    found = answered(experts, "--prompt-file", tmp_path / "prompt", *options.split())["answer"]
     quantization = None if config is None else QuantizedWeightsConfig(**config)
-    model, tokenizer = models.load(str(experts_folder), torch.float32, "cpu", quantization_config=quantization)
+    model, tokenizer = models.load(str(experts), torch.float32, "cpu", quantization_config=quantization)
     chat = Chat(model, tokenizer, settings=AnswerSettings(max_new_tokens=9))
     assert found == "".join(chat.complete((tmp_path / "prompt").read_text())).strip()
+
+
+@pytest.mark.parametrize("device", [[], ["--device", "cuda"]])
+def test_weights_of_few_bits_are_refused_for_a_gpu(device: list[str], model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    error = error_of("--model", model, "--question", "Who?", "--weights", "4", *device)
+    assert "--weights 4 is for a model on the CPU, and this one would be on cuda" in error
 
 
 def test_a_model_without_experts_is_named(model: Path):
@@ -383,32 +373,6 @@ def test_quiet_at_a_terminal_shows_the_answer_alone(model: Path, report: Path):
         assert terminal.exit_code() == 0
     answer = CliRunner().invoke(app, command[2:]).stdout
     assert terminals.CONTROL_SEQUENCE.sub("", shown + "\n") == terminals.CONTROL_SEQUENCE.sub("", answer)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full and a POSIX shell")
-@pytest.mark.parametrize(
-    ("stream", "message"),
-    [
-        (">&-", "error: Standard output is closed, and answers go there: let it go to /dev/null.\n"),
-        ("> /dev/full", "error: No space left on device.\n"),
-    ],
-)
-def test_a_stream_that_is_closed_or_full_is_a_sentence(stream: str, message: str):
-    command = f"exec {sys.executable} -m hf_hybrid_cache.cli --version {stream}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (2, message)
-
-
-def test_version_and_help_are_printed():
-    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == hf_hybrid_cache.__version__
-    assert "--compare" in CliRunner().invoke(app, ["generate", "--help"]).stdout
-
-
-def test_without_the_extra_the_command_says_how_to_get_it():
-    program = "import sys; sys.modules['typer'] = None; from hf_hybrid_cache.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr == 'The hf-hybrid-cache command needs typer: pip install "hf_hybrid_cache[demo]"\n'
 
 
 def test_mistakes_in_options_and_files_are_told_before_torch_is_imported(report: Path):
