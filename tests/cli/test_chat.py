@@ -1,6 +1,7 @@
 """Conversations with a tiny random model: the commands, the remarks on answers, and going on with what is kept."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,7 +219,36 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
     for which in (str(first), listed[first - 1].id[:6]):
         assert "last question: Who?" in converse(model, [*kept, which]).stderr
     assert "last question: Who?" in converse(model, kept).stderr  # it was used last
-    assert "names none of 2" in run("--keep", tmp_path, "--resume", "9").stderr
+    assert "names none of 2" in run(*kept, "9").stderr
+    terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
+    command = ["-m", "hf_hybrid_cache.cli", "chat", *map(str, kept), "--device", "cpu", "--no-history"]
+    with terminals.Terminal(*command, OMP_NUM_THREADS="1") as terminal:
+        shown = terminal.wait_for("which one?")
+        assert [title in shown for title in ("report.txt: Who?", "report.txt: Where?")] == [True, True]
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type(f"7{terminals.ENTER}")
+        terminal.wait_for("'7' names none of 2")
+        terminal.wait_for(terminals.PROMPT)
+        terminal.type(f"2{terminals.ENTER}")
+        terminal.wait_for("last question: Where?")
+
+
+def test_a_document_is_no_conversation(model: Path, tmp_path: Path):
+    (tmp_path / "long.txt").write_text(TEXT * 9)
+    converse(model, ["--document", tmp_path / "long.txt", "--keep", tmp_path / "kept"])
+    assert "'1' is a prompt, and no conversation" in run("--keep", tmp_path / "kept", "--resume", "1").stderr
+
+
+@pytest.mark.filterwarnings("default:The prompt is read, and not kept")
+def test_a_conversation_goes_on_when_the_disk_is_full(
+    model: Path, report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    unkept = converse(model, ["--document", report], "Who?", "Where?")
+    full = shutil.disk_usage(report)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    talk = converse(model, ["--document", report, "--keep", tmp_path / "kept"], "Who?", "Where?")
+    assert talk.stdout == unkept.stdout
+    assert talk.stderr.count("the conversation is not kept: ") == 1
 
 
 # At a terminal

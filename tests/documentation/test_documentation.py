@@ -48,7 +48,7 @@ OTHER_NAMES = ("Qwen/Qwen2.5-0.5B-Instruct",)  # which pages load, too
 WITH_EXPERTS = "Qwen/Qwen3-30B-A3B"
 REPORT = "The contract was signed by Ada Lovelace in the presence of two witnesses.\n\n" * 8
 # The input of a conversation; the end of the input ends it.
-TYPED = {"chat": "Who signed it?\n/stats\n/save conversation.kv\n"}
+TYPED = {"chat": "Who signed it?\n/stats\n/set top_k 20\n"}
 # Why a program is not run, only checked: that it exists, and that it knows every option.
 ONLY_PARSED = {
     "make": "targets install, measure or test for minutes",
