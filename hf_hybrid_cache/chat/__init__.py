@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .chat import CACHES, DEFAULT_BITS, MOST_TOGETHER, Chat, Turn, is_out_of_memory
+    from .chat import MOST_TOGETHER, Chat, Turn
     from .generating import Answer, FinishReason
     from .prompts import ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
     from .settings import AnswerSettings, SettingError
+    from .states import CACHES, DEFAULT_BITS, can_answer_together, is_out_of_memory
 
 __all__ = [
     "CACHES",
@@ -24,6 +25,7 @@ __all__ = [
     "PromptError",
     "SettingError",
     "Turn",
+    "can_answer_together",
     "context_length",
     "is_out_of_memory",
 ]
@@ -31,9 +33,10 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "chat": ("CACHES", "DEFAULT_BITS", "MOST_TOGETHER", "Chat", "Turn", "is_out_of_memory"),
+        "chat": ("MOST_TOGETHER", "Chat", "Turn"),
         "generating": ("Answer", "FinishReason"),
         "prompts": ("ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
         "settings": ("AnswerSettings", "SettingError"),
+        "states": ("CACHES", "DEFAULT_BITS", "can_answer_together", "is_out_of_memory"),
     },
 )

@@ -1,45 +1,31 @@
 """Questions and answers about documents that are read once."""
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
+from ..cache import HybridCache
 from ..documents import Documents, read_documents
 from ..errors import HybridCacheError
-from ..layers import DeviceMemoryError, HybridLayer, IncompleteCacheError, NoCheckpointError
 from ..prefix_store import KeptPrompt, PrefixStore, Reuse
-from ..prompt_reading import prefill
 from .generating import Answer, FinishReason, Generator, Rows
 from .prompts import ChatTemplate, DocumentPrompt, PromptError, context_length
 from .settings import AnswerSettings
+from .states import DEFAULT_BITS, States, cache_maker, can_answer_together, is_out_of_memory
 
-CACHES: Mapping[str, Callable[..., Cache]] = {
-    "stock": DynamicCache,
-    "dynamic": DynamicHybridCache,
-    "offloaded": OffloadedHybridCache,
-    "quantized": QuantizedHybridCache,
-}
-DEFAULT_BITS = 4
 # Answers that are generated together at most, unless told otherwise.
 MOST_TOGETHER = 32
 # Tokens of a long context that documents leave to questions and answers.
 _TALK_TOKENS = 2048
-# Checkpoints that are kept: that of the document, and those before the last questions.
-_MOST_CHECKPOINTS = 4
 _LONGEST_TITLE = 100
-# RuntimeErrors of the CPU allocators
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class Turn(NamedTuple):
@@ -86,7 +72,6 @@ class Chat:
     Attributes:
         token_ids: of the documents, questions and answers; the cache may lack the last ones.
         turns: the questions that were asked.
-        cache: holds the first of the tokens.
         document: the tokens of the documents, and how many of each are read.
         documents: their texts; `None` for a conversation that goes on.
         context: tokens that the model can attend to.
@@ -135,13 +120,14 @@ class Chat:
         self._template = ChatTemplate(tokenizer, system)
         self._store = store if isinstance(store, PrefixStore) or store is None else PrefixStore(store)
         self._details = dict(details or {})
+        given: Cache | Callable[[], Cache]
         if isinstance(cache, Cache):
-            self.cache, self._make_cache = cache, None
+            given = cache
         else:
             name = cache or ("dynamic" if bits is None else "quantized")
-            self._make_cache = _cache_maker(name, model, bits, cpu_decode)
-            self.cache = self._make_cache()
+            given = cache_maker(name, model, bits, cpu_decode)
             self._details |= {"cache": name, "bits": (bits or DEFAULT_BITS) if name == "quantized" else None}
+        self._states = States(model, given, progress)
         self.documents = documents if isinstance(documents, Documents) else self._read_files(documents)
         self.document = self._fitting(self.documents, context, leave)
         self._has_document = self.documents is not None
@@ -194,9 +180,14 @@ class Chat:
         return chat
 
     @property
+    def cache(self) -> Cache:
+        """The cache, which holds the first of the tokens."""
+        return self._states.cache
+
+    @property
     def num_missing(self) -> int:
         """Tokens that the cache lacks: the last one of an answer, or those that are read before the next one."""
-        return len(self.token_ids) - self.cache.get_seq_length()
+        return len(self.token_ids) - self._states.num_tokens
 
     @property
     def num_free(self) -> int:
@@ -224,7 +215,7 @@ class Chat:
         self.token_ids[: len(old)] = new
         self.turns = [turn._replace(start=turn.start + more, answer=turn.answer + more) for turn in self.turns]
         self._document_tokens += more
-        self._forget_states()
+        self._states.forget()
 
     def read(self) -> float:
         """
@@ -238,11 +229,11 @@ class Chat:
             PrefixStoreError: documents of this model cannot be kept.
         """
         start = time.perf_counter()
-        if self.cache.get_seq_length() < self._document_tokens:
-            with self._whole_afterwards():
+        if self._states.num_tokens < self._document_tokens:
+            with self._states.whole_afterwards():
                 self._read_document()
         if self.num_missing > 1:
-            self._prefill(torch.tensor([self.token_ids]))
+            self._states.read(torch.tensor([self.token_ids]))
         return time.perf_counter() - start
 
     def ask(self, question: str, settings: AnswerSettings | None = None) -> Iterator[str]:
@@ -283,7 +274,7 @@ class Chat:
                 f"The prompt has {len(token_ids):,} tokens, and the model's context is {self.context:,}: no room is "
                 "left for an answer. Shorten it, or use it as a document, which is cut to fit."
             )
-        self._forget_states()
+        self._states.forget()
         self.token_ids, self._title = token_ids[:-1], _title(None, text)
         self._document_tokens = len(self.token_ids)
         return self._answer(_Asked("", token_ids[-1:], room), settings or self.settings)
@@ -397,10 +388,10 @@ class Chat:
         prompt = torch.tensor([[*self.token_ids, *asked.token_ids]])
         limit, is_whole = min(settings.max_new_tokens, asked.room), False
         try:
-            with self._whole_afterwards():
+            with self._states.whole_afterwards():
                 self.read()
-                self._keep_checkpoint()
-                self._prefill(prompt[:, :-1])
+                self._states.keep_checkpoint()
+                self._states.read(prompt[:, :-1])
                 mask, settings = torch.ones_like(prompt), replace(settings, max_new_tokens=limit)
                 yield from self._generator.pieces(prompt, mask, self.cache, settings, rows)
                 is_whole = True
@@ -471,10 +462,10 @@ class Chat:
         base, start, rows = len(self.token_ids), time.perf_counter(), Rows(len(together))
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, together[0].room))
         prompts, mask = self._prompts_together([each.token_ids for each in together])
-        self._keep_checkpoint()
+        self._states.keep_checkpoint()
         try:
-            with self._whole_afterwards():
-                self._prefill(prompts[:, :-1], mask[:, :-1])
+            with self._states.whole_afterwards():
+                self._states.read(prompts[:, :-1], mask[:, :-1])
                 for _ in self._generator.pieces(prompts, mask, self.cache, settings, rows):
                     pass
         finally:
@@ -509,11 +500,11 @@ class Chat:
 
     def _read_document(self) -> None:
         """Take the document from the store, if there is one, or read it."""
-        self._forget_states()
         document = torch.tensor([self.token_ids[: self._document_tokens]])
         if self._store is None or not isinstance(self.cache, HybridCache) or document.shape[1] < 2:
-            self._prefill(document)
+            self._states.read(document)
             return
+        self._states.forget()
         self.reuse = self._store.prefill(
             self._model,
             document,
@@ -526,64 +517,10 @@ class Chat:
         if self.reuse.num_tokens:
             self._remark(f"{self.reuse.num_tokens:,} of {document.shape[1]:,} tokens are taken from {self._store.path}")
 
-    def _prefill(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Read tokens that the cache lacks."""
-        if input_ids.shape[1] > self.cache.get_seq_length():
-            prefill(self._model, input_ids, self.cache, attention_mask=mask, progress=self._progress)
-
-    def _keep_checkpoint(self) -> None:
-        """Let the cache go back to what it holds now: the document, or what comes before a question."""
-        if isinstance(self.cache, HybridCache) and self.cache.get_seq_length():
-            self.cache.checkpoint()
-            for length in self.cache.checkpoints[1 : 1 - _MOST_CHECKPOINTS]:
-                self.cache.drop_checkpoint(length)
-
     def _shorten(self, num_tokens: int, num_sequences: int = 1) -> None:
-        """Remove all tokens after the first `num_tokens`, and sequences beside the first; a cache may forget more."""
+        """Remove all tokens after the first `num_tokens`, and sequences beside the first."""
         del self.token_ids[num_tokens:]
-        if not isinstance(self.cache, HybridCache):
-            try:
-                if (more := self.cache.get_seq_length() - num_tokens) > 0:
-                    self.cache.crop(-more)
-            except RuntimeError:  # a layer with a window, or a recurrent one
-                self._forget_states()
-            return
-        try:
-            if self.cache.get_seq_length() > num_tokens:
-                self.cache.go_back(num_tokens)
-            if num_sequences > 1:
-                self.cache.batch_select_indices(torch.tensor([0]))
-        except (NoCheckpointError, IncompleteCacheError):
-            self._forget_states()
-
-    def _forget_states(self) -> None:
-        """Empty the cache; the codecs that a quantized cache has chosen go, too."""
-        if self._make_cache is None:
-            self.cache.reset()
-        elif self.cache.get_seq_length():
-            self.cache = self._make_cache()
-
-    @contextmanager
-    def _whole_afterwards(self) -> Iterator[None]:
-        """After an error remove the tokens that only some layers hold, or those after a checkpoint, or all."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(self.cache, HybridCache):
-                try:
-                    self.cache.drop_unfinished()
-                except IncompleteCacheError:
-                    self._go_back_to_checkpoint(self.cache)
-            elif isinstance(error, Exception):  # Ctrl-C and who closes an answer wait for the end of a step
-                self._forget_states()
-            raise
-
-    def _go_back_to_checkpoint(self, cache: HybridCache) -> None:
-        """Go back to the last checkpoint, or forget all where there is none, or what is stored is not whole."""
-        with suppress(IncompleteCacheError, IndexError):
-            cache.go_back(cache.checkpoints[-1])
-            return
-        self._forget_states()
+        self._states.shorten(num_tokens, num_sequences)
 
     def _keep_or_say(self) -> None:
         """Keep the conversation, if there is a store; a failure is a remark, once."""
@@ -597,33 +534,6 @@ class Chat:
 
     def _all_details(self) -> dict[str, Any]:
         return self._details | {"system": self.system}
-
-
-def can_answer_together(model: PreTrainedModel) -> bool:
-    """Return whether padding changes no answer: attention sees all tokens, and positions can be given."""
-    layers = DynamicHybridCache(model.config).layers
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    return takes_positions and all(isinstance(layer, HybridLayer) for layer in layers)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory is full."""
-    is_memory = isinstance(error, MemoryError | DeviceMemoryError | torch.OutOfMemoryError)
-    return is_memory or any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY)
-
-
-def _cache_maker(name: str, model: PreTrainedModel, bits: int | None, cpu_decode: bool | None) -> Callable[[], Cache]:
-    """Return what makes an empty cache; raises `ValueError` if there is none of that name, or it has no bits."""
-    if name not in CACHES:
-        raise ValueError(f"There is no cache {name!r}: use one of {', '.join(CACHES)}.")
-    if bits is not None and name != "quantized":
-        raise ValueError(f"bits={bits} is for a quantized cache, and the cache is {name}: drop one of them.")
-    if name == "stock":
-        return lambda: DynamicCache(config=model.config)
-    options: dict[str, Any] = {"cpu_decode": cpu_decode}
-    if name == "quantized":
-        options["bits"] = bits or DEFAULT_BITS
-    return lambda: CACHES[name](model.config, **options)
 
 
 def _title(documents: Documents | None, question: str | None = None) -> str:

@@ -56,8 +56,7 @@ class BatchReader:
     """Answers the questions about one document after the other, with a model that it loads."""
 
     def __init__(self, options: BatchOptions, folder: Path, progress: BatchProgress, notes: Console):
-        from ..chat import MOST_TOGETHER, ChatTemplate
-        from ..chat.chat import can_answer_together
+        from ..chat import MOST_TOGETHER, ChatTemplate, can_answer_together
         from .loading import compile_kernels, load_model
 
         self._options, self._folder, self._progress, self._notes = options, folder, progress, notes
