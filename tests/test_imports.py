@@ -358,3 +358,11 @@ extras = {"typer", "gguf", "matplotlib", "hypothesis", "pytest", "optimum"}
 assert not extras & set(sys.modules), extras & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_names_that_are_imported_when_used_are_no_modules():
+    """A module that is imported takes the place of a name like its own."""
+    for path in PACKAGE.rglob("__init__.py"):
+        module = importlib.import_module(".".join(path.parent.relative_to(REPOSITORY).parts))
+        if "__getattr__" in vars(module):
+            assert not set(module.__all__) & {each.stem for each in path.parent.iterdir()}, path

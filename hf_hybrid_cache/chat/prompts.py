@@ -27,7 +27,7 @@ class PromptError(HybridCacheError, ValueError):
 @dataclass(frozen=True)
 class DocumentPart:
     """
-    How much of a document is in a prompt.
+    The part of a document that is in a prompt.
 
     Attributes:
         document: its name.

@@ -1,4 +1,4 @@
-"""How an answer is generated."""
+"""The settings of answers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ class SettingError(HybridCacheError, ValueError):
 @dataclass(frozen=True)
 class AnswerSettings:
     """
-    How an answer is generated.
+    Settings of an answer: its length, and how its tokens are chosen.
 
     Args:
         max_new_tokens: tokens of the answer at most.

@@ -1,4 +1,4 @@
-"""What a cache holds of a conversation, and its ways back."""
+"""The states of a conversation in a cache, and the ways back."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping

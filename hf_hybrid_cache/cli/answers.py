@@ -22,7 +22,7 @@ _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".g
 
 class Settled(NamedTuple):
     """
-    What is to be asked, and what a file of answers had.
+    The questions to be asked, and what a file of answers had.
 
     Attributes:
         unanswered: the questions that have no answer, or one that was made from something else.

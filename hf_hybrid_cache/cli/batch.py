@@ -115,7 +115,7 @@ def _parsed_at_once(text: str) -> int | None:
 
 
 def _parsed_shard(text: str | None) -> slice:
-    """Which documents --shard K/N names: every N-th, from the K-th one on."""
+    """The documents that --shard K/N names: every N-th, from the K-th one on."""
     if text is None:
         return slice(None)
     given = re.fullmatch("([0-9]+)/([0-9]+)", text)

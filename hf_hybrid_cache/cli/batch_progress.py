@@ -1,4 +1,4 @@
-"""How far a batch is: a bar with the time that is left at a terminal, and a line at each tenth elsewhere."""
+"""The progress of a batch: a bar with the time that is left at a terminal, and a line at each tenth elsewhere."""
 
 import sys
 import time

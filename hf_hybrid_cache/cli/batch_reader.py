@@ -38,7 +38,7 @@ class BatchOptions:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What all answers in a file have alike; `at_once` may be another one after an interruption."""
+        """The settings that all answers in a file have alike; `at_once` may be another one after an interruption."""
         # Names and places are those of the first files of answers, in which later options are missing, as null is.
         sampling = {name: getattr(self.answer, name) for name in ("temperature", "top_p", "repetition_penalty", "seed")}
         given = asdict(self.prompt) | asdict(self.cache) | asdict(self.model)

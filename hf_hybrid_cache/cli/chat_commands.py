@@ -1,4 +1,4 @@
-"""What can be typed into a conversation: questions, and commands that begin with /."""
+"""The lines that can be typed into a conversation: questions, and commands that begin with /."""
 
 from collections.abc import Callable
 from contextlib import closing

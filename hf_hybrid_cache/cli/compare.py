@@ -1,4 +1,4 @@
-"""What answers take: as a line, as JSON, and in a table of all caches, which `generate --compare` prints."""
+"""The cost of answers: as a line, as JSON, and in a table of all caches, which `generate --compare` prints."""
 
 import re
 import time
@@ -127,7 +127,7 @@ def record(chat: Chat, form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(took: Mapping[str, Any], weights_text: str | None) -> str:
-    """What an answer took, a `record`, in one line, which ends with what quantized weights take."""
+    """The cost of an answer, a `record`, in one line, which ends with what quantized weights take."""
     return (
         f"{took['cache']}: first token after {took['first_token_seconds']:.2f} s, {_rate(took)} tokens/s, "
         f"KV {_mebibytes(took['kv_device_bytes'])} on the device, {_mebibytes(took['kv_host_bytes'])} on the host"

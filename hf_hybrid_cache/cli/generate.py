@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     """
-    What a model is asked.
+    The task of a model.
 
     Attributes:
         documents: that it is asked about; `None` for none.

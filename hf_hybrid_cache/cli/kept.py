@@ -73,7 +73,7 @@ class Numbered:
 
 def existing_store(folder: Path) -> "KeptPrompts":
     """
-    What is kept in a folder, which is not made.
+    The list of a folder, which is not made.
 
     Raises:
         UsageError: there is no such folder.
@@ -87,13 +87,13 @@ def existing_store(folder: Path) -> "KeptPrompts":
 
 
 def numbered(store: "KeptPrompts") -> list[Numbered]:
-    """What a store has, the one used last first; raises `PrefixFolderError` where the folder cannot be read."""
+    """The prompts of a store, the one used last first; raises `PrefixFolderError` where the folder cannot be read."""
     return [Numbered(number, kept) for number, kept in enumerate(store.kept_prompts(), 1)]
 
 
 def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
     """
-    What a number, or the first digits of an id, at least four, name.
+    The one that a number, or the first digits of an id, at least four, name.
 
     Raises:
         UsageError: they name none, or several.

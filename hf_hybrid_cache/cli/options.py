@@ -106,7 +106,7 @@ def torch_dtype_of(name: str | None) -> "torch.dtype | None":
 
 @dataclass(frozen=True)
 class Prompt:
-    """What stands before the first question, beside the documents."""
+    """The part of a prompt before the first question, beside the documents."""
 
     context: Annotated[
         int | None,
@@ -221,7 +221,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Answer:
-    """How an answer is generated; raises `UsageError` for what `AnswerSettings` refuses."""
+    """Settings of an answer; raises `UsageError` for what `AnswerSettings` refuses."""
 
     max_new_tokens: Annotated[
         int | None,

@@ -48,7 +48,7 @@ class Question:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the question has in common with its answer, and with no other."""
+        """The key that the question has in common with its answer, and with no other."""
         return key_of(self.fields)
 
 

@@ -6,10 +6,10 @@ from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .errors import ModelIdentityError
+    from .hashed_tensors import tensor_digests
     from .identity import Identity
     from .model_fields import RANK, identity_of
     from .rotations import longest_text
-    from .tensor_digests import tensor_digests
 
 __all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of", "longest_text", "tensor_digests"]
 
@@ -20,6 +20,6 @@ __getattr__ = lazy_names(
         "identity": ("Identity",),
         "model_fields": ("RANK", "identity_of"),
         "rotations": ("longest_text",),
-        "tensor_digests": ("tensor_digests",),
+        "hashed_tensors": ("tensor_digests",),
     },
 )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .digests import canonical, digest_of
-from .tensor_digests import tensor_digests
+from .hashed_tensors import tensor_digests
 
 # Their versions are in an identity; of other code the source counts.
 OUR_VERSIONS = {"hf_hybrid_cache", "torch", "transformers"}

@@ -11,8 +11,8 @@ from torch import nn
 from ..weights import HostWeight, QuantizedWeight
 from .digests import DIGEST_BYTES
 from .errors import ModelIdentityError
+from .hashed_tensors import tensor_digests
 from .rotations import is_longrope
-from .tensor_digests import tensor_digests
 
 # Subclasses of other libraries may keep numbers elsewhere.
 _PLAIN = (torch.Tensor, nn.Parameter, HostWeight)

@@ -1,4 +1,4 @@
-"""What a folder keeps: the list of it, removing from it, and conversations that go on another day."""
+"""A folder of kept prompts: the list of it, removing from it, and conversations that go on another day."""
 
 import json
 import re

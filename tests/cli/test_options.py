@@ -35,7 +35,7 @@ given: list[Any] = []
 
 @dataclass(frozen=True)
 class Toy:
-    """What a command could be given beside."""
+    """Options that a command could be given beside."""
 
     size: Annotated[int, option("Toys", "How many.")] = 1
 

@@ -1,4 +1,4 @@
-"""How a command starts, and how Ctrl-C ends it: with exit code 130 and no traceback."""
+"""The start of a command, and its end by Ctrl-C: with exit code 130 and no traceback."""
 
 import io
 import math

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_hybrid_cache import QuantizedWeightsConfig, move_experts_to_host, quantize_weights
 from hf_hybrid_cache.model_identity import ModelIdentityError
-from hf_hybrid_cache.model_identity.tensor_digests import tensor_digests
+from hf_hybrid_cache.model_identity.hashed_tensors import tensor_digests
 
 from common.programs import run_program
 from model_identity.models import differing, identity, new_llama

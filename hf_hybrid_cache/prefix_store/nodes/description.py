@@ -25,7 +25,7 @@ _MOST_TOKEN_IDS = 2**30
 @dataclass(frozen=True)
 class Label:
     """
-    What lists show of a prompt.
+    The label of a prompt in lists.
 
     Attributes:
         title: given by who keeps it.
