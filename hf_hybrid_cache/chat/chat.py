@@ -186,7 +186,7 @@ class Chat:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that the cache lacks: the last one of an answer, or those that are read before the next one."""
+        """The tokens that the cache lacks, which are read before the next answer; after an answer it lacks the last."""
         return len(self.token_ids) - self._states.num_tokens
 
     @property

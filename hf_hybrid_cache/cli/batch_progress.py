@@ -49,8 +49,8 @@ class BatchProgress:
     def reading(self, document: str, num_tokens: int) -> Iterator[None]:
         """Show that a document is read meanwhile."""
         self._last, self._document_tokens = time.monotonic(), num_tokens
-        self._bar.update(self._task, description=without_controls(Path(document).name))
         self._bar.start()
+        self._bar.update(self._task, description=without_controls(Path(document).name), refresh=True)
         try:
             yield
             self._num_read += 1
@@ -90,4 +90,4 @@ class BatchProgress:
         of_answer = self._answering_seconds / (self._num_answers or 1)
         left = of_document * (self.documents_left - self._read_part) + of_answer * (self._num_questions - self.done)
         text = f"{'' if self._num_answers else 'more than '}{duration_text(left)} left"
-        self._bar.update(self._task, completed=self.done, left=text if left > 0 else "")
+        self._bar.update(self._task, completed=self.done, left=text if left > 0 else "", refresh=True)

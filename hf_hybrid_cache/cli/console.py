@@ -17,8 +17,6 @@ from rich.console import Console
 
 from ..errors import HybridCacheError
 
-# RuntimeErrors of the CPU allocators
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 # Control characters act on a terminal, and many programs end a line at a separator.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
@@ -84,9 +82,9 @@ def _with_keys_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def out_of_memory(error: Exception) -> str:
     """The sentence of an error that says that memory is full; raises any other error again."""
-    torch = sys.modules.get("torch")  # without it no error is one of torch's
-    is_memory = isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))
-    if not is_memory and not any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY):
+    from ..chat import is_out_of_memory  # torch, which it imports, is there where its errors come from
+
+    if not is_out_of_memory(error):
         raise error
     return next(iter(str(error).splitlines()), "") or "Out of memory. Use a shorter --context."
 
@@ -115,6 +113,8 @@ def exit_codes(notes: Console) -> Iterator[None]:
         raise typer.Exit(130) from None
     except HybridCacheError as error:
         raise fail(_naming_options(str(error))) from error
+    except typer.Exit:  # a RuntimeError, too
+        raise
     except (MemoryError, RuntimeError) as error:
         raise fail(out_of_memory(error)) from error
 

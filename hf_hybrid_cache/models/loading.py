@@ -76,7 +76,7 @@ def load(
 
     Raises:
         ModelLoadError: the model cannot be had.
-        NothingToQuantizeError: `quantization_config` applies to none of its weights.
+        ~hf_hybrid_cache.weights.NothingToQuantizeError: `quantization_config` applies to none of its weights.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_map = device_map or accelerator or "cpu"

@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def loss(self) -> int:
-        """The rank of what is lost: 0 for full precision, then 8 bits, 4 bits, and fewer, of weights or the cache."""
+        """The rank of what is lost, 0 for full precision, then 8 bits, 4 bits, and fewer, of weights or the cache."""
         return max(_LOSS.get(bits, _TOO_MUCH) for bits in (self.weights, BITS.get(self.cache)))
 
     def is_faster_than(self, other: "Plan", times: float = 1.0) -> bool:
