@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .chat import MOST_TOGETHER, Chat, Turn
     from .generating import Answer, FinishReason
     from .prompts import ChatTemplate, DocumentPart, DocumentPrompt, PromptError, context_length
-    from .settings import AnswerSettings, SettingError
-    from .states import CACHES, DEFAULT_BITS, can_answer_together, is_out_of_memory
+    from .settings import DEFAULT_BITS, AnswerSettings, SettingError
+    from .states import CACHES, can_answer_together, is_out_of_memory
 
 __all__ = [
     "CACHES",
@@ -36,7 +36,7 @@ __getattr__ = lazy_names(
         "chat": ("MOST_TOGETHER", "Chat", "Turn"),
         "generating": ("Answer", "FinishReason"),
         "prompts": ("ChatTemplate", "DocumentPart", "DocumentPrompt", "PromptError", "context_length"),
-        "settings": ("AnswerSettings", "SettingError"),
-        "states": ("CACHES", "DEFAULT_BITS", "can_answer_together", "is_out_of_memory"),
+        "settings": ("DEFAULT_BITS", "AnswerSettings", "SettingError"),
+        "states": ("CACHES", "can_answer_together", "is_out_of_memory"),
     },
 )

@@ -18,8 +18,8 @@ from ..errors import HybridCacheError
 from ..prefix_store import KeptPrompt, PrefixStore, Reuse
 from .generating import Answer, FinishReason, Generator, Rows
 from .prompts import ChatTemplate, DocumentPrompt, PromptError, context_length
-from .settings import AnswerSettings
-from .states import DEFAULT_BITS, States, cache_maker, can_answer_together, is_out_of_memory
+from .settings import DEFAULT_BITS, AnswerSettings
+from .states import States, cache_maker, can_answer_together, is_out_of_memory
 
 # Answers that are generated together at most, unless told otherwise.
 MOST_TOGETHER = 32

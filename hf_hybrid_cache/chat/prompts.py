@@ -65,6 +65,11 @@ class DocumentPrompt:
         """Tokens of all documents that are in the prompt."""
         return sum(part.read_tokens for part in self.parts)
 
+    @property
+    def counts(self) -> str:
+        """The tokens that are in the prompt, and those of all documents, as a text."""
+        return f"{self.read_tokens:,} of {'about ' * self.is_estimate}{self.tokens:,}"
+
     def notice(self, why: str) -> str:
         """
         Return the sentences that say before an answer what of the documents was not read; empty if all was.

@@ -5,6 +5,9 @@ from typing import Any
 
 from ..errors import HybridCacheError
 
+# Bits of keys and values in a quantized cache.
+DEFAULT_BITS = 4
+
 
 class SettingError(HybridCacheError, ValueError):
     """A setting of answers is out of its range, or would be ignored; the message names it and gives the range."""

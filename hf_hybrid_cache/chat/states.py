@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from ..cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from ..layers import DeviceMemoryError, HybridLayer, IncompleteCacheError, NoCheckpointError
 from ..prompt_reading import prefill
+from .settings import DEFAULT_BITS
 
 CACHES: Mapping[str, Callable[..., Cache]] = {
     "stock": DynamicCache,
@@ -19,7 +20,6 @@ CACHES: Mapping[str, Callable[..., Cache]] = {
     "offloaded": OffloadedHybridCache,
     "quantized": QuantizedHybridCache,
 }
-DEFAULT_BITS = 4
 # Checkpoints that are kept: that of the document, and those before the last questions.
 _MOST_CHECKPOINTS = 4
 # RuntimeErrors of the CPU allocators

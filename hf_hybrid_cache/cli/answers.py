@@ -42,12 +42,13 @@ class Answers:
     Args:
         path: of the file, which need not exist; `None` for standard output, on which no answer is found again.
         questions: that are asked.
-        settings: how they are answered; all answers in the file to these questions must have the same.
+        made_with: fields of each new answer: `settings`, which those in the file to these questions must have, too, and
+            `model_digest`, without which an answer of the file is made anew.
         folder: names of documents are relative to it.
     """
 
-    def __init__(self, path: Path | None, questions: Sequence[Question], settings: Mapping[str, Any], folder: Path):
-        self.path, self._settings, self._folder = path, settings, folder
+    def __init__(self, path: Path | None, questions: Sequence[Question], made_with: Mapping[str, Any], folder: Path):
+        self.path, self._made_with, self._folder = path, made_with, folder
         self._asked = {question.key: question for question in questions}
 
     @contextmanager
@@ -77,7 +78,8 @@ class Answers:
         if self.path is None:
             return Settled(list(self._asked.values()), 0, 0)
         read = [self._as_asked(answer) for answer in _read(self.path) if "error" not in answer]
-        digest_of, model = cache(partial(documents_digest, folder=self._folder)), model_digest(self._settings["model"])
+        digest_of = cache(partial(documents_digest, folder=self._folder))
+        model = self._made_with["model_digest"]
 
         def is_current(answer: Answer) -> bool:
             question = self._asked.get(key_of(answer))
@@ -116,7 +118,7 @@ class Answers:
         if question is None:
             return answer
         given = answer.get("settings", {})
-        for name, value in self._settings.items():
+        for name, value in self._made_with["settings"].items():
             if given.get(name) != value:
                 raise UsageError(
                     f"{self.path} has answers that were given with {name}={given.get(name)}, not {value}. Give another "

@@ -73,7 +73,8 @@ def batch(
             from ..prefix_folder import PrefixFolder
 
             PrefixFolder(keep.keep)  # raises an error if it cannot be used; the store imports torch first
-        answers = Answers(path, asked, options.settings, folder)
+        made_with = {"model_digest": model_digest(model.name), "settings": options.settings}
+        answers = Answers(path, asked, made_with, folder)
         with answers.alone():
             unanswered, num_changed, num_others = answers.settle()
             progress = BatchProgress(notes, len(asked), len(asked) - len(unanswered))
@@ -84,7 +85,6 @@ def batch(
                 note(notes, f"{changed} are asked again, because a document or the model has changed since")
             if progress.done:
                 note(notes, f"{progress.done:,} of {len(asked):,} questions were answered before")
-            made_with = {"model_digest": model_digest(model.name), "settings": options.settings}
             failed = []
             missing, groups = without_missing(by_document(unanswered), folder)
             read = BatchReader(options, folder, progress, notes).outcomes(groups) if groups else ()

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..errors import HybridCacheError
 from .answers import documents_digest
 from .batch_progress import BatchProgress
-from .console import UsageError, note, out_of_memory
+from .console import note, out_of_memory
 from .options import Answer, Cache, Keep, Model, Prompt
 from .questions import Question
 
@@ -62,8 +62,6 @@ class BatchReader:
         self._options, self._folder, self._progress, self._notes = options, folder, progress, notes
         self._store, self._settings = options.keep.store(), options.answer.settings()
         loaded = load_model(options.model, notes)
-        if loaded.tokenizer is None:
-            raise UsageError(f"{options.model.name} has no tokenizer, so it takes no text.")
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._template = ChatTemplate(loaded.tokenizer, options.prompt.system)
         self._template.start()  # what is refused here no question could have

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .chat_input import ChatInput, chat_input, shortened
-from .console import UsageError, consoles, exit_codes, note, raising_interrupts, write
+from .console import UsageError, consoles, exit_codes, note, raising_interrupts
+from .generate import why_no_more, write_notice
 from .options import DOCUMENT, Answer, Cache, DocumentOption, Keep, Model, Prompt, option, with_options
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def chat(
             options |= {"system": prompt.system, "context": prompt.context, "store": store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
         if documents is not None:
-            _say_what_is_read(talk, prompt.context, out, say)
+            say(f"{documents.counted}: {talk.document.counts} tokens; {talk.num_free:,} are left to talk")
+            write_notice(talk.document, why_no_more(talk, prompt.context), out)
             with raising_interrupts():
                 say(f"document read in {talk.read():.1f} s")
         if talk.turns:
@@ -165,17 +166,6 @@ def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, command_line: typer
                 "conversation without --resume."
             )
     return replace(model, **of_model), replace(cache, **of_cache)
-
-
-def _say_what_is_read(talk: "Chat", context: int | None, out: Console, say: Callable[[str], None]) -> None:
-    """Say how much of the documents is read, and before all answers what they do not know."""
-    document, parts = talk.document, talk.document.parts
-    which = "document" if len(parts) == 1 else f"{len(parts):,} documents"
-    count = f"{'about ' * document.is_estimate}{document.tokens:,}"
-    say(f"{which}: {document.read_tokens:,} of {count} tokens; {talk.num_free:,} are left to talk")
-    why = f"the model's context is {talk.context:,}" if context is None else f"--context {context:,}"
-    if notice := document.notice(why):
-        write(out, f"[{notice}]\n\n")
 
 
 def _last_turn(talk: "Chat", tokenizer: "PreTrainedTokenizerBase") -> str:

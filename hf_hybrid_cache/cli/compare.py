@@ -23,7 +23,7 @@ from ..layers import tensors_of
 from ..prompt_reading import layer_that_begins_anew, prefill
 from ..weights import NothingToQuantizeError
 from .console import note, print_json, write
-from .generate import Task, say_what_is_read
+from .generate import Task, say_what_is_read, why_no_more
 from .loading import LoadedModel, quantize_loaded
 
 SAMPLE_QUESTION = "What is a convenient way to insert debugging assertions into a program?"
@@ -166,9 +166,8 @@ def _in_time(task: Task, loaded: LoadedModel, num_rows: int, out: Console, notes
     def seconds(num_tokens: int) -> float:
         return stock(num_tokens) + (num_rows - 1) * ours(num_tokens)
 
-    most, why = chat.document.read_tokens, f"--context {given or 0:,}"
+    most, why = chat.document.read_tokens, why_no_more(chat, given)
     if given is None:
-        why = f"the model's context is {chat.context:,}"
         left = MOST_SECONDS - (time.perf_counter() - start)
         in_time = max(1, bisect_right(range(most + 1), left, key=seconds) - 1)
         if in_time < most:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 
 from ..documents import Documents, read_documents, read_text, require_documents
-from ..prefix_store import KeptPrompts
 from .console import UsageError, consoles, exit_codes, note, print_json, write
 from .options import (
     CACHE,
@@ -25,13 +24,14 @@ from .options import (
     Model,
     Prompt,
     Quiet,
+    check_text,
     option,
     with_options,
 )
 
 if TYPE_CHECKING:
-    from ..chat import AnswerSettings, Chat
-    from ..prefix_store import PrefixStore
+    from ..chat import AnswerSettings, Chat, DocumentPrompt
+    from ..prefix_store import KeptPrompts, PrefixStore
     from .loading import LoadedModel
 
 
@@ -120,7 +120,10 @@ def generate(
             cache.require_ours("--keep")
         elif explain:
             raise UsageError("--explain is about the folder of --keep: name that, or drop it.")
-        _check_texts({"--question": question, "--system": prompt.system})
+        check_text("--question", question)
+        for name, text in (("--question", question), ("--system", prompt.system)):
+            if text is not None and not text.strip():
+                raise UsageError(f"{name} is empty.")
         if question is None and prompt_file is None and (document or not compare):
             _require_keeping(bool(document), keep.keep is not None, as_json)
         require_documents(document or ())
@@ -133,6 +136,8 @@ def generate(
         )
         form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
         if keep.keep is not None:
+            from ..prefix_store import KeptPrompts
+
             _say_what_is_kept_otherwise(KeptPrompts(keep.keep), task.documents, form, notes)
         # What follows imports torch.
         store = keep.store()
@@ -149,8 +154,7 @@ def generate(
         of_cache = {name: form[name] for name in ("cache", "bits")} | {"cpu_decode": cache.decodes_on_cpu}
         chat = task.chat(loaded, notes, **of_cache, store=store, details=form)
         text_out = Console(quiet=True) if as_json else out
-        why = f"the model's context is {chat.context:,}" if prompt.context is None else f"--context {prompt.context:,}"
-        say_what_is_read(chat, why, text_out, notes)
+        say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
         pieces = task.ask(chat)
         if store is not None and explain:
             _say_why_no_more(store, loaded, chat, notes)
@@ -183,21 +187,19 @@ def say_what_is_read(chat: "Chat", why: str, out: Console, notes: Console) -> No
     document, documents = chat.document, chat.documents
     if documents is None:
         return
-    about = "about " if document.is_estimate else ""
-    note(notes, f"{documents.counted}: read {document.read_tokens:,} of {about}{document.tokens:,} tokens")
+    note(notes, f"{documents.counted}: read {document.counts} tokens")
+    write_notice(document, why, out)
+
+
+def why_no_more(chat: "Chat", context: int | None) -> str:
+    """The reason why no more of the documents is read; `context` is the value of --context."""
+    return f"the model's context is {chat.context:,}" if context is None else f"--context {context:,}"
+
+
+def write_notice(document: "DocumentPrompt", why: str, out: Console) -> None:
+    """Write before all answers what they do not know, if documents were cut."""
     if notice := document.notice(why):
         write(out, f"[{notice}]\n\n")
-
-
-def _check_texts(texts: Mapping[str, str | None]) -> None:
-    """Raise `UsageError` if the text of an option is empty, or cannot be UTF-8."""
-    for name, text in texts.items():
-        if text is not None and not text.strip():
-            raise UsageError(f"{name} is empty.")
-        try:
-            (text or "").encode()
-        except UnicodeEncodeError:  # a terminal of another encoding
-            raise UsageError(f"{name} {text!r} is not UTF-8 text.") from None
 
 
 def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
@@ -209,7 +211,7 @@ def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
 
 
 def _say_what_is_kept_otherwise(
-    store: KeptPrompts, documents: Documents | None, form: Mapping[str, Any], notes: Console
+    store: "KeptPrompts", documents: Documents | None, form: Mapping[str, Any], notes: Console
 ) -> None:
     """Say so if a folder has documents, but only of another model, or with other weights or bits."""
     title, said = "" if documents is None else documents.title, None

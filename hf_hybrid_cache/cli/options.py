@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..chat.settings import DEFAULT_BITS
 from .console import UsageError, fail
 
 if TYPE_CHECKING:
-    import torch
-
     from ..chat import AnswerSettings
     from ..prefix_store import PrefixStore
 
@@ -28,7 +27,6 @@ BITS = (8, 4, 2)
 WEIGHT_BITS = (8, 4)
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_BITS = 4
 # Tokens of an answer at most; with --compare, of the answer of each cache.
 NEW_TOKENS, COMPARED_TOKENS = 256, 64
 
@@ -95,13 +93,6 @@ def check_text(option: str, text: str | None) -> None:
         (text or "").encode()
     except UnicodeEncodeError:
         raise UsageError(f"{option} {text!r} is not UTF-8 text.") from None
-
-
-def torch_dtype_of(name: str | None) -> "torch.dtype | None":
-    """The type of a name in `DTYPES`; `None` for `None`."""
-    import torch
-
-    return None if name is None else getattr(torch, name)
 
 
 @dataclass(frozen=True)
@@ -203,10 +194,6 @@ class Model:
     @property
     def name(self) -> str:
         return self.model
-
-    @property
-    def torch_dtype(self) -> "torch.dtype | None":
-        return torch_dtype_of(self.dtype)
 
     @property
     def quantized_bits(self) -> int | None:
