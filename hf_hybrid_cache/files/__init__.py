@@ -1,0 +1,1 @@
+"""Files of tensors with checksums: of saved caches, and of kept prompts."""
