@@ -1,29 +1,40 @@
-"""Prompts with payloads that tell what they belong to; without torch, so that processes of their own begin quickly."""
+"""Prompts with states that tell what they belong to; without torch, so that processes of their own begin quickly."""
 
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-from hf_hybrid_cache.prefix_folder import Match, NodeFile, PrefixFolder
+import numpy as np
+
+from hf_hybrid_cache.files.tensor_file import CacheFileError, Section, TensorForm
+from hf_hybrid_cache.prefix_store.folder import Folder, Match, Part
 
 IDENTITY = b"a model"
 BLOCK = 64
 Tokens = tuple[int, ...]
 
 
-def open_folder(path: Path, max_bytes: int | None = None, lock_seconds: float = 30.0) -> PrefixFolder:
-    return PrefixFolder(path, max_bytes=max_bytes, min_free_bytes=0, lock_seconds=lock_seconds)
+def open_folder(path: Path, max_bytes: int | None = None, lock_seconds: float = 30.0) -> Folder:
+    return Folder(path, max_bytes=max_bytes, min_free_bytes=0, lock_seconds=lock_seconds)
 
 
-def payload_of(tokens: Tokens, start: int, identity: bytes = IDENTITY) -> bytes:
+def keys_of(tokens: Tokens) -> np.ndarray:
+    return np.array(tokens, np.uint32)
+
+
+def states_of(tokens: Tokens, start: int, identity: bytes = IDENTITY) -> bytes:
     """Return what is written for the tokens from `start` on: it depends on all of them, and so does its size."""
     digest = blake2b(repr((identity, tokens, start)).encode()).digest()
     return digest * ((len(tokens) - start) // 8) + digest[: len(tokens) % 64]
 
 
+def section_of(states: bytes) -> Section:
+    return Section("states", {"states": TensorForm("uint8", (len(states),))}, lambda: [[states[:10], states[10:]]])
+
+
 def keep(
-    folder: PrefixFolder,
+    folder: Folder,
     tokens: Tokens,
     blocks_again: int = 0,
     identity: bytes = IDENTITY,
@@ -39,66 +50,67 @@ def keep(
         identity: of the model.
         whole_nodes: as for `add`.
     """
-    with folder.find(identity, tokens, whole_nodes) as match:
-        check(match, tokens, identity, whole_nodes)
+    with found(folder, tokens, identity, whole_nodes) as match:
         if match.num_tokens == len(tokens):
             return False
         add(folder, tokens, max(0, match.num_tokens // BLOCK * BLOCK - BLOCK * blocks_again), identity, whole_nodes)
         return True
 
 
-def add(
-    folder: PrefixFolder, tokens: Tokens, start: int, identity: bytes = IDENTITY, whole_nodes: bool = False
-) -> bytes:
-    """Add a node with a payload that belongs to its tokens; return its id."""
-    payload = payload_of(tokens, start, identity)
-    return folder.add(
-        identity,
-        tokens,
-        start,
-        len(payload),
-        lambda file: file.write(payload),
-        repr(start).encode(),
-        whole_nodes,
-    )
+def add(folder: Folder, tokens: Tokens, start: int, identity: bytes = IDENTITY, whole_nodes: bool = False) -> str:
+    """Add a node with states that belong to its tokens; return its name."""
+    section = section_of(states_of(tokens, start, identity))
+    return folder.add(identity, keys_of(tokens), start, [section], repr(start), "", whole_nodes)
+
+
+def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> Match:
+    """Find a prompt, and check all states; nodes that turn out to be damaged are removed, as a user of a folder does."""
+    while True:
+        match = folder.find(identity, keys_of(tokens), whole_nodes)
+        try:
+            check(match, tokens, identity, whole_nodes)
+            return match
+        except CacheFileError:
+            match.close()
+            assert any([folder.remove_damaged(part.node.name) for part in match.parts])
 
 
 def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> None:
     """
-    Check that a match is right, with all payloads.
+    Check that a match is right, with all states.
 
     Parts begin with the first token, have no holes and the prompt's tokens; whole nodes have no others.
     """
     assert (not match.parts) == (match.num_tokens == 0)
     if not match.parts:
         return
-    assert match.parts[0].file.head.start == 0
+    assert match.parts[0].node.start == 0
     assert match.parts[-1].end == match.num_tokens <= len(tokens)
-    assert all(one.end == next_one.file.head.start for one, next_one in pairwise(match.parts))
+    assert all(one.end == next_one.node.start for one, next_one in pairwise(match.parts))
     whole: Tokens = ()
     for part in match.parts:
-        whole = whole[: part.file.head.start] + tokens_of(part.file)
+        whole = whole[: part.node.start] + tokens_of(part)
         assert whole[: part.end] == tokens[: part.end]
-        assert read(part.file) == payload_of(whole, part.file.head.start, identity)
+        assert read(part) == states_of(whole, part.node.start, identity)
         if whole_nodes:
             assert whole == tokens[: len(whole)]
             assert part.end in (len(whole), len(whole) // BLOCK * BLOCK)
     assert not whole_nodes or match.num_tokens == len(whole)
 
 
-def tokens_of(file: NodeFile) -> Tokens:
-    tokens = file.head.tokens
-    return tuple(int.from_bytes(tokens[at : at + 4], "big") for at in range(0, len(tokens), 4))
+def tokens_of(part: Part) -> Tokens:
+    return tuple(np.frombuffer(part.node.keys, ">u4").tolist())
 
 
-def read(file: NodeFile) -> bytes:
-    with file.open() as opened:
-        return opened.read()
+def read(part: Part) -> bytes:
+    with part.open() as file:
+        data = bytearray(file.tensors("states")["states"].form.num_bytes)
+        file.read("states", {"states": memoryview(data)})
+        return bytes(data)
 
 
-def num_found(folder: PrefixFolder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> int:
-    with folder.find(identity, tokens, whole_nodes) as match:
-        check(match, tokens, identity, whole_nodes)
+def num_found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> int:
+    with found(folder, tokens, identity, whole_nodes) as match:
         return match.num_tokens
 
 

@@ -1,0 +1,345 @@
+"""
+The database of a store: which nodes there are, and what tokens they have.
+
+A node is a run of tokens that begins at a block border. Its parent is the node that has the tokens before it, up to
+that border, which may be in the middle of the parent's run: so a prompt that leaves a run adds a node, and no file
+changes. Nodes may overlap: two prompts that were added at once, or a node that says anew what its parent's last tokens
+are.
+
+It is one file of SQLite with a journal, because its log for writing ahead works neither on network file systems nor in
+a folder that cannot be written. A connection lives as long as a call.
+"""
+
+import sqlite3
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from .errors import PrefixStoreFolderError
+from .keys import BLOCK_BYTES, KEY_BYTES, num_common
+
+# Raise it when the folder means something else.
+VERSION = 2
+_APPLICATION = 0x68666B76
+_SCHEMA = (
+    """CREATE TABLE node (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    parent INTEGER REFERENCES node (id),
+    prefix BLOB NOT NULL,
+    start INTEGER NOT NULL,
+    keys BLOB NOT NULL,
+    file_bytes INTEGER NOT NULL,
+    description TEXT NOT NULL
+)""",
+    # The node that goes furthest along a prompt is beside the place of the prompt in the order of keys.
+    "CREATE INDEX node_prefix ON node (prefix, keys)",
+    "CREATE INDEX node_parent ON node (parent)",
+)
+_COLUMNS = "id, name, parent, prefix, start, keys, file_bytes"
+_ROWS = [(int, str, parent, bytes, int, bytes, int) for parent in (int, type(None))]
+_VARIABLES = 10_000  # that SQLite takes at a time, at least
+
+
+class Node(NamedTuple):
+    """
+    A node.
+
+    Attributes:
+        id: of its row.
+        name: of its file, and of the node.
+        parent: id of the node before it; `None` if it begins with the first token.
+        prefix: digest of the identity and the keys before it.
+        start: number of tokens before it.
+        keys: of its run, as bytes.
+        file_bytes: size of its file.
+    """
+
+    id: int
+    name: str
+    parent: int | None
+    prefix: bytes
+    start: int
+    keys: bytes
+    file_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.keys) // KEY_BYTES
+
+
+class DamagedDatabaseError(ValueError):
+    """The database cannot be read; it is made again from the files."""
+
+
+class Database:
+    """
+    The database of a folder.
+
+    Args:
+        path: of its file.
+        lock_seconds: how long to wait for another process.
+        has_locks: whether the file system has locks.
+    """
+
+    def __init__(self, path: Path, lock_seconds: float, has_locks: bool):
+        self.path, self._lock_seconds = path, lock_seconds
+        self._uri = f"file:{quote(str(path))}?mode=rw{'' if has_locks else '&nolock=1'}"
+
+    @contextmanager
+    def reading(self) -> Iterator["Nodes"]:
+        """
+        Read the nodes as they are now, whatever others write.
+
+        Raises:
+            DamagedDatabaseError: they cannot be read.
+            PrefixStoreFolderError: it is not there, or another process holds it for too long.
+        """
+        with self._told("read"), closing(self._connected()) as connection:
+            connection.execute("BEGIN")
+            _require_schema(connection, self.path)
+            yield Nodes(connection)
+
+    @contextmanager
+    def changing(self) -> Iterator["Nodes"]:
+        """
+        Change the nodes; nobody else does so meanwhile. After an error all is as it was.
+
+        Raises:
+            DamagedDatabaseError: they cannot be read.
+            PrefixStoreFolderError: it cannot be written, or another process holds it for too long.
+        """
+        with self._told("changed"), closing(self._connected()) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                if is_new := not _schema(connection):
+                    _make(connection)
+                _require_schema(connection, self.path)
+                yield Nodes(connection, is_new)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def _connected(self) -> sqlite3.Connection:
+        # A change of one thread is never that of another one.
+        connection = sqlite3.connect(self._uri, self._lock_seconds, isolation_level=None, uri=True)
+        connection.text_factory = lambda data: str(data, errors="replace")
+        try:
+            connection.executescript("PRAGMA synchronous = FULL; PRAGMA trusted_schema = OFF")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        folder = self.path.parent
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN and folder.is_dir() and not self.path.exists():
+                raise DamagedDatabaseError(f"{self.path} is gone.") from error
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                raise PrefixStoreFolderError(
+                    folder, f"has been locked by another process for {self._lock_seconds} s. Is one stopped?"
+                ) from error
+            raise PrefixStoreFolderError(folder, f"cannot be {what}: {error}.") from error
+        except sqlite3.DatabaseError as error:
+            raise DamagedDatabaseError(f"{self.path} cannot be read: {error}.") from error
+
+
+class Nodes:
+    """
+    The nodes, within a transaction.
+
+    Args:
+        connection: in a transaction.
+        are_new: whether the database was made by it.
+
+    Attributes:
+        are_new: as given.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, are_new: bool = False):
+        self._connection, self.are_new = connection, are_new
+
+    def add(self, node: Node, description: str) -> None:
+        """Add a node, whatever its id is."""
+        values = (*node[1:], description)
+        self._connection.execute(
+            f"INSERT INTO node ({_COLUMNS}, description) VALUES (NULL, {', '.join('?' * len(values))})", values
+        )
+
+    def remove(self, ids: Collection[int]) -> None:
+        """Remove nodes."""
+        self._connection.executemany("DELETE FROM node WHERE id = ?", [(each,) for each in ids])
+
+    def named(self, name: str) -> Node | None:
+        """Return the node of a name."""
+        return next(self._select("WHERE name = ?", name), None)
+
+    def all(self) -> Iterator[Node]:
+        """Yield all nodes, each after its parent."""
+        return self._select("ORDER BY start")
+
+    def descriptions(self) -> dict[int, str]:
+        """Return the description of each node, by id."""
+        return dict(self._connection.execute("SELECT id, description FROM node"))
+
+    def num_bytes(self) -> int:
+        """Return the size of all files."""
+        return int(self._connection.execute("SELECT coalesce(sum(file_bytes), 0) FROM node").fetchone()[0])
+
+    def children(self, node: Node) -> Iterator[Node]:
+        """Yield the nodes that continue a node."""
+        return self._select("WHERE parent = ?", node.id)
+
+    def with_descendants(self, node: Node) -> list[Node]:
+        """Return a node and all that continue it, each after those that continue it."""
+        found = [node]
+        for each in found:
+            found.extend(child for child in self.children(each) if child.start > each.start)
+        return found[::-1]
+
+    def way_to(self, node: Node) -> list[Node]:
+        """Return the nodes from the first token to a node; nothing if one is missing, or they leave a hole."""
+        way = [node]
+        while way[-1].parent is not None:
+            parent = next(self._select("WHERE id = ?", way[-1].parent), None)
+            if parent is None or not parent.start < way[-1].start <= parent.end:
+                return []
+            way.append(parent)
+        return [] if way[-1].start else way[::-1]
+
+    def same(self, node: Node) -> Node | None:
+        """Return the node with the parent and the keys of another one."""
+        condition = "WHERE prefix = ? AND keys = ? AND parent IS ?"
+        return next(self._select(condition, node.prefix, node.keys, node.parent), None)
+
+    def longest(
+        self, digests: Sequence[bytes], keys: bytes, whole_nodes: bool, but: Collection[int] = ()
+    ) -> list[Node]:
+        """
+        Return the nodes, from the first token on, that have the longest beginning of a prompt; nothing if none has any.
+
+        Of several ways to the same token the one whose last node begins first is taken.
+
+        Args:
+            digests: of what is before each block of the prompt.
+            keys: of the prompt, as bytes.
+            whole_nodes: whether the prompt must have all tokens of each node, and each but the first begin at the last
+                block border of its parent.
+            but: ids of nodes that are left out.
+        """
+        left_out = set(but)
+        while True:
+            found: list[tuple[int, int, Node]] = []
+            for index in self._known(digests):
+                rest = keys[index * BLOCK_BYTES :]
+                prefix = digests[index]
+                near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
+                for node in near:
+                    if node.id not in left_out and (common := num_common(node.keys, rest)):
+                        found.append((node.start + common, -node.start, node))
+            if not found:
+                return []
+            node = max(found)[2]
+            way = self.way_to(node)
+            if _is_of(way, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
+                return way
+            left_out.add(node.id)
+
+    def _known(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the indices of digests that a node follows."""
+        known: set[bytes] = set()
+        for start in range(0, len(digests), _VARIABLES):
+            some = digests[start : start + _VARIABLES]
+            query = f"SELECT DISTINCT prefix FROM node WHERE prefix IN ({', '.join('?' * len(some))})"
+            known.update(prefix for (prefix,) in self._connection.execute(query, some))
+        return [index for index, digest in enumerate(digests) if digest in known]
+
+    def _beside(self, prefix: bytes, rest: bytes, but: Collection[int]) -> Iterator[Node]:
+        """Yield the nodes after a prefix that are beside the rest of a prompt in the order of keys."""
+        others = f"AND id NOT IN ({', '.join(map(str, but))})"
+        for comparison, order in (("<=", "DESC"), (">", "ASC")):
+            condition = f"WHERE prefix = ? AND keys {comparison} ? {others} ORDER BY keys {order} LIMIT 1"
+            yield from self._select(condition, prefix, rest)
+
+    def _whole(self, prefix: bytes, rest: bytes) -> Iterator[Node]:
+        """Yield the nodes after a prefix that the rest of a prompt has to the end, the longest first."""
+        while rest:
+            query = "SELECT max(keys) FROM node WHERE prefix = ? AND keys <= ?"
+            (before,) = self._connection.execute(query, (prefix, rest)).fetchone()
+            if before is None:
+                return
+            common = num_common(before, rest) * KEY_BYTES
+            if common == len(before):
+                yield from self._select("WHERE prefix = ? AND keys = ?", prefix, before)
+                common -= KEY_BYTES
+            # What is before all that differ there has no more in common.
+            rest = rest[:common]
+
+    def _select(self, condition: str, *values: Any) -> Iterator[Node]:
+        return map(_node, self._connection.execute(f"SELECT {_COLUMNS} FROM node {condition}", values))
+
+
+def _node(row: Sequence[Any]) -> Node:
+    """Return a node from a row, whose types SQLite does not check."""
+    node = Node._make(row)
+    if tuple(map(type, row)) not in _ROWS or not node.keys or len(node.keys) % KEY_BYTES:
+        raise DamagedDatabaseError(f"A row is no node: {row[:2]}.")
+    return node
+
+
+def _is_of(way: Sequence[Node], keys: bytes, whole_nodes: bool) -> bool:
+    """Return whether a prompt has the keys of all nodes on a way, up to where the next one begins."""
+    for node, following in zip(way, [*way[1:], None], strict=True):
+        rest = keys[node.start * KEY_BYTES :]
+        needed = len(node.keys) // KEY_BYTES
+        if not whole_nodes:
+            needed = 1 if following is None else following.start - node.start
+        elif following is not None and following.start != node.end - node.end % (BLOCK_BYTES // KEY_BYTES):
+            return False
+        if num_common(node.keys, rest) < needed:
+            return False
+    return bool(way)
+
+
+def _schema(connection: sqlite3.Connection) -> tuple[str, ...]:
+    found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY rowid")
+    return tuple(sql for (sql,) in found)
+
+
+def _make(connection: sqlite3.Connection) -> None:
+    connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    for statement in _SCHEMA:
+        connection.execute(statement)
+
+
+def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """
+    Check that a database is one of ours.
+
+    Raises:
+        DamagedDatabaseError: it was, and has other tables.
+        PrefixStoreFolderError: it is of another program, or another version.
+    """
+    (application,), (version,) = (
+        connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+    )
+    if (application, version) == (_APPLICATION, VERSION):
+        if _schema(connection) != _SCHEMA:
+            raise DamagedDatabaseError(f"{path} has other tables.")
+    elif application == _APPLICATION:
+        raise PrefixStoreFolderError(
+            path.parent, f"is a prefix store of version {version}, and this one is {VERSION}: give another folder."
+        )
+    elif _schema(connection):
+        raise PrefixStoreFolderError(path.parent, f"has {path.name} of another program: give another folder.")
+    else:
+        raise DamagedDatabaseError(f"{path} is empty.")

@@ -1,0 +1,715 @@
+"""
+The folder of a store, in which prompts, each with states, survive the process.
+
+| name | what |
+|---|---|
+| `prompts.sqlite` | which nodes there are, see `database.py` |
+| `nodes/` | the files of the nodes, one each; who uses one shares its lock, and its time is that of the last use |
+| `unfinished/` | files that are being written, each locked by its writer |
+
+A file is written and synced before it gets its name, and then its row, in one transaction. So a process that is killed
+leaves a row without a file, or a file without a row, and who comes next makes them agree.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from ..durable_files import sync_folder
+from ..files.tensor_file import CacheFileError, Section, TensorFile
+from .database import DamagedDatabaseError, Database, Node, Nodes
+from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
+from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
+from .node_file import SUFFIX, Head, damage, new_file, opened, opened_node
+from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock, wait_to_share
+
+_DATABASE, _NODES, _UNFINISHED = "prompts.sqlite", "nodes", "unfinished"
+_OURS = {_DATABASE, f"{_DATABASE}-journal", _NODES, _UNFINISHED}
+_OLD_MARK = ("lock", b"A store of prompts of hf_hybrid_cache, version 1")
+_NAME = re.compile("[0-9a-f]{32}")
+_GIB = 2**30
+_T = TypeVar("_T")
+
+
+class Part(NamedTuple):
+    """
+    The beginning of a node's run, as a part of a prompt.
+
+    In a match of whole nodes the prompt has all of the run; but the next part begins at a block border and has what
+    follows that border, too, so that up to 63 tokens at the end of the run are not of this part.
+
+    Attributes:
+        path: of the file.
+        node: whose run it is.
+        end: number of tokens of the prompt up to the end of the part.
+    """
+
+    path: Path
+    node: Node
+    end: int
+
+    def open(self) -> TensorFile:
+        """
+        Open the file.
+
+        Raises:
+            CacheFileError: it is gone, another one, or damaged.
+        """
+        return opened_node(self.path, self.node)
+
+    @property
+    def next_key(self) -> int | None:
+        """The key that follows in the run; `None` at its end."""
+        rest = self.node.keys[(self.end - self.node.start) * KEY_BYTES :][:KEY_BYTES]
+        return int.from_bytes(rest, "big") if rest else None
+
+
+class Match:
+    """
+    The stored beginning of a prompt, in use until it is closed. A context manager.
+
+    While it is in use the store does not remove its nodes. Where there are no locks it may; opening them then fails
+    with `CacheFileError`. A process that is forked meanwhile uses them, too, until it ends.
+
+    Args:
+        parts: in order, without holes.
+        pin: the last node's file, whose lock is shared; it protects those before it, which it continues.
+
+    Attributes:
+        parts: as given.
+        num_tokens: of the prompt that are stored.
+    """
+
+    def __init__(self, parts: Sequence[Part] = (), pin: BinaryIO | None = None):
+        self.parts, self._pin = tuple(parts), pin
+        self.num_tokens = self.parts[-1].end if self.parts else 0
+
+    def part_before(self, position: int) -> Part | None:
+        """Return the part with the token before a position; `None` at the start and beyond the end."""
+        return next((part for part in self.parts if part.node.start < position <= part.end), None)
+
+    def close(self) -> None:
+        if self._pin is not None:
+            self._pin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    A node as lists show it.
+
+    Attributes:
+        node: it.
+        description: as it was added.
+        last_use: seconds since the epoch.
+    """
+
+    node: Node
+    description: str
+    last_use: float
+
+
+class Folder:
+    """
+    A folder of prompts, found again by the longest common prefix of keys.
+
+    Several threads and processes may use one folder: the database lets one of them change it at a time, and others
+    search meanwhile. A node in use is not removed. Where there are no locks (Windows, some network file systems) one
+    process at a time may write; others may read, and what they find is right.
+
+    A checksum tells of files that were altered, not of those that somebody forged: the folder is its owner's alone.
+
+    Args:
+        path: of the folder; it is made if there is none, and must be empty if it is no store yet.
+        max_bytes: the most that files of nodes may have together; `None` for no limit but the disk's. The database is
+            beside it.
+        min_free_bytes: what stays free on the disk.
+        lock_seconds: how long to wait for a process that holds a lock.
+
+    Raises:
+        PrefixStoreFolderError: the folder cannot be used, has other files, or is of another version.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = None,
+        min_free_bytes: int = 2**30,
+        lock_seconds: float = 30.0,
+    ):
+        try:
+            self.path = Path(path).expanduser().absolute()  # the working directory may change
+        except RuntimeError as error:
+            raise PrefixStoreFolderError(
+                path, "cannot be found: there is no home folder. Give another path."
+            ) from error
+        except FileNotFoundError as error:
+            raise PrefixStoreFolderError(path, "cannot be found: the working directory is gone.") from error
+        self._max_bytes, self._min_free_bytes, self._lock_seconds = max_bytes, min_free_bytes, lock_seconds
+        self._nodes, self._unfinished = self.path / _NODES, self.path / _UNFINISHED
+        with reported(self.path, "cannot be used as a store"):
+            self._make()
+            self._database = Database(self.path / _DATABASE, lock_seconds, self._has_locks())
+        self._change(self._agree)
+
+    def find(self, identity: bytes, keys: np.ndarray, whole_nodes: bool = False) -> Match:
+        """
+        Find the longest stored beginning of a prompt, whose nodes are in use until the match is closed.
+
+        Args:
+            identity: of all that states depend on beside the keys.
+            keys: `[tokens]`.
+            whole_nodes: find the longest chain of nodes that the prompt has all tokens of, for states that can only be
+                used to their ends. Each begins at the last block border of the node before it.
+
+        Raises:
+            PrefixStoreFolderError: the folder cannot be read.
+
+        Warns:
+            UserWarning: a file is gone, or has another size; it is not used, and removed.
+        """
+        data = as_bytes(keys)
+        return self._find(prefix_digests(identity, data), data, whole_nodes)
+
+    def add(
+        self,
+        identity: bytes,
+        keys: np.ndarray,
+        start: int,
+        sections: Sequence[Section],
+        description: str = "",
+        states: str = "",
+        whole_nodes: bool = False,
+    ) -> str:
+        """
+        Add what follows the first `start` tokens of a prompt as a node.
+
+        The prefix up to `start` must be stored: keep its match open meanwhile. A node begins at a block border, so
+        what was stored of the last block beyond it is stored again, and no file changes: borders are where states are
+        laid out, quantized and mapped. It may begin before the last one, where the last states have changed their form.
+
+        Args:
+            identity: as for `find`.
+            keys: `[tokens]`, of the whole prompt.
+            start: a multiple of 64, less than the number of tokens.
+            sections: the states.
+            description: for lists.
+            states: the description of the sections.
+            whole_nodes: for a search of whole nodes. A chain of them must end at `start`, or less than a block after
+                it, and the node is added unless one ends with the last token; longer nodes may have all its tokens.
+
+        Returns:
+            the name of the node with the last token: a new one, unless all these tokens are stored already.
+
+        Raises:
+            NodeNotFoundError: the first `start` tokens are not stored so, or not any more.
+            PrefixStoreFullError: it does not fit the limits; nothing was written.
+            PrefixStoreFolderError: it cannot be written; the store is as it was, but for what made room.
+        """
+        data = as_bytes(keys)
+        assert start in range(0, len(keys), BLOCK_TOKENS), start
+        digests = prefix_digests(identity, data)
+        with self._find(digests, data, whole_nodes) as match:
+            if match.num_tokens == len(keys):
+                return match.parts[-1].node.name
+        num_blocks = start // BLOCK_TOKENS
+        # The whole nodes of the longest match need not have one that ends here. Being in use, what these are stays.
+        prefix = data[: start * KEY_BYTES + BLOCK_BYTES - KEY_BYTES]
+        with self._find(digests[: num_blocks + 1], prefix, whole_nodes) as match:
+            before = match.part_before(start)
+            if start and before is None:
+                raise NodeNotFoundError(
+                    f"{self.path} has {match.num_tokens:,} tokens of the prompt{' in whole nodes' * whole_nodes}; "
+                    f"new ones cannot begin after {start:,}."
+                )
+            parent = None if before is None else before.node.name
+            head = Head(parent, digests[num_blocks], start, data[start * KEY_BYTES :], description, states)
+            return self._write(head, sections)
+
+    def entries(self) -> list[Entry]:
+        """
+        List the nodes, the one used last first.
+
+        Raises:
+            PrefixStoreFolderError: the folder cannot be read.
+        """
+        nodes, descriptions = self._read(lambda nodes: (list(nodes.all()), nodes.descriptions()))
+        entries = [Entry(node, descriptions[node.id], self._last_use(node) / 1e9) for node in nodes]
+        return sorted((each for each in entries if each.last_use), key=lambda each: (-each.last_use, each.node.name))
+
+    def keys(self, name: str) -> np.ndarray:
+        """
+        Return all keys of a prompt up to the end of a node, `[tokens]`.
+
+        Raises:
+            NodeNotFoundError: there is none, or not any more.
+            PrefixStoreFolderError: the folder cannot be read.
+        """
+
+        def way_to(nodes: Nodes) -> list[Node]:
+            node = nodes.named(name)
+            return [] if node is None else nodes.way_to(node)
+
+        data = bytearray()
+        for node in self._read(way_to):
+            data[node.start * KEY_BYTES :] = node.keys
+        if not data:
+            raise NodeNotFoundError(f"{self.path} has no node {name}.")
+        return as_keys(bytes(data))
+
+    def remove(self, name: str) -> None:
+        """
+        Remove a node and all that continue it.
+
+        Raises:
+            NodeNotFoundError: there is none.
+            NodeInUseError: it or one that continues it is in use; all are there still.
+            PrefixStoreFolderError: the folder cannot be changed.
+        """
+
+        def remove(nodes: Nodes) -> None:
+            if (node := nodes.named(name)) is None:
+                raise NodeNotFoundError(f"{self.path} has no node {name}.")
+            going = nodes.with_descendants(node)
+            if any(map(self._is_in_use, going)) or not self._delete(nodes, going):
+                raise NodeInUseError(f"{self.path} uses the node {name}, or one that continues it.")
+
+        self._change(remove)
+
+    def remove_unshared(self, name: str, except_tokens: int = 0) -> None:
+        """
+        Remove the last node of a prompt, and those before it, up to one that another node continues.
+
+        Args:
+            name: of the last node; nothing happens if there is none.
+            except_tokens: nodes that end with one of the first tokens, so many, stay.
+
+        Raises:
+            NodeInUseError: a node is in use; it and those before it are there still.
+            PrefixStoreFolderError: the folder cannot be changed.
+        """
+
+        def remove(nodes: Nodes) -> bool:
+            node = nodes.named(name)
+            for each in [] if node is None else nodes.way_to(node)[::-1]:
+                if each.end <= except_tokens or next(nodes.children(each), None) is not None:
+                    break
+                if not self._delete(nodes, [each]):
+                    return False
+            return True
+
+        if not self._change(remove):
+            raise NodeInUseError(f"{self.path} uses the node {name}, or one before it.")
+
+    def damages(self) -> dict[str, str]:
+        """
+        Read everything and compare it with its checksums; return what is wrong, by the names of the nodes.
+
+        Raises:
+            PrefixStoreFolderError: the folder cannot be read, or changed.
+        """
+        self._change(self._agree)
+        found = {node.name: self._damage(node) for node in self._read(lambda nodes: list(nodes.all()))}
+        return {name: reason for name, reason in found.items() if reason}
+
+    def remove_damaged(self, name: str) -> bool:
+        """
+        Verify a node that does not seem right, and remove it and all that continue it if it is not, even in use.
+
+        Returns:
+            whether it was damaged.
+
+        Raises:
+            PrefixStoreFolderError: the folder cannot be changed.
+
+        Warns:
+            UserWarning: it was.
+        """
+
+        def remove(nodes: Nodes) -> str | None:
+            node = nodes.named(name)
+            reason = None if node is None else damage(self._path_of(name), node)
+            if node is not None and reason:
+                self._delete(nodes, nodes.with_descendants(node), by_force=True)
+            return reason
+
+        if reason := self._change(remove):
+            _warn_removed(reason)
+        return reason is not None
+
+    def _find(self, digests: Sequence[bytes], data: bytes, whole_nodes: bool) -> Match:
+        left_out: set[int] = set()
+        search = partial(Nodes.longest, digests=digests, keys=data, whole_nodes=whole_nodes, but=left_out)
+        while True:
+            way = self._read(search)
+            if not way:
+                return Match()
+            for node in way:
+                if not self._has_its_size(node):
+                    left_out |= self._dropped(node)
+                    break
+            else:
+                # What is gone by now, the next search does not find.
+                if (pin := self._pin(way[-1])) is not None:
+                    break
+        ends = [*(node.start for node in way[1:]), _end_of(way[-1], data)]
+        parts = [Part(self._path_of(node.name), node, end) for node, end in zip(way, ends, strict=True)]
+        now = time.time_ns()
+        for part in parts:
+            with contextlib.suppress(OSError):
+                os.utime(part.path, ns=(now, now))
+        return Match(parts, pin)
+
+    def _dropped(self, node: Node) -> set[int]:
+        """Remove a damaged node; return its id if that cannot be done now."""
+        try:
+            self.remove_damaged(node.name)
+        except PrefixStoreFolderError as error:
+            warnings.warn(f"The damaged node {node.name} stays: {error}", stacklevel=2)
+            return {node.id}
+        return set()
+
+    def _pin(self, node: Node) -> BinaryIO | None:
+        """Open the file of a node so that it is in use until that is closed; `None` if it is gone."""
+        with reported(self.path, "cannot be read"), contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open_file(self._path_of(node.name)))
+            except FileNotFoundError:
+                return None
+            if not wait_to_share(file, self._lock_seconds):
+                raise PrefixStoreFolderError(
+                    self.path, f"has a locked file, {node.name}{SUFFIX}. Is a process stopped?"
+                )
+            if not os.fstat(file.fileno()).st_nlink:
+                return None
+            stack.pop_all()
+            return file
+
+    def _write(self, head: Head, sections: Sequence[Section]) -> str:
+        """Write a node and publish it; return its name."""
+        name, file_to_write = secrets.token_hex(16), new_file(head, sections)
+        unfinished, final = self._unfinished / name, self._path_of(name)
+        num_bytes = file_to_write.num_bytes
+        published = None
+        try:
+            with self._change(lambda nodes: self._begin(nodes, unfinished, num_bytes)) as file:
+                with reported(self.path, "cannot be written"):
+                    file_to_write.write(file)
+                    os.fsync(file.fileno())
+                node = Node(0, name, None, head.prefix, head.start, head.keys, num_bytes)
+                published = self._change(lambda nodes: self._publish(nodes, node, head, file))
+            return published
+        finally:
+            for path in (unfinished, *([] if published == name else [final])):
+                with contextlib.suppress(OSError):  # whoever comes next removes it
+                    path.unlink(missing_ok=True)
+
+    def _begin(self, nodes: Nodes, path: Path, num_bytes: int) -> BinaryIO:
+        """Make room, and a locked file of this size, which counts from now on."""
+        self._make_room(nodes, num_bytes)
+        with reported(self.path, "cannot be written"):
+            file = open_file(path, "xb+")
+            try:
+                try_lock(file, True)  # nobody else has seen it
+                file.truncate(num_bytes)
+            except BaseException:
+                file.close()
+                raise
+            return file
+
+    def _publish(self, nodes: Nodes, node: Node, head: Head, file: BinaryIO) -> str:
+        """Make a written file a node, unless another one wrote the same node meanwhile; return its name."""
+        parent = None if head.parent is None else nodes.named(head.parent)
+        if parent is None and head.parent is not None:
+            raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
+        node = node._replace(parent=None if parent is None else parent.id)
+        if (same := nodes.same(node)) is not None:
+            if self._has_its_size(same):
+                return same.name
+            self._delete(nodes, nodes.with_descendants(same), by_force=True)
+        file.close()  # Windows renames no open file
+        with reported(self.path, "cannot be written"):
+            os.replace(self._unfinished / node.name, self._path_of(node.name))
+            sync_folder(self._nodes)
+        nodes.add(node, head.description)
+        return node.name
+
+    def _make_room(self, nodes: Nodes, num_bytes: int) -> None:
+        """
+        Remove nodes until so many bytes fit.
+
+        Raises:
+            PrefixStoreFullError: they do not fit without what may be removed.
+        """
+        reserved, unwritten = self._reserved()
+        used, free = nodes.num_bytes() + reserved, shutil.disk_usage(self.path).free - unwritten
+        excess = num_bytes + self._min_free_bytes - free
+        if self._max_bytes is not None:
+            excess = max(excess, used + num_bytes - self._max_bytes)
+        if excess <= 0:
+            return
+        going: list[Node] = []
+        removable = 0
+        for node in self._in_order_of_removal(nodes):
+            going.append(node)
+            removable += node.file_bytes
+            if removable >= excess and self._delete(nodes, going):
+                return
+        limit = "" if self._max_bytes is None else f" of {self._max_bytes / _GIB:.2f}"
+        raise PrefixStoreFullError(
+            self.path,
+            f"has no room for {num_bytes / _GIB:.2f} GiB more: it has {used / _GIB:.2f}{limit} GiB, "
+            f"{removable / _GIB:.2f} GiB of that can be removed, and the disk has {free / _GIB:.2f} GiB, of which "
+            f"{self._min_free_bytes / _GIB:.2f} GiB stay free. Raise max_bytes, free some, or close what is in use.",
+        )
+
+    def _in_order_of_removal(self, nodes: Nodes) -> Iterator[Node]:
+        """Yield the nodes that may go, the one used longest ago first of those that no other continues any more."""
+        by_id = {node.id: node for node in nodes.all()}
+        num_children = dict.fromkeys(by_id, 0)
+        for node in by_id.values():
+            if node.parent in num_children:
+                num_children[node.parent] += 1
+        waiting = [(self._last_use(by_id[each]), each) for each, number in num_children.items() if not number]
+        heapify(waiting)
+        while waiting:
+            node = by_id[heappop(waiting)[1]]
+            if self._is_in_use(node):  # it stays, and so do those before it
+                continue
+            yield node
+            if node.parent in num_children:
+                num_children[node.parent] -= 1
+                if not num_children[node.parent]:
+                    heappush(waiting, (self._last_use(by_id[node.parent]), node.parent))
+
+    def _delete(self, nodes: Nodes, going: Sequence[Node], by_force: bool = False) -> bool:
+        """Remove nodes, each after those that continue it, up to the first one in use; return whether all are gone."""
+        gone = []
+        try:
+            for node in going:
+                if not self._unlink(node, by_force):
+                    return False
+                gone.append(node.id)
+            return True
+        finally:
+            if gone:
+                sync_folder(self._nodes)
+                nodes.remove(gone)
+
+    def _unlink(self, node: Node, by_force: bool) -> bool:
+        """
+        Remove the file of a node, if there is one, and, by force, even if it is in use; return false if it stays.
+
+        A reader keeps what it has open.
+        """
+        path = self._path_of(node.name)
+        with reported(self.path, "cannot be changed"):
+            try:
+                with contextlib.ExitStack() as stack:
+                    if stat.S_ISREG(os.lstat(path).st_mode):
+                        lock = try_lock(stack.enter_context(open_file(path, "rb+")), True)
+                        if lock is Lock.REFUSED and not by_force:
+                            return False
+                        if lock is Lock.NONE_HERE:
+                            stack.close()  # Windows removes no open file
+                    # Who waits for the lock meanwhile finds a file without a name.
+                    path.unlink()
+            except (FileNotFoundError, IsADirectoryError):
+                pass
+            except PermissionError:
+                if not path.is_dir():  # Windows refuses what another has open
+                    return False
+        return True
+
+    def _is_in_use(self, node: Node) -> bool:
+        """Return whether a reader has the file of a node open; false where there are no locks to tell."""
+        try:
+            with open_file(self._path_of(node.name), "rb+") as file:
+                return try_lock(file, True) is Lock.REFUSED
+        except PermissionError:  # Windows refuses what another has open
+            return True
+        except OSError:  # what is no file is not in use
+            return False
+
+    def _reserved(self) -> tuple[int, int]:
+        """
+        Return the bytes of unfinished files, and how many of them are not on the disk yet; remove what nobody writes.
+
+        Where there are no locks nobody can tell, and all stay. Files with other names are no concern of ours.
+        """
+        reserved = unwritten = 0
+        for path in self._unfinished.iterdir():
+            if not _NAME.fullmatch(path.name):
+                continue
+            with contextlib.suppress(OSError), open_file(path, "rb+") as file:
+                if try_lock(file, True) is Lock.HELD:
+                    path.unlink()
+                    continue
+                status = os.fstat(file.fileno())
+                reserved += status.st_size
+                unwritten += max(0, status.st_size - 512 * getattr(status, "st_blocks", 0))
+        return reserved, unwritten
+
+    def _agree(self, nodes: Nodes) -> None:
+        """Make database and files agree, and remove what processes that have ended left."""
+        with reported(self.path, "cannot be read"):
+            self._reserved()
+            names = set(self._names())
+        known = {node.name: node for node in nodes.all()}
+        going = {each.id: each for name in known.keys() - names for each in nodes.with_descendants(known[name])}
+        self._delete(nodes, sorted(going.values(), key=lambda each: -each.start), by_force=True)
+        if lost := sum(each.name in names for each in going.values()):
+            warnings.warn(f"{self.path} lacks files. {lost} that continue them were removed.", stacklevel=2)
+        self._adopt(nodes, names - known.keys())
+
+    def _adopt(self, nodes: Nodes, names: set[str]) -> None:
+        """Make nodes of files that the database lacks, and remove those that are damaged or cannot be reached."""
+        heads: list[tuple[str, Head]] = []
+        for name in names:
+            try:
+                file, head = opened(self._path_of(name))
+                file.__exit__()
+                heads.append((name, head))
+            except CacheFileError as error:
+                self._remove_file(name, str(error))
+        for name, head in sorted(heads, key=lambda each: each[1].start):
+            path = self._path_of(name)
+            parent = None if head.parent is None else nodes.named(head.parent)
+            if head.parent is not None and (parent is None or not parent.start < head.start <= parent.end):
+                self._remove_file(name, f"{path} continues a prompt that is gone.")
+                continue
+            parent_id, size = None if parent is None else parent.id, os.stat(path).st_size
+            nodes.add(Node(0, name, parent_id, head.prefix, head.start, head.keys, size), head.description)
+
+    def _remove_file(self, name: str, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self._path_of(name).unlink()
+        _warn_removed(reason)
+
+    def _make(self) -> None:
+        self.path.mkdir(0o700, parents=True, exist_ok=True)
+        database, names = self.path / _DATABASE, set(os.listdir(self.path))
+        if _is_old(self.path):
+            raise PrefixStoreFolderError(
+                self.path, "is a store of an earlier version, which this one does not read: give another folder."
+            )
+        if _DATABASE not in names:
+            if others := sorted(names - _OURS):
+                raise PrefixStoreFolderError(
+                    self.path, f"is no store and has other files ({others[0]}): give a folder of its own."
+                )
+            self.path.chmod(0o700)
+            with contextlib.suppress(FileExistsError):
+                open_file(database, "xb+").close()
+        status = os.lstat(database)
+        are_own = {_DATABASE: stat.S_ISREG(status.st_mode) and is_own(status)}
+        are_own |= {path.name: make_own_folder(path) for path in (self._nodes, self._unfinished)}
+        for name, is_ours in are_own.items():
+            if not is_ours:
+                raise PrefixStoreFolderError(
+                    self.path,
+                    f"has {name}, which is a link, something else, or of another user: give another folder, or remove "
+                    "it.",
+                )
+
+    def _has_locks(self) -> bool:
+        if not hasattr(os, "O_DIRECTORY"):
+            return True  # those of SQLite
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return try_lock(handle, False) is not Lock.NONE_HERE
+        finally:
+            os.close(handle)
+
+    def _read(self, act: Callable[[Nodes], _T]) -> _T:
+        try:
+            with self._database.reading() as nodes:
+                return act(nodes)
+        except DamagedDatabaseError as error:
+            self._make_database_again(error)
+        with self._database.reading() as nodes:
+            return act(nodes)
+
+    def _change(self, act: Callable[[Nodes], _T]) -> _T:
+        try:
+            with self._database.changing() as nodes:
+                return act(nodes)
+        except DamagedDatabaseError as error:
+            self._make_database_again(error)
+        with self._database.changing() as nodes:
+            return act(nodes)
+
+    def _make_database_again(self, reason: DamagedDatabaseError) -> None:
+        """Make the database again from the files. An empty one is new, and what its journal has does not count."""
+        warnings.warn(f"{reason} It is made again from the files.", stacklevel=3)
+        with reported(self.path, "cannot be changed"):
+            with contextlib.suppress(FileExistsError):
+                open_file(self._database.path, "xb+").close()
+            os.truncate(self._database.path, 0)
+        with self._database.changing() as nodes:
+            self._agree(nodes)
+
+    def _has_its_size(self, node: Node) -> bool:
+        with contextlib.suppress(OSError):
+            status = os.lstat(self._path_of(node.name))
+            return stat.S_ISREG(status.st_mode) and status.st_size == node.file_bytes
+        return False
+
+    def _last_use(self, node: Node) -> int:
+        """Return when a node was last used, in nanoseconds; 0 if it is gone."""
+        with contextlib.suppress(OSError):
+            return os.lstat(self._path_of(node.name)).st_mtime_ns
+        return 0
+
+    def _damage(self, node: Node) -> str | None:
+        """Return what is wrong with the file of a node; nothing if all is right, or it was removed meanwhile."""
+        reason = damage(self._path_of(node.name), node)
+        return reason if reason and os.path.lexists(self._path_of(node.name)) else None
+
+    def _path_of(self, name: str) -> Path:
+        return self._nodes / f"{name}{SUFFIX}"
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the files of nodes; other files are no concern of ours."""
+        with os.scandir(self._nodes) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(SUFFIX)
+                if entry.name == name + SUFFIX and _NAME.fullmatch(name) and not entry.is_dir(follow_symlinks=False):
+                    yield name
+
+
+def _end_of(node: Node, keys: bytes) -> int:
+    """Return up to which token of a prompt the run of a node goes."""
+    return node.start + num_common(node.keys, keys[node.start * KEY_BYTES :])
+
+
+def _is_old(path: Path) -> bool:
+    """Return whether a folder is a store of the format before."""
+    name, mark = _OLD_MARK
+    with contextlib.suppress(OSError), open_file(path / name) as file:
+        return file.read(len(mark)) == mark
+    return False
+
+
+def _warn_removed(reason: str) -> None:
+    warnings.warn(f"{reason} It was removed from the store.", stacklevel=3)

@@ -1,0 +1,112 @@
+"""The file of a node: its keys, its states, and in the metadata who it is."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from ..files.tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
+from .database import Node
+from .keys import BLOCK_TOKENS, DIGEST_BYTES, KEY_BYTES, MOST_TOKENS
+from .private_files import open_file
+
+SUFFIX = ".safetensors"
+_FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "2"
+_KEYS = "keys"
+_ALIGNMENT = 64
+
+
+class Head(NamedTuple):
+    """
+    What a file says of its node.
+
+    Attributes:
+        parent: name of the node before it; `None` if it begins with the first token.
+        prefix: digest of the identity and the keys before it.
+        start: number of tokens before it.
+        keys: of its run, as bytes.
+        description: for lists.
+        states: the description of its tensors.
+    """
+
+    parent: str | None
+    prefix: bytes
+    start: int
+    keys: bytes
+    description: str
+    states: str = ""
+
+
+def new_file(head: Head, sections: Sequence[Section]) -> NewFile:
+    """Return the file of a node, whose states are in sections, to be written."""
+    node = {"parent": head.parent, "prefix": head.prefix.hex(), "start": head.start}
+    metadata = {"format": _FORMAT, "format_version": _VERSION, "node": json.dumps(node)}
+    metadata |= {"description": head.description, "states": head.states}
+    form = TensorForm("uint8", (len(head.keys) // KEY_BYTES, KEY_BYTES))
+    return NewFile(metadata, [Section(_KEYS, {_KEYS: form}, lambda: [[head.keys]]), *sections], _ALIGNMENT)
+
+
+def opened(path: Path) -> tuple[TensorFile, Head]:
+    """
+    Open the file of a node, and read and check its head.
+
+    Raises:
+        CacheFileError: it is no file of a node, is not whole, or was altered.
+    """
+    try:
+        file: BinaryIO = open_file(path)
+    except OSError as error:
+        raise CacheFileError(path, f"cannot be read: {error.strerror or error}.") from error
+    tensors = TensorFile(path, file)
+    try:
+        return tensors, _head_of(tensors)
+    except BaseException:
+        file.close()
+        raise
+
+
+def opened_node(path: Path, node: Node) -> TensorFile:
+    """
+    Open the file of a node, as the database has it.
+
+    Raises:
+        CacheFileError: it is another one, is not whole, or was altered.
+    """
+    file, head = opened(path)
+    if (head.prefix, head.start, head.keys) != (node.prefix, node.start, node.keys):
+        file.__exit__()
+        raise CacheFileError(path, "does not fit the database.")
+    return file
+
+
+def damage(path: Path, node: Node) -> str | None:
+    """Read all of the file of a node, and return what is wrong with it."""
+    try:
+        with opened_node(path, node) as file:
+            for section in file.sections:
+                file.read(section, {})
+    except CacheFileError as error:
+        return str(error)
+    return None
+
+
+def _head_of(file: TensorFile) -> Head:
+    metadata = file.metadata
+    if (metadata.get("format"), metadata.get("format_version")) != (_FORMAT, _VERSION):
+        raise CacheFileError(file.path, f"is no node of version {_VERSION}.")
+    keys = file.tensors(_KEYS).get(_KEYS)
+    if keys is None or keys.form != ("uint8", (num_tokens := keys.form.shape[0], KEY_BYTES)):
+        raise CacheFileError(file.path, "has no keys.")
+    if not 0 < num_tokens <= MOST_TOKENS:
+        raise CacheFileError(file.path, f"has {num_tokens:,} tokens.")
+    data = bytearray(keys.form.num_bytes)
+    file.read(_KEYS, {_KEYS: memoryview(data)})
+    try:
+        tree = json.loads(metadata["node"])
+        parent, prefix, start = tree["parent"], bytes.fromhex(tree["prefix"]), tree["start"]
+        is_right = len(prefix) == DIGEST_BYTES and type(start) is int and start >= 0 and not start % BLOCK_TOKENS
+        if not is_right or (parent is None) != (start == 0) or not isinstance(parent, str | None):
+            raise ValueError(f"it is no place of a node: {tree}")
+        return Head(parent, prefix, start, bytes(data), metadata["description"], metadata["states"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CacheFileError(file.path, f"does not say which node it is ({type(error).__name__}: {error}).") from error

@@ -1,0 +1,123 @@
+"""
+Private files, and the locks of the system on them, which end with the process that holds them.
+
+Locks are those of `flock`: between processes of one machine, between threads that opened the file each for itself, and
+on NFS between machines where the server has locks. Windows and some file systems have none; then a lock is never
+refused, and processes must take turns by themselves.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from ..errors import HybridCacheError
+from .errors import PrefixStoreFolderError
+
+if sys.platform != "win32":
+    import fcntl
+
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+# A link is not followed, and a pipe does not wait for its other end. Windows knows neither, and has a text mode.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+_FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.02
+
+
+class Lock(Enum):
+    """The result of asking for a lock."""
+
+    HELD = "held"
+    REFUSED = "held by another"
+    NONE_HERE = "there are no locks here"
+
+
+def open_file(path: Path, mode: str = "rb") -> BinaryIO:
+    """
+    Open a private file without a buffer; `xb+` makes a new one. A pipe is empty.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a folder, or a socket.
+    """
+    opened = open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | _FLAGS, _FILE_MODE))
+    return cast(BinaryIO, opened)
+
+
+def make_own_folder(path: Path) -> bool:
+    """
+    Make a private folder, if there is none; return whether what is there is a folder of this user, and no link to one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(_FOLDER_MODE)
+    status = os.lstat(path)
+    return stat.S_ISDIR(status.st_mode) and is_own(status)
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Return whether a file is of this user."""
+    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+
+
+def try_lock(file: BinaryIO | int, exclusive: bool) -> Lock:
+    """
+    Ask for the lock of an open file, alone or beside others that share it.
+
+    Raises:
+        OSError: the system cannot tell.
+    """
+    if sys.platform == "win32":
+        return Lock.NONE_HERE
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Lock.REFUSED
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return Lock.NONE_HERE
+        raise
+    return Lock.HELD
+
+
+def wait_to_share(file: BinaryIO, seconds: float) -> bool:
+    """
+    Wait for a share of the lock of an open file; false if another still holds it alone after so many seconds.
+
+    `flock` itself would wait without end, for a stopped process too.
+    """
+    end, wait = time.monotonic() + seconds, _FIRST_WAIT
+    while try_lock(file, False) is Lock.REFUSED:
+        if time.monotonic() > end:
+            return False
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT)
+    return True
+
+
+@contextmanager
+def reported(folder: Path, what: str) -> Iterator[None]:
+    """
+    Tell of errors of the system with the name of a folder.
+
+    Args:
+        folder: of the files.
+        what: what cannot be done, after the name of the folder.
+
+    Raises:
+        PrefixStoreFolderError: the system raised an error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HybridCacheError):
+            raise
+        raise PrefixStoreFolderError(folder, f"{what}: {error.strerror or error}.") from error
