@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .errors import PrefixStoreError
-    from .kept_prompts import KeptPrompt, KeptPrompts
+    from .errors import PrefixStoreError, PrefixStoreFolderError
     from .prefix_store import PrefixStore
     from .reuse import Reuse
+    from .stored_prompts import StoredPrompt, StoredPrompts
 
-__all__ = ["KeptPrompt", "KeptPrompts", "PrefixStore", "PrefixStoreError", "Reuse"]
+__all__ = ["PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt", "StoredPrompts"]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "errors": ("PrefixStoreError",),
-        "kept_prompts": ("KeptPrompt", "KeptPrompts"),
+        "errors": ("PrefixStoreError", "PrefixStoreFolderError"),
+        "stored_prompts": ("StoredPrompt", "StoredPrompts"),
         "prefix_store": ("PrefixStore",),
         "reuse": ("Reuse",),
     },

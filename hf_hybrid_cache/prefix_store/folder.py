@@ -68,13 +68,12 @@ class Part(NamedTuple):
         Raises:
             CacheFileError: it is gone, another one, or damaged.
         """
-        return opened_node(self.path, self.node)
+        return opened_node(self.path, self.node)[0]
 
     @property
-    def next_key(self) -> int | None:
-        """The key that follows in the run; `None` at its end."""
-        rest = self.node.keys[(self.end - self.node.start) * KEY_BYTES :][:KEY_BYTES]
-        return int.from_bytes(rest, "big") if rest else None
+    def following_keys(self) -> bytes:
+        """The keys that follow in the run."""
+        return self.node.keys[(self.end - self.node.start) * KEY_BYTES :]
 
 
 class Match:
@@ -144,6 +143,8 @@ class Folder:
             beside it.
         min_free_bytes: what stays free on the disk.
         lock_seconds: how long to wait for a process that holds a lock.
+        require_readable: raises `ValueError` if a node of this head is of no use, such as one that another version
+            wrote.
 
     Raises:
         PrefixStoreFolderError: the folder cannot be used, has other files, or is of another version.
@@ -156,6 +157,7 @@ class Folder:
         max_bytes: int | None = None,
         min_free_bytes: int = 2**30,
         lock_seconds: float = 30.0,
+        require_readable: Callable[[Head], object] = lambda head: None,
     ):
         try:
             self.path = Path(path).expanduser().absolute()  # the working directory may change
@@ -166,6 +168,7 @@ class Folder:
         except FileNotFoundError as error:
             raise PrefixStoreFolderError(path, "cannot be found: the working directory is gone.") from error
         self._max_bytes, self._min_free_bytes, self._lock_seconds = max_bytes, min_free_bytes, lock_seconds
+        self._require_readable = require_readable
         self._nodes, self._unfinished = self.path / _NODES, self.path / _UNFINISHED
         with reported(self.path, "cannot be used as a store"):
             self._make()
@@ -330,7 +333,8 @@ class Folder:
         """
         self._change(self._agree)
         found = {node.name: self._damage(node) for node in self._read(lambda nodes: list(nodes.all()))}
-        return {name: reason for name, reason in found.items() if reason}
+        # What was removed meanwhile is not damaged.
+        return {name: reason for name, reason in found.items() if reason and os.path.lexists(self._path_of(name))}
 
     def remove_damaged(self, name: str) -> bool:
         """
@@ -348,7 +352,7 @@ class Folder:
 
         def remove(nodes: Nodes) -> str | None:
             node = nodes.named(name)
-            reason = None if node is None else damage(self._path_of(name), node)
+            reason = None if node is None else self._damage(node)
             if node is not None and reason:
                 self._delete(nodes, nodes.with_descendants(node), by_force=True)
             return reason
@@ -682,9 +686,7 @@ class Folder:
         return 0
 
     def _damage(self, node: Node) -> str | None:
-        """Return what is wrong with the file of a node; nothing if all is right, or it was removed meanwhile."""
-        reason = damage(self._path_of(node.name), node)
-        return reason if reason and os.path.lexists(self._path_of(node.name)) else None
+        return damage(self._path_of(node.name), node, self._require_readable)
 
     def _path_of(self, name: str) -> Path:
         return self._nodes / f"{name}{SUFFIX}"

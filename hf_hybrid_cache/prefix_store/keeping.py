@@ -1,17 +1,19 @@
-"""Writing the states of a prompt into a folder, at once or while it is read."""
+"""Keeping the states of a prompt in a folder, at once or while it is read."""
 
+import contextlib
 import warnings
 
+import numpy as np
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..layers import tensors_of
-from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError
-from ..saving.writing import bytes_of
 from ..storage import GRANULE
-from .errors import PrefixStoreError
-from .lookup import Found
-from .nodes.states import states_since
-from .prompts.prompt import Prompt
+from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
+from .finding import Found
+from .folder import Folder
+from .keys import as_bytes, num_common, num_shared_tokens
+from .prompt import Prompt
+from .states import states_since
 
 
 class Keeper:
@@ -24,9 +26,9 @@ class Keeper:
         found: what of it is stored, in use meanwhile.
     """
 
-    def __init__(self, folder: PrefixFolder, prompt: Prompt, found: Found):
+    def __init__(self, folder: Folder, prompt: Prompt, found: Found):
         self._folder, self._prompt = folder, prompt
-        self._end, self._before = found.num_tokens, found.last_states
+        self._end, self._before = found.num_tokens, found.states
         self._is_keeping = True
 
     def after_pass(self, reached: int, is_last: bool) -> None:
@@ -36,47 +38,87 @@ class Keeper:
         Raises:
             PrefixStoreError: the model has put states elsewhere than into the cache.
         """
+        contents, passes = self._prompt.contents, self._prompt.passes
         _require_all_states(self._prompt, reached)
         # Where attention shows no queries, a codec would be chosen by as many tokens as are read next.
-        self._prompt.contents.settle()
-        are_read = self._prompt.contents.stores.attention.has_given_states
-        self._is_keeping = self._is_keeping and self._prompt.passes.is_kept(self._end, reached, are_read)
+        contents.settle()
+        are_read = contents.stores.attention.has_given_states
+        self._is_keeping = self._is_keeping and passes.is_kept(self._end, reached, are_read)
         if not self._is_keeping:
             return
         try:
             self.keep(reached)
-        except (NodeNotFoundError, PrefixFolderError) as error:
+        except (NodeNotFoundError, PrefixStoreFolderError) as error:
             self._is_keeping = False
             warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
 
-    def keep(self, reached: int) -> bytes:
+    def keep(self, reached: int) -> str:
         """
         Add a node with what the cache holds of the first `reached` tokens beyond those that are stored.
 
         Returns:
-            the id of the node.
+            the name of the node.
 
         Raises:
             NodeNotFoundError: what was stored is gone.
-            PrefixFolderError: it cannot be written, or does not fit.
+            PrefixStoreFolderError: it cannot be written, or does not fit.
         """
         prompt = self._prompt
         start = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
-        states, tensors = states_since(start, self._before, prompt.contents.layers, prompt.contents.stores)
-
-        def write(file: PayloadWriter) -> None:
-            for section, tensor in zip(states.sections, tensors, strict=True):
-                file.write(bytes_of(tensor))
-                file.write(bytes(section.padded_bytes - section.form.num_bytes))
-
-        description = prompt.description.with_states(states).to_bytes()
-        digest, keys, needs_whole = prompt.identity.digest, prompt.keys[:reached], prompt.passes.needs_whole_nodes
-        own_id = self._folder.add(digest, keys, start, states.num_bytes, write, description, needs_whole)
+        states, sections = states_since(start, self._before, prompt.contents.layers, prompt.contents.stores)
+        name = self._folder.add(
+            prompt.identity.digest,
+            prompt.keys[:reached],
+            start,
+            sections,
+            prompt.description,
+            states.to_json(),
+            prompt.passes.needs_whole_nodes,
+        )
         self._end, self._before = reached, states
-        return own_id
+        return name
+
+
+class Replaced:
+    """
+    A conversation as it was kept before, which is not to be listed beside what it has become.
+
+    Args:
+        folder: of its nodes.
+        name: of its last node.
+        keys: of what it has become, `[tokens]`.
+
+    Raises:
+        PrefixStoreFolderError: the folder cannot be read.
+    """
+
+    def __init__(self, folder: Folder, name: str, keys: np.ndarray):
+        self._folder, self._name = folder, name
+        try:
+            before = folder.keys(name)
+        except NodeNotFoundError:
+            before = keys[:0]  # nothing is left to remove
+        self._common = num_common(as_bytes(before), as_bytes(keys))
+        self._shared_tokens = num_shared_tokens(before)
+        self._is_continued = self._common == len(before)
+
+    def remove_taken_back(self) -> None:
+        """Remove the turns that were taken back, before the conversation is kept without them."""
+        if not self._is_continued:
+            self._remove(max(self._common, self._shared_tokens))
+
+    def remove_continued(self, new_name: str) -> None:
+        """Remove its last node if the one with more tokens does not follow it, but begins at the same block border."""
+        if self._is_continued and new_name != self._name:
+            self._remove(self._shared_tokens)
+
+    def _remove(self, except_tokens: int) -> None:
+        with contextlib.suppress(NodeInUseError):
+            self._folder.remove_unshared(self._name, except_tokens)
 
 
 def _require_all_states(prompt: Prompt, reached: int) -> None:
+    """Raise `PrefixStoreError` if the cache does not hold all states of so many tokens."""
     held = prompt.contents.num_tokens
     are_elsewhere = any(
         isinstance(layer, LinearAttentionCacheLayerMixin) and next(tensors_of(layer), None) is None

@@ -1,7 +1,7 @@
 """The file of a node: its keys, its states, and in the metadata who it is."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -65,7 +65,7 @@ def opened(path: Path) -> tuple[TensorFile, Head]:
         raise
 
 
-def opened_node(path: Path, node: Node) -> TensorFile:
+def opened_node(path: Path, node: Node) -> tuple[TensorFile, Head]:
     """
     Open the file of a node, as the database has it.
 
@@ -76,17 +76,28 @@ def opened_node(path: Path, node: Node) -> TensorFile:
     if (head.prefix, head.start, head.keys) != (node.prefix, node.start, node.keys):
         file.__exit__()
         raise CacheFileError(path, "does not fit the database.")
-    return file
+    return file, head
 
 
-def damage(path: Path, node: Node) -> str | None:
-    """Read all of the file of a node, and return what is wrong with it."""
+def damage(path: Path, node: Node, require_readable: Callable[[Head], object]) -> str | None:
+    """
+    Read all of the file of a node, and return what is wrong with it.
+
+    Args:
+        path: of the file.
+        node: as the database has it.
+        require_readable: raises `ValueError` if a node of this head is of no use.
+    """
     try:
-        with opened_node(path, node) as file:
+        file, head = opened_node(path, node)
+        with file:
             for section in file.sections:
                 file.read(section, {})
+        require_readable(head)
     except CacheFileError as error:
         return str(error)
+    except ValueError as error:
+        return f"{path} is of no use to this version: {error}."
     return None
 
 

@@ -1,10 +1,8 @@
 """A store of prompts on the disk, from which a cache gets what was read once."""
 
-import copy
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,29 +12,24 @@ from transformers import PreTrainedModel
 from ..byte_sizes import parse_bytes
 from ..cache import HybridCache, contents_of
 from ..model_identity import RANK
-from ..prefix_folder import NodeFileError, NodeNotFoundError, PrefixFolder
+from ..processes import Agreement
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
 from ..token_ids import TokenIds
-from .agreement import Agreement
-from .errors import PrefixStoreError
-from .keeping import Keeper
-from .kept_prompts import KeptPrompt, KeptPrompts
-from .lookup import find, find_all, parts_of
-from .nodes.description import Label, require_described
-from .nodes.filling import fill
-from .nodes.keys import token_ids_of
-from .obstacles import obstacles
-from .prompts.batches import Batch
-from .prompts.checks import identity_for, require_new
-from .prompts.conversation import Conversation
-from .prompts.passes import Passes
-from .prompts.prompt import Prompt
-from .removing import Replaced
+from .description import Description
+from .errors import NodeNotFoundError, PrefixStoreError
+from .filling import fill
+from .finding import empty, find, find_all, obstacles, parts_of, take_over
+from .keeping import Keeper, Replaced
+from .keys import token_ids_of
+from .node_file import Head
+from .passes import Passes
+from .prompt import Prompt, identity_for, require_new
 from .reuse import Reuse
-from .taking_over import empty, taken_over
+from .states import NodeStates
+from .stored_prompts import StoredPrompt, StoredPrompts
 
 
-class PrefixStore(KeptPrompts):
+class PrefixStore(StoredPrompts):
     """
     Prompts in a folder, each read once: the next one that begins alike takes over the states of its first tokens.
 
@@ -54,7 +47,7 @@ class PrefixStore(KeptPrompts):
             these does something else: states are used under the same name alone.
 
     Raises:
-        PrefixFolderError: the folder cannot be used, or has other files.
+        PrefixStoreFolderError: the folder cannot be used, or has other files.
         ValueError: a size is not one.
 
     Example:
@@ -74,9 +67,8 @@ class PrefixStore(KeptPrompts):
         identity: str | None = None,
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
-        free = parse_bytes(min_free_bytes)
+        super().__init__(path, limit, parse_bytes(min_free_bytes), _require_readable)
         self._identity = identity
-        self._folder = PrefixFolder(path, max_bytes=limit, min_free_bytes=free, require_readable=require_described)
 
     def prefill(
         self,
@@ -115,72 +107,28 @@ class PrefixStore(KeptPrompts):
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept; or another process that shares
                 the cache raises an error.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
             HostMemoryError: host memory would not suffice.
 
         Warns:
             UserWarning: there is no room, so what is read is not kept; or a file is damaged, which is removed.
         """
-        agreement, label = Agreement.for_cache(cache), Label(title, details or {})
+        agreement = _agreement_for(cache)
         prompt = agreement.same(
-            lambda: self._checked(model, input_ids, cache, document_tokens, label), lambda each: _checksum(each.keys)
+            lambda: Prompt.to_read(model, input_ids, cache, self._identity, document_tokens, title, details),
+            lambda prompt: _checksum(prompt.keys),
         )
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
-        return self._read(prompt, agreement, progress)
-
-    def prefill_batch(
-        self,
-        model: PreTrainedModel,
-        input_ids: TokenIds,
-        cache: HybridCache,
-        attention_mask: torch.Tensor | None = None,
-        *,
-        document_tokens: int = 0,
-        title: str = "",
-        progress: bool | Callable[[int], None] = True,
-    ) -> list[Reuse]:
-        """
-        Fill an empty cache with several prompts, each but for its last token, which `generate` computes.
-
-        Each is read alone, as by `prefill`, and its states are placed in its row, with zeros where there is padding.
-        Rows may have as much in common with what is stored, and with rows before them, as they like.
-
-        Args:
-            model: a decoder in evaluation mode.
-            input_ids: of all prompts, `[batch, tokens]`, padded on the left.
-            cache: for the model, empty; in full precision, or quantized by codecs that do not depend on states.
-            attention_mask: `[batch, tokens]`, 0 for padding, as tokenizers return it; `None` if there is none.
-            document_tokens: how many of each row's first tokens, see `prefill`; less than the shortest row has.
-            title: of all prompts, for lists.
-            progress: see `prefill`; of one row after the other.
-
-        Returns:
-            what came from the store, of each row.
-
-        Raises:
-            PrefixStoreError: the prompts, or those of this model or cache, cannot be kept, or not in one cache.
-            PrefixFolderError: the folder cannot be read.
-            HostMemoryError: host memory would not suffice.
-
-        Warns:
-            UserWarning: see `prefill`.
-
-        Example:
-            >>> inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-            >>> store.prefill_batch(model, inputs.input_ids, cache, inputs.attention_mask)
-            >>> model.generate(**inputs, cache=cache, max_new_tokens=200)
-        """
-        identity = identity_for(model, cache, self._identity)  # of each row, too
-        batch = Batch.checked(input_ids, cache, attention_mask, document_tokens)
-        warn_beyond_context(model, batch.token_ids.shape[1] - min(batch.paddings), stacklevel=3)
-        reuses = []
-        with batch.filling():
-            for row, token_ids in enumerate(batch.prompts):
-                alone = copy.deepcopy(batch.empty)  # takes the place of the one before, whose memory is free then
-                prompt = Prompt.checked(model, token_ids, alone, document_tokens, Label(title), identity)
-                reuses.append(self._read(prompt, Agreement.for_cache(alone), progress))
-                batch.place(row, alone)
-        return reuses
+        prompt.contents.stores.sees_as_alone = True
+        forget_images(model)
+        found = take_over(self._folder, prompt, agreement)
+        keeper = Keeper(self._folder, prompt, found)
+        with found.match:
+            if callable(progress):
+                progress(found.num_tokens)
+            ends = prompt.passes.ends(found.num_tokens)
+            read_passes(model, prompt.token_ids, cache, ends, None, progress, keeper.after_pass)
+        return found.reuse(prompt, self._folder)
 
     def keep(
         self,
@@ -216,41 +164,30 @@ class PrefixStore(KeptPrompts):
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept; or another process that shares the
                 cache cannot keep its share.
-            PrefixFolderError: the folder cannot be written, or has no room.
+            PrefixStoreFolderError: the folder cannot be written, or has no room.
         """
-        label = Label(title, details or {})
-        keep = partial(self._keep_share, model, token_ids, cache, document_tokens, label, replaces)
-        return Agreement.for_cache(cache).together(keep)
 
-    def _keep_share(
-        self,
-        model: PreTrainedModel,
-        token_ids: TokenIds,
-        cache: HybridCache,
-        document_tokens: int,
-        label: Label,
-        replaces: str | None,
-    ) -> str:
-        """Keep the share of this process, see `keep`."""
-        identity = identity_for(model, cache, self._identity)
-        conversation = Conversation.checked(model, token_ids, cache, document_tokens, label, identity)
-        replaced = None if replaces is None else Replaced(self._folder, bytes.fromhex(replaces), conversation.keys)
-        if replaced is not None:
-            replaced.remove_taken_back()
-        found = find_all(self._folder, conversation)
-        with found.match:
-            own_id = Keeper(self._folder, conversation, found).keep(len(conversation.keys))
-        if replaced is not None:
-            replaced.remove_continued(own_id)
-        return own_id.hex()
+        def keep_share() -> str:
+            conversation = Prompt.conversation(model, token_ids, cache, self._identity, document_tokens, title, details)
+            replaced = None if replaces is None else Replaced(self._folder, replaces, conversation.keys)
+            if replaced is not None:
+                replaced.remove_taken_back()
+            found = find_all(self._folder, conversation)
+            with found.match:
+                name = Keeper(self._folder, conversation, found).keep(len(conversation.keys))
+            if replaced is not None:
+                replaced.remove_continued(name)
+            return name
 
-    def resume(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> None:
+        return _agreement_for(cache).together(keep_share)
+
+    def resume(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> None:
         """
-        Fill an empty cache with a conversation, or a prompt, of `kept_prompts`.
+        Fill an empty cache with a conversation, or a prompt, of `prompts`.
 
         Args:
             model: of the conversation.
-            kept: the conversation; its `token_ids` may have some after those that the cache then holds. Where several
+            stored: the conversation; its `token_ids` may have some after those that the cache then holds. Where several
                 processes share the cache it may be the share of any of them.
             cache: of the form that it was kept in, empty.
 
@@ -259,11 +196,21 @@ class PrefixStore(KeptPrompts):
                 another process that shares the cache.
             HostMemoryError: host memory would not suffice.
         """
-        agreement = Agreement.for_cache(cache)
-        digest, keys = agreement.same(lambda: self._wanted(model, kept, cache), lambda wanted: _checksum(wanted[1]))
-        passes = Passes.of(len(keys), 0, model, contents_of(cache))
+        agreement = _agreement_for(cache)
+        digest, keys = agreement.same(lambda: self._wanted(model, stored, cache), lambda wanted: _checksum(wanted[1]))
+        needs_whole_nodes = Passes.of(len(keys), 0, model, contents_of(cache)).needs_whole_nodes
+
+        def fill_share() -> None:
+            with self._folder.find(digest, keys, needs_whole_nodes) as match:
+                if match.num_tokens != len(keys):
+                    raise PrefixStoreError(f"{stored.name} is not in {self.path} any more, or not all of it.")
+                try:
+                    fill(contents_of(cache), parts_of(match))
+                except ValueError as error:
+                    raise PrefixStoreError(f"{stored.name} cannot be gone on with: {error}") from error
+
         try:
-            agreement.together(lambda: self._fill_share(kept, digest, keys, passes.needs_whole_nodes, cache))
+            agreement.together(fill_share)
         except BaseException:
             empty(cache)
             raise
@@ -276,11 +223,11 @@ class PrefixStore(KeptPrompts):
         Read all files, remove those that are damaged or that this version cannot read, and return what was wrong.
 
         Raises:
-            PrefixFolderError: the folder cannot be read, or changed.
+            PrefixStoreFolderError: the folder cannot be read, or changed.
         """
         damages = self._folder.damages()
-        for own_id in damages:
-            self._folder.remove_damaged(own_id)
+        for name in damages:
+            self._folder.remove_damaged(name)
         return list(damages.values())
 
     def why(self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache) -> str:
@@ -294,56 +241,41 @@ class PrefixStore(KeptPrompts):
 
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
-        prompt = self._checked(model, input_ids, cache, 0, Label())
+        prompt = Prompt.to_read(model, input_ids, cache, self._identity)
         found = find(self._folder, prompt)
         found.match.close()
-        return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self._folder, prompt, found.num_tokens)])
+        return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self.prompts(), prompt, found.num_tokens)])
 
-    def _checked(
-        self, model: PreTrainedModel, input_ids: TokenIds, cache: HybridCache, document_tokens: int, label: Label
-    ) -> Prompt:
-        """Return a prompt after all checks."""
-        identity = identity_for(model, cache, self._identity)
-        return Prompt.checked(model, input_ids, cache, document_tokens, label, identity)
-
-    def _read(self, prompt: Prompt, agreement: Agreement, progress: bool | Callable[[int], None]) -> Reuse:
-        """Fill the cache of a prompt from the store, and by reading the rest, which is kept."""
-        prompt.contents.stores.sees_as_alone = True
-        forget_images(prompt.model)
-        found = taken_over(self._folder, prompt, agreement)
-        ends = prompt.passes.ends(found.num_tokens)
-        keeper = Keeper(self._folder, prompt, found)
-        with found.match:
-            if callable(progress):
-                progress(found.num_tokens)
-            read_passes(prompt.model, prompt.token_ids, prompt.cache, ends, None, progress, keeper.after_pass)
-        return found.reuse(prompt, self._folder)
-
-    def _wanted(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
+    def _wanted(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""
         identity = identity_for(model, cache, self._identity)
         require_new(cache)
         try:
-            keys = self._folder.token_ids(bytes.fromhex(kept.id))
-        except (NodeNotFoundError, NodeFileError) as error:
-            raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
-        if different := identity.without(RANK).differences(kept.identity.without(RANK)):
-            raise PrefixStoreError(f"{kept.name} is of another model or another form of cache: {'; '.join(different)}.")
+            keys = self._folder.keys(stored.id)
+        except NodeNotFoundError as error:
+            raise PrefixStoreError(f"{stored.name} cannot be gone on with: {error}") from error
+        if different := identity.without(RANK).differences(stored.identity.without(RANK)):
+            raise PrefixStoreError(
+                f"{stored.name} is of another model or another form of cache: {'; '.join(different)}."
+            )
         return identity.digest, keys
 
-    def _fill_share(
-        self, kept: KeptPrompt, digest: bytes, keys: np.ndarray, needs_whole_nodes: bool, cache: HybridCache
-    ) -> None:
-        """Fill an empty cache with all that is stored of a prompt; it holds anything after an error."""
-        with self._folder.find(digest, keys, needs_whole_nodes) as match:
-            if match.num_tokens != len(keys):
-                raise PrefixStoreError(f"{kept.name} is not in {self.path} any more, or not all of it.")
-            try:
-                fill(contents_of(cache), parts_of(match))
-            except ValueError as error:
-                raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
+
+def _agreement_for(cache: HybridCache) -> Agreement:
+    """Return the agreement of the processes that share a cache."""
+
+    def failure_of(rank: int) -> PrefixStoreError:
+        return PrefixStoreError(f"Rank {rank} could not do its part, and says why; so no process goes on.")
+
+    return Agreement(contents_of(cache).stores.peers if isinstance(cache, HybridCache) else None, failure_of)
+
+
+def _require_readable(head: Head) -> None:
+    """Raise `ValueError` if what a node says of itself is no description."""
+    Description.from_json(head.description)
+    NodeStates.from_json(head.states)
 
 
 def _checksum(keys: np.ndarray) -> int:

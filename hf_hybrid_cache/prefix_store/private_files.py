@@ -46,8 +46,11 @@ def open_file(path: Path, mode: str = "rb") -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is a link, a folder, or a socket.
     """
-    opened = open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | _FLAGS, _FILE_MODE))
-    return cast(BinaryIO, opened)
+    return cast(BinaryIO, open(path, mode, buffering=0, opener=_private))
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags | _FLAGS, _FILE_MODE)
 
 
 def make_own_folder(path: Path) -> bool:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...cache import Contents
-from ...kernels import uses_prefill_kernel
-from ...prefill_chunks import FEWEST_TOKENS_OF_SAME_BITS, PREFILL_CHUNK_SIZE
-from ...storage import GRANULE, kernel_element
-from ..nodes.keys import PASS_ENDS
+from ..cache import Contents
+from ..kernels import uses_prefill_kernel
+from ..prefill_chunks import FEWEST_TOKENS_OF_SAME_BITS, PREFILL_CHUNK_SIZE
+from ..storage import GRANULE, kernel_element
+from .keys import PASS_ENDS
 
 # The first pass chooses the codecs of a quantized cache: it is the same for all prompts. So many come after the sinks.
 _FIRST_TOKENS = 15 * GRANULE

@@ -1,0 +1,233 @@
+"""A prompt, or a conversation, that is looked for in a store and kept there: checked, with the keys it is found by."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..cache import Contents, HybridCache, contents_of
+from ..model_identity import Identity, ModelIdentityError, identity_of, longest_text
+from ..prompt_reading import layer_that_begins_anew
+from ..token_ids import TokenIds, as_token_ids
+from .description import Description
+from .errors import PrefixStoreError
+from .keys import keys_as_they_came
+from .passes import Passes
+
+# As in image_token_id, video_token_index and vision_start_token_id.
+_MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)$")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """
+    A prompt, and all that its states depend on; or a conversation whose first tokens are in the cache.
+
+    Attributes:
+        token_ids: `[1, tokens]`, all of them.
+        passes: in which it is read; of a conversation those of its document.
+        identity: of the model and the form of the cache.
+        keys: of the tokens that are read, or that the cache holds, `[tokens]`.
+        description: for lists, see `Description`.
+    """
+
+    model: PreTrainedModel
+    token_ids: torch.Tensor
+    cache: HybridCache
+    passes: Passes
+    identity: Identity
+    keys: np.ndarray
+    description: str
+
+    @classmethod
+    def to_read(
+        cls,
+        model: PreTrainedModel,
+        input_ids: TokenIds,
+        cache: HybridCache,
+        name: str | None,
+        document_tokens: int = 0,
+        title: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> "Prompt":
+        """
+        Check all arguments of `PrefixStore.prefill`; the name is that of the model's identity.
+
+        Raises:
+            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
+        """
+        identity = identity_for(model, cache, name)
+        require_new(cache)
+        token_ids = as_token_ids("input_ids", input_ids).cpu()
+        batch, tokens = token_ids.shape
+        if batch != 1:
+            raise PrefixStoreError(
+                f"A prompt is one sequence, got {batch}. Pass one at a time; for several continuations of one prompt "
+                "pass one sequence, and num_return_sequences to generate."
+            )
+        _require_short_enough(model, tokens)
+        if tokens < 2:
+            raise PrefixStoreError(f"A prompt has at least two tokens, of which generate computes one; got {tokens}.")
+        _require_text(model, token_ids)
+        if not 0 <= document_tokens <= tokens:
+            raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
+        read_tokens = tokens if document_tokens == tokens else tokens - 1
+        passes = Passes.of(read_tokens, document_tokens, model, contents_of(cache))
+        text = _described(identity, model, title, details)
+        return cls(model, token_ids, cache, passes, identity, passes.keys(token_ids[0]), text)
+
+    @classmethod
+    def conversation(
+        cls,
+        model: PreTrainedModel,
+        token_ids: TokenIds,
+        cache: HybridCache,
+        name: str | None,
+        document_tokens: int,
+        title: str,
+        details: Mapping[str, Any] | None,
+    ) -> "Prompt":
+        """
+        Check all arguments of `PrefixStore.keep`.
+
+        Raises:
+            PrefixStoreError: a conversation of this model or cache cannot be kept.
+        """
+        identity = identity_for(model, cache, name)
+        cache.require_prefix(all_ids := as_token_ids("token_ids", token_ids).cpu())
+        _require_text(model, all_ids)
+        held, contents = cache.get_seq_length(), contents_of(cache)
+        _require_short_enough(model, held)
+        if len(all_ids) != 1 or not 0 < document_tokens <= held <= all_ids.shape[1]:
+            raise PrefixStoreError(
+                f"The cache holds {held:,} tokens of a conversation of {list(all_ids.shape)}, whose document has "
+                f"{document_tokens:,}: the document comes first, and the cache holds no more than the conversation."
+            )
+        passes, tokens = Passes.of(document_tokens, document_tokens, model, contents), all_ids[0]
+        are_read = passes.first_tokens > 0 and contents.stores.attention.has_given_states
+        shared = 0 if are_read else passes.shared_tokens
+        keys = np.concatenate([passes.keys(tokens)[:shared], keys_as_they_came(tokens[shared:held])])
+        rest = tuple(tokens[held:].tolist())
+        text = _described(identity, model, title, details, document_tokens, rest)
+        return cls(model, all_ids, cache, passes, identity, keys, text)
+
+    @property
+    def contents(self) -> Contents:
+        """The layers of the cache."""
+        return contents_of(self.cache)
+
+
+def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -> Identity:
+    """
+    Return the identity under which the states of a model in a cache are kept; the name is the user's, of the model.
+
+    Raises:
+        PrefixStoreError: they cannot be kept.
+    """
+    if not isinstance(cache, HybridCache):
+        raise PrefixStoreError(
+            f"Only caches of this package can be kept, such as DynamicHybridCache(model.config), got "
+            f"{type(cache).__name__}."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise PrefixStoreError(
+            "An encoder-decoder model reads its prompt in the encoder, at once, and no prompt begins like another one "
+            "there. Only prompts of decoders can be kept."
+        )
+    if not contents_of(cache).of_text:
+        raise PrefixStoreError(
+            f"No layer of {type(model).__name__} attends, so a cache does not tell how many tokens it holds. Within a "
+            "process use copy.deepcopy(cache)."
+        )
+    if any(vars(module).get("is_decoder") is False for module in model.modules()):
+        raise PrefixStoreError(
+            f"{type(model).__name__} reads a text in both directions, so states depend on what comes after their "
+            "tokens. Load it with is_decoder=True, which it must have been trained for."
+        )
+    if model.config.get_text_config(decoder=True).model_type == "doge":
+        raise PrefixStoreError(
+            f"{type(model).__name__} chooses the tokens that it attends to by products over all of them at once, whose "
+            "last bits depend on how many there are, so states would not be those of a cold read. Pass the prompt to "
+            "generate without a store."
+        )
+    if layer := layer_that_begins_anew(model):
+        raise PrefixStoreError(
+            f"{layer} of transformers forgets what came before each forward pass of several tokens, so a prompt cannot "
+            "go on from states that are kept. Pass it to generate without a store."
+        )
+    try:
+        return identity_of(model, cache, name)
+    except ModelIdentityError as error:
+        raise PrefixStoreError(str(error)) from error
+
+
+def _require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
+    """
+    Check that states do not depend on what comes after their tokens.
+
+    Raises:
+        PrefixStoreError: the text is so long that they do.
+    """
+    limit = longest_text(model)
+    if limit is not None and num_tokens > limit:
+        raise PrefixStoreError(
+            f"{type(model).__name__} turns keys otherwise, all of them, when a text has more than {limit:,} tokens "
+            f"(rope_type longrope), and this one has {num_tokens:,}. Only texts up to {limit:,} can be kept."
+        )
+
+
+def _require_text(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    """
+    Check that tokens stand for text alone.
+
+    Raises:
+        PrefixStoreError: some are those of images, sound or video, by the config or one inside it.
+    """
+    present = set(token_ids.flatten().tolist())
+    for name, token in _media_tokens(model.config):
+        if token in present:
+            raise PrefixStoreError(
+                f"The text has tokens that stand for images, sound or video ({name} {token}): its states depend on "
+                "more than its tokens, so it cannot be kept. Pass it to generate without a store."
+            )
+
+
+def _media_tokens(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _media_tokens(value)
+        elif isinstance(value, int) and _MEDIA_TOKEN.search(name):
+            yield name, value
+
+
+def require_new(cache: HybridCache) -> None:
+    """
+    Check that a cache holds nothing and has chosen nothing.
+
+    Raises:
+        PrefixStoreError: it does, or has.
+    """
+    if held := cache.get_seq_length():
+        raise PrefixStoreError(f"The cache holds {held:,} tokens already: pass a new one.")
+    if any(codec.is_fitted != cache.asked_codecs[index].is_fitted for index, codec in cache.codecs.items()):
+        raise PrefixStoreError("The cache has chosen its codecs by another prompt, and keeps them: pass a new one.")
+
+
+def _described(
+    identity: Identity,
+    model: PreTrainedModel,
+    title: str,
+    details: Mapping[str, Any] | None,
+    document_tokens: int = 0,
+    rest: tuple[int, ...] = (),
+) -> str:
+    """Return the description of a prompt as text; raise `PrefixStoreError` if its details are none of JSON."""
+    name = str(model.config.name_or_path or type(model).__name__)
+    try:
+        return Description(identity, name, title, details or {}, document_tokens, rest).to_json()
+    except (TypeError, ValueError) as error:
+        raise PrefixStoreError(f"details must be values of JSON by name: {error}.") from error
