@@ -4,8 +4,8 @@ from .errors import (
     NodeFileError,
     NodeInUseError,
     NodeNotFoundError,
-    PrefixFolderError,
     PrefixFolderFullError,
+    PrefixStoreFolderError,
     TokenIdsError,
 )
 from .match import Match
@@ -26,7 +26,7 @@ __all__ = [
     "Part",
     "PayloadWriter",
     "PrefixFolder",
-    "PrefixFolderError",
     "PrefixFolderFullError",
+    "PrefixStoreFolderError",
     "TokenIdsError",
 ]

@@ -1,11 +1,11 @@
-"""Errors of the store of prompts."""
+"""Errors of the folder of a prefix store."""
 
 import os
 
 from ..errors import HybridCacheError
 
 
-class PrefixFolderError(HybridCacheError, OSError):
+class PrefixStoreFolderError(HybridCacheError, OSError):
     """
     The folder of a store cannot be read, written or locked; the message says why.
 
@@ -18,7 +18,7 @@ class PrefixFolderError(HybridCacheError, OSError):
         self.reason = reason
 
 
-class PrefixFolderFullError(PrefixFolderError):
+class PrefixFolderFullError(PrefixStoreFolderError):
     """A prompt does not fit the limit of the store, or the disk, even without what may be removed."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from ..errors import HybridCacheError
-from .errors import PrefixFolderError
+from .errors import PrefixStoreFolderError
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 # A link is not followed, and a pipe does not wait for its other end. Windows knows neither, and has a text mode.
@@ -83,11 +83,11 @@ def reported(folder: Path, what: str) -> Iterator[None]:
         what: what cannot be done, after the name of the folder.
 
     Raises:
-        PrefixFolderError: the system raised an error.
+        PrefixStoreFolderError: the system raised an error.
     """
     try:
         yield
     except OSError as error:
         if isinstance(error, HybridCacheError):
             raise
-        raise PrefixFolderError(folder, f"{what}: {error.strerror or error}.") from error
+        raise PrefixStoreFolderError(folder, f"{what}: {error.strerror or error}.") from error

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from ..durable_files import sync_folder
 from .bounds import Bounds, in_order_of_removal
-from .errors import IndexFileError, NodeFileError, NodeNotFoundError, PrefixFolderError, PrefixFolderFullError
+from .errors import IndexFileError, NodeFileError, NodeNotFoundError, PrefixFolderFullError, PrefixStoreFolderError
 from .files import FOLDER_MODE, make_own_folder, open_file, read_all, reported, sync, write_all
 from .index_file import IndexFile
 from .locks import wait_for_lock
@@ -44,7 +44,7 @@ class Folder:
         require_readable: see `PrefixFolder`.
 
     Raises:
-        PrefixFolderError: it cannot be used, holds other files, or is of another version.
+        PrefixStoreFolderError: it cannot be used, holds other files, or is of another version.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Folder:
         Read what other processes changed.
 
         Raises:
-            PrefixFolderError: it cannot be read.
+            PrefixStoreFolderError: it cannot be read.
         """
         try:
             with reported(self.path, "cannot be read"):
@@ -87,7 +87,7 @@ class Folder:
         Hold the lock of the folder, with the tree up to date.
 
         Raises:
-            PrefixFolderError: another process holds it for too long, or the folder cannot be read or written.
+            PrefixStoreFolderError: another process holds it for too long, or the folder cannot be read or written.
         """
         with self.mutex:
             if self._is_locked:
@@ -96,7 +96,7 @@ class Folder:
             try:
                 with reported(self.path, "cannot be changed"), open_file(self._lock, "rb+") as file:
                     if not wait_for_lock(file, True, self._lock_seconds):
-                        raise PrefixFolderError(
+                        raise PrefixStoreFolderError(
                             self.path,
                             f"has been locked by another process for {self._lock_seconds} s. Is one stopped?",
                         )
@@ -165,7 +165,7 @@ class Folder:
 
         Raises:
             NodeNotFoundError: the node before it is gone.
-            PrefixFolderError: it cannot be written, or locked.
+            PrefixStoreFolderError: it cannot be written, or locked.
         """
         with reported(self.path, "cannot be written"):
             sync(file)
@@ -204,24 +204,28 @@ class Folder:
         self.path.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         names = os.listdir(self.path)
         if names and self._lock.name not in names:
-            raise PrefixFolderError(
+            raise PrefixStoreFolderError(
                 self.path, f"is no store and has other files ({names[0]}): give a folder of its own."
             )
         with open_file(self._lock, "ab+") as file:
             if not wait_for_lock(file, True, self._lock_seconds):
-                raise PrefixFolderError(self.path, f"has been locked for {self._lock_seconds} s. Is a process stopped?")
+                raise PrefixStoreFolderError(
+                    self.path, f"has been locked for {self._lock_seconds} s. Is a process stopped?"
+                )
             file.seek(0)
             mark = read_all(file, 2 * len(_MARK))
             if mark != _MARK:
                 # The mark is written before all else, by a process that may have ended half-way.
                 if not _MARK.startswith(mark) or os.listdir(self.path) != [self._lock.name]:
-                    raise PrefixFolderError(self.path, "is no store, or one of another version: give another folder.")
+                    raise PrefixStoreFolderError(
+                        self.path, "is no store, or one of another version: give another folder."
+                    )
                 self.path.chmod(FOLDER_MODE)
                 write_all(file, _MARK[len(mark) :])
                 sync(file)
             for folder in (self.nodes.path, self.unfinished.path):
                 if not make_own_folder(folder):
-                    raise PrefixFolderError(
+                    raise PrefixStoreFolderError(
                         self.path,
                         f"has {folder.name}, which is a link, a file, or of another user: give another folder, or "
                         "remove it.",

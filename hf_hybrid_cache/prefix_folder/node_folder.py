@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from .errors import NodeFileError, PrefixFolderError, UnreadableNodeError
+from .errors import NodeFileError, PrefixStoreFolderError, UnreadableNodeError
 from .files import is_damage, open_file, reported
 from .locks import Lock, try_lock, wait_for_lock
 from .node_file import NO_PARENT, SUFFIX, NodeFile, NodeHead, file_name
@@ -76,7 +76,7 @@ class NodeFolder:
         Raises:
             UnreadableNodeError: it is whole, and of no use.
             NodeFileError: it is damaged, or the file of another node.
-            PrefixFolderError: it cannot be read now.
+            PrefixStoreFolderError: it cannot be read now.
         """
         with reported(self.path, "cannot be read"):
             found = NodeFile.read(self.path_of(node.id))
@@ -94,7 +94,7 @@ class NodeFolder:
         Read what a list shows of a node; `None` if its file is gone, damaged, or of no use.
 
         Raises:
-            PrefixFolderError: it cannot be read now.
+            PrefixStoreFolderError: it cannot be read now.
         """
         try:
             file = self.read(node)
@@ -136,7 +136,7 @@ class NodeFolder:
         Open a node so that it is in use until the file is closed; `None` if it is gone or another one.
 
         Raises:
-            PrefixFolderError: another process holds its lock for too long, or it cannot be read.
+            PrefixStoreFolderError: another process holds its lock for too long, or it cannot be read.
         """
         with reported(self.path, "cannot be read"), contextlib.ExitStack() as stack:
             try:
@@ -146,7 +146,7 @@ class NodeFolder:
                     return None
                 raise
             if not wait_for_lock(file, False, self._lock_seconds):
-                raise PrefixFolderError(self.path, f"has a locked file, {node.path.name}. Is a process stopped?")
+                raise PrefixStoreFolderError(self.path, f"has a locked file, {node.path.name}. Is a process stopped?")
             try:
                 node.require_same(file)
             except NodeFileError:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bounds import Bounds
-from .errors import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixFolderError, UnreadableNodeError
+from .errors import NodeFileError, NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, UnreadableNodeError
 from .folder import Folder
 from .match import Match
 from .node_file import LONGEST_DESCRIPTION, NO_PARENT, NodeFile, NodeHead, write_node
@@ -42,7 +42,7 @@ class PrefixFolder:
             wrote; then it is as if it were not there, but for `damages`.
 
     Raises:
-        PrefixFolderError: the folder cannot be used, has other files, or is of another version.
+        PrefixStoreFolderError: the folder cannot be used, has other files, or is of another version.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class PrefixFolder:
         try:
             given = Path(path).expanduser().absolute()  # the working directory may change
         except RuntimeError as error:
-            raise PrefixFolderError(path, "cannot be found: there is no home folder. Give another path.") from error
+            raise PrefixStoreFolderError(
+                path, "cannot be found: there is no home folder. Give another path."
+            ) from error
         except FileNotFoundError as error:
-            raise PrefixFolderError(path, "cannot be found: the working directory is gone.") from error
+            raise PrefixStoreFolderError(path, "cannot be found: the working directory is gone.") from error
         self._folder = Folder(given, lock_seconds, require_readable)
         self._bounds = Bounds(max_bytes, min_free_bytes)
 
@@ -79,7 +81,7 @@ class PrefixFolder:
 
         Raises:
             TokenIdsError: these are no token ids.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
 
         Warns:
             UserWarning: a file on the way is damaged; it is not used, and removed.
@@ -122,7 +124,7 @@ class PrefixFolder:
             NodeNotFoundError: the first `start` tokens are not stored so, or not any more.
             NodeFileError: `write` wrote more or less.
             PrefixFolderFullError: it does not fit the limits; nothing was written.
-            PrefixFolderError: it cannot be written; the store is as it was, but for what made room.
+            PrefixStoreFolderError: it cannot be written; the store is as it was, but for what made room.
         """
         tokens = as_bytes(token_ids)
         run = tokens[start * TOKEN_BYTES :]
@@ -153,7 +155,7 @@ class PrefixFolder:
         List the nodes, the one used last first.
 
         Raises:
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
         entries = filter(None, map(self._folder.nodes.entry, self._nodes()))
         return sorted(entries, key=lambda entry: (-entry.last_use, entry.id))
@@ -165,7 +167,7 @@ class PrefixFolder:
         Raises:
             NodeNotFoundError: there is none, or not any more.
             NodeFileError: its file, or that of a node before it, is damaged, or of no use.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
         with self._folder.mutex:
             self._folder.refresh()
@@ -187,7 +189,7 @@ class PrefixFolder:
         Raises:
             NodeNotFoundError: there is none.
             NodeInUseError: it or one that continues it is in use; all are there still.
-            PrefixFolderError: the folder cannot be changed.
+            PrefixStoreFolderError: the folder cannot be changed.
         """
         with self._folder.locked():
             if own_id not in self._folder.tree.nodes:
@@ -206,7 +208,7 @@ class PrefixFolder:
 
         Raises:
             NodeInUseError: a node is in use; it and those before it are there still.
-            PrefixFolderError: the folder cannot be changed.
+            PrefixStoreFolderError: the folder cannot be changed.
         """
         with self._folder.locked():
             nodes = self._folder.tree.nodes
@@ -222,7 +224,7 @@ class PrefixFolder:
         Read everything and compare it with its checksums; return what is wrong, or of no use, by the ids of the nodes.
 
         Raises:
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
         with self._folder.locked():
             self._folder.tidy()
@@ -237,7 +239,7 @@ class PrefixFolder:
             whether it was damaged, or of no use.
 
         Raises:
-            PrefixFolderError: the folder cannot be changed.
+            PrefixStoreFolderError: the folder cannot be changed.
 
         Warns:
             UserWarning: it was.
@@ -285,7 +287,7 @@ class PrefixFolder:
         """Remove a node if it is damaged, and if the folder can be changed now."""
         try:
             self.remove_damaged(own_id)
-        except PrefixFolderError as error:
+        except PrefixStoreFolderError as error:
             warnings.warn(f"The damaged node {own_id.hex()} stays: {error}", stacklevel=2)
 
     def _write(self, head: NodeHead, write: Callable[[PayloadWriter], object]) -> None:
@@ -297,7 +299,7 @@ class PrefixFolder:
                 try:
                     write_node(file, head, write)
                 except OSError as error:
-                    raise PrefixFolderError(self.path, f"cannot be written: {error.strerror or error}.") from error
+                    raise PrefixStoreFolderError(self.path, f"cannot be written: {error.strerror or error}.") from error
                 self._folder.publish(path, file, head)
         finally:
             with contextlib.suppress(OSError):  # whoever looks next removes it

@@ -1,4 +1,4 @@
-"""A store of prompts: no prompt is read twice. What it keeps is listed without importing torch."""
+"""The prefix store: no prompt is read twice. What it keeps is listed without importing torch."""
 
 from typing import TYPE_CHECKING
 
@@ -6,18 +6,18 @@ from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .errors import PrefixStoreError
-    from .kept_prompts import KeptPrompt, KeptPrompts
     from .prefix_store import PrefixStore
     from .reuse import Reuse
+    from .stored_prompts import StoredPrompt, StoredPrompts
 
-__all__ = ["KeptPrompt", "KeptPrompts", "PrefixStore", "PrefixStoreError", "Reuse"]
+__all__ = ["PrefixStore", "PrefixStoreError", "Reuse", "StoredPrompt", "StoredPrompts"]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "errors": ("PrefixStoreError",),
-        "kept_prompts": ("KeptPrompt", "KeptPrompts"),
         "prefix_store": ("PrefixStore",),
         "reuse": ("Reuse",),
+        "stored_prompts": ("StoredPrompt", "StoredPrompts"),
     },
 )

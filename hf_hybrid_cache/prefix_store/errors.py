@@ -1,4 +1,4 @@
-"""Errors of a store of prompts."""
+"""Errors of a prefix store."""
 
 from ..errors import HybridCacheError
 

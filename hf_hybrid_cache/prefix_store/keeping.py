@@ -5,7 +5,7 @@ import warnings
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..layers import tensors_of
-from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixFolderError
+from ..prefix_folder import NodeNotFoundError, PayloadWriter, PrefixFolder, PrefixStoreFolderError
 from ..saving.writing import bytes_of
 from ..storage import GRANULE
 from .errors import PrefixStoreError
@@ -45,7 +45,7 @@ class Keeper:
             return
         try:
             self.keep(reached)
-        except (NodeNotFoundError, PrefixFolderError) as error:
+        except (NodeNotFoundError, PrefixStoreFolderError) as error:
             self._is_keeping = False
             warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
 
@@ -58,7 +58,7 @@ class Keeper:
 
         Raises:
             NodeNotFoundError: what was stored is gone.
-            PrefixFolderError: it cannot be written, or does not fit.
+            PrefixStoreFolderError: it cannot be written, or does not fit.
         """
         prompt = self._prompt
         start = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored

@@ -55,7 +55,7 @@ def find(folder: PrefixFolder, prompt: Prompt, most_tokens: int | None = None) -
     Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on.
 
     Raises:
-        PrefixFolderError: the folder cannot be read.
+        PrefixStoreFolderError: the folder cannot be read.
     """
     keys, passes, digest = prompt.keys, prompt.passes, prompt.identity.digest
     match = folder.find(digest, keys)
@@ -77,7 +77,7 @@ def find_all(folder: PrefixFolder, prompt: Prompt) -> Found:
     Find the longest beginning of a prompt that a node may follow, however many tokens it leaves.
 
     Raises:
-        PrefixFolderError: the folder cannot be read.
+        PrefixStoreFolderError: the folder cannot be read.
     """
     match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
     return Found(match, parts_of(match), match.num_tokens)

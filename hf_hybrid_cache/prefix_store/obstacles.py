@@ -11,7 +11,7 @@ def obstacles(folder: PrefixFolder, prompt: Prompt, num_tokens: int) -> list[str
     Return lines on stored states of more than `num_tokens` of a prompt's first tokens, which are not used.
 
     Raises:
-        PrefixFolderError: the folder cannot be read.
+        PrefixStoreFolderError: the folder cannot be read.
     """
     lines: dict[str, int] = {}
     of_the_same = (

@@ -1,4 +1,4 @@
-"""A store of prompts on the disk, from which a cache gets what was read once."""
+"""The prefix store, from which a cache gets what was read once."""
 
 import copy
 import os
@@ -20,7 +20,6 @@ from ..token_ids import TokenIds
 from .agreement import Agreement
 from .errors import PrefixStoreError
 from .keeping import Keeper
-from .kept_prompts import KeptPrompt, KeptPrompts
 from .lookup import find, find_all, parts_of
 from .nodes.description import Label, require_described
 from .nodes.filling import fill
@@ -33,10 +32,11 @@ from .prompts.passes import Passes
 from .prompts.prompt import Prompt
 from .removing import Replaced
 from .reuse import Reuse
+from .stored_prompts import StoredPrompt, StoredPrompts
 from .taking_over import empty, taken_over
 
 
-class PrefixStore(KeptPrompts):
+class PrefixStore(StoredPrompts):
     """
     Prompts in a folder, each read once: the next one that begins alike takes over the states of its first tokens.
 
@@ -54,7 +54,7 @@ class PrefixStore(KeptPrompts):
             these does something else: states are used under the same name alone.
 
     Raises:
-        PrefixFolderError: the folder cannot be used, or has other files.
+        PrefixStoreFolderError: the folder cannot be used, or has other files.
         ValueError: a size is not one.
 
     Example:
@@ -115,7 +115,7 @@ class PrefixStore(KeptPrompts):
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept; or another process that shares
                 the cache raises an error.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
             HostMemoryError: host memory would not suffice.
 
         Warns:
@@ -159,7 +159,7 @@ class PrefixStore(KeptPrompts):
 
         Raises:
             PrefixStoreError: the prompts, or those of this model or cache, cannot be kept, or not in one cache.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
             HostMemoryError: host memory would not suffice.
 
         Warns:
@@ -216,7 +216,7 @@ class PrefixStore(KeptPrompts):
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept; or another process that shares the
                 cache cannot keep its share.
-            PrefixFolderError: the folder cannot be written, or has no room.
+            PrefixStoreFolderError: the folder cannot be written, or has no room.
         """
         label = Label(title, details or {})
         keep = partial(self._keep_share, model, token_ids, cache, document_tokens, label, replaces)
@@ -244,13 +244,13 @@ class PrefixStore(KeptPrompts):
             replaced.remove_continued(own_id)
         return own_id.hex()
 
-    def resume(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> None:
+    def resume(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> None:
         """
-        Fill an empty cache with a conversation, or a prompt, of `kept_prompts`.
+        Fill an empty cache with a conversation, or a prompt, of `prompts`.
 
         Args:
             model: of the conversation.
-            kept: the conversation; its `token_ids` may have some after those that the cache then holds. Where several
+            stored: the conversation; its `token_ids` may have some after those that the cache then holds. Where several
                 processes share the cache it may be the share of any of them.
             cache: of the form that it was kept in, empty.
 
@@ -260,10 +260,10 @@ class PrefixStore(KeptPrompts):
             HostMemoryError: host memory would not suffice.
         """
         agreement = Agreement.for_cache(cache)
-        digest, keys = agreement.same(lambda: self._wanted(model, kept, cache), lambda wanted: _checksum(wanted[1]))
+        digest, keys = agreement.same(lambda: self._wanted(model, stored, cache), lambda wanted: _checksum(wanted[1]))
         passes = Passes.of(len(keys), 0, model, contents_of(cache))
         try:
-            agreement.together(lambda: self._fill_share(kept, digest, keys, passes.needs_whole_nodes, cache))
+            agreement.together(lambda: self._fill_share(stored, digest, keys, passes.needs_whole_nodes, cache))
         except BaseException:
             empty(cache)
             raise
@@ -276,7 +276,7 @@ class PrefixStore(KeptPrompts):
         Read all files, remove those that are damaged or that this version cannot read, and return what was wrong.
 
         Raises:
-            PrefixFolderError: the folder cannot be read, or changed.
+            PrefixStoreFolderError: the folder cannot be read, or changed.
         """
         damages = self._folder.damages()
         for own_id in damages:
@@ -294,7 +294,7 @@ class PrefixStore(KeptPrompts):
 
         Raises:
             PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
         prompt = self._checked(model, input_ids, cache, 0, Label())
         found = find(self._folder, prompt)
@@ -321,29 +321,31 @@ class PrefixStore(KeptPrompts):
             read_passes(prompt.model, prompt.token_ids, prompt.cache, ends, None, progress, keeper.after_pass)
         return found.reuse(prompt, self._folder)
 
-    def _wanted(self, model: PreTrainedModel, kept: KeptPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
+    def _wanted(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""
         identity = identity_for(model, cache, self._identity)
         require_new(cache)
         try:
-            keys = self._folder.token_ids(bytes.fromhex(kept.id))
+            keys = self._folder.token_ids(bytes.fromhex(stored.id))
         except (NodeNotFoundError, NodeFileError) as error:
-            raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
-        if different := identity.without(RANK).differences(kept.identity.without(RANK)):
-            raise PrefixStoreError(f"{kept.name} is of another model or another form of cache: {'; '.join(different)}.")
+            raise PrefixStoreError(f"{stored.name} cannot be gone on with: {error}") from error
+        if different := identity.without(RANK).differences(stored.identity.without(RANK)):
+            raise PrefixStoreError(
+                f"{stored.name} is of another model or another form of cache: {'; '.join(different)}."
+            )
         return identity.digest, keys
 
     def _fill_share(
-        self, kept: KeptPrompt, digest: bytes, keys: np.ndarray, needs_whole_nodes: bool, cache: HybridCache
+        self, stored: StoredPrompt, digest: bytes, keys: np.ndarray, needs_whole_nodes: bool, cache: HybridCache
     ) -> None:
         """Fill an empty cache with all that is stored of a prompt; it holds anything after an error."""
         with self._folder.find(digest, keys, needs_whole_nodes) as match:
             if match.num_tokens != len(keys):
-                raise PrefixStoreError(f"{kept.name} is not in {self.path} any more, or not all of it.")
+                raise PrefixStoreError(f"{stored.name} is not in {self.path} any more, or not all of it.")
             try:
                 fill(contents_of(cache), parts_of(match))
             except ValueError as error:
-                raise PrefixStoreError(f"{kept.name} cannot be gone on with: {error}") from error
+                raise PrefixStoreError(f"{stored.name} cannot be gone on with: {error}") from error
 
 
 def _checksum(keys: np.ndarray) -> int:

@@ -18,7 +18,7 @@ class Replaced:
         keys: of what it has become, `[tokens]`.
 
     Raises:
-        PrefixFolderError: the folder cannot be read.
+        PrefixStoreFolderError: the folder cannot be read.
     """
 
     def __init__(self, folder: PrefixFolder, own_id: bytes, keys: np.ndarray):

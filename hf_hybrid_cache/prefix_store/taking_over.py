@@ -19,7 +19,7 @@ def taken_over(folder: PrefixFolder, prompt: Prompt, agreement: Agreement) -> Fo
 
     Raises:
         PrefixStoreError: another process raises an error.
-        PrefixFolderError: the folder cannot be read.
+        PrefixStoreFolderError: the folder cannot be read.
         HostMemoryError: host memory would not suffice; the cache is empty then.
     """
     failed: set[bytes] = set()

@@ -17,7 +17,7 @@ from .nodes.keys import token_ids_of
 
 
 @dataclass(frozen=True)
-class KeptPrompt:
+class StoredPrompt:
     """
     A prompt, or a conversation, that no other one continues.
 
@@ -54,7 +54,7 @@ class KeptPrompt:
         return self.document_tokens < len(self.token_ids)
 
 
-class KeptPrompts:
+class StoredPrompts:
     """
     The prompts and conversations in a folder, to be listed and removed.
 
@@ -62,7 +62,7 @@ class KeptPrompts:
         path: of the folder; it is made if there is none.
 
     Raises:
-        PrefixFolderError: the folder cannot be used, or has other files.
+        PrefixStoreFolderError: the folder cannot be used, or has other files.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -73,43 +73,43 @@ class KeptPrompts:
         """Path of the folder."""
         return self._folder.path
 
-    def kept_prompts(self) -> list[KeptPrompt]:
+    def prompts(self) -> list[StoredPrompt]:
         """
         List the prompts and conversations that no other one continues, the one used last first.
 
         Raises:
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
-        return kept_prompts(self._folder)
+        return prompts_of(self._folder)
 
-    def remove(self, kept: KeptPrompt) -> None:
+    def remove(self, stored: StoredPrompt) -> None:
         """
         Remove a prompt, and what of it no other one shares.
 
         Raises:
-            PrefixFolderError: the folder cannot be changed.
+            PrefixStoreFolderError: the folder cannot be changed.
             PrefixStoreError: a process reads it now.
         """
         try:
-            self._folder.remove_unshared(bytes.fromhex(kept.id))
+            self._folder.remove_unshared(bytes.fromhex(stored.id))
         except NodeInUseError as error:
-            raise PrefixStoreError(f"{kept.name} is not removed: a process reads it now.") from error
+            raise PrefixStoreError(f"{stored.name} is not removed: a process reads it now.") from error
 
 
-def kept_prompts(folder: PrefixFolder) -> list[KeptPrompt]:
+def prompts_of(folder: PrefixFolder) -> list[StoredPrompt]:
     """
     List the prompts of a folder, the one used last first.
 
     Raises:
-        PrefixFolderError: the folder cannot be read.
+        PrefixStoreFolderError: the folder cannot be read.
     """
     by_id = {entry.id: entry for entry in folder.entries()}
     continued = {entry.parent for entry in by_id.values()}
-    listed = (_kept(folder, entry, by_id) for entry in by_id.values() if entry.id not in continued)
-    return [kept for kept in listed if kept is not None]
+    listed = (_stored(folder, entry, by_id) for entry in by_id.values() if entry.id not in continued)
+    return [stored for stored in listed if stored is not None]
 
 
-def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> KeptPrompt | None:
+def _stored(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> StoredPrompt | None:
     """Return a prompt by its last node; `None` if it is gone by now, or damaged."""
     try:
         keys, description = folder.token_ids(entry.id), NodeDescription.from_bytes(entry.description, with_states=False)
@@ -120,7 +120,7 @@ def _kept(folder: PrefixFolder, entry: Entry, by_id: dict[bytes, Entry]) -> Kept
     while node is not None:
         num_bytes += node.num_bytes
         node = None if node.parent is None else by_id.get(node.parent)
-    return KeptPrompt(
+    return StoredPrompt(
         entry.id.hex(),
         description.identity,
         description.model_name,
