@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
     from .numa_nodes import NodeError, bind_to_node
     from .planning import cache_for_budget
-    from .prefix_folder import PrefixFolderError
-    from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
+    from .prefix_folder import PrefixStoreFolderError
+    from .prefix_store import PrefixStore, PrefixStoreError, Reuse, StoredPrompt
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
     from .saving import CacheFileError, saved_token_ids
@@ -51,7 +51,6 @@ __all__ = [
     "HybridCacheError",
     "IncompleteCacheError",
     "KVCodec",
-    "KeptPrompt",
     "KernelsDisabledError",
     "LostProcessError",
     "MemoryReport",
@@ -60,15 +59,16 @@ __all__ = [
     "OffloadedHybridCache",
     "OutOfStepError",
     "Placement",
-    "PrefixFolderError",
     "PrefixStore",
     "PrefixStoreError",
+    "PrefixStoreFolderError",
     "QuantizedHybridCache",
     "QuantizedWeightsConfig",
     "Reuse",
     "SameLogits",
     "Selection",
     "StaleHandleError",
+    "StoredPrompt",
     "WeightsReport",
     "__version__",
     "bind_to_node",
@@ -103,8 +103,8 @@ __getattr__ = lazy_names(
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
         "numa_nodes": ("NodeError", "bind_to_node"),
         "planning": ("cache_for_budget",),
-        "prefix_folder": ("PrefixFolderError",),
-        "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
+        "prefix_folder": ("PrefixStoreFolderError",),
+        "prefix_store": ("PrefixStore", "PrefixStoreError", "Reuse", "StoredPrompt"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),
         "saving": ("CacheFileError", "saved_token_ids"),

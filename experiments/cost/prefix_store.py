@@ -1,5 +1,5 @@
 """
-The time that a store of prompts saves, and what it costs.
+The time that a prefix store saves, and what it costs.
 
 - SmolLM2-135M reads English text and a question, cold, and then other questions about it from the store.
 - With the shape of Llama-3.2-1B, 4 bits and random states: a conversation is kept, 200 tokens more are kept, and it is
@@ -30,7 +30,7 @@ from experiments.common.options import experiment_parser
 from experiments.common.synthetic import fill
 from experiments.common.texts import english_ids
 from experiments.common.timing import seconds_of
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, KeptPrompt, PrefixStore, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, QuantizedHybridCache, StoredPrompt
 from hf_hybrid_cache.model_identity import identity_of
 from hf_hybrid_cache.models import load
 from hf_hybrid_cache.prefix_folder import PrefixFolder
@@ -85,13 +85,13 @@ def conversation(model: PreTrainedModel, form: str, num_tokens: int, drops: bool
     turn_seconds = seconds_of(partial(store.keep, model, ids, cache, document_tokens=PASS_TOKENS))
     turn_bytes = _num_bytes(folder) - before
     del cache, store
-    (kept,) = PrefixStore(folder).kept_prompts()
+    (stored,) = PrefixStore(folder).prompts()
     resumed = []
     for is_dropped in (False, True)[: 1 + drops]:
         if is_dropped:
             os.sync()
             Path("/proc/sys/vm/drop_caches").write_text("3")
-        samples = [_resume_seconds(folder, model, kept, form) for _ in range(1 if is_dropped else RESUMPTIONS)]
+        samples = [_resume_seconds(folder, model, stored, form) for _ in range(1 if is_dropped else RESUMPTIONS)]
         resumed.append({"is_dropped": is_dropped, "seconds": median(samples), "samples_seconds": samples})
     return {
         "what": "conversation",
@@ -106,9 +106,9 @@ def conversation(model: PreTrainedModel, form: str, num_tokens: int, drops: bool
     }
 
 
-def _resume_seconds(folder: Path, model: PreTrainedModel, kept: KeptPrompt, form: str) -> float:
+def _resume_seconds(folder: Path, model: PreTrainedModel, stored: StoredPrompt, form: str) -> float:
     empty: HybridCache = CACHES[form](model.config)
-    return seconds_of(partial(PrefixStore(folder).resume, model, kept, empty))
+    return seconds_of(partial(PrefixStore(folder).resume, model, stored, empty))
 
 
 def search(num_nodes: int, num_tokens: int, folder: Path) -> dict[str, Any]:

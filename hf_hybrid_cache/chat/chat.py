@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from ..cache import HybridCache
 from ..documents import Documents, read_documents
 from ..errors import HybridCacheError
-from ..prefix_store import KeptPrompt, PrefixStore, Reuse
+from ..prefix_store import PrefixStore, Reuse, StoredPrompt
 from .generating import Answer, FinishReason, Generator, Rows
 from .prompts import ChatTemplate, DocumentPrompt, PromptError, context_length
 from .settings import DEFAULT_BITS, AnswerSettings
@@ -83,7 +83,7 @@ class Chat:
         DocumentError: a document cannot be read.
         PromptError: the documents do not fit the model, or there is no place for a system message.
         ValueError: there is no such cache, or it has no bits.
-        PrefixFolderError: the folder cannot be used.
+        PrefixStoreFolderError: the folder cannot be used.
 
     Example:
         >>> chat = Chat(model, tokenizer, documents=["report.pdf", "letters/"], bits=8, store="prompts")
@@ -134,8 +134,8 @@ class Chat:
         self.token_ids = list(self.document.token_ids)
         self._document_tokens = len(self.token_ids)
         self._title: str | None = None
-        self._kept_id: str | None = None
-        self._kept_tokens: list[int] = []
+        self._stored_id: str | None = None
+        self._stored_tokens: list[int] = []
         self._has_failed_to_keep = False
 
     @classmethod
@@ -144,7 +144,7 @@ class Chat:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         store: PrefixStore | str | os.PathLike[str],
-        kept: KeptPrompt | None = None,
+        stored: StoredPrompt | None = None,
         **options: Any,
     ) -> Self:
         """
@@ -154,29 +154,29 @@ class Chat:
             model: that answered.
             tokenizer: of the model.
             store: a `PrefixStore`, or its folder.
-            kept: one of the store's `kept_prompts()`; `None` for the conversation that was used last.
+            stored: one of the `prompts()` of the store; `None` for the conversation that was used last.
             options: of `Chat`, but for documents, cache and system message, which are those of the conversation.
 
         Raises:
             ValueError: the store has no conversation.
             PrefixStoreError: it is of another model or other weights; or it is gone, or damaged.
-            PrefixFolderError: the folder cannot be read.
+            PrefixStoreFolderError: the folder cannot be read.
         """
         store = store if isinstance(store, PrefixStore) else PrefixStore(store)
-        kept = kept or next((each for each in store.kept_prompts() if each.is_conversation), None)
-        if kept is None:
+        stored = stored or next((each for each in store.prompts() if each.is_conversation), None)
+        if stored is None:
             raise ValueError(f"{store.path} has no conversation: begin one with Chat(..., store={str(store.path)!r}).")
-        details = dict(kept.details)
+        details = dict(stored.details)
         turns = details.pop("turns", ())
         form: dict[str, Any] = {name: details.get(name) for name in ("system", "cache", "bits")}
         chat = cls(model, tokenizer, store=store, details=details, **(form | options))
         assert isinstance(chat.cache, HybridCache)
-        store.resume(model, kept, chat.cache)
-        chat.token_ids, chat._document_tokens = kept.token_ids.tolist(), kept.document_tokens
-        chat.document = DocumentPrompt(chat.token_ids[: kept.document_tokens])
+        store.resume(model, stored, chat.cache)
+        chat.token_ids, chat._document_tokens = stored.token_ids.tolist(), stored.document_tokens
+        chat.document = DocumentPrompt(chat.token_ids[: stored.document_tokens])
         chat._has_document = chat.document.token_ids != chat._template.start()
         chat.turns = [Turn(*turn) for turn in turns]
-        chat._title, chat._kept_id, chat._kept_tokens = kept.title, kept.id, list(chat.token_ids)
+        chat._title, chat._stored_id, chat._stored_tokens = stored.title, stored.id, list(chat.token_ids)
         return chat
 
     @property
@@ -329,24 +329,24 @@ class Chat:
 
         Raises:
             PrefixStoreError: a conversation of this model or cache cannot be kept.
-            PrefixFolderError: the folder cannot be written, or has no room.
+            PrefixStoreFolderError: the folder cannot be written, or has no room.
         """
-        if self._store is None or self.token_ids == self._kept_tokens:
+        if self._store is None or self.token_ids == self._stored_tokens:
             return
         self.read()
-        if not self.turns and self._kept_id is None:
+        if not self.turns and self._stored_id is None:
             return
         assert isinstance(self.cache, HybridCache)
-        self._kept_id = self._store.keep(
+        self._stored_id = self._store.keep(
             self._model,
             torch.tensor([self.token_ids]),
             self.cache,
             document_tokens=self._document_tokens,
             title=self._title or _title(self.documents, self.turns[0].question if self.turns else None),
             details=self._all_details() | {"turns": [list(turn) for turn in self.turns]},
-            replaces=self._kept_id,
+            replaces=self._stored_id,
         )
-        self._kept_tokens = list(self.token_ids)
+        self._stored_tokens = list(self.token_ids)
 
     def _read_files(self, names: Sequence[str | os.PathLike[str]]) -> Documents | None:
         names = [names] if isinstance(names, str | os.PathLike) else names

@@ -10,8 +10,8 @@ from .. import __version__
 from .batch import batch
 from .chat import chat
 from .generate import generate
-from .kept import kept
 from .plan import plan
+from .store import store
 
 # Without a terminal plain lines: boxes would be cut to 80 columns.
 app = typer.Typer(
@@ -55,5 +55,5 @@ def common(
 app.command()(generate)
 app.command()(chat)
 app.command()(batch)
-app.command()(kept)
+app.command()(store)
 app.command()(plan)

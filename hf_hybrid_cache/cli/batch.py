@@ -12,7 +12,7 @@ from .answers import Answers, model_digest
 from .batch_progress import BatchProgress
 from .batch_reader import BatchOptions, BatchReader, without_missing
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
-from .options import ANSWER, DOCUMENT, Answer, Cache, Keep, Model, Prompt, option, with_options
+from .options import ANSWER, DOCUMENT, Answer, Cache, Model, Prompt, Store, option, with_options
 from .questions import by_document, read_questions
 
 
@@ -33,7 +33,7 @@ def batch(
     cache: Cache,
     model: Model,
     answer: Answer,
-    keep: Keep,
+    store: Store,
     at_once: Annotated[
         str,
         option(
@@ -65,14 +65,14 @@ def batch(
     _, notes = consoles()
     with exit_codes(notes):
         cache.require_ours("batch")
-        options = BatchOptions(prompt, cache, model, answer, keep, _parsed_at_once(at_once))
+        options = BatchOptions(prompt, cache, model, answer, store, _parsed_at_once(at_once))
         share, path = _parsed_shard(shard), _path_of_answers(out)
         asked = list(chain.from_iterable(by_document(read_questions(questions))[share]))
         folder = questions.parent.absolute()
-        if keep.keep is not None:
+        if store.folder is not None:
             from ..prefix_folder import PrefixFolder
 
-            PrefixFolder(keep.keep)  # raises an error if it cannot be used; the store imports torch first
+            PrefixFolder(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
         made_with = {"model_digest": model_digest(model.name), "settings": options.settings}
         answers = Answers(path, asked, made_with, folder)
         with answers.alone():

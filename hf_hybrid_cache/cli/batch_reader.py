@@ -14,7 +14,7 @@ from ..errors import HybridCacheError
 from .answers import documents_digest
 from .batch_progress import BatchProgress
 from .console import note, out_of_memory
-from .options import Answer, Cache, Keep, Model, Prompt
+from .options import Answer, Cache, Model, Prompt, Store
 from .questions import Question
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class BatchOptions:
     cache: Cache
     model: Model
     answer: Answer
-    keep: Keep
+    store: Store
     at_once: int | None
 
     @property
@@ -60,7 +60,7 @@ class BatchReader:
         from .loading import compile_kernels, load_model
 
         self._options, self._folder, self._progress, self._notes = options, folder, progress, notes
-        self._store, self._settings = options.keep.store(), options.answer.settings()
+        self._store, self._settings = options.store.open(), options.answer.settings()
         loaded = load_model(options.model, notes)
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._template = ChatTemplate(loaded.tokenizer, options.prompt.system)

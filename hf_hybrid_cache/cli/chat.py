@@ -12,13 +12,13 @@ import typer
 from .chat_input import ChatInput, chat_input, shortened
 from .console import UsageError, consoles, exit_codes, note, raising_interrupts
 from .generate import why_no_more, write_notice
-from .options import DOCUMENT, Answer, Cache, DocumentOption, Keep, Model, Prompt, option, with_options
+from .options import DOCUMENT, Answer, Cache, DocumentOption, Model, Prompt, Store, option, with_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..chat import Chat
-    from ..prefix_store import KeptPrompt
+    from ..prefix_store import StoredPrompt
     from .chat_commands import ChatCommands
 
 # Options of the model and the cache that are kept with a conversation, and hold when it is resumed.
@@ -32,13 +32,13 @@ def chat(
     model: Model,
     cache: Cache,
     answer: Answer,
-    keep: Keep,
+    store: Store,
     command_line: typer.Context,
     conversation: Annotated[
         str | None,
         typer.Argument(
             metavar="NUMBER|ID",
-            help="The conversation to --resume, as the command kept lists it. Default: what is chosen at a terminal, "
+            help="The conversation to --resume, as the command store lists it. Default: what is chosen at a terminal, "
             "elsewhere the one used last.",
             show_default=False,
         ),
@@ -46,9 +46,7 @@ def chat(
     document: DocumentOption = None,
     resume: Annotated[
         bool,
-        option(
-            DOCUMENT, "Go on with a conversation that --keep has kept, with its model, weights and cache.", "--resume"
-        ),
+        option(DOCUMENT, "Go on with a conversation of --store, with its model, weights and cache.", "--resume"),
     ] = False,
     no_history: Annotated[
         bool,
@@ -64,15 +62,15 @@ def chat(
     """
     out, notes = consoles()
     with exit_codes(notes):
-        _check(conversation, document, resume, keep)
+        _check(conversation, document, resume, store)
         say = partial(note, notes)
         lines = chat_input(not no_history, say)
-        kept = None
-        if resume and keep.keep is not None:
-            kept = _chosen(keep.keep, conversation, chat_input(keeps_history=False, say=say), say)
-            if kept is None:
+        stored = None
+        if resume and store.folder is not None:
+            stored = _chosen(store.folder, conversation, chat_input(keeps_history=False, say=say), say)
+            if stored is None:
                 return
-            model, cache = _as_kept(kept, model, cache, command_line)
+            model, cache = _as_stored(stored, model, cache, command_line)
         cache.require_ours("chat")
         from ..documents import read_documents
 
@@ -82,7 +80,7 @@ def chat(
         from .chat_commands import ChatCommands
         from .loading import compile_kernels, load_model
 
-        store = keep.store()
+        prefix_store = store.open()
         loaded = load_model(model, notes)
         compile_kernels(loaded.model, cache.name == "quantized", notes)
         options: dict[str, Any] = {
@@ -92,13 +90,13 @@ def chat(
             "settings": answer.settings(),
             "remark": say,
         }
-        if kept is not None:
-            assert store is not None
-            talk = Chat.resume(loaded.model, loaded.tokenizer, store, kept, **options)
-            say(f"going on with {kept.name}: {len(talk.token_ids):,} of {talk.context:,} tokens are taken")
+        if stored is not None:
+            assert prefix_store is not None
+            talk = Chat.resume(loaded.model, loaded.tokenizer, prefix_store, stored, **options)
+            say(f"going on with {stored.name}: {len(talk.token_ids):,} of {talk.context:,} tokens are taken")
         else:
             details = {name: getattr(model, name) for name in _MODEL_OPTIONS}
-            options |= {"system": prompt.system, "context": prompt.context, "store": store, "details": details}
+            options |= {"system": prompt.system, "context": prompt.context, "store": prefix_store, "details": details}
             talk = Chat(loaded.model, loaded.tokenizer, documents or (), **options)
         if documents is not None:
             say(f"{documents.counted}: {talk.document.counts} tokens; {talk.num_free:,} are left to talk")
@@ -113,48 +111,48 @@ def chat(
             _take_all(ChatCommands(talk, out, notes, loaded.weights_text), lines, say)
 
 
-def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, keep: Keep) -> None:
+def _check(conversation: str | None, documents: Sequence[str] | None, resume: bool, store: Store) -> None:
     """Raise `UsageError` for options of a conversation that do not go together."""
     if "-" in (documents or ()):
         raise UsageError("Questions come from standard input: give the document as a file.")
     if conversation is not None and not resume:
         raise UsageError(f"{conversation!r} names a conversation to go on with: add --resume, or --document before it.")
-    if resume and keep.keep is None:
-        raise UsageError("--resume goes on with a conversation of a folder: name that with --keep.")
+    if resume and store.folder is None:
+        raise UsageError("--resume goes on with a conversation of a prefix store: name its folder with --store.")
 
 
-def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "KeptPrompt | None":
+def _chosen(folder: Path, which: str | None, lines: ChatInput, say: Callable[[str], None]) -> "StoredPrompt | None":
     """The conversation of a number or an id, or what a user chooses from a list, perhaps none; raises `UsageError`."""
-    from .kept import chosen, existing_store, numbered, table_of
+    from .store import chosen, existing_store, numbered, table_of
 
-    def named(which: str) -> "KeptPrompt":
-        kept = chosen(listed, which).kept
-        if not kept.is_conversation:
+    def named(which: str) -> "StoredPrompt":
+        stored = chosen(listed, which).stored
+        if not stored.is_conversation:
             raise UsageError(f"{which!r} is a prompt, and no conversation: ask about its document with --document.")
-        return kept
+        return stored
 
     listed = numbered(existing_store(folder))
-    talks = [each for each in listed if each.kept.is_conversation]
+    talks = [each for each in listed if each.stored.is_conversation]
     if which is not None:
         return named(which)
     if not talks:
         raise UsageError(f"{folder} has no conversation: begin one without --resume.")
     if len(talks) == 1 or not lines.is_terminal:
-        return talks[0].kept
+        return talks[0].stored
     say(table_of(talks))
     say("which one? its number, or Enter for the one used last")
     while (typed := lines.next_line()) is not None:
         try:
-            return named(typed.text) if typed.text else talks[0].kept
+            return named(typed.text) if typed.text else talks[0].stored
         except UsageError as error:
             say(str(error))
     return None
 
 
-def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, command_line: typer.Context) -> tuple[Model, Cache]:
+def _as_stored(stored: "StoredPrompt", model: Model, cache: Cache, command_line: typer.Context) -> tuple[Model, Cache]:
     """The model and the cache of a conversation; raises `UsageError` if an option was given that has another value."""
-    of_model: dict[str, Any] = {name: kept.details.get(name) for name in _MODEL_OPTIONS if "model" in kept.details}
-    of_cache = {name: kept.details.get(name) for name in _CACHE_OPTIONS if "cache" in kept.details}
+    of_model: dict[str, Any] = {name: stored.details.get(name) for name in _MODEL_OPTIONS if "model" in stored.details}
+    of_cache = {name: stored.details.get(name) for name in _CACHE_OPTIONS if "cache" in stored.details}
     values = asdict(model) | {"cache": cache.name, "bits": cache.quantized_bits}
     for name, wanted in (of_model | of_cache).items():
         source = command_line.get_parameter_source(name)
@@ -162,8 +160,8 @@ def _as_kept(kept: "KeptPrompt", model: Model, cache: Cache, command_line: typer
             text = f"--{name.replace('_', '-')}"
             begun = f"without {text}" if wanted is None else f"with {text} {wanted}"
             raise UsageError(
-                f"{text} {values[name]}: {kept.name} was begun {begun}, and goes on so: drop {text}, or begin another "
-                "conversation without --resume."
+                f"{text} {values[name]}: {stored.name} was begun {begun}, and goes on so: drop {text}, or begin "
+                "another conversation without --resume."
             )
     return replace(model, **of_model), replace(cache, **of_cache)
 

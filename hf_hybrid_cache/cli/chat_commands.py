@@ -8,7 +8,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from ..chat import AnswerSettings, Chat, PromptError, SettingError
-from ..prefix_folder import PrefixFolderError
+from ..prefix_folder import PrefixStoreFolderError
 from ..prefix_store import PrefixStoreError
 from .chat_input import QUOTES, Typed, shortened
 from .console import note, out_of_memory, write
@@ -165,7 +165,7 @@ class ChatCommands:
             self._chat.keep()
         except KeyboardInterrupt:
             self._remark("the rest is read before the next answer")
-        except (PrefixStoreError, PrefixFolderError) as error:
+        except (PrefixStoreError, PrefixStoreFolderError) as error:
             self._remark(f"the conversation is not kept: {error}")
         except (MemoryError, RuntimeError) as error:
             self._remark(f"{out_of_memory(error)}\nThe rest is read before the next answer.")

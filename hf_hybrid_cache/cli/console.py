@@ -121,7 +121,7 @@ def exit_codes(notes: Console) -> Iterator[None]:
 
 def _naming_options(message: str) -> str:
     """A message of the store with the option that sets its limit, instead of the argument in Python."""
-    return message.replace("Raise max_bytes", "Raise --keep-max")
+    return message.replace("Raise max_bytes", "Raise --store-max")
 
 
 def end_at_interrupt() -> None:

@@ -20,10 +20,10 @@ from .options import (
     AsJson,
     Cache,
     DocumentOption,
-    Keep,
     Model,
     Prompt,
     Quiet,
+    Store,
     check_text,
     option,
     with_options,
@@ -31,7 +31,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..chat import AnswerSettings, Chat, DocumentPrompt
-    from ..prefix_store import KeptPrompts, PrefixStore
+    from ..prefix_store import PrefixStore, StoredPrompts
     from .loading import LoadedModel
 
 
@@ -88,19 +88,19 @@ class Task:
 @with_options
 def generate(
     prompt: Prompt,
-    keep: Keep,
+    store: Store,
     cache: Cache,
     model: Model,
     answer: Answer,
     document: DocumentOption = None,
     question: Annotated[
-        str | None, option(DOCUMENT, "Question to the model. Without one --keep only reads and keeps the documents.")
+        str | None, option(DOCUMENT, "Question to the model. Without one --store only reads and keeps the documents.")
     ] = None,
     prompt_file: Annotated[
         Path | None, option(DOCUMENT, "Text that is used as it is, instead of documents and question.")
     ] = None,
     explain: Annotated[
-        bool, option(DOCUMENT, "Tell what --keep takes from its folder, and why no more.", "--explain")
+        bool, option(DOCUMENT, "Tell what is taken from --store, and why no more.", "--explain")
     ] = False,
     compare: Annotated[
         bool,
@@ -116,16 +116,16 @@ def generate(
     """
     out, notes = consoles(quiet)
     with exit_codes(notes):
-        if keep.keep is not None:
-            cache.require_ours("--keep")
+        if store.folder is not None:
+            cache.require_ours("--store")
         elif explain:
-            raise UsageError("--explain is about the folder of --keep: name that, or drop it.")
+            raise UsageError("--explain is about a prefix store: name its folder with --store, or drop it.")
         check_text("--question", question)
         for name, text in (("--question", question), ("--system", prompt.system)):
             if text is not None and not text.strip():
                 raise UsageError(f"{name} is empty.")
         if question is None and prompt_file is None and (document or not compare):
-            _require_keeping(bool(document), keep.keep is not None, as_json)
+            _require_keeping(bool(document), store.folder is not None, as_json)
         require_documents(document or ())
         task = Task(
             read_documents(document, partial(note, notes)) if document else None,
@@ -135,12 +135,12 @@ def generate(
             answer.settings(COMPARED_TOKENS if compare else NEW_TOKENS),
         )
         form = {"model": model.name, "cache": cache.name, "bits": cache.quantized_bits, "weights": model.weights}
-        if keep.keep is not None:
-            from ..prefix_store import KeptPrompts
+        if store.folder is not None:
+            from ..prefix_store import StoredPrompts
 
-            _say_what_is_kept_otherwise(KeptPrompts(keep.keep), task.documents, form, notes)
+            _say_what_is_stored_otherwise(StoredPrompts(store.folder), task.documents, form, notes)
         # What follows imports torch.
-        store = keep.store()
+        prefix_store = store.open()
         from .compare import compare_caches, dtype_text, record, summary
         from .loading import compile_kernels, load_model
 
@@ -152,14 +152,16 @@ def generate(
             compare_caches(task, loaded, form | {"bits": cache.bits or DEFAULT_BITS}, as_json, out, notes)
             return
         of_cache = {name: form[name] for name in ("cache", "bits")} | {"cpu_decode": cache.decodes_on_cpu}
-        chat = task.chat(loaded, notes, **of_cache, store=store, details=form)
+        chat = task.chat(loaded, notes, **of_cache, store=prefix_store, details=form)
         text_out = Console(quiet=True) if as_json else out
         say_what_is_read(chat, why_no_more(chat, prompt.context), text_out, notes)
         pieces = task.ask(chat)
-        if store is not None and explain:
-            _say_why_no_more(store, loaded, chat, notes)
-        if store is not None and question is None and prompt_file is None:
-            note(notes, f"{len(chat.token_ids):,} tokens are read and kept in {store.path} in {chat.read():.2f} s")
+        if prefix_store is not None and explain:
+            _say_why_no_more(prefix_store, loaded, chat, notes)
+        if prefix_store is not None and question is None and prompt_file is None:
+            note(
+                notes, f"{len(chat.token_ids):,} tokens are read and kept in {prefix_store.path} in {chat.read():.2f} s"
+            )
             return
         for text in pieces:
             write(text_out, text)
@@ -205,23 +207,23 @@ def write_notice(document: "DocumentPrompt", why: str, out: Console) -> None:
 def _require_keeping(has_document: bool, keeps: bool, as_json: bool) -> None:
     """Raise `UsageError` unless documents are to be kept, where nothing is asked."""
     if not has_document or not keeps:
-        raise UsageError('Ask something, such as --question "Who signed it?"; --keep keeps a document without.')
+        raise UsageError('Ask something, such as --question "Who signed it?"; --store keeps a document without.')
     if as_json:
         raise UsageError("--json is of an answer: ask something with --question, or drop it.")
 
 
-def _say_what_is_kept_otherwise(
-    store: "KeptPrompts", documents: Documents | None, form: Mapping[str, Any], notes: Console
+def _say_what_is_stored_otherwise(
+    store: "StoredPrompts", documents: Documents | None, form: Mapping[str, Any], notes: Console
 ) -> None:
-    """Say so if a folder has documents, but only of another model, or with other weights or bits."""
+    """Say so if a store has documents, but only of another model, or with other weights or bits."""
     title, said = "" if documents is None else documents.title, None
-    for kept in store.kept_prompts() if title else ():
-        if "model" not in kept.details or not f"{kept.title}: ".startswith(f"{title}: "):  # a question may follow
+    for stored in store.prompts() if title else ():
+        if "model" not in stored.details or not f"{stored.title}: ".startswith(f"{title}: "):  # a question may follow
             continue
-        different = [name for name in ("model", "weights", "bits") if kept.details.get(name) != form[name]]
+        different = [name for name in ("model", "weights", "bits") if stored.details.get(name) != form[name]]
         if not different:
             return
-        theirs, ours = (_as_options(different, each) for each in (kept.details, form))
+        theirs, ours = (_as_options(different, each) for each in (stored.details, form))
         said = said or f"{store.path} has {title} {theirs}, which takes it from there; {ours} it is read anew"
     if said:
         note(notes, said)
@@ -233,7 +235,7 @@ def _as_options(names: Sequence[str], form: Mapping[str, Any]) -> str:
 
 
 def _say_why_no_more(store: "PrefixStore", loaded: "LoadedModel", chat: "Chat", notes: Console) -> None:
-    """Tell what of a folder cannot be used, and why."""
+    """Tell what of a store cannot be used, and why."""
     import torch
 
     from ..cache import HybridCache

@@ -55,7 +55,7 @@ _SAMPLING = ("--temperature", "--top-p", "--top-k", "--repetition-penalty", "--s
 EXCLUDING: tuple[tuple[str, str, str], ...] = (
     ("--compare", "--cache", "--compare takes every cache: drop --cache."),
     ("--compare", "--cpu-decode", "--compare is of caches as they are: drop --cpu-decode."),
-    ("--compare", "--keep", "--keep is for one cache, --compare for all: drop one of them."),
+    ("--compare", "--store", "--store is for one cache, --compare for all: drop one of them."),
     *(("--compare", option, f"--compare takes the likeliest token each time: drop {option}.") for option in _SAMPLING),
     ("--prompt-file", "--document", "--prompt-file is the whole prompt: drop it, or --document."),
     ("--prompt-file", "--question", "--prompt-file is the whole prompt: drop it, or --question."),
@@ -248,37 +248,41 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """The folder in which what is read is kept; raises `UsageError` for a limit that is no size, or of no folder."""
+class Store:
+    """The prefix store; raises `UsageError` for a limit that is no size, or of no store."""
 
-    keep: Annotated[
+    folder: Annotated[
         Path | None,
-        option(DOCUMENT, "Folder that keeps what is read, and gives what was read before; it is made if needed."),
+        option(
+            DOCUMENT,
+            "Folder of a prefix store, made if needed: it keeps what is read, and gives what was read before.",
+            "--store",
+        ),
     ] = None
-    keep_max: Annotated[
+    store_max: Annotated[
         str | None,
         option(DOCUMENT, "Its size at most, such as 20GiB; what was used longest ago goes first. Default: the disk's."),
     ] = None
 
     def __post_init__(self) -> None:
-        if self.keep_max is None:
+        if self.store_max is None:
             return
-        if self.keep is None:
-            raise UsageError("--keep-max is the limit of a folder: name that with --keep.")
+        if self.folder is None:
+            raise UsageError("--store-max is the limit of a prefix store: name its folder with --store.")
         from ..byte_sizes import parse_bytes
 
         try:
-            parse_bytes(self.keep_max)
+            parse_bytes(self.store_max)
         except ValueError as error:
-            raise UsageError(f"--keep-max: {error}") from error
+            raise UsageError(f"--store-max: {error}") from error
 
-    def store(self) -> "PrefixStore | None":
-        """The store in the folder, which is made if there is none; `None` without the option."""
-        if self.keep is None:
+    def open(self) -> "PrefixStore | None":
+        """Open the store, whose folder is made if there is none; `None` without the option."""
+        if self.folder is None:
             return None
         from ..prefix_store import PrefixStore
 
-        return PrefixStore(self.keep, max_bytes=self.keep_max)
+        return PrefixStore(self.folder, max_bytes=self.store_max)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -291,7 +295,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     Example:
         >>> @app.command()
         ... @with_options
-        ... def generate(model: Model, keep: Keep, document: DocumentOption = None) -> None:
+        ... def generate(model: Model, store: Store, document: DocumentOption = None) -> None:
         ...     "Answer a question about a document."
     """
     own = inspect.signature(command, eval_str=True).parameters.values()

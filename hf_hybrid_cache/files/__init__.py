@@ -1,1 +1,1 @@
-"""Files of tensors with checksums: of saved caches, and of kept prompts."""
+"""Files of tensors with checksums: of saved caches, and of a prefix store."""

@@ -1,5 +1,5 @@
 """
-The file of tensors, of saved caches and of kept prompts: safetensors with checksums, without torch.
+The file of tensors, of saved caches and of a prefix store: safetensors with checksums, without torch.
 
 See https://github.com/huggingface/safetensors#format: eight bytes with the length of a header, the header in JSON, and
 the tensors one after the other without holes. Tensors are in sections, `SECTION/NAME`; a section of one tensor has its

@@ -1,4 +1,4 @@
-"""A store of prompts for models on an accelerator: a hit has the bits of a cold read, wherever layers live."""
+"""A prefix store for models on an accelerator: a hit has the bits of a cold read, wherever layers live."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -56,9 +56,9 @@ def test_conversation_when_on_the_device_then_goes_on(
     read_tokens = live.get_seq_length()
     tokens = model.generate(document, **cache_argument(live), max_new_tokens=70, do_sample=False)
     store.keep(model, tokens, live, document_tokens=read_tokens)
-    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
+    (stored,) = (each for each in store.prompts() if each.is_conversation)
     resumed = make(model.config)
-    store.resume(model, kept, resumed)
+    store.resume(model, stored, resumed)
     assert are_equal(held(resumed), held(live))
     if "divided" in request.node.name:
         return  # the CPU may attend to other tokens than before, with other last bits

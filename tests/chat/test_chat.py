@@ -262,8 +262,8 @@ def test_a_conversation_that_is_resumed_goes_on_to_the_same_tokens(cache: str, f
     form = CACHES[cache]
     whole = chat_of(model, system="Be brief.", store=store, details={"model": "tiny"}, **form)
     said(whole, QUESTIONS[0])
-    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
-    assert kept.details.items() >= {"model": "tiny", "system": "Be brief.", "bits": form.get("bits")}.items()
+    (stored,) = (each for each in store.prompts() if each.is_conversation)
+    assert stored.details.items() >= {"model": "tiny", "system": "Be brief.", "bits": form.get("bits")}.items()
     resumed = Chat.resume(model, tokenizer(), store, settings=SETTINGS, progress=False)
     assert (resumed.turns, resumed.system, resumed.token_ids) == (whole.turns, "Be brief.", whole.token_ids)
     assert said(resumed, QUESTIONS[1]) == said(whole, QUESTIONS[1])
@@ -278,13 +278,13 @@ def test_what_was_taken_back_is_not_kept(tmp_path: Path):
         said(chat, question)
     chat.undo()
     chat.keep()
-    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
-    assert kept.token_ids.tolist() == chat.token_ids
+    (stored,) = (each for each in store.prompts() if each.is_conversation)
+    assert stored.token_ids.tolist() == chat.token_ids
     chat.forget()
     chat.keep()
-    assert [each.is_conversation for each in store.kept_prompts()] == [False]
+    assert [each.is_conversation for each in store.prompts()] == [False]
     with pytest.raises(ValueError, match="has no conversation: begin one with"):
         Chat.resume(model_of(), tokenizer(), store)
     said(chat, QUESTIONS[2])
-    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
-    assert kept.title == f"report.txt: {QUESTIONS[2]}"
+    (stored,) = (each for each in store.prompts() if each.is_conversation)
+    assert stored.title == f"report.txt: {QUESTIONS[2]}"

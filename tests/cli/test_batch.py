@@ -228,15 +228,15 @@ def test_a_model_with_windows_answers_one_question_at_a_time(many: Batch, tmp_pa
 
 
 @pytest.mark.parametrize("options", [[], ["--cache", "offloaded"]])
-def test_a_kept_document_gives_the_same_answers_and_is_read_once(two: Batch, options: list[str]):
+def test_a_stored_document_gives_the_same_answers_and_is_read_once(two: Batch, options: list[str]):
     two.run(*options)
-    unkept, kept = two.texts(), two.folder / "kept"
-    for is_kept in (False, True):
+    without_store, store = two.texts(), two.folder / "prompts"
+    for is_stored in (False, True):
         two.out.unlink()
-        said = two.run("--keep", kept, "--keep-max", "1GiB", *options).stderr
-        assert two.texts() == unkept
-        assert (f"300 of 300 tokens are taken from {kept}" in said) == is_kept
-    (details,) = (each.details for each in PrefixStore(kept).kept_prompts() if each.title == "long.txt")
+        said = two.run("--store", store, "--store-max", "1GiB", *options).stderr
+        assert two.texts() == without_store
+        assert (f"300 of 300 tokens are taken from {store}" in said) == is_stored
+    (details,) = (each.details for each in PrefixStore(store).prompts() if each.title == "long.txt")
     assert details["model"] == str(two.model)
 
 
@@ -452,7 +452,7 @@ def test_all_lines_that_cannot_be_used_are_reported_at_once(batch: Batch):
         (["--shard", "2"], "--shard must be K/N"),
         (["--out", os.devnull], f"--out {os.devnull} is no regular file: name one, or - for standard output."),
         (["--out", "nowhere/answers.jsonl"], "There is no folder nowhere for --out."),
-        (["--keep", __file__], "test_batch.py"),
+        (["--store", __file__], "test_batch.py"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(two: Batch, options: list[str], message: str):
@@ -475,7 +475,7 @@ def test_files_are_checked_before_torch_is_imported(two: Batch, change: Callable
 import sys
 from typer.testing import CliRunner
 from hf_hybrid_cache.cli.app import app
-result = CliRunner().invoke(app, {two.command("--keep", two.folder / "kept")})
+result = CliRunner().invoke(app, {two.command("--store", two.folder / "prompts")})
 assert result.exit_code in (1, 2), result.stderr
 assert "questions are answered" in result.stderr or "error: " in result.stderr
 assert "torch" not in sys.modules and "transformers" not in sys.modules

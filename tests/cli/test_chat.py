@@ -1,4 +1,4 @@
-"""Conversations with a tiny random model: the commands, the remarks on answers, and going on with what is kept."""
+"""Conversations with a tiny random model: the commands, the remarks on answers, and going on with what is stored."""
 
 import re
 import shutil
@@ -165,10 +165,10 @@ def test_context_when_nearly_full_then_warns_once_until_more_is_left(report: Pat
     [
         (["--document", "-"], "Questions come from standard input: give the document as a file."),
         (["--document", "missing.txt"], "missing.txt"),
-        (["--resume"], "--resume goes on with a conversation of a folder: name that with --keep."),
+        (["--resume"], "--resume goes on with a conversation of a prefix store: name its folder with --store."),
         (["2"], "'2' names a conversation to go on with: add --resume, or --document before it."),
-        (["--resume", "--keep", "missing"], "There is no folder missing"),
-        (["--resume", "--keep", "x", "--document", "y"], "goes on with the document of the conversation"),
+        (["--resume", "--store", "missing"], "There is no folder missing"),
+        (["--resume", "--store", "x", "--document", "y"], "goes on with the document of the conversation"),
         (["--cache", "stock"], "--cache stock is transformers' own, and chat needs one of"),
         (["--top-p", "0.5"], "--top-p is for sampling"),
     ],
@@ -179,31 +179,31 @@ def test_options_that_cannot_be_are_refused(options: list[str], message: str):
     assert message in result.stderr
 
 
-# Going on with what is kept
+# Going on with what is stored
 
 
 def test_a_conversation_goes_on_with_what_it_was_begun_with(model: Path, report: Path, tmp_path: Path):
-    begun = ["--document", report, "--keep", tmp_path, "--keep-max", "1GiB", "--dtype", "bfloat16"]
+    begun = ["--document", report, "--store", tmp_path, "--store-max", "1GiB", "--dtype", "bfloat16"]
     whole = converse(model, [*begun, "--bits", "8", "--weights", "8", "--system", "Be brief."], "Who?", "Where?").stdout
-    kept = ["--device", "cpu", "--max-new-tokens", "5", "--keep", tmp_path, "--resume"]
-    talk = run(*kept, typed="/undo\nWhere?\n/stats\n")
+    resume = ["--device", "cpu", "--max-new-tokens", "5", "--store", tmp_path, "--resume"]
+    talk = run(*resume, typed="/undo\nWhere?\n/stats\n")
     assert talk.exit_code == 0, talk.stderr
     assert whole.endswith(talk.stdout)
     assert "going on with report.txt: Who?: " in talk.stderr
     assert f"last question: Where?\nlast answer: {talk.stdout.strip()}" in talk.stderr
     assert "of 8 bits" in talk.stderr
     assert "weights" in talk.stderr
-    run(*kept, typed="/forget\n")
-    assert "has no conversation: begin one without --resume." in run(*kept).stderr
+    run(*resume, typed="/forget\n")
+    assert "has no conversation: begin one without --resume." in run(*resume).stderr
 
 
-def test_other_options_than_were_kept_are_refused_by_name(model: Path, tmp_path: Path):
-    converse(model, ["--keep", tmp_path, "--bits", "8"], "Who?")
+def test_other_options_than_were_stored_are_refused_by_name(model: Path, tmp_path: Path):
+    converse(model, ["--store", tmp_path, "--bits", "8"], "Who?")
     refused = {"--bits": "4", "--model": "other", "--weights": "8", "--cache": "dynamic", "--dtype": "float32"}
     begun = {"--bits": "with --bits 8", "--model": f"with --model {model}", "--cache": "with --cache quantized"}
     for name, value in refused.items():
         program = "import sys; from hf_hybrid_cache.cli.app import app; sys.modules['transformers'] = None; app()"
-        command = [sys.executable, "-c", program, "chat", "--keep", tmp_path, "--resume", name, value]
+        command = [sys.executable, "-c", program, "chat", "--store", tmp_path, "--resume", name, value]
         result = subprocess.run(list(map(str, command)), capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert result.returncode == 2
         how = begun.get(name, f"without {name}")
@@ -212,16 +212,16 @@ def test_other_options_than_were_kept_are_refused_by_name(model: Path, tmp_path:
 
 def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_path: Path):
     for question in ("Who?", "Where?"):
-        converse(model, ["--keep", tmp_path, "--document", report], question)
-    listed = PrefixStore(tmp_path).kept_prompts()
+        converse(model, ["--store", tmp_path, "--document", report], question)
+    listed = PrefixStore(tmp_path).prompts()
     (first,) = (number for number, each in enumerate(listed, 1) if each.title.endswith("Who?"))
-    kept = ["--keep", tmp_path, "--resume"]
+    resume = ["--store", tmp_path, "--resume"]
     for which in (str(first), listed[first - 1].id[:6]):
-        assert "last question: Who?" in converse(model, [*kept, which]).stderr
-    assert "last question: Who?" in converse(model, kept).stderr  # it was used last
-    assert "names none of 2" in run(*kept, "9").stderr
+        assert "last question: Who?" in converse(model, [*resume, which]).stderr
+    assert "last question: Who?" in converse(model, resume).stderr  # it was used last
+    assert "names none of 2" in run(*resume, "9").stderr
     terminals = pytest.importorskip("cli.terminals", reason="needs POSIX terminals", exc_type=ImportError)
-    command = ["-m", "hf_hybrid_cache.cli", "chat", *map(str, kept), "--device", "cpu", "--no-history"]
+    command = ["-m", "hf_hybrid_cache.cli", "chat", *map(str, resume), "--device", "cpu", "--no-history"]
     with terminals.Terminal(*command, OMP_NUM_THREADS="1") as terminal:
         shown = terminal.wait_for("which one?")
         assert [title in shown for title in ("report.txt: Who?", "report.txt: Where?")] == [True, True]
@@ -235,19 +235,19 @@ def test_a_conversation_is_named_by_number_or_id(model: Path, report: Path, tmp_
 
 def test_a_document_is_no_conversation(model: Path, tmp_path: Path):
     (tmp_path / "long.txt").write_text(TEXT * 9)
-    converse(model, ["--document", tmp_path / "long.txt", "--keep", tmp_path / "kept"])
-    assert "'1' is a prompt, and no conversation" in run("--keep", tmp_path / "kept", "--resume", "1").stderr
+    converse(model, ["--document", tmp_path / "long.txt", "--store", tmp_path / "prompts"])
+    assert "'1' is a prompt, and no conversation" in run("--store", tmp_path / "prompts", "--resume", "1").stderr
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept")
 def test_a_conversation_goes_on_when_the_disk_is_full(
     model: Path, report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    unkept = converse(model, ["--document", report], "Who?", "Where?")
+    without_store = converse(model, ["--document", report], "Who?", "Where?")
     full = shutil.disk_usage(report)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    talk = converse(model, ["--document", report, "--keep", tmp_path / "kept"], "Who?", "Where?")
-    assert talk.stdout == unkept.stdout
+    talk = converse(model, ["--document", report, "--store", tmp_path / "prompts"], "Who?", "Where?")
+    assert talk.stdout == without_store.stdout
     assert talk.stderr.count("the conversation is not kept: ") == 1
 
 

@@ -104,7 +104,7 @@ def test_questions_can_be_about_a_folder_or_a_list_of_documents(model: Path, tex
     asked, out = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["batch", asked, "--out", out, "--model", model, "--device", "cpu", "--max-new-tokens", 4]
-    result = invoke(*command, "--keep", tmp_path / "kept", "--context", "50")
+    result = invoke(*command, "--store", tmp_path / "prompts", "--context", "50")
     assert result.exit_code == 1, result.stderr
     failed, of_folder, of_list = map(json.loads, out.read_text().splitlines())  # what is missing is told first
     assert of_folder["left_out"] == ["texts/picture.png is not UTF-8 text (byte 0 is 0x89)."]

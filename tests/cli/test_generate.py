@@ -188,32 +188,32 @@ def test_quiet_writes_the_answer_alone_without_control_characters(model: Path):
     assert not CONTROL_CHARACTER.search(result.stdout)
 
 
-# Documents that are kept
+# Documents of a prefix store
 
 
 @pytest.mark.parametrize("form", [[], ["--bits", "4"], ["--cache", "offloaded"]])
-def test_an_answer_about_a_kept_document_is_that_of_a_read_one(
+def test_an_answer_about_a_stored_document_is_that_of_a_read_one(
     form: list[str], model: Path, report: Path, folder: Path
 ):
     asked = ["--document", report, *form, "--question"]
-    generate(model, *asked, "Who?", "--keep", folder)
-    (taken,) = [line for line in remarks(model, *asked, "Where?", "--keep", folder) if " are taken from " in line]
+    generate(model, *asked, "Who?", "--store", folder)
+    (taken,) = [line for line in remarks(model, *asked, "Where?", "--store", folder) if " are taken from " in line]
     assert re.fullmatch(rf"(1,6\d\d) of \1 tokens are taken from {re.escape(str(folder))}", taken)
-    cold = answered(model, *asked, "Where?", "--keep", folder.with_name("other"))["answer"]
-    assert answered(model, *asked, "Where?", "--keep", folder)["answer"] == cold
+    cold = answered(model, *asked, "Where?", "--store", folder.with_name("other"))["answer"]
+    assert answered(model, *asked, "Where?", "--store", folder)["answer"] == cold
 
 
 def test_a_document_is_only_kept_where_nothing_is_asked(model: Path, report: Path, folder: Path):
-    result = generate(model, "--document", report, "--keep", folder)
+    result = generate(model, "--document", report, "--store", folder)
     assert (result.exit_code, result.stdout) == (0, "")
-    (kept,) = PrefixStore(folder).kept_prompts()
-    assert f"{len(kept.token_ids):,} tokens are read and kept in {folder} in " in result.stderr
-    assert (kept.title, kept.is_conversation) == ("report.txt", False)
-    assert kept.details["model"] == str(model)
+    (stored,) = PrefixStore(folder).prompts()
+    assert f"{len(stored.token_ids):,} tokens are read and kept in {folder} in " in result.stderr
+    assert (stored.title, stored.is_conversation) == ("report.txt", False)
+    assert stored.details["model"] == str(model)
 
 
 @pytest.mark.parametrize(
-    ("kept", "given", "said"),
+    ("stored", "given", "said"),
     [
         (["--bits", "8"], ["--bits", "4"], "with --bits 8, which takes it from there; with --bits 4 it is read anew"),
         ([], ["--bits", "2"], "without --bits, which takes it from there; with --bits 2 it is read anew"),
@@ -221,17 +221,17 @@ def test_a_document_is_only_kept_where_nothing_is_asked(model: Path, report: Pat
     ],
 )
 def test_a_document_in_another_form_is_said_before_it_is_read(
-    kept: list[str], given: list[str], said: str, model: Path, report: Path, folder: Path
+    stored: list[str], given: list[str], said: str, model: Path, report: Path, folder: Path
 ):
-    generate(model, "--document", report, "--keep", folder, *kept)
-    asked = ["--document", report, "--question", "Who?", "--keep", folder]
+    generate(model, "--document", report, "--store", folder, *stored)
+    asked = ["--document", report, "--question", "Who?", "--store", folder]
     lines = remarks(model, *asked, *given)
     assert lines.index(f"{folder} has report.txt {said}") < len(lines) - 2
     assert not any("it is read anew" in line for line in remarks(model, *asked, *given))
 
 
 def test_what_a_folder_has_is_explained_only_if_asked(model: Path, report: Path, folder: Path):
-    asked = ["--document", report, "--keep", folder, "--question", "Who?"]
+    asked = ["--document", report, "--store", folder, "--question", "Who?"]
     generate(model, *asked)
     report.write_text(TEXT.replace("word. It", "word! It"))
     assert not any("instead of" in line for line in remarks(model, *asked))
@@ -242,8 +242,8 @@ def test_what_a_folder_has_is_explained_only_if_asked(model: Path, report: Path,
     assert any("stored and not used: codecs" in line for line in remarks(model, *asked, "--bits", "8", "--explain"))
 
 
-def test_of_a_kept_prompt_file_only_the_last_token_is_read(model: Path, report: Path, folder: Path):
-    asked = ["--prompt-file", report, "--keep", folder]
+def test_of_a_stored_prompt_file_only_the_last_token_is_read(model: Path, report: Path, folder: Path):
+    asked = ["--prompt-file", report, "--store", folder]
     cold = answered(model, *asked)["answer"]
     assert f"1,630 of 1,630 tokens are taken from {folder}" in remarks(model, *asked)
     assert answered(model, *asked)["answer"] == cold
@@ -256,13 +256,16 @@ def test_of_a_kept_prompt_file_only_the_last_token_is_read(model: Path, report: 
     ("arguments", "message"),
     [
         ("", "Ask something, such as --question"),
-        ("--document DOCUMENT", "--keep keeps a document without."),
+        ("--document DOCUMENT", "--store keeps a document without."),
         ("--document DOCUMENT --compare", "Ask something, such as --question"),
-        ("--document DOCUMENT --keep FOLDER --json", "--json is of an answer: ask something with --question, or drop"),
+        ("--document DOCUMENT --store FOLDER --json", "--json is of an answer: ask something with --question, or drop"),
         ("--document missing --question Who?", "Cannot read missing: No such file"),
         ("--prompt-file missing", "Cannot read missing: No such file"),
-        ("--question Who? --explain", "--explain is about the folder of --keep: name that, or drop it."),
-        ("--question Who? --keep FOLDER --cache stock", "--cache stock is transformers' own, and --keep needs one of"),
+        ("--question Who? --explain", "--explain is about a prefix store: name its folder with --store, or drop it."),
+        (
+            "--question Who? --store FOLDER --cache stock",
+            "--cache stock is transformers' own, and --store needs one of",
+        ),
         ("--question Who?\udce9", "--question 'Who?\\udce9' is not UTF-8 text."),
         ("--question= --compare", "--question is empty."),
         ("--question Who? --device abacus", "--device 'abacus' is not here: this machine has cpu"),
@@ -284,7 +287,7 @@ def test_a_prompt_beyond_the_model_is_refused_with_the_numbers(small: Path, repo
 
 
 def test_a_folder_with_other_files_is_named(model: Path, report: Path):
-    given = ["--model", model, "--document", report, "--keep", report.parent]
+    given = ["--model", model, "--document", report, "--store", report.parent]
     assert error_of(*given).startswith(f"error: {report.parent} ")
 
 
@@ -377,7 +380,7 @@ def test_quiet_at_a_terminal_shows_the_answer_alone(model: Path, report: Path):
 
 def test_mistakes_in_options_and_files_are_told_before_torch_is_imported(report: Path):
     program = "import sys; from hf_hybrid_cache.cli.app import run; run()"
-    for options in (["--document", "missing", "--question", "Who?"], ["--document", report, "--keep", report.parent]):
+    for options in (["--document", "missing", "--question", "Who?"], ["--document", report, "--store", report.parent]):
         command = [sys.executable, "-X", "importtime", "-c", program, "generate", *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (2, "")

@@ -18,9 +18,9 @@ from hf_hybrid_cache.cli.options import (
     AsJson,
     Cache,
     DocumentOption,
-    Keep,
     Model,
     Prompt,
+    Store,
     UsageError,
     option,
     with_options,
@@ -48,7 +48,7 @@ def all_options(
     cache: Cache,
     model: Model,
     answer: Answer,
-    keep: Keep,
+    store: Store,
     document: DocumentOption = None,
     question: str | None = None,
     prompt_file: str | None = None,
@@ -60,7 +60,7 @@ def all_options(
     as_json: AsJson = False,
 ) -> None:
     """Take all options."""
-    given[:] = [toy, prompt, cache, model, answer, keep, document]
+    given[:] = [toy, prompt, cache, model, answer, store, document]
 
 
 def invoke(*arguments: str | Path, of: typer.Typer = app) -> Any:
@@ -84,12 +84,12 @@ def test_option_when_it_is_one_new_field_then_commands_have_it():
 
 def test_options_when_given_then_are_fields_of_their_dataclasses():
     options = ["--document", "a", "--document", "b", "--context", "9", "--bits", "8", "--weights", "4", "--stop", "."]
-    of = taken(*options, "--keep", "f", "--keep-max", "20GiB", "--top-k", "5", "--temperature", "0.7")
+    of = taken(*options, "--store", "f", "--store-max", "20GiB", "--top-k", "5", "--temperature", "0.7")
     assert of[list] == ["a", "b"]
     assert of[Prompt] == Prompt(context=9)
     assert (of[Cache].name, of[Cache].quantized_bits) == ("quantized", 8)
     assert (of[Model].name, of[Model].quantized_bits, of[Model].only_experts) == ("smollm2-135m", 4, False)
-    assert of[Keep] == Keep(Path("f"), "20GiB")
+    assert of[Store] == Store(Path("f"), "20GiB")
     settings = of[Answer].settings(64)
     assert (settings.max_new_tokens, settings.top_k, settings.stop) == (64, 5, (".",))
 
@@ -128,8 +128,8 @@ def test_cache_when_named_or_not_then_is_the_one_of_the_options(options: tuple[s
         ("--max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0."),
         ("--system \udcff", "--system '\\udcff' is not UTF-8 text."),
         ("--stop \udcff", "--stop '\\udcff' is not UTF-8 text."),
-        ("--keep-max 20GiB", "--keep-max is the limit of a folder: name that with --keep."),
-        ("--keep f --keep-max many", "--keep-max: 'many' is not a size in bytes"),
+        ("--store-max 20GiB", "--store-max is the limit of a prefix store: name its folder with --store."),
+        ("--store f --store-max many", "--store-max: 'many' is not a size in bytes"),
     ],
 )
 def test_option_when_its_value_is_none_that_there_is_then_error(options: str, message: str):
@@ -140,7 +140,7 @@ def test_option_when_its_value_is_none_that_there_is_then_error(options: str, me
 
 VALUES = {"--temperature": "1", "--repetition-penalty": "1.1", "--seed": "1", "--top-p": "0.5", "--top-k": "5"}
 VALUES |= {"--cache": "dynamic", "--cpu-decode": "yes", "--context": "9", "--weights": "8", "--experts": "host"}
-VALUES |= dict.fromkeys(("--document", "--keep", "--prompt-file", "--question", "--remove", "--system"), "x")
+VALUES |= dict.fromkeys(("--document", "--store", "--prompt-file", "--question", "--remove", "--system"), "x")
 
 
 @pytest.mark.parametrize(("first", "second", "way_out"), EXCLUDING)
@@ -150,18 +150,18 @@ def test_options_when_they_exclude_each_other_then_error(first: str, second: str
 
 
 def test_cache_of_transformers_when_one_of_ours_is_needed_then_error():
-    with pytest.raises(UsageError, match="--cache stock is transformers' own, and --keep needs one of dynamic"):
-        Cache("stock").require_ours("--keep")
+    with pytest.raises(UsageError, match="--cache stock is transformers' own, and --store needs one of dynamic"):
+        Cache("stock").require_ours("--store")
 
 
 @pytest.mark.filterwarnings("default:The prompt is read, and not kept", "ignore:The prompt has .* context is 512")
 def test_store_when_it_has_no_room_then_message_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    store, model = Keep(tmp_path / "kept", "1KiB").store(), tiny_model("llama")
+    store, model = Store(tmp_path / "prompts", "1KiB").open(), tiny_model("llama")
     assert store is not None
-    assert Keep().store() is None
+    assert Store().open() is None
     with exit_codes(consoles()[1]):
         store.prefill(model, random_prompt(1, 200), DynamicHybridCache(model.config), progress=False)
-    assert "Raise --keep-max, " in capsys.readouterr().err
+    assert "Raise --store-max, " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,13 @@ def test_interrupt_when_it_is_an_exception_then_exit_code_is_130():
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "kept missing", "generate --bits 5", "chat --top-k 0 --temperature 1", "batch q.jsonl --out - --bits 5"],
+    [
+        "--help",
+        "store missing",
+        "generate --bits 5",
+        "chat --top-k 0 --temperature 1",
+        "batch q.jsonl --out - --bits 5",
+    ],
 )
 def test_command_when_its_options_are_wrong_then_nothing_heavy_is_imported(arguments: str):
     program = f"""

@@ -126,7 +126,7 @@ def test_plan_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
 @given(data=st.data())
 def test_generate_answers_or_says_what_is_wrong(data: st.DataObject, folder: Path):
     source = data.draw(
-        st.sampled_from([["--question=w5", "--document"], ["--keep=prompts", "--document"], ["--prompt-file"]])
+        st.sampled_from([["--question=w5", "--document"], ["--store=prompts", "--document"], ["--prompt-file"]])
     )
     start = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "3", *source, str(folder / "text")]
     check("generate", data.draw(arguments_of("generate", start)))

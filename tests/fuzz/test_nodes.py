@@ -43,17 +43,19 @@ PROMPT = random_prompt(1, 1400)
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The name of a placement, and a folder with a prompt."""
-    folder, model = tmp_path_factory.mktemp("kept"), tiny_model("llama")
+    folder, model = tmp_path_factory.mktemp("prompts"), tiny_model("llama")
     PrefixStore(folder).prefill(model, PROMPT[:, :1281], PLACEMENTS[request.param](model.config), progress=False)
     return request.param, folder
 
 
 @search_at_random(60, 500)
 @given(data=st.data())
-def test_a_forged_node_is_not_used_or_can_be_gone_on_from(data: st.DataObject, kept: tuple[str, Path], tmp_path: Path):
-    name, folder = kept
+def test_a_forged_node_is_not_used_or_can_be_gone_on_from(
+    data: st.DataObject, stored: tuple[str, Path], tmp_path: Path
+):
+    name, folder = stored
     shutil.copytree(folder, tmp_path / "store", dirs_exist_ok=True)
     node = data.draw(st.sampled_from(nodes_of(tmp_path / "store")))
     tree = description_of(node)

@@ -51,7 +51,7 @@ def prefilled(_: Path) -> HybridCache:
     return copy.deepcopy(prefill(tiny_model("llama"), DOCUMENT, QuantizedHybridCache(CONFIG), progress=False))
 
 
-def kept(folder: Path) -> HybridCache:
+def stored(folder: Path) -> HybridCache:
     cache, store = DynamicHybridCache(CONFIG), PrefixStore(folder)
     store.prefill(tiny_model("llama"), question(DOCUMENT), cache, progress=False)
     return cache
@@ -76,7 +76,7 @@ def selected(_: Path) -> HybridCache:
 
 WAYS: dict[str, Callable[[Path], HybridCache]] = {
     "prefill": prefilled,
-    "store": kept,
+    "store": stored,
     "file": loaded,
     "generate": lambda _: read(),
     "chunks": lambda _: read(prefill_chunk_size=16),

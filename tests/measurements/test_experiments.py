@@ -510,7 +510,7 @@ def test_the_page_of_results_states_what_the_records_hold():
         assert f"{cell['ratio']:.4f}" in page or f"{cell['ratio']:.3f}" in page
 
 
-def test_the_page_of_results_states_what_kept_prompts_took():
+def test_the_page_of_results_states_what_the_prefix_store_took():
     page = (REPOSITORY / "docs" / "results.md").read_text()
     (record,) = report.load_records("prefix_store").values()
     names = {"full": "bfloat16", "4 bits": "4 bits"}

@@ -36,12 +36,12 @@ def test_conversation_when_resumed_then_goes_on_to_the_bit(family: str, form: st
     for seed in (1, 2):
         tokens = say(model, tokens, live, random_prompt(1, 20, seed))
         store.keep(model, tokens, live, document_tokens=length, title="of two questions")
-    (kept,) = store.kept_prompts()
-    assert kept.token_ids.tolist() == tokens[0].tolist()
-    assert store.kept_prompts() == [kept]
-    assert (kept.document_tokens, kept.title, kept.is_conversation) == (length, "of two questions", True)
+    (stored,) = store.prompts()
+    assert stored.token_ids.tolist() == tokens[0].tolist()
+    assert store.prompts() == [stored]
+    assert (stored.document_tokens, stored.title, stored.is_conversation) == (length, "of two questions", True)
     resumed = FORMS[form](model.config)
-    store.resume(model, kept, resumed)
+    store.resume(model, stored, resumed)
     assert resumed.get_seq_length() == live.get_seq_length()
     assert are_equal(held(resumed), held(live))
     question = random_prompt(1, 20, 3)
@@ -55,7 +55,7 @@ def test_conversation_when_kept_before_it_is_quantized_then_goes_on(tmp_path: Pa
     store.prefill(model, tokens, live, document_tokens=100, progress=False)
     for seed in (1, 2):
         resumed, own_id = FORMS["quantized"](model.config), store.keep(model, tokens, live, document_tokens=100)
-        store.resume(model, next(each for each in store.kept_prompts() if each.id == own_id), resumed)
+        store.resume(model, next(each for each in store.prompts() if each.id == own_id), resumed)
         assert are_equal(held(resumed), held(live))
         before, tokens = tokens, say(model, tokens, live, random_prompt(1, 90, seed))
         assert torch.equal(say(model, before, resumed, random_prompt(1, 90, seed)), tokens)
@@ -100,11 +100,11 @@ def test_conversation_when_a_turn_is_taken_back_then_kept_anew(form: str, tmp_pa
     live.crop(-(live.get_seq_length() - first.shape[1] + 30))
     third = say(model, first[:, : live.get_seq_length()], live, random_prompt(1, 90, 3))
     store.keep(model, third, live, document_tokens=length, title="third")
-    kept = {each.title: each for each in store.kept_prompts()}
-    assert list(kept["third"].token_ids) == third[0].tolist()
-    assert list(kept["second"].token_ids) == second[0].tolist()
+    stored = {each.title: each for each in store.prompts()}
+    assert list(stored["third"].token_ids) == third[0].tolist()
+    assert list(stored["second"].token_ids) == second[0].tolist()
     resumed = FORMS[form](model.config)
-    store.resume(model, kept["third"], resumed)
+    store.resume(model, stored["third"], resumed)
     assert are_equal(held(resumed), held(live))
 
 
@@ -116,22 +116,22 @@ def test_conversation_when_kept_twice_at_a_border_then_is_one(form: str, tmp_pat
     tokens = say(model, DOCUMENT, cache, random_prompt(1, 63, 1))
     assert cache.get_seq_length() % 64 == 0
     ids = [store.keep(model, tokens, cache, document_tokens=length) for _ in range(2)]
-    (kept,) = store.kept_prompts()
-    assert ids == [kept.id] * 2
+    (stored,) = store.prompts()
+    assert ids == [stored.id] * 2
 
 
 def test_conversation_when_resumed_in_another_form_then_refused(tmp_path: Path):
     model, store = tiny_model("llama"), PrefixStore(tmp_path)
     cache, length = FORMS["full"](model.config), DOCUMENT.shape[1]
     store.prefill(model, DOCUMENT, cache, document_tokens=length, progress=False)
-    (kept,) = store.kept_prompts()
+    (stored,) = store.prompts()
     with pytest.raises(PrefixStoreError, match="another form of cache"):
-        store.resume(model, kept, FORMS["quantized"](model.config))
-    store.remove(kept)
-    assert store.kept_prompts() == []
+        store.resume(model, stored, FORMS["quantized"](model.config))
+    store.remove(stored)
+    assert store.prompts() == []
     assert num_bytes(tmp_path) == 0
     with pytest.raises(PrefixStoreError, match="cannot be gone on with"):
-        store.resume(model, kept, FORMS["full"](model.config))
+        store.resume(model, stored, FORMS["full"](model.config))
 
 
 def num_bytes(folder: Path) -> int:
@@ -145,12 +145,12 @@ def test_document_when_its_last_pass_is_short_then_no_prompt_finds_it(length: in
     store.prefill(model, document, cache, document_tokens=length, progress=False)
     tokens = say(model, document, cache, random_prompt(1, 30, 1))
     store.keep(model, tokens, cache, document_tokens=length)
-    (kept,) = (each for each in store.kept_prompts() if each.is_conversation)
+    (stored,) = (each for each in store.prompts() if each.is_conversation)
     longer = torch.cat([document, random_prompt(1, 300, 2)], dim=1)
     other, cold = FORMS["full"](model.config), FORMS["full"](model.config)
     store.prefill(model, longer, other, progress=False)
     PrefixStore(tmp_path / "cold").prefill(model, longer, cold, progress=False)
-    assert kept.document_tokens == length
+    assert stored.document_tokens == length
     assert are_equal(held(other), held(cold))
 
 
@@ -163,9 +163,9 @@ def test_conversation_when_codecs_are_chosen_late_then_goes_on(family: str, tmp_
     own_id = store.keep(model, short, live, document_tokens=20)
     longer = say(model, short, live, random_prompt(1, 20, 2))
     last_id = store.keep(model, longer, live, document_tokens=20, replaces=own_id)
-    kept = next(each for each in store.kept_prompts() if each.id == last_id)
+    stored = next(each for each in store.prompts() if each.id == last_id)
     resumed = FORMS["quantized"](model.config)
-    store.resume(model, kept, resumed)
+    store.resume(model, stored, resumed)
     assert are_equal(held(resumed), held(live))
     question = random_prompt(1, 200, 3)
     assert torch.equal(say(model, longer, resumed, question), say(model, longer, live, question))

@@ -94,9 +94,9 @@ def test_family_when_a_conversation_is_resumed_then_goes_on(name: str, form: str
     store.prefill(model, document, live, document_tokens=250, progress=False)
     said = answer(model, torch.cat([document, tokens(9, 1)], dim=1), live)
     store.keep(model, said, live, document_tokens=250)
-    (kept,) = store.kept_prompts()
+    (stored,) = store.prompts()
     resumed = FORMS[form](model.config)
-    store.resume(model, kept, resumed)
+    store.resume(model, stored, resumed)
     assert are_equal(held(resumed), held(live))
     said = torch.cat([said, tokens(9, 2)], dim=1)
     assert torch.equal(next_logits(model, said, resumed), next_logits(model, said, live))
@@ -128,4 +128,4 @@ def test_family_when_states_are_not_those_of_tokens_then_refused(name: str, tmp_
     model, store = model_of(name), PrefixStore(tmp_path)
     with pytest.raises(PrefixStoreError, match=REFUSED[name]):
         store.prefill(model, tokens(200, 0), DynamicHybridCache(model.config), progress=False)
-    assert store.kept_prompts() == []
+    assert store.prompts() == []

@@ -112,7 +112,7 @@ def test_tokens_when_they_stand_for_media_then_refused(place: Callable[[Any, int
         store.keep(model, prompt, cache, document_tokens=8)
     with pytest.raises(PrefixStoreError, match="images, sound or video"):
         store.prefill(model, prompt, DynamicHybridCache(model.config))
-    assert not any(kept.is_conversation for kept in store.kept_prompts())
+    assert not any(stored.is_conversation for stored in store.prompts())
 
 
 def test_prefill_when_prompt_exceeds_the_context_then_warns(tmp_path: Path):
@@ -182,7 +182,7 @@ def test_verify_when_files_are_altered_then_names_and_removes_them(tmp_path: Pat
     with pytest.warns(UserWarning, match="removed"):
         (reason,) = store.verify()
     assert "was altered" in reason
-    assert store.kept_prompts() == []
+    assert store.prompts() == []
 
 
 def test_memory_when_states_come_from_a_store_then_as_much_as_read(tmp_path: Path):

@@ -61,7 +61,7 @@ def test_node_when_description_is_unreadable_then_is_as_if_not_there(changed: st
     (node,) = nodes_of(tmp_path)
     change(node, CHANGES[changed])
     store = PrefixStore(tmp_path)
-    assert store.kept_prompts() == []
+    assert store.prompts() == []
     assert "0 of 400 tokens" in store.why(model, prompt, DynamicHybridCache(model.config))
     reused, states = read(tmp_path, model, prompt, DynamicHybridCache(model.config))
     assert reused == 0
@@ -87,9 +87,9 @@ def test_nodes_before_one_that_cannot_be_read_are_used_and_can_be_removed(tmp_pa
     kept(tmp_path, prompt)
     change(nodes_of(tmp_path)[1], CHANGES["no states"])
     store = PrefixStore(tmp_path)
-    assert [len(each.token_ids) for each in store.kept_prompts()] == [2048]
+    assert [len(each.token_ids) for each in store.prompts()] == [2048]
     assert store.prefill(model, other, DynamicHybridCache(model.config), progress=False).num_tokens == 2048
-    for each in store.kept_prompts():
+    for each in store.prompts():
         store.remove(each)
     assert nodes_of(tmp_path) == []
 
@@ -98,7 +98,7 @@ def test_conversation_when_description_is_unreadable_then_is_not_resumed(tmp_pat
     model, prompt = tiny_model("llama"), random_prompt(1, 400)
     kept(tmp_path, prompt)
     store = PrefixStore(tmp_path)
-    (listed,) = store.kept_prompts()
+    (listed,) = store.prompts()
     change(nodes_of(tmp_path)[0], CHANGES["no states"])
     with pytest.raises(PrefixStoreError, match=r"cannot be gone on with: .* is of no use to this version"):
         store.resume(model, listed, DynamicHybridCache(model.config))
@@ -126,7 +126,7 @@ def test_states_when_not_fitting_the_layers_then_not_used_with_a_warning(act: An
     model, prompt = tiny_model("gemma3"), random_prompt(1, 400)
     cold = kept(tmp_path, prompt, family="gemma3")
     change(nodes_of(tmp_path)[0], act)
-    (listed,) = PrefixStore(tmp_path).kept_prompts()
+    (listed,) = PrefixStore(tmp_path).prompts()
     with pytest.warns(UserWarning, match="States of 399 tokens are not used: "):
         reused, states = read(tmp_path, model, prompt, DynamicHybridCache(model.config))
     assert reused == 0

@@ -113,8 +113,8 @@ def keep_and_resume(folder: Path, bits: int | None, is_of_each: bool) -> tuple[b
         next_logits(model, tokens[:, :-1], live)
         store.keep(model, tokens, live, document_tokens=2300)
     distributed.barrier()  # each lists all shares
-    kept = max(store.kept_prompts(), key=lambda each: len(each.token_ids))
-    store.resume(model, kept, resumed)
+    stored = max(store.prompts(), key=lambda each: len(each.token_ids))
+    store.resume(model, stored, resumed)
     same = are_equal(held(resumed), held(live))
     return same, answered(tokens, resumed), answered(tokens, live)
 

@@ -17,7 +17,7 @@ from hf_hybrid_cache.prefix_folder import (
     NodeNotFoundError,
     PayloadWriter,
     PrefixFolder,
-    PrefixFolderError,
+    PrefixStoreFolderError,
     locks,
     node_folder,
 )
@@ -218,7 +218,7 @@ def test_node_when_its_file_is_locked_for_too_long_then_is_told(filled: Path):
     with file_of(filled, THIRD).open("rb+") as file:
         if locks.try_lock(file, True) is not locks.Lock.HELD:
             pytest.skip("needs locks of the system")
-        with pytest.raises(PrefixFolderError, match="has a locked file"):
+        with pytest.raises(PrefixStoreFolderError, match="has a locked file"):
             open_folder(filled, lock_seconds=0).find(IDENTITY, THIRD)
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from hf_hybrid_cache.prefix_folder import PrefixFolderError, files, folder, index_file, node_file, payload
+from hf_hybrid_cache.prefix_folder import PrefixStoreFolderError, files, folder, index_file, node_file, payload
 
 from common.interruptions import Interruption
 from common.programs import run_program
@@ -91,7 +91,7 @@ def test_disk_when_full_at_any_byte_then_the_change_was_not(change: str, path: P
 def fails_for_space(change: Callable[[], object]) -> bool:
     try:
         change()
-    except PrefixFolderError as error:
+    except PrefixStoreFolderError as error:
         if "No space left on device" not in str(error):
             raise
         return True

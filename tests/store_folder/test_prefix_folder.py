@@ -13,7 +13,7 @@ from hf_hybrid_cache.prefix_folder import (
     NodeInUseError,
     NodeNotFoundError,
     PayloadWriter,
-    PrefixFolderError,
+    PrefixStoreFolderError,
     TokenIdsError,
 )
 
@@ -233,7 +233,7 @@ def test_token_ids_when_the_file_before_is_missing_then_are_not_there(path: Path
 
 def test_folder_with_other_files_is_refused(tmp_path: Path):
     (tmp_path / "letter.txt").write_text("Dear")
-    with pytest.raises(PrefixFolderError, match="has other files"):
+    with pytest.raises(PrefixStoreFolderError, match="has other files"):
         open_folder(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["letter.txt"]
 
@@ -243,7 +243,7 @@ def test_folder_of_another_version_is_refused_and_stays(path: Path):
     mark = path / "lock"
     mark.write_bytes(mark.read_bytes().replace(b"1", b"2"))
     before = sorted(path.rglob("*"))
-    with pytest.raises(PrefixFolderError, match="another version"):
+    with pytest.raises(PrefixStoreFolderError, match="another version"):
         open_folder(path)
     assert sorted(path.rglob("*")) == before
 
@@ -251,14 +251,14 @@ def test_folder_of_another_version_is_refused_and_stays(path: Path):
 @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to("nowhere")])
 def test_path_that_is_no_folder_is_refused(make: Callable[[Path], Any], path: Path):
     make(path)
-    with pytest.raises(PrefixFolderError, match="cannot be used as a store"):
+    with pytest.raises(PrefixStoreFolderError, match="cannot be used as a store"):
         open_folder(path)
 
 
 def test_folder_when_removed_meanwhile_then_says_so(path: Path):
     folder = open_folder(path)
     path.rename(path.with_name("elsewhere"))
-    with pytest.raises(PrefixFolderError, match="cannot be"):
+    with pytest.raises(PrefixStoreFolderError, match="cannot be"):
         folder.find(IDENTITY, FIRST)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_hybrid_cache.prefix_folder import NodeInUseError, PayloadWriter, PrefixFolderError, locks
+from hf_hybrid_cache.prefix_folder import NodeInUseError, PayloadWriter, PrefixStoreFolderError, locks
 
 from common.soak import budget, count
 from prefix_folder.stored import (
@@ -91,7 +91,7 @@ def test_process_that_is_stopped_with_the_lock_is_told_of(path: Path):
     keep(user, PROMPT)
     with started(f"hold_lock({str(path)!r})") as process:
         assert told(process) == "locked"
-        with pytest.raises(PrefixFolderError, match=r"locked by another process for 0\.05 s"):
+        with pytest.raises(PrefixStoreFolderError, match=r"locked by another process for 0\.05 s"):
             keep(user, (*PROMPT, 1))
         assert num_found(user, PROMPT) == 200  # a search needs no lock
     assert keep(user, (*PROMPT, 1))

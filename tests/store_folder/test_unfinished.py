@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache.prefix_folder import PrefixFolderError
+from hf_hybrid_cache.prefix_folder import PrefixStoreFolderError
 from hf_hybrid_cache.prefix_folder.unfinished import Unfinished
 
 from prefix_folder.stored import keep, num_found, open_folder
@@ -67,7 +67,7 @@ def test_part_of_a_store_when_a_link_then_refused_and_nothing_is_removed(name: s
     part = path / name
     part.rename(path.parent / "elsewhere")
     part.symlink_to(".." if name != "lock" else path.parent / "elsewhere")
-    with pytest.raises(PrefixFolderError, match=f"has {name}, which is a link|symbolic links"):
+    with pytest.raises(PrefixStoreFolderError, match=f"has {name}, which is a link|symbolic links"):
         open_folder(path)
     assert [letter.read_text() for letter in letters] == ["Dear", "Dear"]
 
@@ -86,7 +86,7 @@ def test_file_of_another_when_in_place_of_a_folder_then_refused(path: Path):
     open_folder(path)
     (path / "unfinished").rmdir()
     (path / "unfinished").write_text("Dear")
-    with pytest.raises(PrefixFolderError, match="has unfinished, which is a link, a file"):
+    with pytest.raises(PrefixStoreFolderError, match="has unfinished, which is a link, a file"):
         open_folder(path)
 
 
@@ -94,7 +94,7 @@ def test_file_of_another_when_in_place_of_a_folder_then_refused(path: Path):
 def test_part_of_a_store_when_of_another_user_then_refused(path: Path):
     open_folder(path)
     os.chown(path / "unfinished", 12345, 12345)
-    with pytest.raises(PrefixFolderError, match="or of another user"):
+    with pytest.raises(PrefixStoreFolderError, match="or of another user"):
         open_folder(path)
 
 
@@ -111,7 +111,7 @@ def test_folder_when_it_has_an_empty_lock_and_other_files_then_is_no_store(path:
     path.mkdir(0o755)
     (path / "lock").touch()
     (path / "letter.txt").write_text("Dear")
-    with pytest.raises(PrefixFolderError, match="is no store"):
+    with pytest.raises(PrefixStoreFolderError, match="is no store"):
         open_folder(path)
     assert path.stat().st_mode & 0o777 == 0o755
     (path / "letter.txt").unlink()

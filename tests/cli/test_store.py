@@ -1,4 +1,4 @@
-"""A folder of kept prompts: the list of it, removing from it, and conversations that go on another day."""
+"""A prefix store: the list of it, removing from it, and conversations that go on another day."""
 
 import json
 import re
@@ -27,27 +27,27 @@ HEADINGS = ["id", "kind", "model", "weights", "cache", "tokens", "MiB", "last", 
 def folder(tmp_path: Path) -> Path:
     """Keeps three prompts, the last one of which is a conversation."""
     model, path = tiny_model("llama"), tmp_path / "prompts"
-    store, details = PrefixStore(path), {"model": "/models/tiny", "cache": "quantized", "bits": 8, "weights": 4}
+    prefix_store, details = PrefixStore(path), {"model": "/models/tiny", "cache": "quantized", "bits": 8, "weights": 4}
     for number, title in enumerate(TITLES):
         cache, prompt = DynamicHybridCache(model.config), random_prompt(1, 200, number)
-        store.prefill(model, prompt, cache, title=title, details=details, document_tokens=200, progress=False)
+        prefix_store.prefill(model, prompt, cache, title=title, details=details, document_tokens=200, progress=False)
     talk = torch.cat([prompt, prompt[:, :5]], dim=1)
     with torch.no_grad():
         model(talk[:, 200:], **cache_argument(cache))
-    store.keep(model, talk, cache, document_tokens=200, title=TITLES[-1], details=details)
+    prefix_store.keep(model, talk, cache, document_tokens=200, title=TITLES[-1], details=details)
     return path
 
 
-def kept(*options: str | Path) -> Any:
-    return CliRunner().invoke(app, ["kept", *map(str, options)])
+def store(*options: str | Path) -> Any:
+    return CliRunner().invoke(app, ["store", *map(str, options)])
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in kept(folder, "--json").stdout.splitlines()]
+    return [json.loads(line) for line in store(folder, "--json").stdout.splitlines()]
 
 
 def test_list_when_prompts_are_kept_then_has_model_and_bits_of_each(folder: Path):
-    heading, *lines = kept(folder).stdout.splitlines()
+    heading, *lines = store(folder).stdout.splitlines()
     assert heading.split() == HEADINGS
     first, *_ = fields = listed(folder)
     assert [each["title"] for each in fields] == list(reversed(TITLES))
@@ -68,7 +68,7 @@ try:
 except SystemExit:
     print(*{"torch", "transformers", "numba"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", program, "kept", folder], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program, "store", folder], capture_output=True, text=True, timeout=120)
     assert len(done.stdout.splitlines()) == 5
     assert done.stdout.splitlines()[-1].strip() == "", done.stderr
 
@@ -77,32 +77,32 @@ def test_list_when_nothing_is_known_of_weights_then_has_no_such_column(tmp_path:
     model = tiny_model("llama")
     cache, prompt = DynamicHybridCache(model.config), random_prompt(1, 200)
     PrefixStore(tmp_path).prefill(model, prompt, cache, document_tokens=200, progress=False)
-    heading, _ = kept(tmp_path).stdout.splitlines()
+    heading, _ = store(tmp_path).stdout.splitlines()
     assert heading.split() == [each for each in HEADINGS if each not in ("weights", "cache", "title")]
     assert listed(tmp_path)[0]["bits"] is None
 
 
 def test_prompts_when_removed_then_are_gone_and_others_stay(folder: Path):
     first, _, last = listed(folder)
-    assert kept(folder, "--remove", "2", "--remove", "9").exit_code == 2
+    assert store(folder, "--remove", "2", "--remove", "9").exit_code == 2
     assert len(listed(folder)) == 3
-    assert kept(folder, "--remove", "2", "--remove", first["id"][:9]).exit_code == 0
+    assert store(folder, "--remove", "2", "--remove", first["id"][:9]).exit_code == 0
     assert [each["id"] for each in listed(folder)] == [last["id"]]
-    assert f"'{last['id'][:3]}' names none of 1" in kept(folder, "--remove", last["id"][:3]).stderr
+    assert f"'{last['id'][:3]}' names none of 1" in store(folder, "--remove", last["id"][:3]).stderr
 
 
 def test_all_when_nobody_can_be_asked_then_are_removed_only_with_yes(folder: Path):
-    refused = kept(folder, "--remove-all")
+    refused = store(folder, "--remove-all")
     assert refused.exit_code == 2
     assert f"--remove-all would remove all 3 of {folder}, and nobody can be asked: add --yes." in refused.stderr
-    assert kept(folder, "--remove-all", "--yes").exit_code == 0
+    assert store(folder, "--remove-all", "--yes").exit_code == 0
     assert list((folder / "nodes").iterdir()) == []
-    assert "keeps nothing" in kept(folder).stderr
+    assert "keeps nothing" in store(folder).stderr
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 3), ("y", 0, 0)])
 def test_all_when_asked_at_a_terminal_then_go_only_at_a_yes(answer: str, code: int, left: int, folder: Path):
-    with Terminal("-m", "hf_hybrid_cache.cli", "kept", str(folder), "--remove-all") as terminal:
+    with Terminal("-m", "hf_hybrid_cache.cli", "store", str(folder), "--remove-all") as terminal:
         terminal.wait_for("[y/N]")
         terminal.type(f"{answer}{ENTER}")
         assert terminal.exit_code() == code
@@ -111,23 +111,23 @@ def test_all_when_asked_at_a_terminal_then_go_only_at_a_yes(answer: str, code: i
 
 @pytest.mark.filterwarnings("default:.* was removed from the store")
 def test_files_when_verified_then_damaged_ones_are_removed(folder: Path):
-    whole = kept(folder, "--verify")
+    whole = store(folder, "--verify")
     assert (whole.exit_code, "damaged files: 0" in whole.stderr) == (0, True)
     for path in (folder / "nodes").iterdir():
         path.write_bytes(path.read_bytes()[:-9] + b"altered!!")
-    assert kept(folder, "--verify").exit_code == 1
+    assert store(folder, "--verify").exit_code == 1
     assert listed(folder) == []
 
 
 def test_folder_when_there_is_none_then_error_and_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    result = kept("missing")
+    result = store("missing")
     assert result.exit_code == 2
-    assert "There is no folder missing: generate, batch and chat make it with --keep missing." in result.stderr
+    assert "There is no folder missing: generate, batch and chat make it with --store missing." in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_titles_when_they_have_control_characters_then_none_is_printed(folder: Path):
-    said = kept(folder).stdout, kept(folder, "--json").stdout, kept(folder, "--remove", "1").stderr
+    said = store(folder).stdout, store(folder, "--json").stdout, store(folder, "--remove", "1").stderr
     assert all("[2Jb.txt" in each or "\\u009bb.txt" in each for each in said)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(said))

@@ -1,4 +1,4 @@
-"""`hf-hybrid-cache kept`: the prompts and conversations in a folder, numbered from the one that was used last."""
+"""`hf-hybrid-cache store`: what a prefix store keeps, numbered from the one that was used last."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from .console import UsageError, consoles, exit_codes, note, print_json, without
 from .options import with_options
 
 if TYPE_CHECKING:
-    from ..prefix_store import KeptPrompt, KeptPrompts
+    from ..prefix_store import StoredPrompt, StoredPrompts
 
 _SHORT_ID, _SHORTEST_ID = 8, 4
 _HEADINGS = ("", "id", "kind", "model", "weights", "cache", "tokens", "MiB", "last use", "title")
@@ -26,29 +26,29 @@ class Numbered:
     """A prompt, or a conversation, and its number in the list, from 1 on."""
 
     number: int
-    kept: "KeptPrompt"
+    stored: "StoredPrompt"
 
     @property
     def kind(self) -> str:
-        return "conversation" if self.kept.is_conversation else "prompt"
+        return "conversation" if self.stored.is_conversation else "prompt"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that `kept --json` prints; `None` for what is not known."""
-        kept, details = self.kept, self.kept.details
+        """The fields that `store --json` prints; `None` for what is not known."""
+        stored, details = self.stored, self.stored.details
         return {
             "number": self.number,
-            "id": kept.id,
+            "id": stored.id,
             "kind": self.kind,
-            "model": details.get("model") or kept.model_name,
+            "model": details.get("model") or stored.model_name,
             "weights": details.get("weights"),
             "cache": details.get("cache"),
             "bits": details.get("bits"),
-            "tokens": len(kept.token_ids),
-            "document_tokens": kept.document_tokens,
-            "bytes": kept.num_bytes,
-            "last_use": round(kept.last_use, 3),
-            "title": kept.title,
+            "tokens": len(stored.token_ids),
+            "document_tokens": stored.document_tokens,
+            "bytes": stored.num_bytes,
+            "last_use": round(stored.last_use, 3),
+            "title": stored.title,
         }
 
     @property
@@ -58,37 +58,37 @@ class Numbered:
         bits = {name: f"{fields[name]} bits" if fields[name] else "" for name in ("weights", "bits")}
         texts = (
             str(self.number),
-            self.kept.id[:_SHORT_ID],
+            self.stored.id[:_SHORT_ID],
             self.kind,
             Path(fields["model"]).name,
             bits["weights"],
             bits["bits"] or fields["cache"] or "",
             f"{fields['tokens']:,}",
-            f"{self.kept.num_bytes / 2**20:,.1f}",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(self.kept.last_use)),
-            " ".join(self.kept.title.split()),
+            f"{self.stored.num_bytes / 2**20:,.1f}",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(self.stored.last_use)),
+            " ".join(self.stored.title.split()),
         )
         return tuple(map(without_controls, texts))
 
 
-def existing_store(folder: Path) -> "KeptPrompts":
+def existing_store(folder: Path) -> "StoredPrompts":
     """
-    The list of a folder, which is not made.
+    The list of a store, whose folder is not made.
 
     Raises:
         UsageError: there is no such folder.
-        PrefixFolderError: the folder has other files, or cannot be used.
+        PrefixStoreFolderError: the folder has other files, or cannot be used.
     """
     if not folder.expanduser().is_dir():
-        raise UsageError(f"There is no folder {folder}: generate, batch and chat make it with --keep {folder}.")
-    from ..prefix_store import KeptPrompts
+        raise UsageError(f"There is no folder {folder}: generate, batch and chat make it with --store {folder}.")
+    from ..prefix_store import StoredPrompts
 
-    return KeptPrompts(folder)
+    return StoredPrompts(folder)
 
 
-def numbered(store: "KeptPrompts") -> list[Numbered]:
-    """The prompts of a store, the one used last first; raises `PrefixFolderError` where the folder cannot be read."""
-    return [Numbered(number, kept) for number, kept in enumerate(store.kept_prompts(), 1)]
+def numbered(store: "StoredPrompts") -> list[Numbered]:
+    """The prompts of a store, the one used last first; raises `PrefixStoreFolderError` if it cannot be read."""
+    return [Numbered(number, stored) for number, stored in enumerate(store.prompts(), 1)]
 
 
 def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
@@ -100,7 +100,9 @@ def chosen(listed: Iterable[Numbered], which: str) -> Numbered:
     """
     listed = list(listed)
     named = [each for each in listed if str(each.number) == which]
-    named = named or [each for each in listed if len(which) >= _SHORTEST_ID and each.kept.id.startswith(which.lower())]
+    named = named or [
+        each for each in listed if len(which) >= _SHORTEST_ID and each.stored.id.startswith(which.lower())
+    ]
     if len(named) == 1:
         return named[0]
     count = "none" if not named else f"{len(named):,}"
@@ -121,8 +123,8 @@ def table_of(listed: Iterable[Numbered]) -> str:
 
 
 @with_options
-def kept(
-    folder: Annotated[Path, typer.Argument(help="The folder that was given to --keep.")],
+def store(
+    folder: Annotated[Path, typer.Argument(help="The folder that was given to --store.")],
     remove: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,30 +140,30 @@ def kept(
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each.")] = False,
 ) -> None:
     """
-    List the prompts and conversations in a folder.
+    List what a prefix store keeps.
 
-    The one used last is number 1. Each size has what several share, too.
+    Prompts and conversations are numbered from the one used last on. Each size has what several share, too.
     """
     out, notes = consoles()
     with exit_codes(notes):
-        store = existing_store(folder)
+        prompts = existing_store(folder)
         if verify:
             _verify(folder, notes)
-        listed = numbered(store)
+        listed = numbered(prompts)
         if remove or remove_all:
             going = listed if remove_all else [chosen(listed, which) for which in remove or ()]
             if remove_all and not yes:
                 _require_consent(folder, len(going))
             for each in going:
-                store.remove(each.kept)
-                note(notes, f"removed: {each.kind} {each.number}, {each.kept.name}")
+                prompts.remove(each.stored)
+                note(notes, f"removed: {each.kind} {each.number}, {each.stored.name}")
         elif as_json:
             for each in listed:
                 print_json(out, each.fields)
         elif listed and not verify:
             write(out, f"{table_of(listed)}\n")
         elif not verify:
-            note(notes, f"{store.path} keeps nothing")
+            note(notes, f"{prompts.path} keeps nothing")
 
 
 def _require_consent(folder: Path, count: int) -> None:
