@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
     from .numa_nodes import NodeError, bind_to_node
     from .planning import cache_for_budget
-    from .prefix_folder import PrefixStoreFolderError
-    from .prefix_store import PrefixStore, PrefixStoreError, Reuse, StoredPrompt
+    from .prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError, Reuse, StoredPrompt
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
     from .saving import CacheFileError, saved_token_ids
@@ -103,8 +102,7 @@ __getattr__ = lazy_names(
         "layers": ("DeviceMemoryError", "IncompleteCacheError", "NoCheckpointError", "Placement", "Selection"),
         "numa_nodes": ("NodeError", "bind_to_node"),
         "planning": ("cache_for_budget",),
-        "prefix_folder": ("PrefixStoreFolderError",),
-        "prefix_store": ("PrefixStore", "PrefixStoreError", "Reuse", "StoredPrompt"),
+        "prefix_store": ("PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),
         "saving": ("CacheFileError", "saved_token_ids"),

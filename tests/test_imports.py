@@ -57,7 +57,6 @@ ALLOWED = {
     },
     "durable_files": set(),
     "numa_nodes": {"errors", "scalars"},
-    "prefix_folder": {"durable_files", "errors", "prefix_folder"},
     "cache": {
         "attention",
         "cache",
@@ -109,7 +108,6 @@ ALLOWED = {
         "lazy_names",
         "model_identity",
         "prefill_chunks",
-        "prefix_folder",
         "prefix_store",
         "processes",
         "prompt_reading",
@@ -168,7 +166,6 @@ ALLOWED = {
         "other_processes",
         "planning",
         "prefill_chunks",
-        "prefix_folder",
         "prefix_store",
         "processes",
         "prompt_reading",
@@ -264,7 +261,7 @@ def test_inner_package_when_importing_then_imports_only_lower_ones(outer: str, r
 
 @pytest.mark.parametrize(
     "room",
-    ["cache", "decode_phase", "model_identity", "planning", "prefix_folder", "prefix_store", "storage", "weights"],
+    ["cache", "decode_phase", "model_identity", "planning", "prefix_store", "storage", "weights"],
 )
 def test_modules_when_importing_then_have_no_cycle(room: str):
     paths = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in modules_of(room)}
@@ -293,7 +290,6 @@ FOR_EXPERIMENTS = {
     "planning.candidates",
     "planning.model_cost",
     "planning.plans",
-    "prefix_folder",
     "storage",
     "user_folder",
     "weights",

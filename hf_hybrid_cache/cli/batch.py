@@ -70,9 +70,9 @@ def batch(
         asked = list(chain.from_iterable(by_document(read_questions(questions))[share]))
         folder = questions.parent.absolute()
         if store.folder is not None:
-            from ..prefix_folder import PrefixFolder
+            from ..prefix_store import StoredPrompts
 
-            PrefixFolder(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
+            StoredPrompts(store.folder)  # raises an error if it cannot be used; a `PrefixStore` imports torch first
         made_with = {"model_digest": model_digest(model.name), "settings": options.settings}
         answers = Answers(path, asked, made_with, folder)
         with answers.alone():

@@ -8,8 +8,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from ..chat import AnswerSettings, Chat, PromptError, SettingError
-from ..prefix_folder import PrefixStoreFolderError
-from ..prefix_store import PrefixStoreError
+from ..prefix_store import PrefixStoreError, PrefixStoreFolderError
 from .chat_input import QUOTES, Typed, shortened
 from .console import note, out_of_memory, write
 

@@ -4,8 +4,7 @@ The folder of a store, in which prompts, each with states, survive the process.
 | name | what |
 |---|---|
 | `prompts.sqlite` | which nodes there are, see `database.py` |
-| `nodes/` | the files of the nodes, one each; who uses one shares its lock, and its time is that of the last use |
-| `unfinished/` | files that are being written, each locked by its writer |
+| `nodes/`, `unfinished/` | the files of the nodes, and those that are being written, see `node_folder.py` |
 
 A file is written and synced before it gets its name, and then its row, in one transaction. So a process that is killed
 leaves a row without a file, or a file without a row, and who comes next makes them agree.
@@ -13,14 +12,11 @@ leaves a row without a file, or a file without a row, and who comes next makes t
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import stat
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -33,28 +29,23 @@ from ..files.tensor_file import CacheFileError, Section, TensorFile
 from .database import DamagedDatabaseError, Database, Node, Nodes
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
-from .node_file import SUFFIX, Head, damage, new_file, opened, opened_node
-from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock, wait_to_share
+from .node_file import Head, damage, new_file, opened, opened_node
+from .node_folder import NodeFolder
+from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock
 
 _DATABASE, _NODES, _UNFINISHED = "prompts.sqlite", "nodes", "unfinished"
 _OURS = {_DATABASE, f"{_DATABASE}-journal", _NODES, _UNFINISHED}
 _OLD_MARK = ("lock", b"A store of prompts of hf_hybrid_cache, version 1")
-_NAME = re.compile("[0-9a-f]{32}")
 _GIB = 2**30
 _T = TypeVar("_T")
 
 
 class Part(NamedTuple):
     """
-    The beginning of a node's run, as a part of a prompt.
+    The beginning of a node's run, as a part of a prompt that ends after `end` tokens of it.
 
     In a match of whole nodes the prompt has all of the run; but the next part begins at a block border and has what
     follows that border, too, so that up to 63 tokens at the end of the run are not of this part.
-
-    Attributes:
-        path: of the file.
-        node: whose run it is.
-        end: number of tokens of the prompt up to the end of the part.
     """
 
     path: Path
@@ -62,12 +53,7 @@ class Part(NamedTuple):
     end: int
 
     def open(self) -> TensorFile:
-        """
-        Open the file.
-
-        Raises:
-            CacheFileError: it is gone, another one, or damaged.
-        """
+        """Open the file; raise `CacheFileError` if it is gone, another one, or damaged."""
         return opened_node(self.path, self.node)[0]
 
     @property
@@ -78,18 +64,11 @@ class Part(NamedTuple):
 
 class Match:
     """
-    The stored beginning of a prompt, in use until it is closed. A context manager.
+    The stored beginning of a prompt: parts in order, without holes. It is in use until it is closed.
 
-    While it is in use the store does not remove its nodes. Where there are no locks it may; opening them then fails
-    with `CacheFileError`. A process that is forked meanwhile uses them, too, until it ends.
-
-    Args:
-        parts: in order, without holes.
-        pin: the last node's file, whose lock is shared; it protects those before it, which it continues.
-
-    Attributes:
-        parts: as given.
-        num_tokens: of the prompt that are stored.
+    While it is in use the store does not remove its nodes: the last file's lock is shared, which protects those before
+    it, which it continues. Where there are no locks it may; opening them then fails with `CacheFileError`. A process
+    that is forked meanwhile uses them, too, until it ends.
     """
 
     def __init__(self, parts: Sequence[Part] = (), pin: BinaryIO | None = None):
@@ -111,16 +90,8 @@ class Match:
         self.close()
 
 
-@dataclass(frozen=True)
-class Entry:
-    """
-    A node as lists show it.
-
-    Attributes:
-        node: it.
-        description: as it was added.
-        last_use: seconds since the epoch.
-    """
+class Entry(NamedTuple):
+    """A node as lists show it, with its description, and the seconds since the epoch when it was last used."""
 
     node: Node
     description: str
@@ -169,7 +140,7 @@ class Folder:
             raise PrefixStoreFolderError(path, "cannot be found: the working directory is gone.") from error
         self._max_bytes, self._min_free_bytes, self._lock_seconds = max_bytes, min_free_bytes, lock_seconds
         self._require_readable = require_readable
-        self._nodes, self._unfinished = self.path / _NODES, self.path / _UNFINISHED
+        self._files = NodeFolder(self.path / _NODES, self.path / _UNFINISHED, lock_seconds)
         with reported(self.path, "cannot be used as a store"):
             self._make()
             self._database = Database(self.path / _DATABASE, lock_seconds, self._has_locks())
@@ -177,19 +148,11 @@ class Folder:
 
     def find(self, identity: bytes, keys: np.ndarray, whole_nodes: bool = False) -> Match:
         """
-        Find the longest stored beginning of a prompt, whose nodes are in use until the match is closed.
+        Find the longest stored beginning of a prompt, `[tokens]`, whose nodes are in use until the match is closed.
 
-        Args:
-            identity: of all that states depend on beside the keys.
-            keys: `[tokens]`.
-            whole_nodes: find the longest chain of nodes that the prompt has all tokens of, for states that can only be
-                used to their ends. Each begins at the last block border of the node before it.
-
-        Raises:
-            PrefixStoreFolderError: the folder cannot be read.
-
-        Warns:
-            UserWarning: a file is gone, or has another size; it is not used, and removed.
+        With `whole_nodes` it is the longest chain of nodes that the prompt has all tokens of, for states that can only
+        be used to their ends. Each begins at the last block border of the node before it. A file that is gone, or has
+        another size, is not used, and removed with a warning.
         """
         data = as_bytes(keys)
         return self._find(prefix_digests(identity, data), data, whole_nodes)
@@ -210,16 +173,17 @@ class Folder:
         The prefix up to `start` must be stored: keep its match open meanwhile. A node begins at a block border, so
         what was stored of the last block beyond it is stored again, and no file changes: borders are where states are
         laid out, quantized and mapped. It may begin before the last one, where the last states have changed their form.
+        For a search of whole nodes a chain of them must end at `start`, or less than a block after it, and the node is
+        added unless one ends with the last token; longer nodes may have all its tokens.
 
         Args:
-            identity: as for `find`.
+            identity: of all that states depend on beside the keys.
             keys: `[tokens]`, of the whole prompt.
             start: a multiple of 64, less than the number of tokens.
             sections: the states.
             description: for lists.
             states: the description of the sections.
-            whole_nodes: for a search of whole nodes. A chain of them must end at `start`, or less than a block after
-                it, and the node is added unless one ends with the last token; longer nodes may have all its tokens.
+            whole_nodes: for a search of whole nodes.
 
         Returns:
             the name of the node with the last token: a new one, unless all these tokens are stored already.
@@ -250,24 +214,13 @@ class Folder:
             return self._write(head, sections)
 
     def entries(self) -> list[Entry]:
-        """
-        List the nodes, the one used last first.
-
-        Raises:
-            PrefixStoreFolderError: the folder cannot be read.
-        """
+        """List the nodes, the one used last first."""
         nodes, descriptions = self._read(lambda nodes: (list(nodes.all()), nodes.descriptions()))
-        entries = [Entry(node, descriptions[node.id], self._last_use(node) / 1e9) for node in nodes]
+        entries = [Entry(node, descriptions[node.id], self._files.last_use(node) / 1e9) for node in nodes]
         return sorted((each for each in entries if each.last_use), key=lambda each: (-each.last_use, each.node.name))
 
     def keys(self, name: str) -> np.ndarray:
-        """
-        Return all keys of a prompt up to the end of a node, `[tokens]`.
-
-        Raises:
-            NodeNotFoundError: there is none, or not any more.
-            PrefixStoreFolderError: the folder cannot be read.
-        """
+        """Return all keys of a prompt up to the end of a node, `[tokens]`; raise `NodeNotFoundError` if it is gone."""
 
         def way_to(nodes: Nodes) -> list[Node]:
             node = nodes.named(name)
@@ -287,14 +240,13 @@ class Folder:
         Raises:
             NodeNotFoundError: there is none.
             NodeInUseError: it or one that continues it is in use; all are there still.
-            PrefixStoreFolderError: the folder cannot be changed.
         """
 
         def remove(nodes: Nodes) -> None:
             if (node := nodes.named(name)) is None:
                 raise NodeNotFoundError(f"{self.path} has no node {name}.")
             going = nodes.with_descendants(node)
-            if any(map(self._is_in_use, going)) or not self._delete(nodes, going):
+            if any(map(self._files.is_in_use, going)) or not self._delete(nodes, going):
                 raise NodeInUseError(f"{self.path} uses the node {name}, or one that continues it.")
 
         self._change(remove)
@@ -303,13 +255,10 @@ class Folder:
         """
         Remove the last node of a prompt, and those before it, up to one that another node continues.
 
-        Args:
-            name: of the last node; nothing happens if there is none.
-            except_tokens: nodes that end with one of the first tokens, so many, stay.
+        Nodes that end with one of the first `except_tokens` tokens stay. Nothing happens if there is no such node.
 
         Raises:
             NodeInUseError: a node is in use; it and those before it are there still.
-            PrefixStoreFolderError: the folder cannot be changed.
         """
 
         def remove(nodes: Nodes) -> bool:
@@ -325,29 +274,17 @@ class Folder:
             raise NodeInUseError(f"{self.path} uses the node {name}, or one before it.")
 
     def damages(self) -> dict[str, str]:
-        """
-        Read everything and compare it with its checksums; return what is wrong, by the names of the nodes.
-
-        Raises:
-            PrefixStoreFolderError: the folder cannot be read, or changed.
-        """
+        """Read everything and compare it with its checksums; return what is wrong, by the names of the nodes."""
         self._change(self._agree)
         found = {node.name: self._damage(node) for node in self._read(lambda nodes: list(nodes.all()))}
         # What was removed meanwhile is not damaged.
-        return {name: reason for name, reason in found.items() if reason and os.path.lexists(self._path_of(name))}
+        return {name: reason for name, reason in found.items() if reason and os.path.lexists(self._files.path_of(name))}
 
     def remove_damaged(self, name: str) -> bool:
         """
         Verify a node that does not seem right, and remove it and all that continue it if it is not, even in use.
 
-        Returns:
-            whether it was damaged.
-
-        Raises:
-            PrefixStoreFolderError: the folder cannot be changed.
-
-        Warns:
-            UserWarning: it was.
+        Then it warns, and returns true.
         """
 
         def remove(nodes: Nodes) -> str | None:
@@ -369,19 +306,19 @@ class Folder:
             if not way:
                 return Match()
             for node in way:
-                if not self._has_its_size(node):
+                if not self._files.has_its_size(node):
                     left_out |= self._dropped(node)
                     break
             else:
                 # What is gone by now, the next search does not find.
-                if (pin := self._pin(way[-1])) is not None:
+                with reported(self.path, "cannot be read"):
+                    pin = self._files.pin(way[-1])
+                if pin is not None:
                     break
         ends = [*(node.start for node in way[1:]), _end_of(way[-1], data)]
-        parts = [Part(self._path_of(node.name), node, end) for node, end in zip(way, ends, strict=True)]
-        now = time.time_ns()
-        for part in parts:
-            with contextlib.suppress(OSError):
-                os.utime(part.path, ns=(now, now))
+        parts = [Part(self._files.path_of(node.name), node, end) for node, end in zip(way, ends, strict=True)]
+        for node in way:
+            self._files.note_use(node)
         return Match(parts, pin)
 
     def _dropped(self, node: Node) -> set[int]:
@@ -393,30 +330,14 @@ class Folder:
             return {node.id}
         return set()
 
-    def _pin(self, node: Node) -> BinaryIO | None:
-        """Open the file of a node so that it is in use until that is closed; `None` if it is gone."""
-        with reported(self.path, "cannot be read"), contextlib.ExitStack() as stack:
-            try:
-                file = stack.enter_context(open_file(self._path_of(node.name)))
-            except FileNotFoundError:
-                return None
-            if not wait_to_share(file, self._lock_seconds):
-                raise PrefixStoreFolderError(
-                    self.path, f"has a locked file, {node.name}{SUFFIX}. Is a process stopped?"
-                )
-            if not os.fstat(file.fileno()).st_nlink:
-                return None
-            stack.pop_all()
-            return file
-
     def _write(self, head: Head, sections: Sequence[Section]) -> str:
         """Write a node and publish it; return its name."""
         name, file_to_write = secrets.token_hex(16), new_file(head, sections)
-        unfinished, final = self._unfinished / name, self._path_of(name)
+        unfinished, final = self._files.unfinished / name, self._files.path_of(name)
         num_bytes = file_to_write.num_bytes
         published = None
         try:
-            with self._change(lambda nodes: self._begin(nodes, unfinished, num_bytes)) as file:
+            with self._change(lambda nodes: self._begin(nodes, name, num_bytes)) as file:
                 with reported(self.path, "cannot be written"):
                     file_to_write.write(file)
                     os.fsync(file.fileno())
@@ -428,18 +349,11 @@ class Folder:
                 with contextlib.suppress(OSError):  # whoever comes next removes it
                     path.unlink(missing_ok=True)
 
-    def _begin(self, nodes: Nodes, path: Path, num_bytes: int) -> BinaryIO:
-        """Make room, and a locked file of this size, which counts from now on."""
+    def _begin(self, nodes: Nodes, name: str, num_bytes: int) -> BinaryIO:
+        """Make room, and an unfinished file of this size."""
         self._make_room(nodes, num_bytes)
         with reported(self.path, "cannot be written"):
-            file = open_file(path, "xb+")
-            try:
-                try_lock(file, True)  # nobody else has seen it
-                file.truncate(num_bytes)
-            except BaseException:
-                file.close()
-                raise
-            return file
+            return self._files.begin(name, num_bytes)
 
     def _publish(self, nodes: Nodes, node: Node, head: Head, file: BinaryIO) -> str:
         """Make a written file a node, unless another one wrote the same node meanwhile; return its name."""
@@ -448,24 +362,19 @@ class Folder:
             raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
         node = node._replace(parent=None if parent is None else parent.id)
         if (same := nodes.same(node)) is not None:
-            if self._has_its_size(same):
+            if self._files.has_its_size(same):
                 return same.name
             self._delete(nodes, nodes.with_descendants(same), by_force=True)
         file.close()  # Windows renames no open file
         with reported(self.path, "cannot be written"):
-            os.replace(self._unfinished / node.name, self._path_of(node.name))
-            sync_folder(self._nodes)
+            os.replace(self._files.unfinished / node.name, self._files.path_of(node.name))
+            sync_folder(self._files.path)
         nodes.add(node, head.description)
         return node.name
 
     def _make_room(self, nodes: Nodes, num_bytes: int) -> None:
-        """
-        Remove nodes until so many bytes fit.
-
-        Raises:
-            PrefixStoreFullError: they do not fit without what may be removed.
-        """
-        reserved, unwritten = self._reserved()
+        """Remove nodes until so many bytes fit; raise `PrefixStoreFullError` if that is not enough."""
+        reserved, unwritten = self._files.reserved()
         used, free = nodes.num_bytes() + reserved, shutil.disk_usage(self.path).free - unwritten
         excess = num_bytes + self._min_free_bytes - free
         if self._max_bytes is not None:
@@ -494,91 +403,37 @@ class Folder:
         for node in by_id.values():
             if node.parent in num_children:
                 num_children[node.parent] += 1
-        waiting = [(self._last_use(by_id[each]), each) for each, number in num_children.items() if not number]
+        waiting = [(self._files.last_use(by_id[each]), each) for each, number in num_children.items() if not number]
         heapify(waiting)
         while waiting:
             node = by_id[heappop(waiting)[1]]
-            if self._is_in_use(node):  # it stays, and so do those before it
+            if self._files.is_in_use(node):  # it stays, and so do those before it
                 continue
             yield node
             if node.parent in num_children:
                 num_children[node.parent] -= 1
                 if not num_children[node.parent]:
-                    heappush(waiting, (self._last_use(by_id[node.parent]), node.parent))
+                    heappush(waiting, (self._files.last_use(by_id[node.parent]), node.parent))
 
     def _delete(self, nodes: Nodes, going: Sequence[Node], by_force: bool = False) -> bool:
         """Remove nodes, each after those that continue it, up to the first one in use; return whether all are gone."""
         gone = []
         try:
             for node in going:
-                if not self._unlink(node, by_force):
+                if not self._files.unlink(node, by_force):
                     return False
                 gone.append(node.id)
             return True
         finally:
             if gone:
-                sync_folder(self._nodes)
+                sync_folder(self._files.path)
                 nodes.remove(gone)
-
-    def _unlink(self, node: Node, by_force: bool) -> bool:
-        """
-        Remove the file of a node, if there is one, and, by force, even if it is in use; return false if it stays.
-
-        A reader keeps what it has open.
-        """
-        path = self._path_of(node.name)
-        with reported(self.path, "cannot be changed"):
-            try:
-                with contextlib.ExitStack() as stack:
-                    if stat.S_ISREG(os.lstat(path).st_mode):
-                        lock = try_lock(stack.enter_context(open_file(path, "rb+")), True)
-                        if lock is Lock.REFUSED and not by_force:
-                            return False
-                        if lock is Lock.NONE_HERE:
-                            stack.close()  # Windows removes no open file
-                    # Who waits for the lock meanwhile finds a file without a name.
-                    path.unlink()
-            except (FileNotFoundError, IsADirectoryError):
-                pass
-            except PermissionError:
-                if not path.is_dir():  # Windows refuses what another has open
-                    return False
-        return True
-
-    def _is_in_use(self, node: Node) -> bool:
-        """Return whether a reader has the file of a node open; false where there are no locks to tell."""
-        try:
-            with open_file(self._path_of(node.name), "rb+") as file:
-                return try_lock(file, True) is Lock.REFUSED
-        except PermissionError:  # Windows refuses what another has open
-            return True
-        except OSError:  # what is no file is not in use
-            return False
-
-    def _reserved(self) -> tuple[int, int]:
-        """
-        Return the bytes of unfinished files, and how many of them are not on the disk yet; remove what nobody writes.
-
-        Where there are no locks nobody can tell, and all stay. Files with other names are no concern of ours.
-        """
-        reserved = unwritten = 0
-        for path in self._unfinished.iterdir():
-            if not _NAME.fullmatch(path.name):
-                continue
-            with contextlib.suppress(OSError), open_file(path, "rb+") as file:
-                if try_lock(file, True) is Lock.HELD:
-                    path.unlink()
-                    continue
-                status = os.fstat(file.fileno())
-                reserved += status.st_size
-                unwritten += max(0, status.st_size - 512 * getattr(status, "st_blocks", 0))
-        return reserved, unwritten
 
     def _agree(self, nodes: Nodes) -> None:
         """Make database and files agree, and remove what processes that have ended left."""
         with reported(self.path, "cannot be read"):
-            self._reserved()
-            names = set(self._names())
+            self._files.reserved()
+            names = set(self._files.names())
         known = {node.name: node for node in nodes.all()}
         going = {each.id: each for name in known.keys() - names for each in nodes.with_descendants(known[name])}
         self._delete(nodes, sorted(going.values(), key=lambda each: -each.start), by_force=True)
@@ -591,13 +446,13 @@ class Folder:
         heads: list[tuple[str, Head]] = []
         for name in names:
             try:
-                file, head = opened(self._path_of(name))
+                file, head = opened(self._files.path_of(name))
                 file.__exit__()
                 heads.append((name, head))
             except CacheFileError as error:
                 self._remove_file(name, str(error))
         for name, head in sorted(heads, key=lambda each: each[1].start):
-            path = self._path_of(name)
+            path = self._files.path_of(name)
             parent = None if head.parent is None else nodes.named(head.parent)
             if head.parent is not None and (parent is None or not parent.start < head.start <= parent.end):
                 self._remove_file(name, f"{path} continues a prompt that is gone.")
@@ -607,7 +462,7 @@ class Folder:
 
     def _remove_file(self, name: str, reason: str) -> None:
         with contextlib.suppress(OSError):
-            self._path_of(name).unlink()
+            self._files.path_of(name).unlink()
         _warn_removed(reason)
 
     def _make(self) -> None:
@@ -627,7 +482,7 @@ class Folder:
                 open_file(database, "xb+").close()
         status = os.lstat(database)
         are_own = {_DATABASE: stat.S_ISREG(status.st_mode) and is_own(status)}
-        are_own |= {path.name: make_own_folder(path) for path in (self._nodes, self._unfinished)}
+        are_own |= {path.name: make_own_folder(path) for path in (self._files.path, self._files.unfinished)}
         for name, is_ours in are_own.items():
             if not is_ours:
                 raise PrefixStoreFolderError(
@@ -673,31 +528,8 @@ class Folder:
         with self._database.changing() as nodes:
             self._agree(nodes)
 
-    def _has_its_size(self, node: Node) -> bool:
-        with contextlib.suppress(OSError):
-            status = os.lstat(self._path_of(node.name))
-            return stat.S_ISREG(status.st_mode) and status.st_size == node.file_bytes
-        return False
-
-    def _last_use(self, node: Node) -> int:
-        """Return when a node was last used, in nanoseconds; 0 if it is gone."""
-        with contextlib.suppress(OSError):
-            return os.lstat(self._path_of(node.name)).st_mtime_ns
-        return 0
-
     def _damage(self, node: Node) -> str | None:
-        return damage(self._path_of(node.name), node, self._require_readable)
-
-    def _path_of(self, name: str) -> Path:
-        return self._nodes / f"{name}{SUFFIX}"
-
-    def _names(self) -> Iterator[str]:
-        """Yield the names of the files of nodes; other files are no concern of ours."""
-        with os.scandir(self._nodes) as entries:
-            for entry in entries:
-                name = entry.name.removesuffix(SUFFIX)
-                if entry.name == name + SUFFIX and _NAME.fullmatch(name) and not entry.is_dir(follow_symlinks=False):
-                    yield name
+        return damage(self._files.path_of(node.name), node, self._require_readable)
 
 
 def _end_of(node: Node, keys: bytes) -> int:
