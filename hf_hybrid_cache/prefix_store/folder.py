@@ -17,6 +17,7 @@ import shutil
 import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -352,8 +353,7 @@ class Folder:
     def _begin(self, nodes: Nodes, name: str, num_bytes: int) -> BinaryIO:
         """Make room, and an unfinished file of this size."""
         self._make_room(nodes, num_bytes)
-        with reported(self.path, "cannot be written"):
-            return self._files.begin(name, num_bytes)
+        return self._files.begin(name, num_bytes)
 
     def _publish(self, nodes: Nodes, node: Node, head: Head, file: BinaryIO) -> str:
         """Make a written file a node, unless another one wrote the same node meanwhile; return its name."""
@@ -366,9 +366,8 @@ class Folder:
                 return same.name
             self._delete(nodes, nodes.with_descendants(same), by_force=True)
         file.close()  # Windows renames no open file
-        with reported(self.path, "cannot be written"):
-            os.replace(self._files.unfinished / node.name, self._files.path_of(node.name))
-            sync_folder(self._files.path)
+        os.replace(self._files.unfinished / node.name, self._files.path_of(node.name))
+        sync_folder(self._files.path)
         nodes.add(node, head.description)
         return node.name
 
@@ -431,9 +430,8 @@ class Folder:
 
     def _agree(self, nodes: Nodes) -> None:
         """Make database and files agree, and remove what processes that have ended left."""
-        with reported(self.path, "cannot be read"):
-            self._files.reserved()
-            names = set(self._files.names())
+        self._files.reserved()
+        names = set(self._files.names())
         known = {node.name: node for node in nodes.all()}
         going = {each.id: each for name in known.keys() - names for each in nodes.with_descendants(known[name])}
         self._delete(nodes, sorted(going.values(), key=lambda each: -each.start), by_force=True)
@@ -501,30 +499,29 @@ class Folder:
             os.close(handle)
 
     def _read(self, act: Callable[[Nodes], _T]) -> _T:
-        try:
-            with self._database.reading() as nodes:
-                return act(nodes)
-        except DamagedDatabaseError as error:
-            self._make_database_again(error)
-        with self._database.reading() as nodes:
-            return act(nodes)
+        """Do something with the nodes as they are now."""
+        return self._with(self._database.reading, "read", act)
 
     def _change(self, act: Callable[[Nodes], _T]) -> _T:
-        try:
-            with self._database.changing() as nodes:
+        """Do something that changes the nodes, or nothing."""
+        return self._with(self._database.changing, "changed", act)
+
+    def _with(self, opened: Callable[[], AbstractContextManager[Nodes]], what: str, act: Callable[[Nodes], _T]) -> _T:
+        with reported(self.path, f"cannot be {what}"):
+            try:
+                with opened() as nodes:
+                    return act(nodes)
+            except DamagedDatabaseError as error:
+                self._make_database_again(error)
+            with opened() as nodes:
                 return act(nodes)
-        except DamagedDatabaseError as error:
-            self._make_database_again(error)
-        with self._database.changing() as nodes:
-            return act(nodes)
 
     def _make_database_again(self, reason: DamagedDatabaseError) -> None:
         """Make the database again from the files. An empty one is new, and what its journal has does not count."""
         warnings.warn(f"{reason} It is made again from the files.", stacklevel=3)
-        with reported(self.path, "cannot be changed"):
-            with contextlib.suppress(FileExistsError):
-                open_file(self._database.path, "xb+").close()
-            os.truncate(self._database.path, 0)
+        with contextlib.suppress(FileExistsError):
+            open_file(self._database.path, "xb+").close()
+        os.truncate(self._database.path, 0)
         with self._database.changing() as nodes:
             self._agree(nodes)
 
