@@ -75,14 +75,7 @@ class DamagedDatabaseError(ValueError):
 
 
 class Database:
-    """
-    The database of a folder.
-
-    Args:
-        path: of its file.
-        lock_seconds: how long to wait for another process.
-        has_locks: whether the file system has locks.
-    """
+    """The database of a folder, whose file is there; who holds it is waited for for so many seconds."""
 
     def __init__(self, path: Path, lock_seconds: float, has_locks: bool):
         self.path, self._lock_seconds = path, lock_seconds
@@ -90,13 +83,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator["Nodes"]:
-        """
-        Read the nodes as they are now, whatever others write.
-
-        Raises:
-            DamagedDatabaseError: they cannot be read.
-            PrefixStoreFolderError: it is not there, or another process holds it for too long.
-        """
+        """Read the nodes as they are now, whatever others write."""
         with self._told("read"), closing(self._connected()) as connection:
             connection.execute("BEGIN")
             _require_schema(connection, self.path)
@@ -104,20 +91,14 @@ class Database:
 
     @contextmanager
     def changing(self) -> Iterator["Nodes"]:
-        """
-        Change the nodes; nobody else does so meanwhile. After an error all is as it was.
-
-        Raises:
-            DamagedDatabaseError: they cannot be read.
-            PrefixStoreFolderError: it cannot be written, or another process holds it for too long.
-        """
+        """Change the nodes; nobody else does so meanwhile. After an error they are as they were."""
         with self._told("changed"), closing(self._connected()) as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
-                if is_new := not _schema(connection):
+                if not _schema(connection):
                     _make(connection)
                 _require_schema(connection, self.path)
-                yield Nodes(connection, is_new)
+                yield Nodes(connection)
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -153,19 +134,10 @@ class Database:
 
 
 class Nodes:
-    """
-    The nodes, within a transaction.
+    """The nodes, within a transaction."""
 
-    Args:
-        connection: in a transaction.
-        are_new: whether the database was made by it.
-
-    Attributes:
-        are_new: as given.
-    """
-
-    def __init__(self, connection: sqlite3.Connection, are_new: bool = False):
-        self._connection, self.are_new = connection, are_new
+    def __init__(self, connection: sqlite3.Connection):
+        self._connection = connection
 
     def add(self, node: Node, description: str) -> None:
         """Add a node, whatever its id is."""
@@ -229,7 +201,7 @@ class Nodes:
         Of several ways to the same token the one whose last node begins first is taken.
 
         Args:
-            digests: of what is before each block of the prompt.
+            digests: of what is before each block of the prompt, see `prefix_digests`.
             keys: of the prompt, as bytes.
             whole_nodes: whether the prompt must have all tokens of each node, and each but the first begin at the last
                 block border of its parent.
@@ -322,13 +294,7 @@ def _make(connection: sqlite3.Connection) -> None:
 
 
 def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """
-    Check that a database is one of ours.
-
-    Raises:
-        DamagedDatabaseError: it was, and has other tables.
-        PrefixStoreFolderError: it is of another program, or another version.
-    """
+    """Raise an error if a database is damaged, of another program, or of another version."""
     (application,), (version,) = (
         connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
     )

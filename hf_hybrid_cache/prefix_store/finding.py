@@ -50,12 +50,7 @@ class Found:
 
 
 def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> Found:
-    """
-    Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on.
-
-    Raises:
-        PrefixStoreFolderError: the folder cannot be read.
-    """
+    """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on."""
     keys, passes, digest = prompt.keys, prompt.passes, prompt.identity.digest
     match = folder.find(digest, keys)
     following = match.parts[-1].following_keys if match.parts else b""
@@ -74,15 +69,7 @@ def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> Foun
 
 
 def find_all(folder: Folder, prompt: Prompt) -> Found:
-    """
-    Find the longest beginning of a prompt that a node may follow, however many tokens it leaves, with its states.
-
-    Raises:
-        PrefixStoreFolderError: the folder cannot be read.
-
-    Warns:
-        UserWarning: a file is damaged, which is removed.
-    """
+    """Find the longest beginning of a prompt that a node may follow, however many tokens it leaves, with its states."""
     while True:
         match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
         try:
@@ -95,13 +82,7 @@ def find_all(folder: Folder, prompt: Prompt) -> Found:
 
 
 def parts_of(match: Match) -> list[StoredPart]:
-    """
-    Return the nodes of a match with their states.
-
-    Raises:
-        CacheFileError: a file is damaged.
-        ValueError: one is of no use to this version.
-    """
+    """Return the nodes of a match with their states; raise `ValueError` if one is damaged or of no use."""
     parts = []
     for part in match.parts:
         with part.open() as file:

@@ -17,14 +17,7 @@ from .states import states_since
 
 
 class Keeper:
-    """
-    Keeps the states of a prompt, after each forward pass as long as there is room, or of a conversation.
-
-    Args:
-        folder: where.
-        prompt: whose states.
-        found: what of it is stored, in use meanwhile.
-    """
+    """Keeps the states of a prompt, of which some are found, after each pass as long as there is room, or at once."""
 
     def __init__(self, folder: Folder, prompt: Prompt, found: Found):
         self._folder, self._prompt = folder, prompt
@@ -32,12 +25,7 @@ class Keeper:
         self._is_keeping = True
 
     def after_pass(self, reached: int, is_last: bool) -> None:
-        """
-        Keep what came with the last pass, which ended after `reached` tokens.
-
-        Raises:
-            PrefixStoreError: the model has put states elsewhere than into the cache.
-        """
+        """Keep what came with the last pass, which ended after `reached` tokens."""
         contents, passes = self._prompt.contents, self._prompt.passes
         _require_all_states(self._prompt, reached)
         # Where attention shows no queries, a codec would be chosen by as many tokens as are read next.
@@ -53,16 +41,7 @@ class Keeper:
             warnings.warn(f"The prompt is read, and not kept beyond {self._end:,} tokens: {error}", stacklevel=5)
 
     def keep(self, reached: int) -> str:
-        """
-        Add a node with what the cache holds of the first `reached` tokens beyond those that are stored.
-
-        Returns:
-            the name of the node.
-
-        Raises:
-            NodeNotFoundError: what was stored is gone.
-            PrefixStoreFolderError: it cannot be written, or does not fit.
-        """
+        """Add a node with what is not stored of the first `reached` tokens, and return its name; see `Folder.add`."""
         prompt = self._prompt
         start = min(self._end, reached - 1) // GRANULE * GRANULE  # all may be stored
         states, sections = states_since(start, self._before, prompt.contents.layers, prompt.contents.stores)
@@ -87,9 +66,6 @@ class Replaced:
         folder: of its nodes.
         name: of its last node.
         keys: of what it has become, `[tokens]`.
-
-    Raises:
-        PrefixStoreFolderError: the folder cannot be read.
     """
 
     def __init__(self, folder: Folder, name: str, keys: np.ndarray):

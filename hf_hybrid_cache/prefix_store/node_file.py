@@ -18,13 +18,10 @@ _ALIGNMENT = 64
 
 class Head(NamedTuple):
     """
-    What a file says of its node.
+    What a file says of its node, see `Node`.
 
     Attributes:
-        parent: name of the node before it; `None` if it begins with the first token.
-        prefix: digest of the identity and the keys before it.
-        start: number of tokens before it.
-        keys: of its run, as bytes.
+        parent: name of the node before it.
         description: for lists.
         states: the description of its tensors.
     """
@@ -47,12 +44,7 @@ def new_file(head: Head, sections: Sequence[Section]) -> NewFile:
 
 
 def opened(path: Path) -> tuple[TensorFile, Head]:
-    """
-    Open the file of a node, and read and check its head.
-
-    Raises:
-        CacheFileError: it is no file of a node, is not whole, or was altered.
-    """
+    """Open the file of a node, and read its head; raise `CacheFileError` if it is none, not whole, or altered."""
     try:
         file: BinaryIO = open_file(path)
     except OSError as error:
@@ -66,12 +58,7 @@ def opened(path: Path) -> tuple[TensorFile, Head]:
 
 
 def opened_node(path: Path, node: Node) -> tuple[TensorFile, Head]:
-    """
-    Open the file of a node, as the database has it.
-
-    Raises:
-        CacheFileError: it is another one, is not whole, or was altered.
-    """
+    """Open the file of a node; raise `CacheFileError` also if the database has it otherwise."""
     file, head = opened(path)
     if (head.prefix, head.start, head.keys) != (node.prefix, node.start, node.keys):
         file.__exit__()
@@ -80,14 +67,7 @@ def opened_node(path: Path, node: Node) -> tuple[TensorFile, Head]:
 
 
 def damage(path: Path, node: Node, require_readable: Callable[[Head], object]) -> str | None:
-    """
-    Read all of the file of a node, and return what is wrong with it.
-
-    Args:
-        path: of the file.
-        node: as the database has it.
-        require_readable: raises `ValueError` if a node of this head is of no use.
-    """
+    """Read all of the file of a node, and return what is wrong with it; `require_readable` is that of `Folder`."""
     try:
         file, head = opened_node(path, node)
         with file:

@@ -40,12 +40,7 @@ class Lock(Enum):
 
 
 def open_file(path: Path, mode: str = "rb") -> BinaryIO:
-    """
-    Open a private file without a buffer; `xb+` makes a new one. A pipe is empty.
-
-    Raises:
-        OSError: it cannot be opened, or is a link, a folder, or a socket.
-    """
+    """Open a private file without a buffer, and no link, folder or socket; `xb+` makes a new one. A pipe is empty."""
     return cast(BinaryIO, open(path, mode, buffering=0, opener=_private))
 
 
@@ -54,12 +49,7 @@ def _private(name: str, flags: int) -> int:
 
 
 def make_own_folder(path: Path) -> bool:
-    """
-    Make a private folder, if there is none; return whether what is there is a folder of this user, and no link to one.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a private folder, if there is none; return whether what is there is one of this user, and no link."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(_FOLDER_MODE)
     status = os.lstat(path)
@@ -72,12 +62,7 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def try_lock(file: BinaryIO | int, exclusive: bool) -> Lock:
-    """
-    Ask for the lock of an open file, alone or beside others that share it.
-
-    Raises:
-        OSError: the system cannot tell.
-    """
+    """Ask for the lock of an open file, alone or beside others that share it."""
     if sys.platform == "win32":
         return Lock.NONE_HERE
     try:
@@ -108,16 +93,7 @@ def wait_to_share(file: BinaryIO, seconds: float) -> bool:
 
 @contextmanager
 def reported(folder: Path, what: str) -> Iterator[None]:
-    """
-    Tell of errors of the system with the name of a folder.
-
-    Args:
-        folder: of the files.
-        what: what cannot be done, after the name of the folder.
-
-    Raises:
-        PrefixStoreFolderError: the system raised an error.
-    """
+    """Raise errors of the system as `PrefixStoreFolderError`, with what cannot be done after the name of the folder."""
     try:
         yield
     except OSError as error:
