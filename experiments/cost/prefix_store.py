@@ -33,7 +33,7 @@ from experiments.common.timing import seconds_of
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, QuantizedHybridCache, StoredPrompt
 from hf_hybrid_cache.model_identity import identity_of
 from hf_hybrid_cache.models import load
-from hf_hybrid_cache.prefix_folder import PrefixFolder
+from hf_hybrid_cache.prefix_store.folder import Folder
 
 CACHES: dict[str, Callable[[PreTrainedConfig], HybridCache]] = {
     "full": DynamicHybridCache,
@@ -113,14 +113,14 @@ def _resume_seconds(folder: Path, model: PreTrainedModel, stored: StoredPrompt, 
 
 def search(num_nodes: int, num_tokens: int, folder: Path) -> dict[str, Any]:
     """Find a prompt in nodes of 2,048 tokens among others: the median of ten searches."""
-    store, generator = PrefixFolder(folder), np.random.default_rng(0)
+    store, generator = Folder(folder), np.random.default_rng(0)
     tokens = generator.integers(0, 2**17, num_tokens)
     for end in range(PASS_TOKENS, num_tokens + 1, PASS_TOKENS):
-        store.add(b"model", tokens[:end], end - PASS_TOKENS, 0, lambda file: None, whole_nodes=True)
+        store.add(b"model", tokens[:end], end - PASS_TOKENS, [], whole_nodes=True)
     for _ in range(num_nodes - num_tokens // PASS_TOKENS):
         other = np.concatenate([tokens[:64], generator.integers(0, 2**17, 512)])
-        store.add(b"model", other, 0, 0, lambda file: None, whole_nodes=True)
-    opened = seconds_of(lambda: PrefixFolder(folder))
+        store.add(b"model", other, 0, [], whole_nodes=True)
+    opened = seconds_of(lambda: Folder(folder))
     seconds = []
     for _ in range(10):
         start = time.perf_counter()

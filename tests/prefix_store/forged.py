@@ -1,54 +1,73 @@
 """Nodes whose checksums fit and whose descriptions are others."""
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid_cache.prefix_folder.node_file import NodeHead, write_node
+_BYTES = {"F32": 4, "U8": 1}
+
+
+def parts_of(path: Path) -> tuple[Any, bytes]:
+    """Return the header of a file as JSON has it, and the data after it."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def write(path: Path, tree: Any, data: bytes) -> None:
+    """Write a file with this header, whose checksum fits, and let the database be made again."""
+    text = json.dumps(tree).encode()
+    header = len(text).to_bytes(8, "little") + text
+    checksum = zlib.crc32(header).to_bytes(4, "little")
+    path.write_bytes(header + data[:-4] + checksum if data else header)
+    if not data:
+        size = len(header) + max(each["data_offsets"][1] for name, each in tree.items() if name != "__metadata__")
+        os.truncate(path, size - 4)
+        with path.open("ab") as file:
+            file.write(checksum)
+    (path.parents[1] / "prompts.sqlite").unlink(missing_ok=True)
 
 
 def nodes_of(folder: Path) -> list[Path]:
     """Return the files of the nodes of a store, in the order of their tokens."""
-
-    def start(path: Path) -> int:
-        with path.open("rb", buffering=0) as file:
-            return NodeHead.read(path, file).start
-
-    return sorted((folder / "nodes").iterdir(), key=start)
+    return sorted((folder / "nodes").iterdir(), key=lambda path: json.loads(_metadata(path)["node"])["start"])
 
 
 def description_of(path: Path) -> Any:
-    """Return the description of a node as JSON has it."""
-    with path.open("rb", buffering=0) as file:
-        return json.loads(zlib.decompress(NodeHead.read(path, file).description))
+    """Return the description of a node, with that of its states, as JSON has it."""
+    metadata = _metadata(path)
+    return json.loads(metadata["description"]) | {"states": json.loads(metadata["states"])}
 
 
-def describe(path: Path, tree: Any, sparse_bytes: int | None = None) -> None:
-    """
-    Give a node another description, with the right checksums, and let the index be made again.
+def describe(path: Path, tree: Any) -> None:
+    """Give a node another description."""
+    header, data = parts_of(path)
+    rest = {name: value for name, value in tree.items() if name != "states"} if isinstance(tree, dict) else tree
+    states = tree.get("states") if isinstance(tree, dict) else tree
+    header["__metadata__"] |= {"description": json.dumps(rest), "states": json.dumps(states)}
+    write(path, header, data)
 
-    Args:
-        path: of the node.
-        tree: the description.
-        sparse_bytes: size of the payload, if it is to have no content.
-    """
-    with path.open("rb", buffering=0) as file:
-        head = NodeHead.read(path, file)
-        payload = file.read()
-    description = tree if isinstance(tree, bytes) else zlib.compress(json.dumps(tree).encode())
-    head = replace(head, description=description)
-    with path.open("wb+", buffering=0) as file:
-        if sparse_bytes is None:
-            write_node(file, head, lambda writer: writer.write(payload))
-        else:
-            head = replace(head, payload_bytes=sparse_bytes)
-            file.write(head.to_bytes())
-            os.truncate(path, head.file_bytes)
-    (path.parents[1] / "index").unlink(missing_ok=True)
+
+def enlarge(path: Path, sizes: dict[int, int]) -> None:
+    """Let the tensors of a node have other sizes, and no content, but for its keys."""
+    header, data = parts_of(path)
+    (_, keys_end), end = header["keys"]["data_offsets"], 0
+    for name, tensor in header.items():
+        if name in ("__metadata__", "keys", "checksum"):
+            continue
+        tensor["shape"] = [sizes.get(each, each) for each in tensor["shape"]]
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            tensor["data_offsets"] = [end, end + _BYTES[tensor["dtype"]] * math.prod(tensor["shape"])]
+            end = tensor["data_offsets"][1]
+    write(path, header, b"")
+    with path.open("r+b") as file:
+        file.seek(8 + len(json.dumps(header).encode()))
+        file.write(data[:keys_end])
 
 
 def change(path: Path, act: Callable[[Any], object]) -> None:
@@ -56,3 +75,8 @@ def change(path: Path, act: Callable[[Any], object]) -> None:
     tree = description_of(path)
     act(tree)
     describe(path, tree)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    metadata: dict[str, str] = parts_of(path)[0]["__metadata__"]
+    return metadata
