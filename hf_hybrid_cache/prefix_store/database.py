@@ -230,7 +230,8 @@ class Nodes:
         known: set[bytes] = set()
         for start in range(0, len(digests), _VARIABLES):
             some = digests[start : start + _VARIABLES]
-            query = f"SELECT DISTINCT prefix FROM node WHERE prefix IN ({', '.join('?' * len(some))})"
+            is_known = "EXISTS (SELECT 1 FROM node WHERE prefix = column1)"
+            query = f"SELECT column1 FROM (VALUES {', '.join(['(?)'] * len(some))}) WHERE {is_known}"
             known.update(prefix for (prefix,) in self._connection.execute(query, some))
         return [index for index, digest in enumerate(digests) if digest in known]
 
