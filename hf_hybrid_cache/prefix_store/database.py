@@ -10,6 +10,7 @@ It is one file of SQLite with a journal, because its log for writing ahead works
 a folder that cannot be written. A connection lives as long as a call.
 """
 
+import re
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +23,7 @@ from .keys import BLOCK_BYTES, KEY_BYTES, num_common
 
 # Raise it when the folder means something else.
 VERSION = 2
+NAME = re.compile("[0-9a-f]{32}")
 _APPLICATION = 0x68666B76
 _SCHEMA = (
     """CREATE TABLE node (
@@ -186,6 +188,17 @@ class Nodes:
         """Yield all nodes, each after its parent."""
         return self._select("ORDER BY start")
 
+    def require_integrity(self) -> None:
+        """
+        Check that all pages of the database are whole and fit each other.
+
+        Raises:
+            DamagedDatabaseError: they do not.
+        """
+        (found,) = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise DamagedDatabaseError(f"The database is damaged: {found}.")
+
     def descriptions(self) -> dict[int, str]:
         """Return the description of each node, by id."""
         return dict(self._connection.execute("SELECT id, description FROM node"))
@@ -243,13 +256,14 @@ class Nodes:
                 prefix = digests[index]
                 near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
                 for node in near:
-                    if node.id not in left_out and (common := num_common(node.keys, rest)):
+                    is_here = node.id not in left_out and node.start * KEY_BYTES == index * BLOCK_BYTES
+                    if is_here and (common := num_common(node.keys, rest)):
                         found.append((node.start + common, -node.start, node))
             if not found:
                 return []
             node = max(found)[2]
             way = self.way_to(node)
-            if _is_of(way, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
+            if _is_of(way, digests, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
                 return way
             left_out.add(node.id)
 
@@ -290,13 +304,14 @@ class Nodes:
 def _node(row: Sequence[Any]) -> Node:
     """Return a node from a row, whose types SQLite does not check."""
     node = Node._make(row)
-    if tuple(map(type, row)) not in _ROWS or not node.keys or len(node.keys) % KEY_BYTES:
+    is_right = tuple(map(type, row)) in _ROWS and NAME.fullmatch(node.name)
+    if not is_right or not node.keys or len(node.keys) % KEY_BYTES:
         raise DamagedDatabaseError(f"A row is no node: {row[:2]}.")
     return node
 
 
-def _is_of(way: Sequence[Node], keys: bytes, whole_nodes: bool) -> bool:
-    """Return whether a prompt has the keys of all nodes on a way, up to where the next one begins."""
+def _is_of(way: Sequence[Node], digests: Sequence[bytes], keys: bytes, whole_nodes: bool) -> bool:
+    """Return whether a prompt has the identity and the keys of all nodes on a way, up to where the next one begins."""
     for node, following in zip(way, [*way[1:], None], strict=True):
         rest = keys[node.start * KEY_BYTES :]
         needed = len(node.keys) // KEY_BYTES
@@ -304,7 +319,7 @@ def _is_of(way: Sequence[Node], keys: bytes, whole_nodes: bool) -> bool:
             needed = 1 if following is None else following.start - node.start
         elif following is not None and following.start != node.end - node.end % (BLOCK_BYTES // KEY_BYTES):
             return False
-        if num_common(node.keys, rest) < needed:
+        if node.prefix != digests[node.start * KEY_BYTES // BLOCK_BYTES] or num_common(node.keys, rest) < needed:
             return False
     return bool(way)
 

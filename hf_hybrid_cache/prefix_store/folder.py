@@ -13,7 +13,6 @@ leaves a row without a file, or a file without a row, and who comes next makes t
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -30,16 +29,15 @@ import numpy as np
 
 from ..durable_files import sync_folder
 from ..files.tensor_file import CacheFileError, Section, TensorFile
-from .database import DamagedDatabaseError, Database, Node, Nodes
+from .database import NAME, DamagedDatabaseError, Database, Node, Nodes
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
-from .node_file import SUFFIX, Head, damage, new_file, opened, opened_node
+from .node_file import SUFFIX, Head, damage, new_file, opened, opened_node, require_damage
 from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock, wait_to_share
 
 _DATABASE, _NODES, _UNFINISHED = "prompts.sqlite", "nodes", "unfinished"
 _OURS = {_DATABASE, f"{_DATABASE}-journal", _NODES, _UNFINISHED}
 _OLD_MARK = ("lock", b"A store of prompts of hf_hybrid_cache, version 1")
-_NAME = re.compile("[0-9a-f]{32}")
 _GIB = 2**30
 _T = TypeVar("_T")
 
@@ -328,6 +326,7 @@ class Folder:
         Raises:
             PrefixStoreFolderError: the folder cannot be read, or changed.
         """
+        self._read(Nodes.require_integrity)
         self._change(self._agree)
         found = {node.name: self._damage(node) for node in self._read(lambda nodes: list(nodes.all()))}
         return {name: reason for name, reason in found.items() if reason}
@@ -559,7 +558,7 @@ class Folder:
         """
         reserved = unwritten = 0
         for path in self._unfinished.iterdir():
-            if not _NAME.fullmatch(path.name):
+            if not NAME.fullmatch(path.name):
                 continue
             with contextlib.suppress(OSError), open_file(path, "rb+") as file:
                 if try_lock(file, True) is Lock.HELD:
@@ -591,6 +590,7 @@ class Folder:
                 file.__exit__()
                 heads.append((name, head))
             except CacheFileError as error:
+                require_damage(self._path_of(name), error)
                 self._remove_file(name, str(error))
         for name, head in sorted(heads, key=lambda each: each[1].start):
             path = self._path_of(name)
@@ -694,7 +694,7 @@ class Folder:
         with os.scandir(self._nodes) as entries:
             for entry in entries:
                 name = entry.name.removesuffix(SUFFIX)
-                if entry.name == name + SUFFIX and _NAME.fullmatch(name) and not entry.is_dir(follow_symlinks=False):
+                if entry.name == name + SUFFIX and NAME.fullmatch(name) and not entry.is_dir(follow_symlinks=False):
                     yield name
 
 

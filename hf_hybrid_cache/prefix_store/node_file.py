@@ -1,12 +1,15 @@
 """The file of a node: its keys, its states, and in the metadata who it is."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ..files.tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
 from .database import Node
+from .errors import PrefixStoreFolderError
 from .keys import BLOCK_TOKENS, DIGEST_BYTES, KEY_BYTES, MOST_TOKENS
 from .private_files import open_file
 
@@ -14,6 +17,8 @@ SUFFIX = ".safetensors"
 _FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "2"
 _KEYS = "keys"
 _ALIGNMENT = 64
+# Of a file; another error, such as of too many open files, is of the process.
+_ERRORS_OF_FILES = {errno.ENOENT, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.EIO}
 
 
 class Head(NamedTuple):
@@ -73,21 +78,40 @@ def opened_node(path: Path, node: Node) -> TensorFile:
         CacheFileError: it is another one, is not whole, or was altered.
     """
     file, head = opened(path)
-    if (head.prefix, head.start, head.keys) != (node.prefix, node.start, node.keys):
+    is_same = (head.prefix, head.start, head.keys) == (node.prefix, node.start, node.keys)
+    if not is_same or os.fstat(file.fileno()).st_size != node.file_bytes:
         file.__exit__()
         raise CacheFileError(path, "does not fit the database.")
     return file
 
 
 def damage(path: Path, node: Node) -> str | None:
-    """Read all of the file of a node, and return what is wrong with it."""
+    """
+    Read all of the file of a node, and return what is wrong with it.
+
+    Raises:
+        PrefixStoreFolderError: it cannot be read now, and may be right.
+    """
     try:
         with opened_node(path, node) as file:
             for section in file.sections:
                 file.read(section, {})
     except CacheFileError as error:
+        require_damage(path, error)
         return str(error)
     return None
+
+
+def require_damage(path: Path, error: CacheFileError) -> None:
+    """
+    Check that an error of reading a file tells of the file.
+
+    Raises:
+        PrefixStoreFolderError: the file may be right.
+    """
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno not in _ERRORS_OF_FILES:
+        raise PrefixStoreFolderError(path, error.reason) from error
 
 
 def _head_of(file: TensorFile) -> Head:
