@@ -150,7 +150,7 @@ class Database:
                     folder, f"has been locked by another process for {self._lock_seconds} s. Is one stopped?"
                 ) from error
             raise PrefixStoreFolderError(folder, f"cannot be {what}: {error}.") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # or its message has bytes of the file
             raise DamagedDatabaseError(f"{self.path} cannot be read: {error}.") from error
 
 

@@ -346,6 +346,7 @@ class Folder:
         """
 
         def remove(nodes: Nodes) -> str | None:
+            nodes.require_integrity()  # a row of it may be wrong, and the file right
             node = nodes.named(name)
             reason = None if node is None else damage(self._path_of(name), node)
             if node is not None and reason:
@@ -380,13 +381,12 @@ class Folder:
         return Match(parts, pin)
 
     def _dropped(self, node: Node) -> set[int]:
-        """Remove a damaged node; return its id if that cannot be done now."""
+        """Remove a damaged node; return its id if that was not done."""
         try:
-            self.remove_damaged(node.name)
+            return set() if self.remove_damaged(node.name) else {node.id}
         except PrefixStoreFolderError as error:
             warnings.warn(f"The damaged node {node.name} stays: {error}", stacklevel=2)
             return {node.id}
-        return set()
 
     def _pin(self, node: Node) -> BinaryIO | None:
         """Open the file of a node so that it is in use until that is closed; `None` if it is gone."""
