@@ -256,14 +256,15 @@ class Nodes:
                 prefix = digests[index]
                 near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
                 for node in near:
-                    is_here = node.id not in left_out and node.start * KEY_BYTES == index * BLOCK_BYTES
-                    if is_here and (common := num_common(node.keys, rest)):
+                    if node.start * KEY_BYTES != index * BLOCK_BYTES:
+                        raise DamagedDatabaseError(f"The node {node.name} begins in another place than its prefix ends.")
+                    if node.id not in left_out and (common := num_common(node.keys, rest)):
                         found.append((node.start + common, -node.start, node))
             if not found:
                 return []
             node = max(found)[2]
             way = self.way_to(node)
-            if _is_of(way, digests, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
+            if way and _is_of(way, digests, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
                 return way
             left_out.add(node.id)
 
@@ -272,8 +273,10 @@ class Nodes:
         known: set[bytes] = set()
         for start in range(0, len(digests), _VARIABLES):
             some = digests[start : start + _VARIABLES]
-            query = f"SELECT DISTINCT prefix FROM node WHERE prefix IN ({', '.join('?' * len(some))})"
-            known.update(prefix for (prefix,) in self._connection.execute(query, some))
+            # Ten thousand prompts may follow one of them, and are not looked at.
+            query = f"""WITH given (digest) AS (VALUES {", ".join(["(?)"] * len(some))})
+                SELECT digest FROM given WHERE EXISTS (SELECT 1 FROM node WHERE prefix = digest)"""
+            known.update(digest for (digest,) in self._connection.execute(query, some))
         return [index for index, digest in enumerate(digests) if digest in known]
 
     def _beside(self, prefix: bytes, rest: bytes, but: Collection[int]) -> Iterator[Node]:
@@ -321,7 +324,7 @@ def _is_of(way: Sequence[Node], digests: Sequence[bytes], keys: bytes, whole_nod
             return False
         if node.prefix != digests[node.start * KEY_BYTES // BLOCK_BYTES] or num_common(node.keys, rest) < needed:
             return False
-    return bool(way)
+    return True
 
 
 def _schema(connection: sqlite3.Connection) -> tuple[str, ...]:
