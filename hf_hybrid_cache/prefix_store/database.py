@@ -10,6 +10,7 @@ It is one file of SQLite with a journal, because its log for writing ahead works
 a folder that cannot be written. A connection lives as long as a call.
 """
 
+import re
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +23,7 @@ from .keys import BLOCK_BYTES, KEY_BYTES, num_common
 
 # Raise it when the folder means something else.
 VERSION = 2
+NAME = re.compile("[0-9a-f]{32}")
 _APPLICATION = 0x68666B76
 _SCHEMA = (
     """CREATE TABLE node (
@@ -129,7 +131,7 @@ class Database:
                     folder, f"has been locked by another process for {self._lock_seconds} s. Is one stopped?"
                 ) from error
             raise PrefixStoreFolderError(folder, f"cannot be {what}: {error}.") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # or its message has bytes of the file
             raise DamagedDatabaseError(f"{self.path} cannot be read: {error}.") from error
 
 
@@ -157,6 +159,12 @@ class Nodes:
     def all(self) -> Iterator[Node]:
         """Yield all nodes, each after its parent."""
         return self._select("ORDER BY start")
+
+    def require_integrity(self) -> None:
+        """Raise `DamagedDatabaseError` unless all pages of the database are whole and fit each other."""
+        (found,) = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise DamagedDatabaseError(f"The database is damaged: {found}.")
 
     def descriptions(self) -> dict[int, str]:
         """Return the description of each node, by id."""
@@ -215,13 +223,17 @@ class Nodes:
                 prefix = digests[index]
                 near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
                 for node in near:
+                    if node.start * KEY_BYTES != index * BLOCK_BYTES:
+                        raise DamagedDatabaseError(
+                            f"The node {node.name} begins in another place than its prefix ends."
+                        )
                     if node.id not in left_out and (common := num_common(node.keys, rest)):
                         found.append((node.start + common, -node.start, node))
             if not found:
                 return []
             node = max(found)[2]
             way = self.way_to(node)
-            if _is_of(way, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
+            if way and _is_of(way, digests, keys, whole_nodes) and not left_out.intersection(each.id for each in way):
                 return way
             left_out.add(node.id)
 
@@ -230,9 +242,10 @@ class Nodes:
         known: set[bytes] = set()
         for start in range(0, len(digests), _VARIABLES):
             some = digests[start : start + _VARIABLES]
-            is_known = "EXISTS (SELECT 1 FROM node WHERE prefix = column1)"
-            query = f"SELECT column1 FROM (VALUES {', '.join(['(?)'] * len(some))}) WHERE {is_known}"
-            known.update(prefix for (prefix,) in self._connection.execute(query, some))
+            # Ten thousand prompts may follow one of them, and are not looked at.
+            query = f"""WITH given (digest) AS (VALUES {", ".join(["(?)"] * len(some))})
+                SELECT digest FROM given WHERE EXISTS (SELECT 1 FROM node WHERE prefix = digest)"""
+            known.update(digest for (digest,) in self._connection.execute(query, some))
         return [index for index, digest in enumerate(digests) if digest in known]
 
     def _beside(self, prefix: bytes, rest: bytes, but: Collection[int]) -> Iterator[Node]:
@@ -263,13 +276,14 @@ class Nodes:
 def _node(row: Sequence[Any]) -> Node:
     """Return a node from a row, whose types SQLite does not check."""
     node = Node._make(row)
-    if tuple(map(type, row)) not in _ROWS or not node.keys or len(node.keys) % KEY_BYTES:
+    is_right = tuple(map(type, row)) in _ROWS and NAME.fullmatch(node.name)
+    if not is_right or not node.keys or len(node.keys) % KEY_BYTES:
         raise DamagedDatabaseError(f"A row is no node: {row[:2]}.")
     return node
 
 
-def _is_of(way: Sequence[Node], keys: bytes, whole_nodes: bool) -> bool:
-    """Return whether a prompt has the keys of all nodes on a way, up to where the next one begins."""
+def _is_of(way: Sequence[Node], digests: Sequence[bytes], keys: bytes, whole_nodes: bool) -> bool:
+    """Return whether a prompt has the identity and the keys of all nodes on a way, up to where the next one begins."""
     for node, following in zip(way, [*way[1:], None], strict=True):
         rest = keys[node.start * KEY_BYTES :]
         needed = len(node.keys) // KEY_BYTES
@@ -277,9 +291,9 @@ def _is_of(way: Sequence[Node], keys: bytes, whole_nodes: bool) -> bool:
             needed = 1 if following is None else following.start - node.start
         elif following is not None and following.start != node.end - node.end % (BLOCK_BYTES // KEY_BYTES):
             return False
-        if num_common(node.keys, rest) < needed:
+        if node.prefix != digests[node.start * KEY_BYTES // BLOCK_BYTES] or num_common(node.keys, rest) < needed:
             return False
-    return bool(way)
+    return True
 
 
 def _schema(connection: sqlite3.Connection) -> tuple[str, ...]:

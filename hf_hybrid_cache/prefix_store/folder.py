@@ -30,7 +30,7 @@ from ..files.tensor_file import CacheFileError, Section, TensorFile
 from .database import DamagedDatabaseError, Database, Node, Nodes
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
-from .node_file import Head, damage, new_file, opened, opened_node
+from .node_file import Head, damage, new_file, opened, opened_node, require_damage
 from .node_folder import NodeFolder
 from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock
 
@@ -276,6 +276,7 @@ class Folder:
 
     def damages(self) -> dict[str, str]:
         """Read everything and compare it with its checksums; return what is wrong, by the names of the nodes."""
+        self._read(Nodes.require_integrity)
         self._change(self._agree)
         found = {node.name: self._damage(node) for node in self._read(lambda nodes: list(nodes.all()))}
         # What was removed meanwhile is not damaged.
@@ -289,6 +290,7 @@ class Folder:
         """
 
         def remove(nodes: Nodes) -> str | None:
+            nodes.require_integrity()  # a row of it may be wrong, and the file right
             node = nodes.named(name)
             reason = None if node is None else self._damage(node)
             if node is not None and reason:
@@ -323,13 +325,12 @@ class Folder:
         return Match(parts, pin)
 
     def _dropped(self, node: Node) -> set[int]:
-        """Remove a damaged node; return its id if that cannot be done now."""
+        """Remove a damaged node; return its id if that was not done."""
         try:
-            self.remove_damaged(node.name)
+            return set() if self.remove_damaged(node.name) else {node.id}
         except PrefixStoreFolderError as error:
             warnings.warn(f"The damaged node {node.name} stays: {error}", stacklevel=2)
             return {node.id}
-        return set()
 
     def _write(self, head: Head, sections: Sequence[Section]) -> str:
         """Write a node and publish it; return its name."""
@@ -448,6 +449,7 @@ class Folder:
                 file.__exit__()
                 heads.append((name, head))
             except CacheFileError as error:
+                require_damage(self._path_of(name), error)
                 self._remove_file(name, str(error))
         for name, head in sorted(heads, key=lambda each: each[1].start):
             path = self._files.path_of(name)

@@ -1,12 +1,15 @@
 """The file of a node: its keys, its states, and in the metadata who it is."""
 
+import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ..files.tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
 from .database import Node
+from .errors import PrefixStoreFolderError
 from .keys import BLOCK_TOKENS, DIGEST_BYTES, KEY_BYTES, MOST_TOKENS
 from .private_files import open_file
 
@@ -14,6 +17,8 @@ SUFFIX = ".safetensors"
 _FORMAT, _VERSION = "hf_hybrid_cache.prefix_store", "2"
 _KEYS = "keys"
 _ALIGNMENT = 64
+# Of a file; another error, such as of too many open files, is of the process.
+_ERRORS_OF_FILES = {errno.ENOENT, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.EIO}
 
 
 class Head(NamedTuple):
@@ -60,7 +65,8 @@ def opened(path: Path) -> tuple[TensorFile, Head]:
 def opened_node(path: Path, node: Node) -> tuple[TensorFile, Head]:
     """Open the file of a node; raise `CacheFileError` also if the database has it otherwise."""
     file, head = opened(path)
-    if (head.prefix, head.start, head.keys) != (node.prefix, node.start, node.keys):
+    is_same = (head.prefix, head.start, head.keys) == (node.prefix, node.start, node.keys)
+    if not is_same or os.fstat(file.fileno()).st_size != node.file_bytes:
         file.__exit__()
         raise CacheFileError(path, "does not fit the database.")
     return file, head
@@ -75,10 +81,18 @@ def damage(path: Path, node: Node, require_readable: Callable[[Head], object]) -
                 file.read(section, {})
         require_readable(head)
     except CacheFileError as error:
+        require_damage(path, error)
         return str(error)
     except ValueError as error:
         return f"{path} is of no use to this version: {error}."
     return None
+
+
+def require_damage(path: Path, error: CacheFileError) -> None:
+    """Raise `PrefixStoreFolderError` if an error of reading a file does not tell of the file, which may be right."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno not in _ERRORS_OF_FILES:
+        raise PrefixStoreFolderError(path, error.reason) from error
 
 
 def _head_of(file: TensorFile) -> Head:

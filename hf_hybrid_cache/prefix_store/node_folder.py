@@ -2,19 +2,16 @@
 
 import contextlib
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .database import Node
+from .database import NAME, Node
 from .errors import PrefixStoreFolderError
 from .node_file import SUFFIX
 from .private_files import Lock, open_file, try_lock, wait_to_share
-
-_NAME = re.compile("[0-9a-f]{32}")
 
 
 class NodeFolder:
@@ -32,7 +29,7 @@ class NodeFolder:
         with os.scandir(self.path) as entries:
             for entry in entries:
                 name = entry.name.removesuffix(SUFFIX)
-                if entry.name == name + SUFFIX and _NAME.fullmatch(name) and not entry.is_dir(follow_symlinks=False):
+                if entry.name == name + SUFFIX and NAME.fullmatch(name) and not entry.is_dir(follow_symlinks=False):
                     yield name
 
     def has_its_size(self, node: Node) -> bool:
@@ -116,7 +113,7 @@ class NodeFolder:
         """
         reserved = unwritten = 0
         for path in self.unfinished.iterdir():
-            if not _NAME.fullmatch(path.name):
+            if not NAME.fullmatch(path.name):
                 continue
             with contextlib.suppress(OSError), open_file(path, "rb+") as file:
                 if try_lock(file, True) is Lock.HELD:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from hf_hybrid_cache.prefix_folder import PayloadWriter, PrefixFolder, PrefixFolderFullError
 from hf_hybrid_cache.prefix_folder.folder import Folder
 

@@ -11,8 +11,6 @@ import pytest
 
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Entry, Folder, Match
-
-from common.soak import budget, count
 from store_folder.stored import (
     BLOCK,
     IDENTITY,
@@ -27,6 +25,8 @@ from store_folder.stored import (
     open_folder,
     random_prompt,
 )
+
+from common.soak import budget, count
 
 
 class History:

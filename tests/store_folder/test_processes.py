@@ -4,7 +4,6 @@ import contextlib
 import errno
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -12,29 +11,15 @@ from typing import Any
 
 import pytest
 
-from hf_hybrid_cache.prefix_folder import NodeInUseError, PayloadWriter, PrefixStoreFolderError, locks
+from hf_hybrid_cache.prefix_store import private_files
+from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolderError
+from store_folder.stored import bytes_of_nodes, found, keep, num_found, open_folder
+from store_folder.trials import check_whole
+from store_folder.users import MAX_BYTES, PROMPT, started, step
 
 from common.soak import budget, count
-from prefix_folder.stored import (
-    IDENTITY,
-    bytes_of_nodes,
-    keep,
-    num_found,
-    open_folder,
-    payload_of,
-)
-from prefix_folder.users import MAX_BYTES, PROMPT, start, step
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs locks of the system, and signals")
-
-
-@contextlib.contextmanager
-def started(call: str) -> Iterator[subprocess.Popen[str]]:
-    with start(call) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def told(process: subprocess.Popen[str]) -> str:
@@ -46,14 +31,6 @@ def tell(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-
-
-def check_all(path: Path) -> None:
-    user = open_folder(path, lock_seconds=0)
-    assert user.damages() == {}
-    assert not list((path / "unfinished").iterdir())
-    assert len(user.entries()) == len(list((path / "nodes").iterdir()))
-    assert bytes_of_nodes(path) <= MAX_BYTES
 
 
 @pytest.mark.soak
@@ -68,8 +45,9 @@ def test_processes_on_one_folder_when_one_is_killed_then_all_is_right(path: Path
         for process in others:
             assert process.wait(timeout=600) == 0
         assert lost.wait() != 0
-    check_all(path)
-    count("steps of processes on one store of prompts", 2 * steps)
+    check_whole(path)
+    assert bytes_of_nodes(path) <= MAX_BYTES
+    count("steps of processes on one prefix store", 2 * steps)
 
 
 def test_threads_with_one_folder_find_what_is_right(path: Path):
@@ -81,33 +59,47 @@ def test_threads_with_one_folder_find_what_is_right(path: Path):
             step(user, random)
 
     with ThreadPoolExecutor(3) as pool:
-        for result in [pool.submit(use, seed) for seed in range(3)]:
-            result.result()
-    check_all(path)
+        list(pool.map(use, range(3)))
+    check_whole(path)
+    assert bytes_of_nodes(path) <= MAX_BYTES
 
 
-def test_process_that_is_stopped_with_the_lock_is_told_of(path: Path):
+@pytest.mark.soak
+def test_database_when_damaged_then_several_processes_make_it_again(path: Path):
+    keep(open_folder(path), PROMPT)
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(f"find_when_told({str(path)!r})")) for _ in range(3)]
+        for number in range(budget(200, 5000)):
+            assert [told(each) for each in processes] == ["200"] * 3, number
+            (path / "prompts.sqlite").write_bytes(b"x" * 5000 * (number % 2))
+            for each in processes:
+                tell(each)
+
+
+@pytest.mark.parametrize("how", ["IMMEDIATE", "EXCLUSIVE"])
+def test_process_that_is_stopped_with_the_lock_is_told_of(how: str, path: Path):
     user = open_folder(path, lock_seconds=0.05)
     keep(user, PROMPT)
-    with started(f"hold_lock({str(path)!r})") as process:
+    with started(f"hold_lock({str(path)!r}, {how!r})") as process:
         assert told(process) == "locked"
         with pytest.raises(PrefixStoreFolderError, match=r"locked by another process for 0\.05 s"):
             keep(user, (*PROMPT, 1))
-        assert num_found(user, PROMPT) == 200  # a search needs no lock
+        if how == "IMMEDIATE":
+            assert num_found(user, PROMPT) == 200  # a search needs no lock
     assert keep(user, (*PROMPT, 1))
 
 
 def test_process_that_reads_keeps_its_prompt_until_it_ends(path: Path):
     user = open_folder(path)
     keep(user, PROMPT)
-    entry = user.entries()[0]
+    name = user.entries()[0].node.name
     with started(f"read_slowly({str(path)!r})") as process:
         assert told(process) == "200"
         with pytest.raises(NodeInUseError):
-            user.remove(entry.id)
+            user.remove(name)
         tell(process)
         assert process.wait() == 0
-    user.remove(entry.id)
+    user.remove(name)
 
 
 def test_file_being_written_stays_until_its_process_ends(path: Path):
@@ -115,39 +107,33 @@ def test_file_being_written_stays_until_its_process_ends(path: Path):
         assert told(process) == "writing"
         assert num_found(open_folder(path), PROMPT) == 0
         assert len(list((path / "unfinished").iterdir())) == 1
-    open_folder(path)
-    assert not list((path / "unfinished").iterdir())
+    check_whole(path)
 
 
-def test_prompt_when_written_by_two_at_once_then_is_there_once(path: Path):
+def test_prompt_when_kept_by_two_at_once_then_is_there_once(path: Path):
     with started(f"write_slowly({str(path)!r})") as process:
         assert told(process) == "writing"
         assert keep(open_folder(path), PROMPT)
         tell(process)
-        (node,) = path.rglob("*.node")
-        assert told(process) == node.stem
+        (file,) = (path / "nodes").iterdir()
+        assert told(process) == file.stem
         assert process.wait() == 0
-    assert len(list(path.rglob("*.node"))) == 1
-    check_all(path)
+    check_whole(path)
+    assert [*(path / "nodes").iterdir()] == [file]
 
 
 def test_folder_without_locks_still_finds_what_is_right(path: Path, monkeypatch: pytest.MonkeyPatch):
     def flock(file: Any, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(private_files.fcntl, "flock", flock)
     user, other, random = open_folder(path, MAX_BYTES), open_folder(path, MAX_BYTES), Random(0)
     for _ in range(100):
         step(random.choice((user, other)), random)
     keep(user, PROMPT)
-    with user.find(IDENTITY, PROMPT) as match:
-        other.remove(match.parts[0].file.head.id)  # nobody can tell that it is in use
-
-    def write(file: PayloadWriter) -> None:
-        open_folder(path)
-        assert len(list((path / "unfinished").iterdir())) == 1  # nor that nobody writes
-        file.write(payload)
-
-    payload = payload_of(PROMPT, 0)
-    assert user.add(IDENTITY, PROMPT, 0, len(payload), write)
-    check_all(path)
+    with found(user, PROMPT) as match:
+        other.remove(match.parts[0].node.name)  # nobody can tell that it is in use
+    (path / "unfinished" / ("0" * 32)).write_text("may be written")
+    assert keep(open_folder(path), PROMPT)
+    (path / "unfinished" / ("0" * 32)).unlink()  # nor that nobody writes
+    check_whole(path)

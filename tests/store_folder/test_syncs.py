@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from hf_hybrid_cache.prefix_folder.index_file import IndexFile
 
 from prefix_folder.stored import keep, num_found, open_folder

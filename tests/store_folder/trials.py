@@ -1,24 +1,23 @@
 """Changes of a folder that end somewhere, and what must hold then; without torch, for processes that are forked."""
 
+import ctypes
 import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import hf_hybrid_cache
+from store_folder.stored import Tokens, bytes_of_nodes, found, keep, num_found, open_folder
 
-from prefix_folder.stored import IDENTITY, Tokens, bytes_of_nodes, keep, num_found, open_folder
-
-PACKAGE = str(Path(hf_hybrid_cache.__file__).parent)
 OLD: list[Tokens] = [tuple(range(300)), (*range(200), *range(1000, 1100)), tuple(range(5000, 5100))]
 NEW: Tokens = (*range(290), *range(2000, 2200))
-# Their files have 5 KiB each, so that the new one needs the room of two.
-MAX_BYTES = 13_000
+# Files of nodes have 5 to 8 KiB each, and the new one needs the room of two.
+MAX_BYTES = 18_000
+_TRACE_ME, _NEXT_CALL = 0, 24  # of ptrace
 
 
 def fill(path: Path) -> None:
@@ -36,17 +35,17 @@ def add_in_place_of_others(path: Path) -> None:
 
 def remove(path: Path) -> None:
     user = open_folder(path)
-    with user.find(IDENTITY, OLD[0]) as match:
-        own_id = match.parts[0].file.head.id
-    user.remove(own_id)
+    with found(user, OLD[0]) as match:
+        name = match.parts[0].node.name
+    user.remove(name)
 
 
-def make_index(path: Path) -> None:
-    (path / "index").unlink(missing_ok=True)
+def make_database(path: Path) -> None:
+    (path / "prompts.sqlite").unlink(missing_ok=True)
     num_found(open_folder(path), NEW)
 
 
-CHANGES = {each.__name__: each for each in (fill, add, add_in_place_of_others, remove, make_index)}
+CHANGES = {each.__name__: each for each in (fill, add, add_in_place_of_others, remove, make_database)}
 
 
 def prepared(path: Path, change: str) -> None:
@@ -58,7 +57,7 @@ def prepared(path: Path, change: str) -> None:
 
 def check(path: Path, change: str, may_lose: bool = False) -> None:
     """
-    Check that what is found is right, that all that should be there is, and that nothing is left over.
+    Check that what is found is right, that all that should be there is, and that nothing is left over or warned of.
 
     No process may hold a lock: waiting for one would fail.
 
@@ -67,54 +66,43 @@ def check(path: Path, change: str, may_lose: bool = False) -> None:
         change: that ended.
         may_lose: prompts may be missing, because files seemed damaged.
     """
-    user = open_folder(path, lock_seconds=0)
-    found = [num_found(user, tokens) for tokens in OLD]  # with all payloads
-    of_new = num_found(user, NEW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        user = open_folder(path, lock_seconds=0)
+        lengths = [num_found(user, tokens) for tokens in OLD]  # with all states
+        of_new = num_found(user, NEW)
     if may_lose:
         pass
-    elif change in ("add", "make_index"):
-        assert found == [300, 300, 100], found
+    elif change in ("add", "make_database"):
+        assert lengths == [300, 300, 100], lengths
         assert of_new in (290, 490), of_new
     elif change == "add_in_place_of_others":
         # In the order of removal.
-        assert (found, of_new) in [
-            ([300, 300, 100], 290),
-            ([300, 200, 100], 290),
-            ([300, 200, 0], 290),
-            ([300, 200, 0], 490),
-        ], (found, of_new)
+        ways = ([300, 300, 100], 290), ([300, 200, 100], 290), ([300, 200, 0], 290), ([300, 200, 0], 490)
+        assert (lengths, of_new) in ways, (lengths, of_new)
         assert of_new == 290 or bytes_of_nodes(path) <= MAX_BYTES
     elif change == "remove":
-        assert found in ([300, 300, 100], [300, 200, 100], [0, 0, 100]), found
-    assert user.damages() == {}
-    assert not list((path / "unfinished").iterdir())
-    # Files and index agree, and the store can be used on.
-    assert len(user.entries()) == len(list((path / "nodes").iterdir()))
-    assert len((path / "lock").read_bytes()) > 40
+        assert lengths in ([300, 300, 100], [300, 200, 100], [0, 0, 100]), lengths
+    check_whole(path)
     for tokens in (*OLD, NEW):
         keep(user, tokens)
         assert num_found(user, tokens) == len(tokens)
 
 
-def run_until(line: int, change: Callable[[], Any]) -> int:
-    """Run a change in a process that is killed at a line of the package; return how it ended."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    seen = 0
+def check_whole(path: Path) -> None:
+    """Check that no file is damaged or left over, and that database and files agree."""
+    user = open_folder(path, lock_seconds=0)
+    assert user.damages() == {}
+    assert not list((path / "unfinished").iterdir())
+    assert {entry.node.name for entry in user.entries()} == {each.stem for each in (path / "nodes").iterdir()}
+    assert not (path / "prompts.sqlite-journal").exists()
 
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal seen
-        if event == "call":
-            return trace if frame.f_code.co_filename.startswith(PACKAGE) else None
-        if event == "line":
-            if seen == line:
-                os.kill(os.getpid(), signal.SIGKILL)
-            seen += 1
-        return trace
 
+def in_child(change: Callable[[], Any]) -> int:
+    """Run a change in a process; return its id."""
+    if child := os.fork():
+        return child
     try:
-        sys.settrace(trace)
         change()
         os._exit(0)
     except BaseException:
@@ -122,18 +110,43 @@ def run_until(line: int, change: Callable[[], Any]) -> int:
     os._exit(1)
 
 
+def ended(child: int) -> int:
+    """Wait until a process ends; return how it did."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_until(call: int, change: Callable[[], Any]) -> int:
+    """Run a change in a process that is killed before one of its calls of the system; return how it ended."""
+    trace = ctypes.CDLL(None).ptrace
+
+    def traced() -> None:
+        trace(_TRACE_ME, 0, None, None)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        change()
+
+    child = in_child(traced)
+    _, status = os.waitpid(child, 0)
+    for _ in range(2 * call + 1):  # it stops before each call and after it
+        trace(_NEXT_CALL, child, None, None)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSTOPPED(status):
+            return os.waitstatus_to_exitcode(status)
+    os.kill(child, signal.SIGKILL)
+    return ended(child)
+
+
 def kill_everywhere(folder: str, every: int) -> None:
-    """Kill a process at every so many lines of each change."""
+    """Kill a process at every so many calls of the system in each change."""
     path = Path(folder)
     for change in CHANGES:
-        line, ended = 0, -signal.SIGKILL
-        while ended == -signal.SIGKILL:
+        call, result = 0, -signal.SIGKILL
+        while result == -signal.SIGKILL:
             prepared(path, change)
-            ended = run_until(line, partial(CHANGES[change], path))
+            result = run_until(call, partial(CHANGES[change], path))
             try:
                 check(path, change)
             except BaseException as error:
-                raise AssertionError(f"killed at line {line} of {change}") from error
-            line += every
-        assert ended == 0, (change, line, ended)
-        assert line > 100
+                raise AssertionError(f"killed at call {call} of {change}") from error
+            call += every
+        assert result == 0, (change, call, result)
+        assert call > 100

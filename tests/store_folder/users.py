@@ -3,41 +3,50 @@
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from hf_hybrid_cache.prefix_folder import (
-    NodeInUseError,
-    NodeNotFoundError,
-    PayloadWriter,
-    PrefixFolder,
-    PrefixFolderFullError,
+from hf_hybrid_cache.files.tensor_file import Section
+from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
+from hf_hybrid_cache.prefix_store.folder import Folder
+from store_folder.stored import (
+    IDENTITY,
+    Tokens,
+    check,
+    found,
+    keep,
+    keys_of,
+    num_found,
+    open_folder,
+    random_prompt,
+    section_of,
+    states_of,
 )
-from hf_hybrid_cache.prefix_folder.folder import Folder
 
-from prefix_folder.stored import IDENTITY, Tokens, check, keep, open_folder, payload_of, random_prompt
+from common.programs import TESTS
 
-TESTS = Path(__file__).parents[1]
 MAX_BYTES = 60_000
 PROMPT: Tokens = tuple(range(200))
 
 
-def start(call: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(call: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process that calls a function of this module; it is told by a line and tells by lines."""
-    program = f"from prefix_folder import users; users.{call}"
+    program = f"from store_folder import users; users.{call}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=pipe, stdout=pipe, text=True)
-
-
-def common_prompts() -> list[Tokens]:
-    """Prompts that all processes use."""
-    random, prompts = Random(0), list[Tokens]()
-    for _ in range(12):
-        prompts.append(random_prompt(random, prompts))
-    return prompts
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def use_at_random(path: str, seed: int, steps: int) -> None:
@@ -48,44 +57,57 @@ def use_at_random(path: str, seed: int, steps: int) -> None:
         print(number, flush=True)
 
 
-def step(user: PrefixFolder, random: Random) -> None:
+def step(user: Folder, random: Random) -> None:
     """Find a prompt, keep one, or remove one, beside others that do the same."""
-    tokens, whole_nodes = random.choice(common_prompts())[: random.randint(1, 500)], random.random() < 0.5
+    same, prompts = Random(0), list[Tokens]()
+    for _ in range(12):
+        prompts.append(random_prompt(same, prompts))
+    tokens, whole_nodes = random.choice(prompts)[: random.randint(1, 500)], random.random() < 0.5
     # A node may be in use, removed by another one, or without room.
-    with contextlib.suppress(NodeInUseError, NodeNotFoundError, PrefixFolderFullError):
+    with contextlib.suppress(NodeInUseError, NodeNotFoundError, PrefixStoreFullError):
         if random.random() < 0.4:
-            with user.find(IDENTITY, tokens, whole_nodes) as match:
+            with user.find(IDENTITY, keys_of(tokens), whole_nodes) as match:
                 for _ in range(3):
                     check(match, tokens, whole_nodes=whole_nodes)
         elif random.random() < 0.8:
             keep(user, tokens, whole_nodes=whole_nodes)
         elif entries := user.entries():
-            user.remove(random.choice(entries).id)
+            user.remove(random.choice(entries).node.name)
 
 
-def hold_lock(path: str) -> None:
-    """Stop while the folder is locked."""
-    with Folder(Path(path), 30).locked():
+def find_when_told(path: str) -> None:
+    """Find a prompt whenever told to."""
+    user = open_folder(Path(path))
+    warnings.simplefilter("ignore")
+    while True:
+        print(num_found(user, PROMPT), flush=True)
+        input()
+
+
+def hold_lock(path: str, how: str) -> None:
+    """Stop within a transaction."""
+    with contextlib.closing(sqlite3.connect(Path(path, "prompts.sqlite"))) as connection:
+        connection.execute(f"BEGIN {how}")
         print("locked", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def read_slowly(path: str) -> None:
     """Use a prompt until told to end."""
-    with open_folder(Path(path)).find(IDENTITY, PROMPT) as match:
+    with found(open_folder(Path(path)), PROMPT) as match:
         print(match.num_tokens, flush=True)
         input()
         check(match, PROMPT)
 
 
 def write_slowly(path: str) -> None:
-    """Keep a prompt, but wait in the middle until told to go on; tell the id."""
-    payload = payload_of(PROMPT, 0)
+    """Keep a prompt, but wait in the middle until told to go on; tell the name."""
+    section = section_of(states_of(PROMPT, 0))
 
-    def write(file: PayloadWriter) -> None:
-        file.write(payload[:10])
+    def data() -> Any:
         print("writing", flush=True)
         input()
-        file.write(payload[10:])
+        return section.data()
 
-    print(open_folder(Path(path)).add(IDENTITY, PROMPT, 0, len(payload), write).hex(), flush=True)
+    slow = Section("states", section.forms, data)
+    print(open_folder(Path(path)).add(IDENTITY, keys_of(PROMPT), 0, [slow]), flush=True)
