@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_hybrid_cache import QuantizedWeightsConfig, move_experts_to_host, quantize_weights
-from hf_hybrid_cache.model_identity import ModelIdentityError
-from hf_hybrid_cache.model_identity.hashed_tensors import tensor_digests
+from hf_hybrid_cache.model_identity import ModelIdentityError, tensor_digests
 
 from common.programs import run_program
 from model_identity.models import differing, identity, new_llama
