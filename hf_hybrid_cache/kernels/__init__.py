@@ -7,7 +7,6 @@ from .compilation import (
     compile_plain_weights_in_background,
     compile_quantized_weights_in_background,
 )
-from .memory_digest import PIECE_BYTES, digest_memories
 from .prefill import Strided, attend_many, uses_prefill_kernel
 from .quantized.quantization import NOT_FINITE, dequantize_blocks, quantize_blocks
 from .quantized.quantized_blocks import BITS, CHUNK, PackedLayout
@@ -40,7 +39,6 @@ __all__ = [
     "CHUNK",
     "NOT_FINITE",
     "PANEL_ROWS",
-    "PIECE_BYTES",
     "WEIGHT_BITS",
     "ExpertCall",
     "IndexedBlocks",
@@ -63,7 +61,6 @@ __all__ = [
     "dequantize_blocks",
     "dequantize_panels",
     "dequantize_row",
-    "digest_memories",
     "factor_of",
     "get_num_threads",
     "has_gemm",

@@ -3,23 +3,16 @@
 from typing import TYPE_CHECKING
 
 from ..lazy_names import lazy_names
+from .identity import RANK, Identity, ModelIdentityError
 
 if TYPE_CHECKING:
-    from .errors import ModelIdentityError
-    from .hashed_tensors import tensor_digests
-    from .identity import Identity
-    from .model_fields import RANK, identity_of
-    from .rotations import longest_text
+    from .code import longest_text
+    from .fields import identity_of
+    from .weights import tensor_digests
 
 __all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of", "longest_text", "tensor_digests"]
 
+# With torch.
 __getattr__ = lazy_names(
-    __name__,
-    {
-        "errors": ("ModelIdentityError",),
-        "identity": ("Identity",),
-        "model_fields": ("RANK", "identity_of"),
-        "rotations": ("longest_text",),
-        "hashed_tensors": ("tensor_digests",),
-    },
+    __name__, {"code": ("longest_text",), "fields": ("identity_of",), "weights": ("tensor_digests",)}
 )

@@ -1,13 +1,21 @@
-"""The identity of a model with a cache: named texts, and one digest of them."""
+"""The identity of a model with a cache: named texts, and one digest of them. It is read without importing torch."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from .digests import canonical, digest_of
+from ..errors import HybridCacheError
 
+# The field with the rank of a process that keeps a shard.
+RANK = "rank"
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{8,}\b")
+
+
+class ModelIdentityError(HybridCacheError, ValueError):
+    """The states of a model depend on more than its identity would tell; the message says on what."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Identity:
     @property
     def digest(self) -> bytes:
         """The 32 bytes of the BLAKE2b digest of all fields."""
-        return bytes.fromhex(digest_of(canonical(self.pairs)))
+        return bytes.fromhex(digest_of(self.pairs))
 
     def without(self, name: str) -> "Identity":
         """Return the identity without the field of a name."""
@@ -43,15 +51,16 @@ class Identity:
             other: the identity that is there.
         """
         here, there = self.fields, other.fields
-        return [
-            f"{name}: {_short(there.get(name))} there, {_short(here.get(name))} here"
+        lines = [
+            f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
             for name in dict.fromkeys((*here, *there))
             if here.get(name) != there.get(name)
         ]
+        return [_DIGEST.sub(r"\1…", line) for line in lines]
 
     def to_json(self) -> str:
         """Return the fields as text."""
-        return json.dumps(self.pairs)
+        return json.dumps(self.fields)
 
     @staticmethod
     def from_json(text: str) -> "Identity":
@@ -62,18 +71,15 @@ class Identity:
             ValueError: it is no such text.
         """
         try:
-            pairs = json.loads(text)
+            fields = json.loads(text)
         except ValueError:
-            pairs = None
-        if not isinstance(pairs, list) or not all(map(_is_field, pairs)):
+            fields = None
+        if not isinstance(fields, dict) or not all(isinstance(each, str) for each in fields.values()):
             raise ValueError(f"This is no identity of a model: {text[:80]!r}.")
-        return Identity(tuple((name, value) for name, value in pairs))
+        return Identity(tuple(fields.items()))
 
 
-def _is_field(pair: object) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(each, str) for each in pair)
-
-
-def _short(text: str | None) -> str:
-    """Return the text of a field with the first digits of each digest."""
-    return "nothing" if text is None else _DIGEST.sub(r"\1…", text)
+def digest_of(tree: Any) -> str:
+    """Return the BLAKE2b digest of plain values, 64 hexadecimal digits, the same for equal ones in any process."""
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from hf_hybrid_cache import DynamicHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, digest_memories, quantize_blocks, workspace
+from hf_hybrid_cache.kernels import BITS, PackedLayout, dequantize_blocks, quantize_blocks, workspace
 from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
 from hf_hybrid_cache.kernels.vector import parallel
 from kernels import test_attention, test_selected_attention
@@ -42,12 +42,6 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> ForThreads:
         count("calls compared between numbers of threads", len(THREADS))
 
     return run
-
-
-@pytest.mark.parametrize("size", [1000, 2**20, 9 * 2**20 + 5])
-def test_the_digest_of_memory_does_not_depend_on_the_threads(size: int, same_bits: ForThreads):
-    memory = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    same_bits(lambda: (np.frombuffer(digest_memories([(memory.ctypes.data, size)])[0], np.uint8),))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 1000, 12 * 8 * 64, 30_000])

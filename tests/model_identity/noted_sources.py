@@ -7,7 +7,7 @@ import tokenize
 from pathlib import Path
 
 import hf_hybrid_cache
-from hf_hybrid_cache.model_identity.numbers import NUMBERS
+from hf_hybrid_cache.model_identity.fields import NUMBERS
 
 PACKAGE = Path(hf_hybrid_cache.__file__).parent
 ROOMS = ("attention", "codecs", "device_kernels", "kernels")

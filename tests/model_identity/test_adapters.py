@@ -31,29 +31,12 @@ def adapted(**changes: Any) -> Any:
     return model.eval()
 
 
-def use_another(model: Any) -> None:
-    model.set_adapter("french")
+def first_layer(model: Any) -> Any:
+    return model.get_base_model().model.layers[0].self_attn.q_proj
 
 
 def use_both(model: Any) -> None:
     model.base_model.set_adapter(["german", "french"])
-
-
-def disable(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-def scale(model: Any) -> None:
-    model.get_base_model().model.layers[0].self_attn.q_proj.set_scale("german", 3.0)
-
-
-def merge(model: Any) -> None:
-    model.merge_adapter()
-
-
-def train(model: Any) -> None:
-    with torch.no_grad():
-        model.get_base_model().model.layers[0].self_attn.q_proj.lora_B["german"].weight[0, 0] += 1
 
 
 def add_weighted(model: Any) -> None:
@@ -61,53 +44,49 @@ def add_weighted(model: Any) -> None:
     model.set_adapter("mixed")
 
 
-def merge_and_unload(model: Any) -> None:
-    model.merge_and_unload()
-
-
-CHANGES = [use_another, use_both, disable, scale, merge, train, add_weighted, merge_and_unload]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another": lambda model: model.set_adapter("french"),
+    "both": use_both,
+    "none": lambda model: model.base_model.disable_adapter_layers(),
+    "scaled": lambda model: first_layer(model).set_scale("german", 3.0),
+    "merged": lambda model: model.merge_adapter(),
+    "trained": lambda model: first_layer(model).lora_B["german"].weight[0, 0].add_(1),
+    "weighted": add_weighted,
+    "merged and unloaded": lambda model: model.merge_and_unload(),
+}
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_model_when_adapters_are_used_otherwise_then_differs(change: Callable[[Any], None], use_dora: bool):
+def test_model_when_adapters_are_used_otherwise_then_differs(change: str, use_dora: bool):
     model = adapted(use_dora=use_dora)
     base = model.get_base_model()
     before, prompt = identity(base), random_prompt(1, 9)
     with torch.no_grad():
         logits = base(prompt).logits
-        change(model)
+        CHANGES[change](model)
         model.eval()
         assert not torch.equal(base(prompt).logits, logits)
     assert identity(base) != before
 
 
 def test_adapters_are_told_by_their_names():
-    model = adapted()
-    base = model.get_base_model()
-    assert identity(new_llama()).fields["adapters"] == "none"
-    assert identity(base).fields["adapters"].startswith("german (")
-    with model.disable_adapter():
-        assert identity(base).fields["adapters"].startswith("disabled (")
-    use_both(model)
-    assert identity(base).fields["adapters"].startswith("french, german (")
-    merge(model)
-    assert identity(base).fields["adapters"].startswith("french merged, german merged (")
-
-
-def test_adapter_when_off_and_on_again_then_is_the_same():
+    injected = new_llama()
+    peft.inject_adapter_in_model(lora(), injected, adapter_name="german")
+    assert identity(injected.eval()).fields["adapters"].startswith("german (")
     model = adapted()
     base = model.get_base_model()
     before = identity(base)
+    assert identity(new_llama()).fields["adapters"] == "none"
+    assert before.fields["adapters"].startswith("german (")
     with model.disable_adapter():
+        assert identity(base).fields["adapters"].startswith("disabled (")
         assert differing(identity(base), before) == {"adapters"}
     assert identity(base) == before
-
-
-def test_adapter_when_injected_into_the_model_then_has_the_same_names():
-    model = new_llama()
-    peft.inject_adapter_in_model(lora(), model, adapter_name="german")
-    assert identity(model.eval()).fields["adapters"].startswith("german (")
+    use_both(model)
+    assert identity(base).fields["adapters"].startswith("french, german (")
+    model.merge_adapter()
+    assert identity(base).fields["adapters"].startswith("french merged, german merged (")
 
 
 def test_adapter_when_it_keeps_tensors_beside_buffers_then_they_count():
@@ -124,14 +103,10 @@ def test_adapter_when_it_keeps_tensors_beside_buffers_then_they_count():
     assert second == third
 
 
-@pytest.mark.parametrize("config", ["lora", "prompt tuning", "prefix tuning"])
-def test_wrapper_of_peft_when_passed_then_refused_with_the_way_out(config: str, tmp_path: Path):
-    configs = {
-        "lora": lora,
-        "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    }
-    model = peft.get_peft_model(new_llama(), configs[config]()).eval()
+@pytest.mark.parametrize("kind", ["LoraConfig", "PromptTuningConfig", "PrefixTuningConfig"])
+def test_wrapper_of_peft_when_passed_then_refused_with_the_way_out(kind: str, tmp_path: Path):
+    options = {} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
+    model = peft.get_peft_model(new_llama(), getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()
     cache = DynamicHybridCache(model.get_base_model().config)
     with pytest.raises(TypeError, match="virtual tokens"):
         identity_of(model, cache)

@@ -1,8 +1,7 @@
 """Everything that states depend on changes its field, and nothing else does."""
 
 import copy
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,30 +52,15 @@ def test_identity_when_the_model_has_generated_then_is_the_same(family: str):
     assert differing(identity(model), before) == set()
 
 
-@pytest.mark.parametrize(
-    "rotation",
-    [
-        {"rope_type": "default", "rope_theta": 20_000.0},
-        {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
-        {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0},
-    ],
-    ids=lambda rotation: rotation["rope_type"],
-)
-def test_model_when_it_turns_keys_otherwise_then_differs(rotation: dict[str, Any]):
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_model_when_it_turns_keys_otherwise_then_differs(kind: str):
+    rotation = {"rope_type": kind, "rope_theta": 20_000.0} | ({} if kind == "default" else {"factor": 2.0})
     found = differing(identity(new_llama(rope_parameters=rotation)), identity(new_llama()))
     assert {"config", "weights"} <= found <= {"config", "weights", "modules"}
 
 
 def test_model_when_a_setting_differs_then_differs_in_config():
     assert "config" in differing(identity(new_llama(rms_norm_eps=1e-5)), identity(new_llama()))
-
-
-@pytest.mark.parametrize("name", ["_name_or_path", "architectures", "transformers_version", "use_cache"])
-def test_config_when_it_says_whence_the_model_is_then_does_not_count(name: str):
-    model = new_llama()
-    before = identity(model)
-    setattr(model.config, name, {"architectures": ["another"], "use_cache": False}.get(name, "another"))
-    assert identity(model) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -92,34 +76,33 @@ def test_model_when_in_autocast_then_differs_in_dtype():
     assert identity(model) == before
 
 
-def test_model_when_it_attends_otherwise_then_differs_in_attention():
+# Fields that differ after a change of a model.
+CHANGES: dict[str, tuple[set[str], Callable[[Any], Any]]] = {
+    "_name_or_path": (set(), lambda model: setattr(model.config, "_name_or_path", "another")),
+    "architectures": (set(), lambda model: setattr(model.config, "architectures", ["another"])),
+    "transformers_version": (set(), lambda model: setattr(model.config, "transformers_version", "another")),
+    "use_cache": (set(), lambda model: setattr(model.config, "use_cache", False)),
+    "attention": ({"attention"}, lambda model: model.set_attn_implementation("eager")),
+    "number": ({"modules"}, lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.5)),
+    "module": ({"modules"}, lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU().eval())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_model_when_changed_then_differs_where_states_depend_on_it(change: str):
     model = new_llama()
     before = identity(model)
-    model.set_attn_implementation("eager")
-    assert differing(identity(model), before) == {"attention"}
+    fields, change_model = CHANGES[change]
+    change_model(model)
+    assert differing(identity(model), before) == fields
 
 
-def test_model_when_a_part_is_replaced_then_differs_in_modules():
-    model = new_llama()
-    before = identity(model)
-    layer: Any = model.model.layers[1]
-    layer.self_attn.scaling /= 2
-    assert differing(identity(model), before) == {"modules"}
-    layer.self_attn.scaling *= 2
-    layer.mlp.act_fn = nn.GELU().eval()
-    assert differing(identity(model), before) == {"modules"}
-
-
-def test_code_of_others_counts_and_not_its_place(tmp_path: Path):
+def test_code_of_others_counts_and_not_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
     names = []
     for number, source in enumerate(("class Attention: ...", "class Attention: ...", "class Attention: 'Other'")):
-        path = tmp_path / f"code_{number}.py"
-        path.write_text(source)
-        spec: Any = importlib.util.spec_from_file_location(f"identity_code_{number}", path)
-        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        names.append(name_of_class(module.Attention))
-        del sys.modules[spec.name]
+        (tmp_path / f"identity_code_{number}.py").write_text(source)
+        names.append(name_of_class(importlib.import_module(f"identity_code_{number}").Attention))
     assert names[0] == names[1] != names[2]
     assert name_of_class(nn.Linear) == "Linear"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import prune
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,96 +35,76 @@ class Steering:
         return states * self.strength
 
 
-def hook_of_a_function(model: Any, _: Any) -> None:
-    strength = 2.0
-    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + strength)
+class Doubling(ModelHook):
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output * 2
 
 
-def hook_of_an_object(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(Steering(2.0))
+def mlp(model: Any) -> Any:
+    return model.model.layers[0].mlp
 
 
-def hook_before(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 2.0,))
-
-
-def hook_in_a_decorator_of_torch(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(torch.no_grad()(lambda module, inputs, output: output + 2.0))
-
-
-def hook_of_all_modules(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch.nn.modules.module._global_forward_hooks, 0, Steering(2.0))
-
-
-def forward_of_a_function(model: Any, _: Any) -> None:
-    mlp = model.model.layers[0].mlp
-    mlp.forward = types.MethodType(lambda self, states: states * 2.0, mlp)
-
-
-def forward_of_an_object(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.forward = Steering(2.0).forward
-
-
-def forward_that_is_compiled(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.forward = torch.compile(Steering(2.0).forward)
-
-
-def function_in_a_list(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.steps = [functools.partial(Steering(2.0))]
-
-
-def object_as_attribute(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp._steering = Steering(2.0)
-
-
-def module_beside_the_model(model: Any, _: Any) -> None:
-    model.model.layers[0].mlp.hidden = [nn.Linear(2, 2).eval()]
-
-
-def forward_of_a_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, states: states * 2.0)
-
-
-def function_of_a_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda states, times: states)
-
-
-def attention_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: args)
-
-
-def hook_of_accelerate_with_another(model: Any, _: Any) -> None:
-    from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
-
-    class Doubling(ModelHook):
-        def post_forward(self, module: Any, output: Any) -> Any:
-            return output * 2
-
-    add_hook_to_module(model.model.layers[0].mlp, SequentialHook(ModelHook(), Doubling()))
-
-
-CHANGES: list[tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = [
-    (hook_of_a_function, r"forward hook of model\.layers\.0\.mlp \(hook_of_a_function"),
-    (hook_of_an_object, r"forward hook .*an object of Steering"),
-    (hook_before, "forward hook"),
-    (hook_in_a_decorator_of_torch, "forward hook .*lambda"),
-    (hook_of_all_modules, "forward hook of all modules"),
-    (forward_of_a_function, r"forward of model\.layers\.0\.mlp"),
-    (forward_of_an_object, r"forward of model\.layers\.0\.mlp"),
-    (forward_that_is_compiled, r"forward of model\.layers\.0\.mlp"),
-    (function_in_a_list, r"steps of .*an object of Steering"),
-    (object_as_attribute, r"_steering of .*an object of Steering"),
-    (module_beside_the_model, "hidden of .* Linear is no part"),
-    (forward_of_a_class, r"LlamaMLP\.forward"),
-    (function_of_a_module, r"modeling_llama\.repeat_kv"),
-    (attention_of_its_own, "attention 'sdpa'"),
-    (hook_of_accelerate_with_another, "_hf_hook of .*Doubling"),
+# What is told, and how a program does it.
+CHANGES: list[tuple[str, Callable[[Any, pytest.MonkeyPatch], Any]]] = [
+    (
+        r"forward hook of model\.layers\.0\.mlp \(.*lambda",
+        lambda model, _: mlp(model).register_forward_hook(lambda module, inputs, output: output + 2.0),
+    ),
+    ("forward hook .*an object of Steering", lambda model, _: mlp(model).register_forward_hook(Steering(2.0))),
+    (
+        "forward hook .*lambda",
+        lambda model, _: mlp(model).register_forward_pre_hook(lambda module, inputs: (inputs[0] + 2.0,)),
+    ),
+    (
+        "forward hook .*lambda",  # in a decorator
+        lambda model, _: mlp(model).register_forward_hook(torch.no_grad()(lambda module, inputs, output: output + 2.0)),
+    ),
+    (
+        "forward hook of all modules",
+        lambda _, monkeypatch: monkeypatch.setitem(torch.nn.modules.module._global_forward_hooks, 0, Steering(2.0)),
+    ),
+    (
+        r"forward of model\.layers\.0\.mlp",
+        lambda model, _: setattr(
+            mlp(model), "forward", types.MethodType(lambda self, states: states * 2.0, mlp(model))
+        ),
+    ),
+    (
+        r"forward of model\.layers\.0\.mlp",
+        lambda model, _: setattr(mlp(model), "forward", Steering(2.0).forward),
+    ),
+    (
+        r"forward of model\.layers\.0\.mlp",
+        lambda model, _: setattr(mlp(model), "forward", torch.compile(Steering(2.0).forward)),
+    ),
+    (
+        "steps of .*an object of Steering",
+        lambda model, _: setattr(mlp(model), "steps", [functools.partial(Steering(2.0))]),
+    ),
+    ("_steering of .*an object of Steering", lambda model, _: setattr(mlp(model), "_steering", Steering(2.0))),
+    ("hidden of .* Linear is no part", lambda model, _: setattr(mlp(model), "hidden", [nn.Linear(2, 2).eval()])),
+    (
+        r"LlamaMLP\.forward",
+        lambda _, monkeypatch: monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, states: states),
+    ),
+    (
+        r"modeling_llama\.repeat_kv",
+        lambda _, monkeypatch: monkeypatch.setattr(modeling_llama, "repeat_kv", lambda states, times: states),
+    ),
+    (
+        "attention 'sdpa'",
+        lambda _, monkeypatch: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: args),
+    ),
+    (
+        "_hf_hook of .*Doubling",
+        lambda model, _: add_hook_to_module(mlp(model), SequentialHook(ModelHook(), Doubling())),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "told"), CHANGES, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(("told", "change"), CHANGES, ids=lambda each: each if isinstance(each, str) else "")
 def test_model_when_it_runs_code_of_others_then_needs_a_name(
-    change: Callable[[Any, pytest.MonkeyPatch], None], told: str, monkeypatch: pytest.MonkeyPatch
+    told: str, change: Callable[[Any, pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
 ):
     model = new_llama()
     cache = DynamicHybridCache(model.config)
@@ -136,10 +117,8 @@ def test_model_when_it_runs_code_of_others_then_needs_a_name(
 
 
 def test_model_when_libraries_have_hung_hooks_on_it_then_needs_no_name():
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
     model: Any = new_llama()
-    add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu", io_same_device=True))
+    add_hook_to_module(mlp(model), AlignDevicesHook("cpu", io_same_device=True))
     before = identity(model)
     with torch.no_grad():
         model(random_prompt(1, 9), output_hidden_states=True, output_attentions=True)
@@ -164,8 +143,7 @@ def test_class_when_it_has_no_source_then_needs_a_name():
 
 def test_store_when_named_then_uses_states_of_that_name_alone(tmp_path: Path):
     model, prompt = new_llama(), random_prompt(1, 300)
-    layer: Any = model.model.layers[0]
-    layer.mlp.register_forward_hook(Steering(2.0))
+    mlp(model).register_forward_hook(Steering(2.0))
 
     def found(name: str | None) -> int:
         store = PrefixStore(tmp_path, identity=name)

@@ -1,0 +1,142 @@
+"""The fields of an identity, read from a model and a cache."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from itertools import groupby
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cache import HybridCache
+from ..codecs import describe, weights_of
+from ..layers import HybridLayer
+from .code import require_identifiable, require_known_code
+from .identity import RANK, Identity, ModelIdentityError, digest_of
+from .modules import adapters_of, modules_digest, name_of_class
+from .weights import digest_of_tensors, stored_tensors
+
+# Raise it when an identity means something else.
+_FORMAT = 3
+# Raise it when kernels or codecs give other results than before: states that were kept are then read again.
+NUMBERS = 1
+# Settings of a config: where a model comes from, how it is loaded, and what it returns beside states. The type and the
+# weights themselves are read from the model.
+_LEFT_OUT = {
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "id2label",
+    "label2id",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def identity_of(model: PreTrainedModel, cache: HybridCache, name: str | None = None) -> Identity:
+    """
+    Return what the states that a model stores in a cache depend on, beside the tokens.
+
+    Each call reads all weights, as fast as memory is read: torch does not count writes through `weight.data`, so
+    nothing proves that they are as they were. What hooks and functions of other programs do cannot be read: a model
+    that has some needs a name.
+
+    It is no protection from somebody who wants two models to have the same identity.
+
+    Args:
+        model: in evaluation mode, with all of its weights in memory.
+        cache: which it will use; what is stored in it does not matter.
+        name: of what the model does beside the code of its classes, such as "steering 2.0".
+
+    Raises:
+        TypeError: `model` is no model of transformers, such as the wrapper of PEFT, or `cache` is not one of ours.
+        ModelIdentityError: the model is in training mode, some weights are not in memory, another library has quantized
+            them, its states depend on texts that it read before, or it has no name and runs code of other programs.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a model of transformers, got {type(model).__name__}. Pass the one in a wrapper, such as "
+            "model.get_base_model() of PEFT: its layers have the adapters. The virtual tokens of prompt and prefix "
+            "tuning are not in it, so with them no prompt can be kept."
+        )
+    if not isinstance(cache, HybridCache):
+        raise TypeError(f"cache must be one of hf_hybrid_cache, got {type(cache).__name__}.")
+    modules = dict(model.named_modules())
+    require_identifiable(model, modules.values())
+    if name is None:
+        require_known_code(model, modules)
+    return Identity((*_fields(model, modules, cache), *([] if name is None else [("identity", name)])))
+
+
+def _fields(model: PreTrainedModel, modules: Mapping[str, nn.Module], cache: HybridCache) -> Iterator[tuple[str, str]]:
+    tensors = stored_tensors(model, modules)
+    text = model.config.get_text_config(decoder=True)
+    is_autocast = torch.is_autocast_enabled(model.device.type)
+    autocast = f", autocast to {torch.get_autocast_dtype(model.device.type)}" if is_autocast else ""
+    devices = {each.data.device.type for each in tensors if not each.stays_in_host_memory}
+    layers = (index for index, layer in enumerate(cache.layers) if isinstance(layer, HybridLayer))
+    yield "format", str(_FORMAT)
+    yield "numbers", str(NUMBERS)
+    yield "numba", metadata.version("numba")
+    yield "torch", str(torch.__version__)
+    yield "transformers", ".".join(transformers.__version__.split(".")[:2])
+    yield "class", name_of_class(type(model))
+    yield "config", digest_of(_settings(model.config.to_dict()))
+    yield "modules", modules_digest(modules)
+    yield "weights", digest_of_tensors({each.form: each.data for each in tensors})
+    yield "adapters", adapters_of(modules)
+    yield "dtype", f"{model.dtype}{autocast}".replace("torch.", "")
+    yield "attention", str(text._attn_implementation)
+    yield "experts", str(getattr(text, "_experts_implementation", None))
+    yield "device", "+".join(sorted(devices)) or "cpu"
+    yield "layers", f"{_ranges(layers)} of {len(cache.layers)}"
+    yield "codecs", _codecs_of(cache)
+    chosen = cache.selection
+    dense = "" if chosen is None else f"dense_layers={_ranges(sorted(chosen.dense_layers))}"
+    yield "selection", "none" if chosen is None else f"top_p={chosen.top_p} most={chosen.most} {dense}"
+    if cache.group is not None:
+        yield "processes", str(cache.group.size())
+        yield RANK, str(cache.group.rank())
+
+
+def _settings(value: Any) -> Any:
+    """Return the settings of a config, and of those inside it, that say what its model computes."""
+    if isinstance(value, dict):
+        return {str(name): _settings(each) for name, each in value.items() if name not in _LEFT_OUT}
+    if isinstance(value, list | tuple):
+        return [_settings(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _codecs_of(cache: HybridCache) -> str:
+    """Return the codecs as they were asked for, with digests of given channel scaling; choices do not count."""
+    layers: dict[str, list[int]] = {}
+    for index, codec in sorted(cache.asked_codecs.items()):
+        try:
+            tree = describe(codec)
+        except ValueError as error:
+            raise ModelIdentityError(str(error)) from error
+        if weights := weights_of(codec):
+            tree["weights"] = digest_of_tensors(dict(sorted(weights.items())))
+        text = " ".join([tree.pop("name"), *(f"{key}={value}" for key, value in sorted(tree.items()))])
+        layers.setdefault(text, []).append(index)
+    return "; ".join(f"{_ranges(indices)}: {text}" for text, indices in layers.items()) or "none"
+
+
+def _ranges(indices: Iterable[int]) -> str:
+    """Return sorted indices as text, such as "0-3, 7"; "none" for none."""
+    runs = ([index for _, index in run] for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]))
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
