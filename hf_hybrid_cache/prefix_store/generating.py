@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,10 @@ def _require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, give
     others = ["assistant_model or prompt_lookup_num_tokens"] if is_assisted else []
     if given.get("use_cache") is False:
         others.append("use_cache=False")
+    # PEFT hands arguments of its own, such as adapter_names, to its layers by hooks that last as long as the call.
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    of_call = [hook for hook in hooks if isinstance(hook, partial) and hook.func.__module__.startswith("peft.")]
+    others += sorted({name for hook in of_call for name in hook.keywords})
     for name, value in given.items():
         if name in _TAKEN or name.startswith("output_") or value is None or value is False:
             continue

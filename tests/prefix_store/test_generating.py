@@ -15,6 +15,7 @@ from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
 
 from .prompts import FORMS, prompts
 from common.modes import ListStreamer
+from model_identity.models import new_llama
 from models.image_models import model_of_images, prompt_with_picture
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -136,7 +137,41 @@ def test_text_for_a_model_of_images_is_kept(tmp_path: Path):
     assert all(torch.equal(answer, answered(model, ids, **inputs)[0]) for answer in answers)
 
 
+def adapted(**changes: Any) -> Any:
+    """Return a small model with an adapter of PEFT that is active."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(new_llama(), peft.LoraConfig(**OF_ADAPTERS | changes)).eval()
+
+
+OF_ADAPTERS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False}
+of_peft = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@of_peft
+def test_model_with_an_adapter_answers_as_without_a_store(tmp_path: Path):
+    model, ids, found = adapted(), random_prompt(1, 200), []
+    options = {"input_ids": ids, "max_new_tokens": 8, "do_sample": False}
+    for _ in range(2):
+        ours = model.generate(**options, custom_generate=PrefixStore(tmp_path), progress=found.append)
+        assert torch.equal(ours, model.generate(**options))
+    assert found == [0, 199, 199]
+
+
 # What is refused
+
+
+@of_peft
+@pytest.mark.parametrize(
+    ("adapter", "options", "name"),
+    [({}, {"adapter_names": ["__base__"]}, "adapter_names"), ({"alora_invocation_tokens": [9]}, {}, "alora_offsets")],
+)
+def test_adapters_that_are_chosen_for_a_call_are_refused(
+    adapter: dict[str, Any], options: dict[str, Any], name: str, tmp_path: Path
+):
+    ids = random_prompt(1, 200)
+    with pytest.raises(PrefixStoreError, match=f"cannot with {name}"):
+        adapted(**adapter).generate(input_ids=ids, custom_generate=PrefixStore(tmp_path), **options)
 
 
 def padded(model: PreTrainedModel) -> dict[str, Any]:
@@ -201,7 +236,7 @@ def test_images_are_refused(tmp_path: Path):
 def test_encoder_decoder_is_refused(tmp_path: Path):
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    with pytest.raises(PrefixStoreError, match="reads its prompt in the encoder.*Leave out custom_generate"):
+    with pytest.raises(PrefixStoreError, match=r"reads its prompt in the encoder.*Leave out custom_generate"):
         model.generate(random_prompt(1, 9) % 32, custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
 
 

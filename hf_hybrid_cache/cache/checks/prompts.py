@@ -125,7 +125,8 @@ class Prompts:
             raise ValueError(
                 f"The prompt does not go on with the {num_tokens:,} tokens that the cache holds: token {position:,} of "
                 f"sequence {sequence} is {int(given[different])}, and the cache holds {int(known[different])} there "
-                "(counted from 0). Pass the whole conversation as the prompt, or use a new cache, or cache.reset()."
+                "(counted from 0). Pass the whole conversation as the prompt, or go back to what both begin with by "
+                "cache.keep_common_prefix(input_ids), or use a new cache, or cache.reset()."
             )
 
     def num_common(self, given: torch.Tensor) -> int:
