@@ -25,7 +25,7 @@ def arguments_kept_back() -> dict[str, Any]:
 
 
 def loop_of(
-    model: PreTrainedModel, config: GenerationConfig, streamer: Any = None, assistant_model: Any = None
+    model: Any, config: GenerationConfig, streamer: Any = None, assistant_model: PreTrainedModel | None = None
 ) -> Callable[..., Any]:
     """
     Return the decoding loop of a model's class for the generation mode.

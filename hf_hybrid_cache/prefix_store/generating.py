@@ -30,7 +30,7 @@ def generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
-    prepared: Mapping[str, Any],
+    prepared: dict[str, Any],
     of_prefill: Mapping[str, Any],
 ) -> Any:
     """Read a prompt, `[sequences, tokens]`, through a store, and run the model's own decoding loop after it."""

@@ -144,7 +144,7 @@ def adapted(**changes: Any) -> Any:
     return peft.get_peft_model(new_llama(), peft.LoraConfig(**OF_ADAPTERS | changes)).eval()
 
 
-OF_ADAPTERS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False}
+OF_ADAPTERS: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
 of_peft = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
