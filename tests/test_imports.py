@@ -101,7 +101,9 @@ ALLOWED = {
     "prefix_store": {
         "byte_sizes",
         "cache",
+        "cache_argument",
         "codecs",
+        "custom_generate",
         "errors",
         "kernels",
         "layers",
@@ -125,6 +127,7 @@ ALLOWED = {
     "decode_phase": {
         "cache",
         "cache_argument",
+        "custom_generate",
         "decode_phase",
         "model_identity",
         "storage",
@@ -149,6 +152,7 @@ ALLOWED = {
     "scalars": set(),
     "lazy_names": set(),
     "cache_argument": {"transformers"},
+    "custom_generate": {"transformers"},
     "models": {"errors", "lazy_names", "models", "torch", "transformers", "user_folder"},
     "cli": {
         "attention",

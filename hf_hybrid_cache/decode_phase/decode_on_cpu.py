@@ -2,18 +2,16 @@
 
 import copy
 import inspect
-import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache import HybridCache
 from ..cache_argument import CACHE_ARGUMENT, passed_cache
+from ..custom_generate import arguments_kept_back, loop_of
 from ..weights import Width, chosen_experts_if_any
 from .movable_weights import HOST, HostCopy, MovableWeights
 from .phase_switch import PhaseSwitch, on_device
@@ -123,12 +121,14 @@ class DecodeOnCPU:
         Returns:
             What `generate` returns, on the device of `input_ids`.
         """
-        kept_back = _arguments_kept_back()
+        kept_back = arguments_kept_back()
         synced_gpus = synced_gpus or bool(kept_back.get("synced_gpus"))
         streamer = kept_back.get("streamer") if streamer is None else streamer
         assistant_model = kept_back.get("assistant_model") if assistant_model is None else assistant_model
         cache = _checked_cache(model, model_kwargs, synced_gpus)
-        loop = _loop_of(model, generation_config, streamer, assistant_model)
+        if assistant_model is not None:
+            _require_vocabulary_of(assistant_model, model)
+        loop = loop_of(model, generation_config, streamer, assistant_model)
 
         caller = input_ids.device
         prompt_length = _prompt_length(input_ids, generation_config, model_kwargs)
@@ -185,19 +185,6 @@ class _CriteriaOn(StoppingCriteriaList):
         return super().__call__(input_ids.to(self.device), scores, **kwargs).to(HOST)
 
 
-def _arguments_kept_back() -> dict[str, Any]:
-    """
-    The arguments that `generate`, if it has called `__call__`, does not pass on.
-
-    transformers (5.17 to 5.24) drops them for a callable without saying so: a reader of the streamer would wait
-    forever.
-    """
-    frame = sys._getframe(2)
-    if frame.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
-        return {}
-    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
-
-
 def _with_special_tokens_on_host(config: GenerationConfig) -> GenerationConfig:
     """A copy of the config with the special tokens' tensors, which `generate` has made, in host memory."""
     config = copy.copy(config)
@@ -212,30 +199,14 @@ def _prompt_length(input_ids: torch.Tensor, config: GenerationConfig, model_kwar
     return getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
 
 
-def _loop_of(
-    model: Any, config: GenerationConfig, streamer: Any, assistant_model: PreTrainedModel | None
-) -> Callable[..., Any]:
-    """
-    The model's own decoding loop for the generation mode.
-
-    Raises:
-        ValueError: transformers has no such loop, or the loop does not take the streamer or the assistant.
-    """
-    mode = config.get_generation_mode(assistant_model)
-    name = GENERATION_MODES_MAPPING[mode]
-    if not hasattr(type(model), name):
-        raise ValueError(f"{mode} is not part of transformers any more ({name}). Choose another mode, {OTHERWISE}")
-    if assistant_model is not None:
-        drafted, verified = (each.config.get_text_config().vocab_size for each in (assistant_model, model))
-        if drafted != verified:
-            raise ValueError(
-                f"The assistant's vocabulary has {drafted:,} tokens and the model's {verified:,}, but transformers "
-                f"hands no tokenizers to a custom_generate. Use an assistant with the model's vocabulary, {OTHERWISE}"
-            )
-    given = {"streamer": streamer, "assistant_model": assistant_model}
-    # `generate` has checked only the arguments that it does not keep back.
-    model._validate_generation_mode(mode, config, {key: value for key, value in given.items() if value is not None})
-    return getattr(type(model), name)
+def _require_vocabulary_of(assistant_model: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Raise a `ValueError` if an assistant has another vocabulary than the model that it drafts for."""
+    drafted, verified = (each.config.get_text_config().vocab_size for each in (assistant_model, model))
+    if drafted != verified:
+        raise ValueError(
+            f"The assistant's vocabulary has {drafted:,} tokens and the model's {verified:,}, but transformers hands "
+            f"no tokenizers to a custom_generate. Use an assistant with the model's vocabulary, {OTHERWISE}"
+        )
 
 
 def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_gpus: bool) -> HybridCache:

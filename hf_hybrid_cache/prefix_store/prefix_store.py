@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..byte_sizes import parse_bytes
 from ..cache import HybridCache, contents_of
@@ -19,6 +19,7 @@ from .description import Description
 from .errors import NodeNotFoundError, PrefixStoreError
 from .filling import fill
 from .finding import empty, find, find_all, obstacles, parts_of, take_over
+from .generating import generate
 from .keeping import Keeper, Replaced
 from .keys import token_ids_of
 from .node_file import Head
@@ -56,6 +57,10 @@ class PrefixStore(StoredPrompts):
         >>> print(store.prefill(model, input_ids, cache))
         7,680 of 8,128 tokens from /home/ada/prompts, the first difference at token 8,064: 1724 instead of 2683
         >>> model.generate(input_ids, cache=cache, max_new_tokens=200)
+
+    Or in one call, see `__call__`:
+
+        >>> model.generate(**inputs, custom_generate=store, max_new_tokens=200)
     """
 
     def __init__(
@@ -69,6 +74,51 @@ class PrefixStore(StoredPrompts):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
         super().__init__(path, limit, parse_bytes(min_free_bytes), _require_readable)
         self._identity = identity
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig,
+        document_tokens: int = 0,
+        title: str = "",
+        progress: bool | Callable[[int], None] = True,
+        **prepared: Any,
+    ) -> Any:
+        """
+        Read a prompt as `prefill` does, and generate: `generate` calls this if it is passed as `custom_generate`.
+
+        The prompt goes into the cache that `generate` is passed, or into a `DynamicHybridCache`. Then the model's own
+        decoding loop runs: greedy, with samples or beams, with several answers, a streamer, criteria and processors.
+        transformers passes no tokenizer to a `custom_generate`: instead of `stop_strings` pass
+        `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+
+        Args:
+            model: that generates.
+            input_ids: the prompt, `[sequences, tokens]`, repeated for beams and answers.
+            generation_config: of the call.
+            document_tokens: see `prefill`; pass it to `generate`, as the next two.
+            title: of the prompt, for lists.
+            progress: see `prefill`; what is called gets the number of tokens that came from the store first.
+            **prepared: other arguments of the loop: cache, mask, processors, ...
+
+        Returns:
+            What `generate` returns.
+
+        Raises:
+            PrefixStoreError: see `prefill`; or there are several prompts, or padding, an assistant, prompt lookup, or
+                arguments of the model that a prompt's states depend on, such as images.
+            ValueError: transformers has no decoding loop for the options.
+
+        Example:
+            >>> store = PrefixStore("prompts")
+            >>> model.generate(**inputs, custom_generate=store, max_new_tokens=200)
+            >>> cache = QuantizedHybridCache(model.config, bits=4)
+            >>> model.generate(**inputs, cache=cache, custom_generate=store, document_tokens=7680, num_beams=4)
+        """
+        of_prefill = {"document_tokens": document_tokens, "title": title, "progress": progress}
+        return generate(self, model, input_ids, generation_config, prepared, of_prefill)
 
     def prefill(
         self,

@@ -72,7 +72,7 @@ class Prompt:
         _require_short_enough(model, tokens)
         if tokens < 2:
             raise PrefixStoreError(f"A prompt has at least two tokens, of which generate computes one; got {tokens}.")
-        _require_text(model, token_ids)
+        require_text(model, token_ids)
         if not 0 <= document_tokens <= tokens:
             raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
         read_tokens = tokens if document_tokens == tokens else tokens - 1
@@ -99,7 +99,7 @@ class Prompt:
         """
         identity = identity_for(model, cache, name)
         cache.require_prefix(all_ids := as_token_ids("token_ids", token_ids).cpu())
-        _require_text(model, all_ids)
+        require_text(model, all_ids)
         held, contents = cache.get_seq_length(), contents_of(cache)
         _require_short_enough(model, held)
         if len(all_ids) != 1 or not 0 < document_tokens <= held <= all_ids.shape[1]:
@@ -180,7 +180,7 @@ def _require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
         )
 
 
-def _require_text(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+def require_text(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
     """
     Check that tokens stand for text alone.
 

@@ -47,6 +47,18 @@ def test_hit_when_on_the_device_then_equals_a_cold_read(make: Callable[..., Hybr
 
 
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_generate_with_a_store_on_the_device_answers_as_in_two_calls(make: Callable[..., HybridCache], tmp_path: Path):
+    model, cache = copy.deepcopy(tiny_model("llama")).to(DEVICE), make(tiny_model("llama").config)
+    first, second = (prompt.to(DEVICE) for prompt in prompts(common=300, first=30, second=60))
+    options = {"max_new_tokens": 8, "do_sample": False, "num_return_sequences": 2, "num_beams": 2}
+    of_store = {"custom_generate": PrefixStore(tmp_path / "store"), "document_tokens": 300, "progress": False}
+    for prompt in (first, second):
+        ours = model.generate(prompt, **cache_argument(make(model.config)), **of_store, **options)
+    PrefixStore(tmp_path / "cold").prefill(model, second, cache, document_tokens=300, progress=False)
+    assert torch.equal(ours, model.generate(second, **cache_argument(cache), **options))
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
 def test_conversation_when_on_the_device_then_goes_on(
     make: Callable[..., HybridCache], tmp_path: Path, request: pytest.FixtureRequest
 ):

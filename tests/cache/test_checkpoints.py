@@ -162,6 +162,22 @@ def test_go_back_when_all_layers_can_be_cropped_then_is_exact():
     assert cache.go_back(17) == 17 == cache.get_seq_length()
 
 
+@pytest.mark.parametrize("with_checkpoint", [True, False])
+def test_keep_common_prefix_when_layers_forget_then_goes_to_a_checkpoint(with_checkpoint: bool):
+    model = tiny_model("gemma3")
+    cache, fresh = DynamicHybridCache(model.config), DynamicHybridCache(model.config)
+    ids = random_prompt(1, DOCUMENT) % 90
+    prefill(model, ids, cache, progress=False)
+    if with_checkpoint:
+        cache.checkpoint()
+    answered(model, cache, ids, seed=1, length=30)
+    prompt = torch.cat([ids, random_prompt(1, 30, seed=1)[:, :20] % 90, random_prompt(1, 9, seed=2) % 90], dim=1)
+    assert cache.keep_common_prefix(prompt) == (DOCUMENT if with_checkpoint else 0) == cache.get_seq_length()
+    prefill(model, ids, fresh, progress=False)
+    expected, found = (generate(model, prompt, each, max_new_tokens=3)[0] for each in (fresh, cache))
+    assert torch.equal(found, expected)
+
+
 def test_checkpoint_when_nothing_is_stored_then_is_refused():
     with pytest.raises(ValueError, match="holds no tokens"):
         DynamicHybridCache(tiny_model("gemma3").config).checkpoint()

@@ -272,3 +272,83 @@ def test_beams_when_recurrent_states_are_of_one_sequence_then_are_refused():
     caches[1].batch_repeat_interleave(3)
     expected = answer(question(DOCUMENT), DynamicCache(config=model.config), model, **beams)
     assert torch.equal(answer(question(DOCUMENT), caches[1], model, **beams), expected)
+
+
+# Back to what a prompt begins with
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keep_common_prefix_leaves_what_another_prompt_begins_with(way: str, tmp_path: Path):
+    cache = WAYS[way](tmp_path)
+    held = min(cache.get_seq_length(), 40)
+    assert cache.keep_common_prefix(OTHER) == min(held, FIRST_DIFFERENCE) == cache.get_seq_length()
+    assert torch.equal(answer(OTHER, cache), answer(OTHER, DynamicHybridCache(CONFIG)))
+
+
+def test_keep_common_prefix_leaves_a_token_of_the_prompt_to_compute():
+    for prompt, left in ((DOCUMENT, 39), (DOCUMENT[:, :20], 19), (DOCUMENT[:, :1], 0)):
+        cache = read()
+        assert cache.keep_common_prefix(prompt) == left
+        assert torch.equal(answer(prompt, cache), answer(prompt, DynamicHybridCache(CONFIG)))
+
+
+def test_answer_when_noted_then_stays_and_else_is_read_again():
+    cache = DynamicHybridCache(CONFIG)
+    output = answer(DOCUMENT, cache)
+    longer = question(output)
+    unnoted = copy.deepcopy(cache)
+    cache.note_tokens(output)
+    assert cache.keep_common_prefix(longer) == 43 == output.shape[1] - 1
+    assert unnoted.keep_common_prefix(longer) == 40
+    assert torch.equal(answer(longer, cache), answer(longer, DynamicCache(config=CONFIG)))
+
+
+def test_keep_common_prefix_when_nothing_is_stored_then_is_zero():
+    assert DynamicHybridCache(CONFIG).keep_common_prefix(DOCUMENT[0].tolist()) == 0
+
+
+@pytest.mark.parametrize("way", sorted({*NOT_KNOWN} - {"reset"}))
+def test_keep_common_prefix_when_tokens_are_not_known_then_is_refused(way: str, tmp_path: Path):
+    cache = NOT_KNOWN[way](tmp_path)
+    held = cache.get_seq_length()
+    with pytest.raises(ValueError, match=rf"not known which {held} tokens .*cache\.note_tokens.*cache\.reset"):
+        cache.keep_common_prefix(OTHER)
+    assert cache.get_seq_length() == held
+
+
+def test_keep_common_prefix_of_several_texts_ends_where_the_first_differs():
+    both = torch.cat([DOCUMENT, random_prompt(1, 40, seed=3)])
+    other = both.clone()
+    other[0, 30], other[1, 25] = 0, 0
+    cache = DynamicHybridCache(CONFIG)
+    answer(both, cache)
+    with pytest.raises(ValueError, match="has 3 sequences, and the cache holds 2"):
+        cache.keep_common_prefix(DOCUMENT.expand(3, -1))
+    assert cache.keep_common_prefix(other) == 25
+    assert torch.equal(answer(other, cache), answer(other, DynamicHybridCache(CONFIG)))
+
+
+def test_keep_common_prefix_when_beams_have_answered_then_leaves_the_prompt():
+    cache = read(num_beams=3)
+    longer = question(DOCUMENT)
+    assert cache.keep_common_prefix(longer) == 40
+    expected = answer(longer, DynamicHybridCache(CONFIG), num_beams=3)
+    assert torch.equal(answer(longer, cache, num_beams=3), expected)
+
+
+@pytest.mark.parametrize(("ids", "reason"), [(DOCUMENT[:, :0], "no tokens"), ("text", "must be token ids")])
+def test_keep_common_prefix_when_no_prompt_is_given_then_is_refused(ids: Any, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        read().keep_common_prefix(ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_chat_when_the_template_changes_answers_then_answers_as_stock(family: str):
+    model, ids = tiny_model(family), DOCUMENT
+    cache = DynamicHybridCache(model.config)
+    for seed in (1, 2, 3):
+        cache.keep_common_prefix(ids)
+        output = answer(ids, cache, model)
+        cache.note_tokens(output)
+        assert torch.equal(output, answer(ids, DynamicCache(config=model.config), model))
+        ids = question(output[:, :-2], seed=seed)  # a template may drop the end, or the thoughts, of an answer

@@ -3,8 +3,9 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ...layers import checked_removal
+from ...layers import NoCheckpointError, checked_removal
 from ...saving import Checkpoint
+from ...token_ids import TokenIds, as_token_ids
 from ..checks.forward_passes import ForwardPasses
 from ..checks.prompts import Prompts
 from ..contents.contents import Contents
@@ -85,6 +86,44 @@ class GoingBack(DynamicCache):
         elif num_tokens < held:
             self.crop(num_tokens - held)
         return num_tokens
+
+    def keep_common_prefix(self, input_ids: TokenIds) -> int:
+        """
+        Go back to the tokens that a prompt begins with, so that `generate` with this prompt computes the rest.
+
+        At least the last token of the prompt is left to compute. Where not all layers can be cropped, the cache goes
+        back to the last checkpoint before; where there is none, it forgets all tokens.
+
+        Tokens are compared as far as they are known, see `require_prefix`; those after them are forgotten. An answer
+        is known after `note_tokens(output)`. Images are not compared.
+
+        Args:
+            input_ids: of the whole prompt, `[batch, tokens]` or a list.
+
+        Returns:
+            The tokens that are stored now.
+
+        Raises:
+            ValueError: tokens are stored and it is not known which, or they are those of another number of sequences.
+            IncompleteCacheError: something ended a change of the cache half-way.
+
+        Example:
+            >>> cache.keep_common_prefix(inputs.input_ids)
+            >>> output = model.generate(**inputs, cache=cache, max_new_tokens=200)
+            >>> cache.note_tokens(output)
+        """
+        token_ids = as_token_ids("input_ids", input_ids)
+        if not token_ids.numel():
+            raise ValueError(f"input_ids has no tokens: {list(token_ids.shape)}.")
+        self._contents.require_whole()
+        if not self._contents.num_tokens:
+            return 0
+        common = self._prompts.num_common(token_ids)
+        try:
+            return self.go_back(min(common, token_ids.shape[1] - 1))
+        except NoCheckpointError:
+            self.reset()
+            return 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """

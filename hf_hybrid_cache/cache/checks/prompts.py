@@ -125,8 +125,27 @@ class Prompts:
             raise ValueError(
                 f"The prompt does not go on with the {num_tokens:,} tokens that the cache holds: token {position:,} of "
                 f"sequence {sequence} is {int(given[different])}, and the cache holds {int(known[different])} there "
-                "(counted from 0). Pass the whole conversation as the prompt, or use a new cache, or cache.reset()."
+                "(counted from 0). Pass the whole conversation as the prompt, or go back to what both begin with by "
+                "cache.keep_common_prefix(input_ids), or use a new cache, or cache.reset()."
             )
+
+    def num_common(self, given: torch.Tensor) -> int:
+        """Return how many tokens a prompt, `[batch, tokens]`, has in common with those that are known to be stored."""
+        self._settle_order()
+        num_tokens, known = self._contents.num_tokens, self.token_ids
+        if known is None:
+            raise ValueError(
+                f"It is not known which {num_tokens:,} tokens the cache holds: they are known of prompts of prefill "
+                "and generate. Name them with cache.note_tokens(token_ids), or forget them with cache.reset()."
+            )
+        if len(known) != len(given) and 1 not in (len(known), len(given)):
+            raise ValueError(
+                f"The prompt has {len(given)} sequences, and the cache holds {len(known)}: pass a prompt for each, or "
+                "one for all."
+            )
+        most = min(num_tokens, known.shape[1], given.shape[1])
+        different = first_difference(known[:, :most], given[:, :most].to("cpu", torch.long))
+        return most if different is None else different[1]
 
     def keep_stored(self) -> None:
         """Forget the tokens after those that are stored, which others may follow."""

@@ -1,0 +1,119 @@
+"""Generating with a store: `model.generate(**inputs, custom_generate=PrefixStore("prompts"))`."""
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from ..cache import DynamicHybridCache, HybridCache
+from ..cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
+from ..custom_generate import arguments_kept_back, loop_of
+from .errors import PrefixStoreError
+from .prompt import require_text
+
+if TYPE_CHECKING:
+    from .prefix_store import PrefixStore
+
+# Arguments on which states do not depend, or which are checked here.
+_TAKEN = {CACHE_ARGUMENT, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
+_TAKEN |= {"assistant_model", "logits_processor", "stopping_criteria", "streamer"}
+# Caches that `generate` makes by itself where a config asks for nothing else.
+_USUAL_CACHES = (None, "dynamic", "hybrid")
+
+
+def generate(
+    store: "PrefixStore",
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    prepared: dict[str, Any],
+    of_prefill: Mapping[str, Any],
+) -> Any:
+    """Read a prompt, `[sequences, tokens]`, through a store, and run the model's own decoding loop after it."""
+    given = arguments_kept_back() | prepared
+    require_text(model, input_ids)  # names the images, of which there may be encoded ones alone
+    _require_tokens_alone(model, generation_config, given)
+    _require_one_prompt(input_ids, given, of_prefill)
+    streamer, cache = given.get("streamer"), _cache_of(model, generation_config, given)
+    loop = loop_of(model, generation_config, streamer)
+    store.prefill(model, input_ids[:1], cache, **of_prefill)
+    if len(input_ids) > 1:  # recurrent states are read before attention would repeat them
+        cache.batch_repeat_interleave(len(input_ids))
+    config = copy.copy(generation_config)
+    config.prefill_chunk_size = None  # the prompt is read but for a token, and 5.17 would read it again
+    options = {**prepared, **cache_argument(cache), "generation_config": config}
+    if streamer is not None:
+        options["streamer"] = streamer
+    output = loop(model, input_ids, **options)
+    # Beams are not stored in the order in which they are returned: what is known of them is the prompt.
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    cache.note_tokens(sequences if config.num_beams == 1 else input_ids[:1])
+    return output
+
+
+def _require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> None:
+    """Raise a `PrefixStoreError` if states depend on more than tokens, or the loop reads the whole prompt itself."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise PrefixStoreError(
+            f"{type(model).__name__} reads its prompt in the encoder, and a store keeps prompts of decoders. Leave out "
+            "custom_generate."
+        )
+    is_assisted = config.get_generation_mode(given.get("assistant_model")) is GenerationMode.ASSISTED_GENERATION
+    others = ["assistant_model or prompt_lookup_num_tokens"] if is_assisted else []
+    if given.get("use_cache") is False:
+        others.append("use_cache=False")
+    # PEFT hands arguments of its own, such as adapter_names, to its layers by hooks that last as long as the call.
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    of_call = [hook for hook in hooks if isinstance(hook, partial) and hook.func.__module__.startswith("peft.")]
+    others += sorted({name for hook in of_call for name in hook.keywords})
+    for name, value in given.items():
+        if name in _TAKEN or name.startswith("output_") or value is None or value is False:
+            continue
+        # Models of images are told the type of each token, where 0 is text, and get no encoded images then.
+        is_of_text = not value.any() if name == "mm_token_type_ids" else name == "mm_encoder_outputs" and not value
+        if not is_of_text:
+            others.append(name)
+    if others:
+        raise PrefixStoreError(
+            f"A store fills a cache with the states of a prompt's tokens, and cannot with {', '.join(others)}. Leave "
+            "that out, or custom_generate."
+        )
+
+
+def _require_one_prompt(input_ids: torch.Tensor, given: Mapping[str, Any], of_prefill: Mapping[str, Any]) -> None:
+    """Raise a `PrefixStoreError` unless all sequences are one prompt, without padding, that ends after its document."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    sequences, tokens = input_ids.shape
+    if (hidden := 0 if mask is None else int((mask == 0).sum())) or bool((input_ids != input_ids[:1]).any()):
+        padded = f", in which attention_mask hides {hidden:,} of {mask.numel():,} tokens" if mask is not None else ""
+        raise PrefixStoreError(
+            f"A store reads one prompt in a call, without padding, and got {sequences}{padded}. Call generate for each "
+            "prompt; for several answers to one pass num_return_sequences."
+        )
+    if positions is not None:
+        counted = torch.arange(tokens, device=positions.device)
+        if bool((positions[..., :tokens] != counted).any()):
+            raise PrefixStoreError("A store counts positions from 0. Leave out position_ids, or custom_generate.")
+    if of_prefill["document_tokens"] == tokens:
+        raise PrefixStoreError(
+            f"All {tokens:,} tokens are those of the document (document_tokens), and generate needs one after it. Read "
+            "a document alone with store.prefill."
+        )
+
+
+def _cache_of(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> HybridCache:
+    """Return the cache that the user has passed, whatever it is, or a new one."""
+    cache = passed_cache(given)
+    # transformers marks the caches of users.
+    if isinstance(cache, HybridCache) or getattr(cache, "_is_user_defined", False):
+        return cache
+    if config.cache_implementation not in _USUAL_CACHES:
+        raise PrefixStoreError(
+            f"A store fills caches of this package, and not {config.cache_implementation!r}. Leave out "
+            f"cache_implementation, and pass {CACHE_ARGUMENT}=OffloadedHybridCache(model.config), or another one."
+        )
+    return DynamicHybridCache(model.config)

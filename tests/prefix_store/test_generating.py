@@ -1,0 +1,261 @@
+"""`generate` with a store gives the tokens of `prefill` and `generate`, and those of transformers' own cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PrefixStoreError
+from hf_hybrid_cache.cache_argument import CACHE_ARGUMENT, cache_argument
+
+from .prompts import FORMS, prompts
+from common.modes import ListStreamer
+from model_identity.models import new_llama
+from models.image_models import model_of_images, prompt_with_picture
+from models.tiny_models import FAMILIES, random_prompt, tiny_model
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "several answers": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "processors": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    "early end": {"eos_token_id": [*range(3, 128, 5)], "num_return_sequences": 3, "do_sample": True},
+}
+FAMILIES_KEPT = sorted(set(FAMILIES) - {"mistral_sliding"})
+
+
+def answered(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and logits of an answer, greedy by default."""
+    torch.manual_seed(0)
+    common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    output = model.generate(ids, **common | options)
+    return output.sequences, torch.stack(output.logits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES_KEPT)
+def test_answers_are_those_of_prefill_and_generate_and_of_stock(family: str, mode: str, tmp_path: Path):
+    model, options = tiny_model(family), MODES[mode]
+    first, second = prompts(common=300, first=20, second=40)
+    store, cache = PrefixStore(tmp_path / "store"), DynamicHybridCache(model.config)
+    answered(model, first, custom_generate=store, document_tokens=300, progress=False)
+    found: list[int] = []
+    ours = answered(model, second, custom_generate=store, document_tokens=300, progress=found.append, **options)
+    PrefixStore(tmp_path / "cold").prefill(model, second, cache, document_tokens=300, progress=False)
+    if family == "qwen3_next":
+        cache.batch_repeat_interleave(max(options.get("num_beams", 1), options.get("num_return_sequences", 1)))
+    expected = answered(model, second, **cache_argument(cache), **options)
+    assert found == [300, 39]
+    assert all(map(torch.equal, ours, expected))
+    assert torch.equal(ours[0], answered(model, second, **options)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cache_that_is_passed_is_filled_and_kept_in_its_form(form: str, tmp_path: Path):
+    model, (first, second) = tiny_model("llama"), prompts(common=1200, first=30, second=150)
+    for prompt in (first, second):
+        cache, found = FORMS[form](model.config), []
+        options = {"custom_generate": PrefixStore(tmp_path), "progress": found.append, "document_tokens": 1200}
+        with pytest.warns(UserWarning, match="context is 512"):
+            ours = answered(model, prompt, **options, **cache_argument(cache))
+        assert cache.get_seq_length() == prompt.shape[1] + 7
+    twin = FORMS[form](model.config)
+    with pytest.warns(UserWarning, match="context is 512"):
+        PrefixStore(tmp_path / "cold").prefill(model, second, twin, document_tokens=1200, progress=False)
+    assert found[0] == 1200
+    assert all(map(torch.equal, ours, answered(model, second, **cache_argument(twin))))
+
+
+def test_cache_when_none_is_passed_then_is_a_dynamic_hybrid_one(tmp_path: Path):
+    model, ids = tiny_model("llama"), random_prompt(1, 20)
+    output = model.generate(
+        ids, custom_generate=PrefixStore(tmp_path), max_new_tokens=3, return_dict_in_generate=True, progress=False
+    )
+    assert type(output[CACHE_ARGUMENT]) is DynamicHybridCache
+
+
+def test_prompt_when_generated_from_then_is_listed_with_its_title(tmp_path: Path):
+    store = PrefixStore(tmp_path)
+    answered(tiny_model("llama"), random_prompt(1, 200), custom_generate=store, title="a question", progress=False)
+    assert [kept.title for kept in store.kept_prompts()] == ["a question"]
+
+
+def test_streamer_gets_the_prompt_and_each_token(tmp_path: Path):
+    model, ids = tiny_model("llama"), random_prompt(1, 200)
+    heard, expected = ListStreamer(), ListStreamer()
+    answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, streamer=heard)
+    answered(model, ids, streamer=expected)
+    assert heard.tokens == expected.tokens
+
+
+def test_criteria_of_the_caller_end_an_answer(tmp_path: Path):
+    class AfterThree(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 203)
+
+    model, ids = tiny_model("llama"), random_prompt(1, 200)
+    options = {"custom_generate": PrefixStore(tmp_path), "progress": False, "stopping_criteria": [AfterThree()]}
+    assert answered(model, ids, **options)[0].shape == (1, 203)
+
+
+def test_chunks_that_generate_is_asked_for_change_nothing(tmp_path: Path):
+    model, ids = tiny_model("llama"), random_prompt(1, 200)
+    ours = answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, prefill_chunk_size=16)
+    assert torch.equal(ours[0], answered(model, ids)[0])
+
+
+def test_sequences_when_all_are_one_prompt_then_each_is_answered(tmp_path: Path):
+    model, ids = tiny_model("qwen3_next"), random_prompt(1, 200).expand(2, -1)
+    options = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 2, "do_sample": True}
+    ours = answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, **options)
+    assert torch.equal(ours[0], answered(model, ids, **options)[0])
+
+
+@pytest.mark.parametrize("mode", ["greedy", "several answers", "beams"])
+def test_tokens_are_known_afterwards(mode: str, tmp_path: Path):
+    model, ids, cache = tiny_model("llama"), random_prompt(1, 200), DynamicHybridCache(tiny_model("llama").config)
+    options = {"custom_generate": PrefixStore(tmp_path), "progress": False, **cache_argument(cache), **MODES[mode]}
+    output, _ = answered(model, ids, **options)
+    assert cache.keep_common_prefix(output) == (200 if mode == "beams" else 207)
+    other = torch.cat([ids[:, :9], ids[:, 10:]], dim=1)
+    assert cache.keep_common_prefix(other) == 9
+
+
+def test_text_for_a_model_of_images_is_kept(tmp_path: Path):
+    model, ids, found = model_of_images(), random_prompt(1, 200) % 100 + 5, []
+    inputs = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids, dtype=torch.int)}
+    options = {**inputs, "custom_generate": PrefixStore(tmp_path), "progress": found.append}
+    answers = [answered(model, ids, **options)[0] for _ in range(2)]
+    assert found == [0, 199, 199]
+    assert all(torch.equal(answer, answered(model, ids, **inputs)[0]) for answer in answers)
+
+
+def adapted(**changes: Any) -> Any:
+    """Return a small model with an adapter of PEFT that is active."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(new_llama(), peft.LoraConfig(**OF_ADAPTERS | changes)).eval()
+
+
+OF_ADAPTERS: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+of_peft = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@of_peft
+def test_model_with_an_adapter_answers_as_without_a_store(tmp_path: Path):
+    model, ids, found = adapted(), random_prompt(1, 200), []
+    options = {"input_ids": ids, "max_new_tokens": 8, "do_sample": False}
+    for _ in range(2):
+        ours = model.generate(**options, custom_generate=PrefixStore(tmp_path), progress=found.append)
+        assert torch.equal(ours, model.generate(**options))
+    assert found == [0, 199, 199]
+
+
+# What is refused
+
+
+@of_peft
+@pytest.mark.parametrize(
+    ("adapter", "options", "name"),
+    [({}, {"adapter_names": ["__base__"]}, "adapter_names"), ({"alora_invocation_tokens": [9]}, {}, "alora_offsets")],
+)
+def test_adapters_that_are_chosen_for_a_call_are_refused(
+    adapter: dict[str, Any], options: dict[str, Any], name: str, tmp_path: Path
+):
+    ids = random_prompt(1, 200)
+    with pytest.raises(PrefixStoreError, match=f"cannot with {name}"):
+        adapted(**adapter).generate(input_ids=ids, custom_generate=PrefixStore(tmp_path), **options)
+
+
+def padded(model: PreTrainedModel) -> dict[str, Any]:
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
+
+
+def of_assistant(model: PreTrainedModel) -> dict[str, Any]:
+    return {"assistant_model": model}
+
+
+def of_stock_cache(model: PreTrainedModel) -> dict[str, Any]:
+    return cache_argument(DynamicCache(config=model.config))
+
+
+def of_filled_cache(model: PreTrainedModel) -> dict[str, Any]:
+    cache = DynamicHybridCache(model.config)
+    with torch.no_grad():
+        model(random_prompt(1, 5), **cache_argument(cache))
+    return cache_argument(cache)
+
+
+REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
+    "padding": (padded, "without padding, .* hides 3 of 20 tokens"),
+    "positions": (lambda _: {"position_ids": torch.arange(1, 21)[None]}, "Leave out position_ids"),
+    "assistant": (of_assistant, "cannot with assistant_model or prompt_lookup_num_tokens"),
+    "prompt lookup": (lambda _: {"prompt_lookup_num_tokens": 3}, "cannot with assistant_model or prompt_lookup"),
+    "no cache": (lambda _: {"use_cache": False}, "cannot with use_cache=False"),
+    "several processes": (lambda _: {"synced_gpus": True}, "cannot with synced_gpus"),
+    "stock cache": (of_stock_cache, "Only caches of this package .* got DynamicCache"),
+    "filled cache": (of_filled_cache, "holds 5 tokens already"),
+    "cache by name": (lambda _: {"cache_implementation": "static"}, "not 'static'. Leave out cache_implementation"),
+    "document alone": (lambda _: {"document_tokens": 20}, "All 20 tokens are those of the document"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_generate_when_a_store_cannot_serve_it_then_is_refused(what: str, tmp_path: Path):
+    (options_of, reason), model = REFUSED[what], tiny_model("llama")
+    with pytest.raises(PrefixStoreError, match=reason):
+        answered(model, random_prompt(1, 20), custom_generate=PrefixStore(tmp_path), **options_of(model))
+
+
+def test_several_prompts_are_refused(tmp_path: Path):
+    with pytest.raises(PrefixStoreError, match=r"one prompt in a call, without padding, and got 2.*Call generate for"):
+        answered(tiny_model("llama"), random_prompt(2, 20), custom_generate=PrefixStore(tmp_path))
+
+
+def test_embeddings_are_refused(tmp_path: Path):
+    model = tiny_model("llama")
+    embeddings = model.get_input_embeddings()(random_prompt(1, 20))
+    with pytest.raises(PrefixStoreError, match="cannot with inputs_embeds"):
+        model.generate(inputs_embeds=embeddings, custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
+
+
+def test_images_are_refused(tmp_path: Path):
+    with pytest.raises(PrefixStoreError, match=r"images, sound or video \(image_token_id 120\)"):
+        model_of_images().generate(**prompt_with_picture(), custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
+
+
+def test_encoder_decoder_is_refused(tmp_path: Path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    with pytest.raises(PrefixStoreError, match=r"reads its prompt in the encoder.*Leave out custom_generate"):
+        model.generate(random_prompt(1, 9) % 32, custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dola_layers": "high"}, "not part of transformers any more"),
+        ({"num_beams": 2, "streamer": ListStreamer()}, "`streamer` cannot be used with beam search"),
+    ],
+)
+def test_modes_that_transformers_lacks_are_refused(options: dict[str, Any], reason: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=reason):
+        answered(tiny_model("llama"), random_prompt(1, 20), custom_generate=PrefixStore(tmp_path), **options)
+
+
+def test_cache_when_its_call_was_refused_then_can_be_used(tmp_path: Path):
+    model, ids = tiny_model("llama"), random_prompt(1, 20)
+    cache: HybridCache = DynamicHybridCache(model.config)
+    with pytest.raises(PrefixStoreError):
+        answered(model, ids, custom_generate=PrefixStore(tmp_path), document_tokens=21, **cache_argument(cache))
+    ours = answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, **cache_argument(cache))
+    assert torch.equal(ours[0], answered(model, ids)[0])
