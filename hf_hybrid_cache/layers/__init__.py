@@ -17,7 +17,6 @@ from .stock_layers import (
     put_back,
     repeat_sequences_of,
     select_sequences_of,
-    side_by_side,
     tensors_of,
 )
 
@@ -46,6 +45,5 @@ __all__ = [
     "put_back",
     "repeat_sequences_of",
     "select_sequences_of",
-    "side_by_side",
     "tensors_of",
 ]

@@ -78,21 +78,3 @@ def test_conversation_when_on_the_device_then_goes_on(
         model.generate(tokens, **cache_argument(cache), max_new_tokens=20, do_sample=False) for cache in (live, resumed)
     ]
     assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize("name", [name for name in CACHES if "4 bits" not in name])
-def test_batch_when_on_the_device_then_answers_as_transformers(name: str, tmp_path: Path):
-    model, store = copy.deepcopy(tiny_model("llama")).to(DEVICE), PrefixStore(tmp_path)
-    cache, prompt = CACHES[name](model.config), random_prompt(2, 400)
-    mask = torch.ones_like(prompt)
-    mask[0, :70] = 0
-    prompt, mask = (prompt * mask).to(DEVICE), mask.to(DEVICE)
-    store.prefill_batch(model, prompt, cache, mask, progress=False)
-    alone = CACHES[name](model.config)
-    store.prefill(model, prompt[:1, 70:], alone, progress=False)
-    assert are_equal([each[:1, :, 70:] for each in held(cache)], held(alone))
-    answers = [
-        model.generate(prompt, attention_mask=mask, **cache_argument(each), max_new_tokens=20, do_sample=False)
-        for each in (cache, DynamicCache(config=model.config))
-    ]
-    assert torch.equal(*answers)
