@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU
     from .errors import HybridCacheError
+    from .files import CacheFileError, saved_token_ids
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
     from .numa_nodes import NodeError, bind_to_node
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .prefix_store import KeptPrompt, PrefixStore, PrefixStoreError, Reuse
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
-    from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
     from .weights import (
         QuantizedWeightsConfig,
@@ -107,7 +107,7 @@ __getattr__ = lazy_names(
         "prefix_store": ("KeptPrompt", "PrefixStore", "PrefixStoreError", "Reuse"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),
-        "saving": ("CacheFileError", "saved_token_ids"),
+        "files": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
         "weights": (
             "QuantizedWeightsConfig",

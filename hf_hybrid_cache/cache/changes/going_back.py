@@ -4,9 +4,9 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ...layers import checked_removal
-from ...saving import Checkpoint
 from ..checks.forward_passes import ForwardPasses
 from ..checks.prompts import Prompts
+from ..contents.checkpoints import Checkpoint
 from ..contents.contents import Contents
 
 
