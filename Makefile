@@ -39,7 +39,7 @@ test-newest: $(VENV)/.test
 		tests/compatibility/test_versions.py tests/compatibility/test_cache_argument.py tests/compatibility/test_works_with.py \
 		tests/generation/test_contract.py tests/generation/test_decode.py tests/generation/test_custom_generate.py \
 		tests/cache/test_cache.py tests/cache/test_messages.py tests/models/test_every_architecture.py \
-		tests/operations/test_faults.py tests/saving
+		tests/operations/test_faults.py tests/files
 
 # The tests that search at random, for long: minutes instead of seconds.
 soak: $(VENV)/.test

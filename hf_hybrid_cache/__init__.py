@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .codecs import minmax, quanto
     from .decode_phase import DecodeOnCPU
     from .errors import HybridCacheError
+    from .files import CacheFileError, saved_token_ids
     from .kernels import KernelsDisabledError, get_num_threads, set_num_threads
     from .layers import DeviceMemoryError, IncompleteCacheError, NoCheckpointError, Placement, Selection
     from .numa_nodes import NodeError, bind_to_node
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .prefix_store import PrefixStore, PrefixStoreError, PrefixStoreFolderError, Reuse, StoredPrompt
     from .processes import LostProcessError, OutOfStepError
     from .prompt_reading import prefill
-    from .saving import CacheFileError, saved_token_ids
     from .storage import CacheStats, Decision, HostMemoryError, KVCodec
     from .weights import (
         QuantizedWeightsConfig,
@@ -105,7 +105,7 @@ __getattr__ = lazy_names(
         "prefix_store": ("PrefixStore", "PrefixStoreError", "PrefixStoreFolderError", "Reuse", "StoredPrompt"),
         "processes": ("LostProcessError", "OutOfStepError"),
         "prompt_reading": ("prefill",),
-        "saving": ("CacheFileError", "saved_token_ids"),
+        "files": ("CacheFileError", "saved_token_ids"),
         "storage": ("CacheStats", "Decision", "HostMemoryError", "KVCodec"),
         "weights": (
             "QuantizedWeightsConfig",

@@ -1,8 +1,10 @@
-"""Processes that run the same model, and send tensors to each other."""
+"""Processes that run the same model, send tensors to each other, and go on or fail together."""
 
+import contextlib
 import os
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -12,6 +14,8 @@ from .errors import HybridCacheError
 # Waking up takes longer than most messages, so a process polls for a while before it sleeps.
 _SECONDS_AWAKE = 0.01
 _PAUSE = 0.001
+_T = TypeVar("_T")
+_FAILED = -1
 # Not on every system.
 _let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -129,6 +133,91 @@ class Peers:
     def rank_of_all(self, rank: int) -> int:
         """Return the rank among all processes, as `torchrun` counts them, of a process of this group."""
         return distributed.get_global_rank(self.group, rank)
+
+
+class Agreement:
+    """
+    Lets all processes of a group go on together, or fail together. A single process is alone in its group.
+
+    An act may have others within it: a failure is told once.
+
+    Args:
+        peers: the processes; `None` for a single one.
+        failure_of: makes the error to raise where the process of that rank, among all processes, has failed.
+    """
+
+    def __init__(self, peers: Peers | None, failure_of: Callable[[int], Exception]):
+        self._peers, self._failure_of = peers, failure_of
+        self._can_tell = True
+
+    def numbers(self, act: Callable[[], _T], number_of: Callable[[_T], int]) -> tuple[_T, list[int]]:
+        """
+        Do something, and tell the others a number. All processes call this.
+
+        Args:
+            act: what each does by itself.
+            number_of: the number of its result, at least 0.
+
+        Returns:
+            the result of `act`, and the numbers of all processes in the order of ranks.
+
+        Raises:
+            Exception: of `failure_of`, if `act` raised an error in another process.
+            LostProcessError: another process has ended, or does not answer.
+        """
+        self._can_tell = True
+        try:
+            number = number_of(result := act())
+        except BaseException:
+            if self._can_tell:
+                with contextlib.suppress(HybridCacheError):  # the first error says more
+                    self._told(_FAILED)
+            raise
+        told = self._told(number)
+        if _FAILED in told:
+            assert self._peers is not None
+            raise self._failure_of(self._peers.rank_of_all(told.index(_FAILED)))
+        return result, told
+
+    def together(self, act: Callable[[], _T]) -> _T:
+        """Do something, and raise an error if it raised one in another process, see `numbers`."""
+        return self.numbers(act, lambda result: 0)[0]
+
+    def same(self, act: Callable[[], _T], number_of: Callable[[_T], int]) -> _T:
+        """
+        Do something, and check that the number of its result is the same in all processes, see `numbers`.
+
+        Raises:
+            OutOfStepError: it is not.
+        """
+        result, told = self.numbers(act, number_of)
+        different = [rank for rank, each in enumerate(told) if each != told[0]]
+        if different:
+            raise OutOfStepError(
+                f"The processes that share a cache have different prompts, tokens or codes (0 and "
+                f"{', '.join(map(str, different))} of {len(told)}): make the same calls in all of them, with the same "
+                "tokens and options."
+            )
+        return result
+
+    def in_turns(self, made_together: Iterable[_T]) -> Iterator[_T]:
+        """Yield what all processes make together, after all have agreed to go on before each of them."""
+        made = iter(made_together)
+        while True:
+            self.together(lambda: None)
+            self._can_tell = False  # others may wait for what is made
+            each = next(made, None)
+            self._can_tell = True
+            if each is None:
+                return
+            yield each
+
+    def _told(self, number: int) -> list[int]:
+        """Return the numbers of all processes; once one has failed, or does not answer, nothing more can be told."""
+        self._can_tell = False
+        told = [number] if self._peers is None else self._peers.numbers(number)
+        self._can_tell = _FAILED not in told
+        return told
 
 
 def _wait_for(work: "distributed.Work") -> None:

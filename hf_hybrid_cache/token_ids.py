@@ -1,4 +1,4 @@
-"""Converting the token ids of users."""
+"""Converting the token ids of users, and comparing them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,3 +32,12 @@ def as_token_ids(name: str, given: Any) -> torch.Tensor:
     if token_ids.dim() != 2 or token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
         raise ValueError(f"{name} must be integers [batch, tokens], got {list(token_ids.shape)} of {token_ids.dtype}.")
     return token_ids
+
+
+def first_difference(known: torch.Tensor, given: torch.Tensor) -> tuple[int, int] | None:
+    """Return the sequence and position of the first difference of two tensors of token ids, `[batch, tokens]`."""
+    different = (given != known).nonzero()
+    if not len(different):
+        return None
+    sequence, position = different[different[:, 1].argmin()].tolist()
+    return sequence, position

@@ -1,16 +1,48 @@
 """Saving a cache to a file, and opening the file of one for a model."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
-from ..saving import CacheFile, save_layers
+from ..files import CacheFile, CacheFileError, save_layers
 from ..scalars import as_integer
-from ..token_ids import TokenIds, as_token_ids
+from ..token_ids import TokenIds, as_token_ids, first_difference
 from .contents.contents import Contents
+
+# The weights are not among them: two models that were trained from one config cannot be told apart.
+_TRAITS = (
+    "model_type",
+    "num_hidden_layers",
+    "layer_types",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "sliding_window",
+    "attention_chunk_size",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 
 
 def save(
@@ -43,7 +75,89 @@ def opened_for(
 ) -> Iterator[CacheFile]:
     """Open the file of a cache for such a model, whose tokens these begin with; see `HybridCache.load`."""
     with CacheFile(path) as file:
-        file.require_model(config)
+        _require_model(file, config)
         if token_ids is not None:
-            file.require_prefix(as_token_ids("token_ids", token_ids))
+            _require_prefix(file, as_token_ids("token_ids", token_ids))
         yield file
+
+
+def traits_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings that the model has, as JSON stores them."""
+    text = config.get_text_config(decoder=True)
+    # Not its attributes: some configs refuse to say what differs between layers.
+    values, other_names = text.to_dict(), text.attribute_map
+    traits = {name: values.get(other_names.get(name, name)) for name in _TRAITS}
+    tree: dict[str, Any] = json.loads(json.dumps(traits, default=str))
+    return {name: value for name, value in tree.items() if value is not None}
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """List the differences, such as "hidden_size is 64 in the file and 128 in the model"."""
+    saved, wanted = _told_once(saved), _told_once(wanted)
+    names = [name for name in (*_TRAITS, *saved) if saved.get(name) != wanted.get(name)]
+    return [
+        f"{name} is {saved.get(name)} in the file and {wanted.get(name)} in the model" for name in dict.fromkeys(names)
+    ]
+
+
+def _told_once(traits: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop a factor that some versions of transformers repeat beside the parameters of the rotation."""
+    rotation = traits.get("rope_parameters")
+    is_told = isinstance(rotation, Mapping) and "partial_rotary_factor" in rotation
+    return {name: value for name, value in traits.items() if name != "partial_rotary_factor" or not is_told}
+
+
+def _require_model(file: CacheFile, config: PreTrainedConfig) -> None:
+    """Raise `CacheFileError` if it is not of a model with this config, or its layers hold different tokens."""
+    if different := differences(file.description.model, traits_of(config)):
+        raise CacheFileError(file.path, f"is of another model: {'; '.join(different)}.")
+    # Attention gets one mask for all layers, but for those that attend to images.
+    of_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    layers = [(index, each.states) for index, each in enumerate(file.description.layers) if index not in of_images]
+    held = {index: (each.num_tokens, each.batch) for index, each in layers if each is not None}
+    num_ids = held and file.token_ids is not None and file.token_ids.shape[1]
+    if len({*held.values()}) > 1 or (num_ids and {num_ids} != {tokens for tokens, _ in held.values()}):
+        told = [f"{tokens:,} tokens of {batch:,} in layer {index}" for index, (tokens, batch) in held.items()]
+        raise CacheFileError(
+            file.path, f"does not describe a cache (of sequences there are {', '.join(told)}, and {num_ids:,} ids)."
+        )
+
+
+def _require_prefix(file: CacheFile, token_ids: torch.Tensor) -> None:
+    """Raise `CacheFileError` if `token_ids`, `[batch, tokens]`, do not begin with those that were saved."""
+    saved, given = file.token_ids, token_ids.to("cpu", torch.long)
+    if saved is None:
+        raise CacheFileError(file.path, "has no token ids to compare with: save it with token_ids.")
+    if given.dim() != 2 or given.shape[0] != saved.shape[0] or given.shape[1] < saved.shape[1]:
+        raise CacheFileError(
+            file.path, f"holds {list(saved.shape)} tokens, with which token_ids {list(given.shape)} cannot begin."
+        )
+    different = first_difference(saved, given[:, : saved.shape[1]])
+    if different is not None:
+        sequence, position = different
+        raise CacheFileError(
+            file.path,
+            f"is of another text: token {position:,} of sequence {sequence} is {int(saved[different])} in the file "
+            f"and {int(given[different])} in token_ids (counted from 0).",
+        )
+
+
+def conversion(
+    file: CacheFile, asked_for: torch.dtype | None, expected: torch.dtype | None, mmap: bool
+) -> torch.dtype | None:
+    """Return the dtype to convert saved states to, asked for or of the model; `None` to leave them as they are."""
+    wanted = asked_for or expected
+    saved = next((layer.states for layer in file.description.layers if layer.states), None)
+    if saved is None or wanted is None or getattr(torch, saved.key_dtype) == wanted:
+        return None
+    held, name = getattr(torch, saved.key_dtype), str(wanted).removeprefix("torch.")
+    what = f"holds keys and values in {saved.key_dtype}, and the model is in {name}"
+    if asked_for is None and torch.promote_types(held, wanted) != wanted:
+        raise CacheFileError(
+            file.path,
+            f"{what}: load the model with dtype=torch.{saved.key_dtype}, or pass dtype=torch.{name} to convert "
+            f"them, which loses some of what they hold. If the model is in {saved.key_dtype} after all, pass that.",
+        )
+    if mmap:
+        raise CacheFileError(file.path, f"{what}, so it has to be converted and cannot be mapped. Pass mmap=False.")
+    return wanted

@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..codecs import is_form_of
+from ..files import CacheFile, CacheFileError
 from ..graph_breaks import outside_of_graphs
 from ..layers import HybridLayer, Placement, Selection, batch_of, follow
 from ..processes import Peers
-from ..saving import CacheFile, CacheFileError, traits_of
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
 from ..token_ids import TokenIds
 from .changes.going_back import GoingBack
@@ -27,7 +27,7 @@ from .construction import ClassOfCaches, new_contents, of_an_instance, require_c
 from .contents.contents import Contents
 from .contents.memory import MemoryReport, advised, measured, require_room_for_copies
 from .contents.printing import in_lines, in_one_line
-from .files import opened_for, save
+from .files import conversion, opened_for, save, traits_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -229,16 +229,16 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         require_config(config)
         with opened_for(config, path, token_ids) as file:
-            saved, codecs = file.description, file.codecs()
+            saved = file.description
             # Shares are in host memory, wherever the saved cache was.
             placement = placement or (saved.placement if group is None else Placement())
             try:
-                cache = HybridCache(config, placement, saved.max_length, codecs, group, selection)
+                cache = HybridCache(config, placement, saved.max_length, file.codecs, group, selection)
             except ValueError as error:
                 advice = "Leave out selection=." if selection is not None else "Pass placement=Placement(...)."
                 raise CacheFileError(path, f"cannot be loaded: {error} {advice}") from error
             known = config.get_text_config(decoder=True).dtype
-            converted_to = file.conversion(dtype, known if isinstance(known, torch.dtype) else None, mmap)
+            converted_to = conversion(file, dtype, known if isinstance(known, torch.dtype) else None, mmap)
             cache._take(file, converted_to, device, mmap, verify)
         return cache
 
@@ -252,9 +252,9 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
     ) -> None:
         """Put what a file holds into this empty cache, which has its codecs; see `load` for the errors."""
         file.fill(self.layers, device, mmap, verify)
-        self._stores.take_seen_queries(file.seen_queries())
+        self._stores.take_seen_queries(file.seen_queries)
         self._stores.sees_as_alone = file.description.sees_as_alone
-        self._prompts.token_ids = file.token_ids()
+        self._prompts.token_ids = file.token_ids
         if converted_to is not None:
             self.to(converted_to)
 
@@ -457,7 +457,7 @@ def fill_from_file(
     """
     stores = cache._stores
     with opened_for(config, path, token_ids) as file:
-        saved, asked_for, before = file.codecs(), stores.asked_codecs, stores.codecs
+        saved, asked_for, before = file.codecs, stores.asked_codecs, stores.codecs
         forms = [{index: str(codec) for index, codec in each.items()} for each in (saved, asked_for)]
         same = saved.keys() == asked_for.keys()
         if not same or not all(is_form_of(codec, asked_for[index]) for index, codec in saved.items()):
@@ -471,7 +471,7 @@ def fill_from_file(
             )
         try:
             stores.take_codecs(saved)
-            cache._take(file, file.conversion(dtype, dtype, mmap=False), device)
+            cache._take(file, conversion(file, dtype, dtype, mmap=False), device)
         except BaseException:
             cache.reset()
             stores.take_codecs(before)

@@ -278,11 +278,12 @@ class TensorFile:
             rows = [Row(target, True)] if isinstance(target, memoryview) else target
             self._file.seek(at)
             for row in rows:
-                for piece in _pieces(row.data):
+                for piece in _pieces(row.data) if verify or row.is_kept else ():
                     if tensor.name not in mapped:
                         self._fill(piece)
                     checksum = zlib.crc32(piece, checksum) if verify else 0
                 at += len(row.data)
+                self._file.seek(at)
             while verify and at < end:
                 piece = scratch[: min(len(scratch), end - at)]
                 self._fill(piece)

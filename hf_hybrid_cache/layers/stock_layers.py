@@ -1,11 +1,10 @@
 """The tensors that transformers' own layers keep."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionCacheLayerMixin
 
 # Attributes whose tensors have sequences along their first dimension.
@@ -58,46 +57,6 @@ def put_back(layer: Any, kept: Any) -> None:
     if hasattr(layer, "record_past"):  # assisted decoding may have begun, or ended, since
         kept.record_past |= layer.record_past
     layer.__dict__ = vars(kept)  # at once, so that no interruption leaves a half of it
-
-
-def side_by_side(layers: Sequence[Any], num_tokens: int) -> Any:
-    """
-    Return a layer with the sequences of several layers of its type, which end at the same position.
-
-    Args:
-        layers: a sequence in each.
-        num_tokens: up to that position; sequences with fewer have zeros before them.
-
-    Raises:
-        ValueError: the states of the layers do not fit each other, or it is not known which sequence they are of.
-    """
-    joined, most = copy.copy(layers[0]), num_tokens
-    if getattr(joined, "is_sliding", False):
-        most = min(num_tokens, joined.sliding_window - 1)
-    for name, first in vars(joined).items():
-        items = [vars(layer)[name] for layer in layers]
-        if name == "cumulative_length":
-            setattr(joined, name, num_tokens)
-        elif isinstance(first, dict):
-            of_keys = {key: _joined_items(name, [item[key] for item in items], most) for key in first}
-            setattr(joined, name, of_keys)
-        else:
-            setattr(joined, name, _joined_items(name, items, most))
-    return joined
-
-
-def _joined_items(name: str, items: Sequence[Any], num_tokens: int) -> Any:
-    """Return tensors one below the other, those of keys and values with as many tokens; other values as they are."""
-    first = items[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        if name not in _BY_SEQUENCE:
-            raise ValueError(f"layers with {name} cannot be side by side")
-        if name in ("keys", "values"):
-            items = [functional.pad(item, (0, 0, num_tokens - item.shape[2], 0)) for item in items]
-        return torch.cat(list(items))
-    if any(item != first for item in items):
-        raise ValueError(f"layers whose {name} differ ({items}) cannot be side by side")
-    return first
 
 
 def can_be_cropped(layer: Any, tokens_to_remove: int, num_tokens: int) -> bool:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import HybridCache, contents_of, fill_from_file
-from ..saving import CacheFileError
+from ..files import CacheFileError
 
 # The pause between two writes: so many times the time of the last one, and at least so many seconds.
 _REST, _LEAST_SECONDS = 30, 60.0

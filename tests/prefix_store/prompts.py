@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
+from hf_hybrid_cache.files.layers import tensors_by_name
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.prefix_store import PrefixStore
-from hf_hybrid_cache.saving.plain_layers import tensors_by_name
 
 from models.tiny_models import random_prompt
 

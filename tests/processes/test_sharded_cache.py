@@ -332,7 +332,7 @@ def raised_by(what: str, path: str) -> str:
         ("offloaded", "ValueError: With group= all layers"),
         ("other tokens", r"OutOfStepError: Rank \d and rank \d compute different tokens: .*set_seed"),
         ("no folder", "CacheFileError: .*(there is no folder /no/such/folder|rank 0 could not, and says why)"),
-        ("mapped", "CacheFileError: .*group= keeps a share. Pass mmap=False"),
+        ("mapped", "CacheFileError: .*one process attends to on the CPU.* or mmap=False"),
         (
             "other lengths",
             r"OutOfStepError: A cache has \d+ tokens at rank \d and \d+ at rank \d: call the model",

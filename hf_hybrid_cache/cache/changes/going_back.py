@@ -4,10 +4,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ...layers import NoCheckpointError, checked_removal
-from ...saving import Checkpoint
 from ...token_ids import TokenIds, as_token_ids
 from ..checks.forward_passes import ForwardPasses
 from ..checks.prompts import Prompts
+from ..contents.checkpoints import Checkpoint
 from ..contents.contents import Contents
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from ...saving import CacheFileError
+from ...files import CacheFileError
 from .callers import counter_from_images
 
 

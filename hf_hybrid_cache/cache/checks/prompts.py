@@ -8,7 +8,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...cache_argument import CACHE_ARGUMENT
 from ...layers import num_sequences_of
-from ...saving import first_difference
+from ...token_ids import first_difference
 from ..contents.contents import Contents
 from .callers import WholePrompt, border_that_drops_the_cache, is_computing, stack_level, whole_prompt
 from .forward_passes import ForwardPasses

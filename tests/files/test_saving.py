@@ -25,14 +25,14 @@ from hf_hybrid_cache import (
     quanto,
     saved_token_ids,
 )
+from hf_hybrid_cache.cache.files import differences
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.saving.model_traits import differences
-from hf_hybrid_cache.saving.token_prefix import first_difference
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
 from hf_hybrid_cache.storage.memory.memory_limits import Limit
+from hf_hybrid_cache.token_ids import first_difference
 
 from common.caches import CACHES, QUANTIZED
 from common.soak import search_at_random
@@ -228,7 +228,7 @@ def test_safetensors_reads_the_file_and_finds_the_states_in_it(tmp_path: Path):
     cache.save(path, random_prompt(1, 100))
     with safe_open(path, framework="pt") as file:
         assert file.metadata()["format"] == "hf_hybrid_cache"
-        keys, ids = file.get_tensor("layers.2/states.keys"), file.get_tensor("token_ids")
+        keys, ids = file.get_tensor("layers.2/states.keys"), file.get_tensor("token_ids/ids")
     tokens = keys.permute(1, 2, 0, 4, 3).flatten(2, 3)
     assert torch.equal(tokens[:, :, :100], cache.layers[2].keys)
     assert not tokens[:, :, 100:].any()

@@ -1,0 +1,225 @@
+"""The file of a saved cache: written completely or not at all, and checked before and while it is read."""
+
+import os
+import shutil
+import stat
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..codecs import describe
+from ..durable_files import replaced_when_whole
+from ..layers import HybridLayer, LayerStores
+from ..processes import Agreement
+from .description import CacheDescription
+from .filling import Filling, empty_tensors, read_codecs, targets_of
+from .layers import bytes_of, codec_section, described_layer, index_section, layer_section, tensor_section
+from .tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
+
+_FORMAT = "hf_hybrid_cache"
+_VERSION = "6"
+
+
+def save_layers(
+    path: str | os.PathLike[str],
+    layers: Sequence[Any],
+    stores: LayerStores,
+    model: dict[str, Any],
+    token_ids: torch.Tensor | None,
+    document_tokens: int | None,
+) -> None:
+    """
+    Write a cache's layers to a file, with the traits of its model; processes that share it do so together.
+
+    Raises:
+        CacheFileError: it cannot be written, or a layer holds what cannot be saved; what was there is there still.
+        OutOfStepError: the processes hold different caches.
+        HostMemoryError: the copy of one layer, which one on a device needs, does not fit the host.
+    """
+    ids = {} if token_ids is None else {"ids": token_ids.to("cpu", torch.int32)}
+    try:
+        description = CacheDescription(
+            layers=tuple(described_layer(layer) for layer in layers),
+            codecs={index: describe(codec) for index, codec in stores.codecs.items()},
+            transformers_version=transformers.__version__,
+            model=model,
+            placement=stores.placement,
+            max_length=stores.capacity.device_tokens,
+            document_tokens=document_tokens,
+            sees_as_alone=stores.sees_as_alone,
+        )
+        metadata = {"format": _FORMAT, "format_version": _VERSION, "cache": description.to_json()}
+        sections = [tensor_section("token_ids", ids), *(codec_section(index, stores) for index in stores.codecs)]
+        for of_layer in (layer_section, index_section):
+            sections += [of_layer(index, layer) for index, layer in enumerate(layers)]
+    except ValueError as error:
+        raise CacheFileError(path, f"was not written: {error}") from error
+    agreement = Agreement(
+        stores.peers, lambda rank: CacheFileError(path, f"was not written: rank {rank} could not, and says why.")
+    )
+    if stores.peers is not None:
+        agreement.same(lambda: sections, _checksum_of)
+    sections = [_in_turns(section, agreement) for section in sections if section.forms]
+    is_writer = stores.peers is None or stores.peers.rank == 0
+    agreement.together(lambda: _write(Path(path), NewFile(metadata, sections)) if is_writer else _make_all(sections))
+
+
+def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
+    """
+    The token ids that were saved with a cache, `[batch, tokens]`; `None` if there are none.
+
+    Raises:
+        CacheFileError: `path` is not the whole and unaltered file of a cache.
+    """
+    with CacheFile(path) as file:
+        return file.token_ids
+
+
+class CacheFile(TensorFile):
+    """
+    The open file of a saved cache, whose header is whole and whose size is right. A context manager.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        description: of the cache.
+        codecs: of the saved layers, by index.
+        seen_queries: those by which others are still to be chosen, by index.
+        token_ids: that were saved with the cache, `[batch, tokens]`, or `None`.
+
+    Raises:
+        CacheFileError: it is not such a file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise CacheFileError(path, "is not a regular file.")
+            super().__init__(path, open(path, "rb", buffering=0))  # noqa: SIM115
+        except OSError as error:
+            raise CacheFileError(path, f"cannot be read: {error.strerror or error}.") from error
+        try:
+            self._read_description()
+        except BaseException as error:
+            self.__exit__()
+            if type(error) is ValueError:
+                raise CacheFileError(path, f"does not describe a cache ({error}).") from error
+            raise
+
+    def fill(self, layers: Sequence[Any], device: torch.device | str | None, mmap: bool, verify: bool) -> None:
+        """
+        Put the saved states into the new layers of a cache for the same model; see `HybridCache.load`.
+
+        Raises:
+            CacheFileError: the layers are others, a checksum is wrong, or `mmap` with layers that are not attended to
+                on the CPU.
+            HostMemoryError: the host has no room.
+        """
+        num_saved = len(self.description.layers)
+        if num_saved != len(layers):
+            raise CacheFileError(self.path, f"cannot be loaded: it has {num_saved} layers, the model {len(layers)}.")
+        for index, layer in enumerate(layers):
+            filling = Filling(self, self.description, device, mmap)
+            try:
+                take = filling.place(index, layer)
+                self.read(f"layers.{index}", filling.targets, filling.mapped, verify)
+                take()
+            except CacheFileError:
+                raise
+            except ValueError as error:
+                version = self.description.transformers_version
+                origin = "" if isinstance(layer, HybridLayer) else f"; it was saved with transformers {version}"
+                raise CacheFileError(self.path, f"cannot be loaded: {error}{origin}.") from error
+            self._fill_index(index, layer, mmap, verify)
+
+    def _fill_index(self, index: int, layer: Any, mmap: bool, verify: bool) -> None:
+        """Fill a layer's key index, if the file has one that fits; the keys give it otherwise."""
+        name = f"index.{index}/blocks"
+        placed = self.tensors(f"index.{index}").get(name)
+        store = layer.store.indexed if isinstance(layer, HybridLayer) and layer.store is not None else None
+        of_keys = None if store is None or store.on_device is not None else layer.index
+        targets: dict[str, memoryview] = {}
+        mapped: set[str] = set()
+        if (
+            placed is not None
+            and of_keys is not None
+            and placed.form == TensorForm("uint8", tuple(of_keys.form(store)))
+        ):
+            is_mapped = mmap and of_keys.map_rows(store, self.fileno(), self.place_of(placed))
+            targets[name] = bytes_of(of_keys.rows(store) if is_mapped else of_keys.make_rows(store))
+            mapped.update({name} if is_mapped else ())
+        self.read(f"index.{index}", targets, mapped, verify)
+
+    def _read_description(self) -> None:
+        """Read all but the layers; `ValueError` if it does not describe a cache."""
+        version = self.metadata.get("format_version")
+        if self.metadata.get("format") != _FORMAT:
+            raise CacheFileError(self.path, "is a safetensors file, but not of a saved cache.")
+        if version != _VERSION:
+            raise CacheFileError(
+                self.path,
+                f"has format version {version!r}, and this version of hf_hybrid_cache reads {_VERSION}. Use the "
+                "version that wrote it, or save the cache again.",
+            )
+        self.description = described = CacheDescription.from_json(self.metadata.get("cache", ""))
+        known = {f"{kind}.{index}" for kind in ("layers", "index") for index in range(len(described.layers))}
+        known |= {f"codecs.{index}" for index in described.codecs} | {"token_ids"}
+        if unknown := self.sections.keys() - known:
+            raise ValueError(f"it has tensors of {', '.join(map(repr, sorted(unknown)))}")
+        self.codecs, self.seen_queries = read_codecs(self, described)
+        tensors = empty_tensors(self, "token_ids")
+        self.read("token_ids", targets_of("token_ids", tensors))
+        ids = tensors.get("ids")
+        if tensors and (ids is None or ids.dtype != torch.int32 or ids.dim() != 2):
+            raise ValueError("its token ids are no rows of integers")
+        self.token_ids = None if ids is None else ids.long()
+        document, num_ids = described.document_tokens, 0 if ids is None else ids.shape[1]
+        if document is not None and not 0 < document <= num_ids:
+            raise ValueError(f"its document has {document:,} tokens, the file {num_ids:,}")
+
+
+def _checksum_of(sections: Sequence[Section]) -> int:
+    """Return a number that tells how much processes hold, and how it is quantized."""
+    checksum = zlib.crc32(repr([(section.name, list(section.forms.items())) for section in sections]).encode())
+    for section in sections:
+        if section.name.startswith("codecs."):
+            checksum = zlib.crc32(b"".join(piece for tensor in section.data() for piece in tensor), checksum)
+    return checksum
+
+
+def _in_turns(section: Section, agreement: Agreement) -> Section:
+    """Return a section whose pieces all processes make at once."""
+    return replace(section, data=lambda: (agreement.in_turns(tensor) for tensor in section.data()))
+
+
+def _make_all(sections: Sequence[Section]) -> None:
+    """Make all pieces with the process that writes them."""
+    for section in sections:
+        for tensor in section.data():
+            for _ in tensor:
+                pass
+
+
+def _write(path: Path, new: NewFile) -> None:
+    """Write a file, which replaces `path` when it is complete and on the disk."""
+    try:
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.is_dir():
+            raise CacheFileError(path, f"was not written: there is no folder {folder}. Make it first.")
+        free = shutil.disk_usage(folder).free
+        if new.num_bytes > free:
+            raise CacheFileError(
+                path,
+                f"was not written: it needs {new.num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there. "
+                "Free some, use another disk, or a QuantizedHybridCache.",
+            )
+        with replaced_when_whole(path) as file:
+            new.write(file)
+    except OSError as error:
+        raise CacheFileError(path, f"was not written: {error.strerror or error}.") from error

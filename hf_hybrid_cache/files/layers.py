@@ -1,0 +1,152 @@
+"""
+The layers of a cache as descriptions, and as sections of a file whose bytes are made when they are written.
+
+Types of transformers' own layers come and go with versions, so none is named here: whatever attributes a layer has are
+kept, and a layer with an attribute that is more than numbers, text, tensors and dicts of these is refused.
+
+Sections are "layers.LAYER" with the tensors PART.keys and PART.values of a layer of ours or those of another one,
+"codecs.LAYER" with what a codec was, or is to be, chosen by, and "index.LAYER" with a key index.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..codecs import weights_of
+from ..layers import HybridLayer, LayerStores
+from ..storage import BlockSegment, Part, ShardedStore, Store
+from .description import TAILS, LayerDescription, States, dtype_name
+from .tensor_file import Section, TensorForm
+
+ROLES = ("keys", "values")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor in host memory, or of a copy there."""
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def role_names(index: int, part: str) -> list[str]:
+    """Return the names of the keys and the values of a part of a layer."""
+    return [f"layers.{index}/{part}.{role}" for role in ROLES]
+
+
+def forms_of(segment: BlockSegment, num_entries: int) -> list[TensorForm]:
+    """Return the forms of keys and values in a file, as a segment in host memory has them."""
+    buffers = segment.keys, segment.values
+    return [TensorForm(dtype_name(each.dtype), tuple(each.stored_shape(num_entries))) for each in buffers]
+
+
+def described_layer(layer: Any) -> LayerDescription:
+    """Describe a layer without its tensors; `ValueError` if it holds something that cannot be saved."""
+    name = type(layer).__name__
+    if not isinstance(layer, HybridLayer):
+        return LayerDescription(name, attributes=_attributes_of(layer, {}))
+    store = layer.store
+    if store is None:
+        return LayerDescription(name)
+    if isinstance(store, ShardedStore):
+        entries = {name: part.entries for name, part in store.shared_parts().items()}
+    else:
+        entries = {name: part.num_entries for name, part in _parts_of(store).items()}
+    batch, heads, key_dim, value_dim, keys, values, device = store.shape
+    sizes = batch, store.indexed.shape.batch, heads, key_dim, value_dim
+    return LayerDescription(name, States(*sizes, dtype_name(keys), dtype_name(values), str(device), entries))
+
+
+def layer_section(index: int, layer: Any) -> Section:
+    """Return the section of all that a layer holds; of shards all processes make the bytes together."""
+    if not isinstance(layer, HybridLayer):
+        return tensor_section(f"layers.{index}", tensors_by_name(layer))
+    store, forms = layer.store, dict[str, TensorForm]()
+    if not isinstance(store, ShardedStore):
+        return rows_section(index, {} if store is None else _parts_of(store), {})
+    parts = store.shared_parts()
+    for name, part in parts.items():
+        forms |= zip(role_names(index, name), forms_of(part.segment, part.entries), strict=True)
+    both = [(part, role) for part in parts.values() for role in range(len(ROLES))]
+    return Section(f"layers.{index}", forms, lambda: (map(bytes_of, store.rows_together(*each)) for each in both))
+
+
+def rows_section(index: int, parts: Mapping[str, Part], firsts: Mapping[str, int]) -> Section:
+    """Return the section of a layer's parts, each from its first entry in `firsts` on, which begins a row."""
+    forms: dict[str, TensorForm] = {}
+    for name, part in parts.items():
+        num_entries = part.num_entries - firsts.get(name, 0)
+        forms |= zip(role_names(index, name), forms_of(BlockSegment.like(part.form), num_entries), strict=True)
+
+    def data() -> Iterator[Iterable[memoryview]]:
+        for name, part in parts.items():
+            yield from ([bytes_of(rows)] for rows in part.rows_from(firsts.get(name, 0)))
+
+    return Section(f"layers.{index}", forms, data)
+
+
+def codec_section(index: int, stores: LayerStores) -> Section:
+    """Return the section with the scaling of a layer's codec, or with the queries that it is to be chosen by."""
+    tensors, seen = weights_of(stores.codecs[index]), stores.seen_queries.get(index)
+    if seen is not None:
+        tensors |= {"squares": seen.squares, "number": torch.tensor([seen.number])}
+    return tensor_section(f"codecs.{index}", tensors)
+
+
+def index_section(index: int, layer: Any) -> Section:
+    """Return the section with a layer's key index, without tensors where there is none."""
+    name = f"index.{index}"
+    of_keys = layer.index if isinstance(layer, HybridLayer) and layer.store is not None else None
+    # The index of the middle is not that of the whole.
+    if of_keys is None or layer.store.indexed.on_device is not None:
+        return Section(name, {}, tuple)
+    store = layer.store.indexed
+    store.wait_for_copies()
+    form = TensorForm("uint8", tuple(of_keys.form(store)))
+    return Section(name, {f"{name}/blocks": form} if form.num_bytes else {}, lambda: [[bytes_of(of_keys.rows(store))]])
+
+
+def tensor_section(name: str, tensors: Mapping[str, torch.Tensor]) -> Section:
+    """Return the section of some tensors."""
+    forms = {f"{name}/{each}": TensorForm.of(tensor) for each, tensor in tensors.items()}
+    return Section(name, forms, lambda: ([bytes_of(tensor)] for tensor in tensors.values()))
+
+
+def tensors_by_name(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors in the attributes of a layer of transformers' own, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    _attributes_of(layer, tensors)
+    return tensors
+
+
+def _parts_of(store: Store) -> dict[str, Part]:
+    """Return the parts of a store that one process has, by their names in a file."""
+    if not store.is_continued:
+        return store.parts()
+    return store.prefix.parts() | {f"{TAILS}{name}": part for name, part in store.tails.parts().items()}
+
+
+def _attributes_of(layer: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the attributes of a layer for JSON; add their tensors, which these name, to `tensors`."""
+    attributes = {}
+    for name, value in vars(layer).items():
+        try:
+            attributes[name] = _to_json(name, value, tensors)
+        except ValueError as error:
+            raise ValueError(f"{type(layer).__name__} has {name}, which cannot be saved: {error}.") from None
+    return attributes
+
+
+def _to_json(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        dtype_name(value.dtype)
+        tensors[name] = value
+        return {"tensor": name, "device": str(value.device)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
+        return {"dict": [[key, _to_json(f"{name}.{key}", each, tensors)] for key, each in value.items()]}
+    raise ValueError(f"it holds a {type(value).__name__}")
