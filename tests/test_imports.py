@@ -105,7 +105,6 @@ ALLOWED = {
         "cache_argument",
         "codecs",
         "custom_generate",
-        "custom_generate",
         "durable_files",
         "errors",
         "files",

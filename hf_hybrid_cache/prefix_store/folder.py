@@ -449,7 +449,7 @@ class Folder:
                 file.__exit__()
                 heads.append((name, head))
             except CacheFileError as error:
-                require_damage(self._path_of(name), error)
+                require_damage(self._files.path_of(name), error)
                 self._remove_file(name, str(error))
         for name, head in sorted(heads, key=lambda each: each[1].start):
             path = self._files.path_of(name)

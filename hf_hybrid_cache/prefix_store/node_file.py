@@ -100,11 +100,10 @@ def _head_of(file: TensorFile) -> Head:
     if (metadata.get("format"), metadata.get("format_version")) != (_FORMAT, _VERSION):
         raise CacheFileError(file.path, f"is no node of version {_VERSION}.")
     keys = file.tensors(_KEYS).get(_KEYS)
-    if keys is None or keys.form != ("uint8", (num_tokens := keys.form.shape[0], KEY_BYTES)):
+    num_tokens = 0 if keys is None else keys.form.num_bytes // KEY_BYTES
+    if keys is None or keys.form != TensorForm("uint8", (num_tokens, KEY_BYTES)) or not 0 < num_tokens <= MOST_TOKENS:
         raise CacheFileError(file.path, "has no keys.")
-    if not 0 < num_tokens <= MOST_TOKENS:
-        raise CacheFileError(file.path, f"has {num_tokens:,} tokens.")
-    data = bytearray(keys.form.num_bytes)
+    data = bytearray(num_tokens * KEY_BYTES)
     file.read(_KEYS, {_KEYS: memoryview(data)})
     try:
         tree = json.loads(metadata["node"])

@@ -114,8 +114,8 @@ class StoredPrompts:
 def _listed(last: Entry, by_id: Mapping[int, Entry]) -> StoredPrompt | None:
     """Return a prompt by its last node; `None` if one is gone by now, or what describes it cannot be read."""
     way = [last.node]
-    while way[-1].parent in by_id:
-        way.append(by_id[way[-1].parent].node)
+    while (parent := by_id.get(way[-1].parent or 0)) is not None:
+        way.append(parent.node)
     try:
         described = Description.from_json(last.description)
     except ValueError:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, PrefixStore, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument

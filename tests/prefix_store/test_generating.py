@@ -84,7 +84,7 @@ def test_cache_when_none_is_passed_then_is_a_dynamic_hybrid_one(tmp_path: Path):
 def test_prompt_when_generated_from_then_is_listed_with_its_title(tmp_path: Path):
     store = PrefixStore(tmp_path)
     answered(tiny_model("llama"), random_prompt(1, 200), custom_generate=store, title="a question", progress=False)
-    assert [kept.title for kept in store.kept_prompts()] == ["a question"]
+    assert [kept.title for kept in store.prompts()] == ["a question"]
 
 
 def test_streamer_gets_the_prompt_and_each_token(tmp_path: Path):
