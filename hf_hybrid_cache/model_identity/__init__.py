@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of", "longest_text", "tensor_digests"]
 
-# With torch.
 __getattr__ = lazy_names(
     __name__, {"code": ("longest_text",), "fields": ("identity_of",), "weights": ("tensor_digests",)}
 )

@@ -51,12 +51,11 @@ class Identity:
             other: the identity that is there.
         """
         here, there = self.fields, other.fields
-        lines = [
-            f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
+        return [
+            _DIGEST.sub(r"\1…", f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here")
             for name in dict.fromkeys((*here, *there))
             if here.get(name) != there.get(name)
         ]
-        return [_DIGEST.sub(r"\1…", line) for line in lines]
 
     def to_json(self) -> str:
         """Return the fields as text."""

@@ -17,6 +17,7 @@ from .weights import digest_of_tensors
 # Their versions are in an identity; of other code the source counts.
 OUR_VERSIONS = {"hf_hybrid_cache", "torch", "transformers"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_ONLY_READS = "transformers.utils.output_capturing"
 # What no state depends on.
 _LEFT_OUT = {
     "all_tied_weights_keys",
@@ -60,7 +61,7 @@ def root(module: str) -> str:
     return module.partition(".")[0]
 
 
-def adapters_of(modules: Mapping[str, nn.Module]) -> str:
+def adapters_of(modules: Mapping[str, Any]) -> str:
     """Return the names of PEFT's adapters in effect, with a digest of how modules use them; "none" without any."""
     uses: dict[str, Any] = {}
     names: set[str] = set()
@@ -68,12 +69,11 @@ def adapters_of(modules: Mapping[str, nn.Module]) -> str:
         # PEFT gives a module with adapters this property. A model of transformers has a method of this name.
         if not isinstance(getattr(type(module), "disable_adapters", None), property):
             continue
-        given: Any = module
-        active, is_disabled = given.active_adapter, bool(given.disable_adapters)
+        active, is_disabled = module.active_adapter, bool(module.disable_adapters)
         active = [active] if isinstance(active, str) else list(map(str, active))
-        merged = list(map(str, getattr(given, "merged_adapters", ())))
+        merged = list(map(str, getattr(module, "merged_adapters", ())))
         # LoRA has a scaling for each adapter.
-        scaling = {str(each): repr(value) for each, value in (getattr(given, "scaling", None) or {}).items()}
+        scaling = {str(each): repr(value) for each, value in (getattr(module, "scaling", None) or {}).items()}
         uses[name] = [active, is_disabled, merged, scaling]
         names.update(f"{each} merged" for each in merged)
         names.update(() if is_disabled else set(active).difference(merged))
@@ -89,13 +89,10 @@ def _form_of(module: nn.Module) -> list[Any]:
         for name, each in attributes.items()
         if not name.startswith("_") and name not in _LEFT_OUT and (value := _plain(each, with_tensors)) is not None
     }
-    hooks = [hook for name in HOOKS for hook in attributes[name].values() if not _only_reads(hook)]
+    every_hook = (hook for name in HOOKS for hook in attributes[name].values())
+    # What transformers left after a pass that returned hidden states only reads.
+    hooks = [hook for hook in every_hook if getattr(hook, "__globals__", {}).get("__name__") != _ONLY_READS]
     return [name_of_class(kind), plain, [_plain(hook) or type(hook).__qualname__ for hook in hooks]]
-
-
-def _only_reads(hook: Any) -> bool:
-    """Return whether transformers left a hook after a pass that returned hidden states."""
-    return isinstance(hook, FunctionType) and hook.__globals__.get("__name__") == "transformers.utils.output_capturing"
 
 
 def _plain(value: Any, with_tensors: bool = False) -> Any:

@@ -56,13 +56,10 @@ def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     """
-    Return the digest of each tensor's numbers in the order of its indices, the same for any strides and device.
+    Return the 16 bytes of XXH3 of each tensor's numbers in the order of its indices, for any strides and device.
 
     Args:
         tensors: plain, with their numbers in memory.
-
-    Returns:
-        The 16 bytes of XXH3 of each.
     """
     memories = {index: _memory(each) for index, each in enumerate(tensors) if each.is_cpu and each.is_contiguous()}
     digests: dict[int, bytes] = {}

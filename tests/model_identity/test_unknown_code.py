@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils import prune
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -44,56 +45,39 @@ def mlp(model: Any) -> Any:
     return model.model.layers[0].mlp
 
 
+Change = Callable[[Any, pytest.MonkeyPatch], Any]
+
+
+def hooked(hook: Any) -> Change:
+    return lambda model, _: mlp(model).register_forward_hook(hook)
+
+
+def having(name: str, value: Any) -> Change:
+    return lambda model, _: setattr(mlp(model), name, value)
+
+
+def patched(owner: Any, name: str) -> Change:
+    return lambda _, monkeypatch: monkeypatch.setattr(owner, name, lambda *args: args[0])
+
+
 # What is told, and how a program does it.
-CHANGES: list[tuple[str, Callable[[Any, pytest.MonkeyPatch], Any]]] = [
-    (
-        r"forward hook of model\.layers\.0\.mlp \(.*lambda",
-        lambda model, _: mlp(model).register_forward_hook(lambda module, inputs, output: output + 2.0),
-    ),
-    ("forward hook .*an object of Steering", lambda model, _: mlp(model).register_forward_hook(Steering(2.0))),
-    (
-        "forward hook .*lambda",
-        lambda model, _: mlp(model).register_forward_pre_hook(lambda module, inputs: (inputs[0] + 2.0,)),
-    ),
-    (
-        "forward hook .*lambda",  # in a decorator
-        lambda model, _: mlp(model).register_forward_hook(torch.no_grad()(lambda module, inputs, output: output + 2.0)),
-    ),
-    (
-        "forward hook of all modules",
-        lambda _, monkeypatch: monkeypatch.setitem(torch.nn.modules.module._global_forward_hooks, 0, Steering(2.0)),
-    ),
-    (
-        r"forward of model\.layers\.0\.mlp",
-        lambda model, _: setattr(
-            mlp(model), "forward", types.MethodType(lambda self, states: states * 2.0, mlp(model))
-        ),
-    ),
-    (
-        r"forward of model\.layers\.0\.mlp",
-        lambda model, _: setattr(mlp(model), "forward", Steering(2.0).forward),
-    ),
-    (
-        r"forward of model\.layers\.0\.mlp",
-        lambda model, _: setattr(mlp(model), "forward", torch.compile(Steering(2.0).forward)),
-    ),
-    (
-        "steps of .*an object of Steering",
-        lambda model, _: setattr(mlp(model), "steps", [functools.partial(Steering(2.0))]),
-    ),
-    ("_steering of .*an object of Steering", lambda model, _: setattr(mlp(model), "_steering", Steering(2.0))),
-    ("hidden of .* Linear is no part", lambda model, _: setattr(mlp(model), "hidden", [nn.Linear(2, 2).eval()])),
-    (
-        r"LlamaMLP\.forward",
-        lambda _, monkeypatch: monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, states: states),
-    ),
-    (
-        r"modeling_llama\.repeat_kv",
-        lambda _, monkeypatch: monkeypatch.setattr(modeling_llama, "repeat_kv", lambda states, times: states),
-    ),
+CHANGES: list[tuple[str, Change]] = [
+    (r"forward hook of model\.layers\.0\.mlp \(<lambda>", hooked(lambda module, inputs, output: output + 2.0)),
+    ("forward hook .*an object of Steering", hooked(Steering(2.0))),
+    ("forward hook .*lambda", hooked(torch.no_grad()(lambda module, inputs, output: output + 2.0))),
+    ("forward hook .*lambda", lambda model, _: mlp(model).register_forward_pre_hook(lambda module, inputs: inputs)),
+    ("forward hook of all", lambda _, monkeypatch: monkeypatch.setitem(_global_forward_hooks, 0, Steering(2.0))),
+    (r"forward of model\.layers\.0\.mlp .*lambda", having("forward", types.MethodType(lambda self, states: states, 0))),
+    (r"forward of model\.layers\.0\.mlp", having("forward", Steering(2.0).forward)),
+    (r"forward of model\.layers\.0\.mlp", having("forward", torch.compile(Steering(2.0).forward))),
+    ("steps of .*an object of Steering", having("steps", [functools.partial(Steering(2.0))])),
+    ("_steering of .*an object of Steering", having("_steering", Steering(2.0))),
+    ("hidden of .* Linear is no part", having("hidden", [nn.Linear(2, 2).eval()])),
+    (r"LlamaMLP\.forward", patched(modeling_llama.LlamaMLP, "forward")),
+    (r"modeling_llama\.repeat_kv", patched(modeling_llama, "repeat_kv")),
     (
         "attention 'sdpa'",
-        lambda _, monkeypatch: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: args),
+        lambda _, monkeypatch: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args: args),
     ),
     (
         "_hf_hook of .*Doubling",
@@ -104,7 +88,7 @@ CHANGES: list[tuple[str, Callable[[Any, pytest.MonkeyPatch], Any]]] = [
 
 @pytest.mark.parametrize(("told", "change"), CHANGES, ids=lambda each: each if isinstance(each, str) else "")
 def test_model_when_it_runs_code_of_others_then_needs_a_name(
-    told: str, change: Callable[[Any, pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
+    told: str, change: Change, monkeypatch: pytest.MonkeyPatch
 ):
     model = new_llama()
     cache = DynamicHybridCache(model.config)
