@@ -1,4 +1,4 @@
-"""What a callable for `custom_generate` of transformers' `generate` needs, and is not given."""
+"""The loop and the arguments that transformers' `generate` does not pass to a callable for `custom_generate`."""
 
 import inspect
 import sys

@@ -68,7 +68,7 @@ def _require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, give
         others.append("use_cache=False")
     # PEFT hands arguments of its own, such as adapter_names, to its layers by hooks that last as long as the call.
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    of_call = [hook for hook in hooks if isinstance(hook, partial) and hook.func.__module__.startswith("peft.")]
+    of_call = [each for each in hooks if isinstance(each, partial) and str(each.func.__module__).startswith("peft.")]
     others += sorted({name for hook in of_call for name in hook.keywords})
     for name, value in given.items():
         if name in _TAKEN or name.startswith("output_") or value is None or value is False:
@@ -88,11 +88,11 @@ def _require_one_prompt(input_ids: torch.Tensor, given: Mapping[str, Any], of_pr
     """Raise a `PrefixStoreError` unless all sequences are one prompt, without padding, that ends after its document."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     sequences, tokens = input_ids.shape
-    if (hidden := 0 if mask is None else int((mask == 0).sum())) or bool((input_ids != input_ids[:1]).any()):
-        padded = f", in which attention_mask hides {hidden:,} of {mask.numel():,} tokens" if mask is not None else ""
+    hidden = 0 if mask is None else int((mask == 0).sum())
+    if hidden or bool((input_ids != input_ids[:1]).any()):
         raise PrefixStoreError(
-            f"A store reads one prompt in a call, without padding, and got {sequences}{padded}. Call generate for each "
-            "prompt; for several answers to one pass num_return_sequences."
+            f"A store reads one prompt in a call, without padding. There are {sequences}, and attention_mask hides "
+            f"{hidden:,} of their tokens. Call generate for each; for several answers pass num_return_sequences."
         )
     if positions is not None:
         counted = torch.arange(tokens, device=positions.device)

@@ -328,7 +328,7 @@ def test_keep_common_prefix_of_several_texts_ends_where_the_first_differs():
     assert torch.equal(answer(other, cache), answer(other, DynamicHybridCache(CONFIG)))
 
 
-def test_keep_common_prefix_when_beams_have_answered_then_leaves_the_prompt():
+def test_keep_common_prefix_after_beams_leaves_the_prompt():
     cache = read(num_beams=3)
     longer = question(DOCUMENT)
     assert cache.keep_common_prefix(longer) == 40
