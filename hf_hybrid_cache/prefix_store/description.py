@@ -38,9 +38,8 @@ class Description:
         Raises:
             TypeError, ValueError: JSON does not have some details.
         """
-        return json.dumps(
-            vars(self) | {"identity": self.identity.pairs, "details": dict(self.details)}, allow_nan=False
-        )
+        tree = vars(self) | {"identity": self.identity.to_json(), "details": dict(self.details)}
+        return json.dumps(tree, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Description":
@@ -52,7 +51,7 @@ class Description:
         """
         try:
             tree = json.loads(text, parse_constant=_refused)
-            identity = Identity.from_json(json.dumps(tree["identity"]))
+            identity = Identity.from_json(str(tree["identity"]))
             rest = tuple(as_count(token, MOST_TOKEN_IDS) for token in tree["rest"])
             title, details = str(tree["title"]), dict(tree["details"])
             return cls(identity, str(tree["model_name"]), title, details, as_count(tree["document_tokens"]), rest)
