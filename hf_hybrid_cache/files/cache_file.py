@@ -125,11 +125,8 @@ class CacheFile(TensorFile):
         if num_saved != len(layers):
             raise CacheFileError(self.path, f"cannot be loaded: it has {num_saved} layers, the model {len(layers)}.")
         for index, layer in enumerate(layers):
-            filling = Filling(self, self.description, device, mmap)
             try:
-                take = filling.place(index, layer)
-                self.read(f"layers.{index}", filling.targets, filling.mapped, verify)
-                take()
+                self._fill_layer(index, layer, Filling(self, self.description, device, mmap), verify)
             except CacheFileError:
                 raise
             except ValueError as error:
@@ -137,6 +134,12 @@ class CacheFile(TensorFile):
                 origin = "" if isinstance(layer, HybridLayer) else f"; it was saved with transformers {version}"
                 raise CacheFileError(self.path, f"cannot be loaded: {error}{origin}.") from error
             self._fill_index(index, layer, mmap, verify)
+
+    def _fill_layer(self, index: int, layer: Any, filling: Filling, verify: bool) -> None:
+        """Fill a layer; memory that is not its own is given back before the next one."""
+        take = filling.place(index, layer)
+        self.read(f"layers.{index}", filling.targets, filling.mapped, verify)
+        take()
 
     def _fill_index(self, index: int, layer: Any, mmap: bool, verify: bool) -> None:
         """Fill a layer's key index, if the file has one that fits; the keys give it otherwise."""

@@ -74,8 +74,9 @@ def rows_section(index: int, parts: Mapping[str, Part], firsts: Mapping[str, int
     """Return the section of a layer's parts, each from its first entry in `firsts` on, which begins a row."""
     forms: dict[str, TensorForm] = {}
     for name, part in parts.items():
+        segment = part.form if isinstance(part.form, BlockSegment) else BlockSegment.like(part.form)
         num_entries = part.num_entries - firsts.get(name, 0)
-        forms |= zip(role_names(index, name), forms_of(BlockSegment.like(part.form), num_entries), strict=True)
+        forms |= zip(role_names(index, name), forms_of(segment, num_entries), strict=True)
 
     def data() -> Iterator[Iterable[memoryview]]:
         for name, part in parts.items():
