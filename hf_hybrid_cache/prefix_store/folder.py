@@ -19,6 +19,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -33,7 +34,16 @@ from .database import NAME, DamagedDatabaseError, Database, Node, Nodes
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
 from .node_file import SUFFIX, Head, damage, new_file, opened, opened_node, require_damage
-from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock, wait_to_share
+from .private_files import (
+    Lock,
+    is_own,
+    locked_folder,
+    make_own_folder,
+    open_file,
+    reported,
+    try_lock,
+    wait_for_lock,
+)
 
 _DATABASE, _NODES, _UNFINISHED = "prompts.sqlite", "nodes", "unfinished"
 _OURS = {_DATABASE, f"{_DATABASE}-journal", _NODES, _UNFINISHED}
@@ -395,7 +405,7 @@ class Folder:
                 file = stack.enter_context(open_file(self._path_of(node.name)))
             except FileNotFoundError:
                 return None
-            if not wait_to_share(file, self._lock_seconds):
+            if not wait_for_lock(file, False, self._lock_seconds):
                 raise PrefixStoreFolderError(
                     self.path, f"has a locked file, {node.name}{SUFFIX}. Is a process stopped?"
                 )
@@ -642,26 +652,34 @@ class Folder:
             os.close(handle)
 
     def _read(self, act: Callable[[Nodes], _T]) -> _T:
-        try:
-            with self._database.reading() as nodes:
-                return act(nodes)
-        except DamagedDatabaseError as error:
-            self._make_database_again(error)
-        with self._database.reading() as nodes:
-            return act(nodes)
+        return self._done(self._database.reading, act)
 
     def _change(self, act: Callable[[Nodes], _T]) -> _T:
-        try:
-            with self._database.changing() as nodes:
-                return act(nodes)
-        except DamagedDatabaseError as error:
-            self._make_database_again(error)
-        with self._database.changing() as nodes:
+        return self._done(self._database.changing, act)
+
+    def _done(self, transaction: Callable[[], AbstractContextManager[Nodes]], act: Callable[[Nodes], _T]) -> _T:
+        """Act in a transaction, beside others; with a database that is damaged alone, when it has been made again."""
+        with contextlib.suppress(DamagedDatabaseError), self._database_in_use(), transaction() as nodes:
             return act(nodes)
+        with self._database_in_use(alone=True):
+            try:
+                with transaction() as nodes:  # another process may have made it again
+                    return act(nodes)
+            except DamagedDatabaseError as error:
+                self._make_database_again(error)
+            with transaction() as nodes:
+                return act(nodes)
+
+    @contextmanager
+    def _database_in_use(self, alone: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with reported(self.path, "cannot be read"):
+                stack.enter_context(locked_folder(self.path, alone, self._lock_seconds))
+            yield
 
     def _make_database_again(self, reason: DamagedDatabaseError) -> None:
         """Make the database again from the files. An empty one is new, and what its journal has does not count."""
-        warnings.warn(f"{reason} It is made again from the files.", stacklevel=3)
+        warnings.warn(f"{reason} It is made again from the files.", stacklevel=4)
         with reported(self.path, "cannot be changed"):
             with contextlib.suppress(FileExistsError):
                 open_file(self._database.path, "xb+").close()
