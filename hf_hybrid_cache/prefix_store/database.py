@@ -114,8 +114,8 @@ class Database:
             PrefixStoreFolderError: it cannot be written, or another process holds it for too long.
         """
         with self._told("changed"), closing(self._connected()) as connection:
-            connection.execute("BEGIN IMMEDIATE")
             try:
+                connection.execute("BEGIN IMMEDIATE")
                 if is_new := not _schema(connection):
                     _make(connection)
                 _require_schema(connection, self.path)
