@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from hf_hybrid_cache.files.tensor_file import Section
-from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError
+from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolderError
 from hf_hybrid_cache.prefix_store.folder import Folder
 
 from store_folder.stored import (
     BLOCK,
     IDENTITY,
     Tokens,
-    add,
     bytes_of_nodes,
     found,
     keep,
@@ -56,13 +55,6 @@ def test_turn_when_added_to_a_long_chat_then_no_old_file_changes(path: Path):
     assert bytes_of_nodes(path) - num_bytes <= len(states_of(chat + PROMPT[:200], 19_968)) + 4096 + 1200
 
 
-def test_ways_to_one_token_when_found_then_that_of_fewer_files_is_used(path: Path):
-    folder = open_folder(path)
-    keep(folder, PROMPT[:1000])
-    keep(folder, (*PROMPT[:900], *range(6000, 6200)), blocks_again=2)
-    assert runs(folder, PROMPT[:890], False) == [(0, 1000, 890)]
-
-
 @pytest.mark.parametrize("end", [1, 63, 64, 65, 100, 127, 128, 2048])
 def test_node_when_whole_is_found_only_by_prompts_with_all_of_it(end: int, path: Path):
     folder, border = open_folder(path), end // BLOCK * BLOCK
@@ -77,26 +69,6 @@ def test_node_when_whole_is_found_only_by_prompts_with_all_of_it(end: int, path:
         assert runs(folder, PROMPT) == [(0, end, border), (border, 5000, 5000)]
 
 
-def test_checkpoint_when_its_tokens_are_in_a_longer_node_then_is_added(path: Path):
-    folder, other = open_folder(path), (*PROMPT[:3008], *range(9000, 9100))
-    for tokens in (PROMPT[:2048], PROMPT[:4096], PROMPT[:3008], other):
-        assert keep(folder, tokens, whole_nodes=True)
-        assert not keep(folder, tokens, whole_nodes=True)
-    assert runs(folder, PROMPT) == [(0, 2048, 2048), (2048, 4096, 4096)]
-    assert runs(folder, PROMPT[:4095]) == [(0, 2048, 2048), (2048, 3008, 3008)]
-    assert runs(folder, other) == [(0, 2048, 2048), (2048, 3008, 3008), (3008, 3108, 3108)]
-    assert runs(folder, PROMPT[:3007]) == [(0, 2048, 2048)]
-
-
-@pytest.mark.parametrize(("whole_nodes", "start"), [(True, 64), (True, 1984), (True, 2112), (False, 2112)])
-def test_node_after_what_is_not_stored_so_is_refused(whole_nodes: bool, start: int, path: Path):
-    folder = open_folder(path)
-    keep(folder, PROMPT[:2050], whole_nodes=True)
-    with pytest.raises(NodeNotFoundError, match=f"tokens of the prompt.*; new ones cannot begin after {start:,}"):
-        add(folder, PROMPT, start, whole_nodes=whole_nodes)
-    assert add(folder, PROMPT, 2048, whole_nodes=whole_nodes)
-
-
 def test_write_that_fails_is_told_and_leaves_nothing(path: Path):
     folder = open_folder(path)
 
@@ -106,20 +78,6 @@ def test_write_that_fails_is_told_and_leaves_nothing(path: Path):
 
     with pytest.raises(KeyError, match="of the caller"):
         folder.add(IDENTITY, keys_of(PROMPT), 0, [Section("states", section_of(b"1").forms, data)])
-    assert folder.entries() == []
-    assert bytes_of_nodes(path) == 0
-
-
-def test_node_in_use_is_not_removed_until_it_is_closed(path: Path):
-    folder = open_folder(path)
-    for end in (1000, 1001):
-        keep(folder, PROMPT[:end])
-    root = next(entry.node.name for entry in folder.entries() if not entry.node.start)
-    for end in (1001, 10):
-        with open_folder(path).find(IDENTITY, keys_of(PROMPT[:end])), pytest.raises(NodeInUseError):
-            folder.remove(root)
-    assert num_found(folder, PROMPT) == 1001
-    folder.remove(root)
     assert folder.entries() == []
     assert bytes_of_nodes(path) == 0
 
