@@ -42,17 +42,6 @@ def use_at(folder: Folder, tokens: Tokens, seconds: int) -> None:
         os.utime(match.parts[-1].path, (seconds, seconds))
 
 
-def test_store_when_full_then_the_one_used_longest_ago_goes(path: Path):
-    folder = open_folder(path, 3 * NODE_BYTES)
-    for number in range(3):
-        fill(folder, one(number))
-    assert bytes_of_nodes(path) == 3 * NODE_BYTES
-    assert found(folder, one(0), one(2)) == [100, 100]
-    fill(folder, one(3))
-    assert found(folder, *map(one, range(4))) == [100, 0, 100, 100]
-    assert bytes_of_nodes(path) == 3 * NODE_BYTES
-
-
 @pytest.mark.parametrize(
     ("seconds", "left"),
     [
@@ -83,17 +72,6 @@ def test_prompt_larger_than_the_limit_is_refused_and_nothing_goes(path: Path):
         fill(folder, one(1), num_bytes=3 * NODE_BYTES)
     assert found(folder, one(0)) == [100]
     assert bytes_of_nodes(path) == NODE_BYTES
-
-
-def test_what_is_in_use_stays_and_so_does_what_it_continues(path: Path):
-    folder = open_folder(path, 2 * NODE_BYTES)
-    fill(folder, one(0))
-    fill(folder, one(0) + one(1), BLOCK)
-    with open_folder(path).find(IDENTITY, keys_of(one(0) + one(1))):
-        with pytest.raises(PrefixStoreFullError, match=r"0\.00 GiB of that can be removed"):
-            fill(folder, one(2))
-        assert folder.damages() == {}
-    assert fill(folder, one(2))
 
 
 def test_prompts_being_written_count_before_they_are_there(path: Path):

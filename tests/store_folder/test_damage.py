@@ -6,6 +6,7 @@ import shutil
 import stat
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,31 +47,12 @@ def file_of(path: Path, tokens: Tokens) -> Path:
         return match.parts[-1].path
 
 
-def make_empty(file: Path) -> None:
-    os.truncate(file, 0)
+def in_its_place(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def harm(file: Path) -> None:
+        file.unlink()
+        make(file)
 
-
-def lengthen(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"x")
-
-
-def claim_more_than_memory(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.write((2**62).to_bytes(8, "little"))
-
-
-def make_sparse(file: Path) -> None:
-    os.truncate(file, 2**42)
-
-
-def make_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def make_socket(file: Path) -> None:
-    file.unlink()
-    os.mknod(file, stat.S_IFSOCK | 0o600)
+    return harm
 
 
 def make_link(file: Path) -> None:
@@ -79,25 +61,31 @@ def make_link(file: Path) -> None:
     file.symlink_to(elsewhere)
 
 
-def make_foreign(file: Path) -> None:
-    file.write_bytes(b"\x89PNG" + bytes(9000))
-
-
-def put_another_here(file: Path) -> None:
-    shutil.copy(file_of(file.parents[1], THIRD), file)
-
-
-HARMS = [cut, make_empty, lengthen, alter_head, alter_states, claim_more_than_memory, make_sparse, make_foreign]
+HARMS: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "altered head": alter_head,
+    "altered states": alter_states,
+    "empty": in_its_place(Path.touch),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "a header larger than memory": lambda file: file.write_bytes((2**62).to_bytes(8, "little") + file.read_bytes()[8:]),
+    "a file larger than memory": lambda file: os.truncate(file, 2**42),
+    "foreign": lambda file: file.write_bytes(b"\x89PNG" + bytes(9000)),
+    "of another prompt": lambda file: shutil.copy(file_of(file.parents[1], THIRD), file),
+}
 if sys.platform == "linux":
-    HARMS += [make_pipe, make_socket, make_link]
+    HARMS |= {
+        "pipe": in_its_place(os.mkfifo),
+        "socket": in_its_place(lambda file: os.mknod(file, stat.S_IFSOCK | 0o600)),
+        "link": make_link,
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*made again")
 @pytest.mark.parametrize("has_database", [True, False])
-@pytest.mark.parametrize("harm", [*HARMS, put_another_here])
-def test_file_when_harmed_then_goes_with_what_continues_it(harm: Any, has_database: bool, filled: Path):
+@pytest.mark.parametrize("harm", HARMS)
+def test_file_when_harmed_then_goes_with_what_continues_it(harm: str, has_database: bool, filled: Path):
     user = open_folder(filled)
-    harm(file_of(filled, FIRST))
+    HARMS[harm](file_of(filled, FIRST))
     if not has_database:
         (filled / "prompts.sqlite").unlink()
     with pytest.warns(UserWarning, match=r"\.safetensors .* It was removed from the store\.$"):

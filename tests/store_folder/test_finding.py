@@ -27,9 +27,9 @@ from store_folder.stored import (
 PROMPT = tuple(range(5000))
 
 
-def runs(folder: Folder, tokens: Tokens, whole_nodes: bool = True) -> list[tuple[int, int, int]]:
+def runs(folder: Folder, tokens: Tokens) -> list[tuple[int, int, int]]:
     """Return of each part where its node begins, where that ends, and where the part ends."""
-    with found(folder, tokens, whole_nodes=whole_nodes) as match:
+    with found(folder, tokens) as match:
         return [(part.node.start, part.node.end, part.end) for part in match.parts]
 
 
@@ -40,7 +40,7 @@ def test_prompt_when_leaving_another_then_shares_its_whole_blocks(cut: int, path
     assert num_found(open_folder(path), second) == cut
     assert keep(folder, second)
     shared, end = cut // BLOCK * BLOCK, cut + 200
-    assert runs(folder, second, False) == [(0, 1000, shared)] * (shared > 0) + [(shared, end, end)]
+    assert runs(folder, second) == [(0, 1000, shared)] * (shared > 0) + [(shared, end, end)]
     assert num_found(folder, PROMPT) == 1000
     assert not keep(folder, second[: cut + 1])
 
@@ -53,20 +53,6 @@ def test_turn_when_added_to_a_long_chat_then_no_old_file_changes(path: Path):
     keep(folder, chat + PROMPT[:200])
     assert all(file.read_bytes() == content for file, content in before.items())
     assert bytes_of_nodes(path) - num_bytes <= len(states_of(chat + PROMPT[:200], 19_968)) + 4096 + 1200
-
-
-@pytest.mark.parametrize("end", [1, 63, 64, 65, 100, 127, 128, 2048])
-def test_node_when_whole_is_found_only_by_prompts_with_all_of_it(end: int, path: Path):
-    folder, border = open_folder(path), end // BLOCK * BLOCK
-    assert keep(folder, PROMPT[:end], whole_nodes=True)
-    for length, expected in ((end - 1, 0), (end, end), (end + 1, end), (5000, end)):
-        assert num_found(folder, PROMPT[:length], whole_nodes=True) == expected
-    assert num_found(folder, (*PROMPT[: end - 1], 9, *PROMPT[end:]), whole_nodes=True) == 0
-    assert num_found(folder, PROMPT[: end - 1]) == end - 1
-    if end > BLOCK:
-        # The block that the node begins is of the next part.
-        assert keep(folder, PROMPT, whole_nodes=True)
-        assert runs(folder, PROMPT) == [(0, end, border), (border, 5000, 5000)]
 
 
 def test_write_that_fails_is_told_and_leaves_nothing(path: Path):

@@ -1,6 +1,5 @@
 """Files of others, of processes that have ended, links and owners."""
 
-import json
 import os
 from pathlib import Path
 
@@ -39,14 +38,11 @@ def test_files_of_others_when_among_unfinished_ones_then_stay(name: str, path: P
 
 
 def test_safetensors_of_another_program_when_named_as_a_node_then_goes(path: Path):
-    metadata = {"format": "hf_hybrid_cache.prefix_store", "node": json.dumps({"parent": None, "start": 0})}
-    file = path / "nodes" / f"{NAME}.safetensors"
-    for named in ({}, metadata, metadata | {"format_version": "2"}):
+    open_folder(path)
+    save_file({"keys": np.zeros((1, 4), np.uint8)}, path / "nodes" / f"{NAME}.safetensors", {"format_version": "2"})
+    with pytest.warns(UserWarning, match="is a safetensors file, but not of a cache. It was removed"):
         open_folder(path)
-        save_file({"keys": np.zeros((1, 4), np.uint8)}, file, named)
-        with pytest.warns(UserWarning, match="is a safetensors file, but not of a cache. It was removed"):
-            open_folder(path)
-        check_whole(path)
+    check_whole(path)
 
 
 def test_folder_with_other_files_is_refused_and_stays(path: Path):
