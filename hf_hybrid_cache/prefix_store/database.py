@@ -96,7 +96,6 @@ class Database:
     def changing(self) -> Iterator["Nodes"]:
         """Change the nodes; nobody else does so meanwhile. After an error they are as they were."""
         with self._told("changed"), closing(self._connected()) as connection:
-            connection.execute("BEGIN IMMEDIATE")
             try:
                 if not _schema(connection):
                     _make(connection)
@@ -225,9 +224,7 @@ class Nodes:
                 near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
                 for node in near:
                     if node.start * KEY_BYTES != index * BLOCK_BYTES:
-                        raise DamagedDatabaseError(
-                            f"The node {node.name} begins in another place than its prefix ends."
-                        )
+                        raise DamagedDatabaseError(f"The node {node.name} has another prefix.")
                     if node.id not in left_out and (common := num_common(node.keys, rest)):
                         found.append((node.start + common, -node.start, node))
             if not found:

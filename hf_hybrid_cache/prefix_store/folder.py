@@ -502,25 +502,31 @@ class Folder:
 
     def _read(self, act: Callable[[Nodes], _T]) -> _T:
         """Do something with the nodes as they are now."""
-        return self._with(self._database.reading, "read", act)
+        with reported(self.path, "cannot be read"):
+            return self._done(self._database.reading, act)
 
     def _change(self, act: Callable[[Nodes], _T]) -> _T:
         """Do something that changes the nodes, or nothing."""
-        return self._with(self._database.changing, "changed", act)
+        with reported(self.path, "cannot be changed"):
+            return self._done(self._database.changing, act)
 
-    def _with(self, opened: Callable[[], AbstractContextManager[Nodes]], what: str, act: Callable[[Nodes], _T]) -> _T:
-        with reported(self.path, f"cannot be {what}"):
+    def _done(self, transaction: Callable[[], AbstractContextManager[Nodes]], act: Callable[[Nodes], _T]) -> _T:
+        """Act in a transaction, beside others; with a database that is damaged alone, when it has been made again."""
+        with contextlib.suppress(DamagedDatabaseError), locked_folder(self.path, False, self._lock_seconds):
+            with transaction() as nodes:
+                return act(nodes)
+        with locked_folder(self.path, True, self._lock_seconds):
             try:
-                with opened() as nodes:
+                with transaction() as nodes:  # another process may have made it again
                     return act(nodes)
             except DamagedDatabaseError as error:
                 self._make_database_again(error)
-            with opened() as nodes:
+            with transaction() as nodes:
                 return act(nodes)
 
     def _make_database_again(self, reason: DamagedDatabaseError) -> None:
         """Make the database again from the files. An empty one is new, and what its journal has does not count."""
-        warnings.warn(f"{reason} It is made again from the files.", stacklevel=3)
+        warnings.warn(f"{reason} It is made again from the files.", stacklevel=4)
         with contextlib.suppress(FileExistsError):
             open_file(self._database.path, "xb+").close()
         os.truncate(self._database.path, 0)

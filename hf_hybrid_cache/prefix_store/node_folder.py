@@ -11,7 +11,7 @@ from typing import BinaryIO
 from .database import NAME, Node
 from .errors import PrefixStoreFolderError
 from .node_file import SUFFIX
-from .private_files import Lock, open_file, try_lock, wait_to_share
+from .private_files import Lock, open_file, try_lock, wait_for_lock
 
 
 class NodeFolder:
@@ -68,7 +68,7 @@ class NodeFolder:
                 file = stack.enter_context(open_file(self.path_of(node.name)))
             except FileNotFoundError:
                 return None
-            if not wait_to_share(file, self._lock_seconds):
+            if not wait_for_lock(file, False, self._lock_seconds):
                 raise PrefixStoreFolderError(self.path, f"has a locked file, {file.name}. Is a process stopped?")
             if not os.fstat(file.fileno()).st_nlink:
                 return None

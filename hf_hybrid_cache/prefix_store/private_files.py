@@ -76,19 +76,34 @@ def try_lock(file: BinaryIO | int, exclusive: bool) -> Lock:
     return Lock.HELD
 
 
-def wait_to_share(file: BinaryIO, seconds: float) -> bool:
+def wait_for_lock(file: BinaryIO | int, exclusive: bool, seconds: float) -> bool:
     """
-    Wait for a share of the lock of an open file; false if another still holds it alone after so many seconds.
+    Wait for the lock of an open file, alone or beside others; return false if another refuses it for so many seconds.
 
     `flock` itself would wait without end, for a stopped process too.
     """
     end, wait = time.monotonic() + seconds, _FIRST_WAIT
-    while try_lock(file, False) is Lock.REFUSED:
+    while try_lock(file, exclusive) is Lock.REFUSED:
         if time.monotonic() > end:
             return False
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT)
     return True
+
+
+@contextmanager
+def locked_folder(folder: Path, exclusive: bool, seconds: float) -> Iterator[None]:
+    """Hold the lock of a folder, alone or beside others, if another does not refuse it too long. Windows has none."""
+    if not hasattr(os, "O_DIRECTORY"):
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not wait_for_lock(handle, exclusive, seconds):
+            raise PrefixStoreFolderError(folder, f"has been in use by another process for {seconds} s. Is one stopped?")
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

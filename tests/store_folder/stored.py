@@ -64,7 +64,7 @@ def add(folder: Folder, tokens: Tokens, start: int, identity: bytes = IDENTITY, 
 
 
 def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> Match:
-    """Find a prompt, and check all states; nodes that turn out to be damaged are removed, as a user of a folder does."""
+    """Find a prompt, and check all states; damaged nodes are removed, as a user of a folder does."""
     for _ in range(5):
         match = folder.find(identity, keys_of(tokens), whole_nodes)
         try:

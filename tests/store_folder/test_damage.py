@@ -3,12 +3,10 @@
 import os
 import resource
 import shutil
-import sqlite3
 import stat
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,11 +17,11 @@ from hf_hybrid_cache.files.tensor_file import CacheFileError
 from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError, PrefixStoreFolderError
 from hf_hybrid_cache.prefix_store.folder import Folder
 from hf_hybrid_cache.prefix_store.private_files import Lock, try_lock
+
+from common.soak import budget, count
 from store_folder.stored import IDENTITY, Tokens, keep, keys_of, num_found, open_folder, section_of
 from store_folder.test_histories import alter, alter_head, alter_states, cut
 from store_folder.trials import check_whole
-
-from common.soak import budget, count
 
 FIRST = tuple(range(300))
 SECOND = (*FIRST[:200], *range(1000, 1100))
@@ -49,31 +47,12 @@ def file_of(path: Path, tokens: Tokens) -> Path:
         return match.parts[-1].path
 
 
-def make_empty(file: Path) -> None:
-    os.truncate(file, 0)
+def in_its_place(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def harm(file: Path) -> None:
+        file.unlink()
+        make(file)
 
-
-def lengthen(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"x")
-
-
-def claim_more_than_memory(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.write((2**62).to_bytes(8, "little"))
-
-
-def make_sparse(file: Path) -> None:
-    os.truncate(file, 2**42)
-
-
-def make_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def make_socket(file: Path) -> None:
-    file.unlink()
-    os.mknod(file, stat.S_IFSOCK | 0o600)
+    return harm
 
 
 def make_link(file: Path) -> None:
@@ -82,33 +61,39 @@ def make_link(file: Path) -> None:
     file.symlink_to(elsewhere)
 
 
-def make_foreign(file: Path) -> None:
-    file.write_bytes(b"\x89PNG" + bytes(9000))
-
-
-def put_another_here(file: Path) -> None:
-    shutil.copy(file_of(file.parents[1], THIRD), file)
-
-
-HARMS = [cut, make_empty, lengthen, alter_head, alter_states, claim_more_than_memory, make_sparse, make_foreign]
+HARMS: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "altered head": alter_head,
+    "altered states": alter_states,
+    "empty": in_its_place(Path.touch),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "a header larger than memory": lambda file: file.write_bytes((2**62).to_bytes(8, "little") + file.read_bytes()[8:]),
+    "a file larger than memory": lambda file: os.truncate(file, 2**42),
+    "foreign": lambda file: file.write_bytes(b"\x89PNG" + bytes(9000)),
+    "of another prompt": lambda file: shutil.copy(file_of(file.parents[1], THIRD), file),
+}
 if sys.platform == "linux":
-    HARMS += [make_pipe, make_socket, make_link]
+    HARMS |= {
+        "pipe": in_its_place(os.mkfifo),
+        "socket": in_its_place(lambda file: os.mknod(file, stat.S_IFSOCK | 0o600)),
+        "link": make_link,
+    }
 
 
+@pytest.mark.filterwarnings("ignore:.*made again")
 @pytest.mark.parametrize("has_database", [True, False])
-@pytest.mark.parametrize("harm", [*HARMS, put_another_here])
-def test_file_when_harmed_then_goes_with_what_continues_it(harm: Any, has_database: bool, filled: Path):
-    users = [open_folder(filled)]
-    harm(file_of(filled, FIRST))
+@pytest.mark.parametrize("harm", HARMS)
+def test_file_when_harmed_then_goes_with_what_continues_it(harm: str, has_database: bool, filled: Path):
+    user = open_folder(filled)
+    HARMS[harm](file_of(filled, FIRST))
+    if not has_database:
+        (filled / "prompts.sqlite").unlink()
     with pytest.warns(UserWarning, match=r"\.safetensors .* It was removed from the store\.$"):
-        if not has_database:
-            (filled / "prompts.sqlite").unlink()
-            users.append(open_folder(filled))
-        assert num_found(users[-1], FIRST) == 0
-    for each in (*users, open_folder(filled)):
+        assert num_found(user, FIRST) == 0
+    for each in (user, open_folder(filled)):
         assert all_found(each) == [0, 0, 100]
     check_whole(filled)
-    assert keep(users[0], FIRST)
+    assert keep(user, FIRST)
 
 
 @pytest.mark.parametrize("has_database", [True, False])
@@ -148,7 +133,8 @@ def test_file_that_cannot_be_opened_now_is_not_removed(filled: Path):
         try:
             open_folder(filled)
         except PrefixStoreFolderError as error:
-            assert "cannot be" in str(error)
+            if "cannot be" not in str(error):
+                raise
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert sorted((filled / "nodes").iterdir()) == files
@@ -166,22 +152,6 @@ def test_file_that_was_removed_by_hand_takes_what_continues_it(filled: Path):
     assert user.entries() == []
     assert keep(user, THIRD)
     check_whole(filled)
-
-
-@ignores_removals
-@pytest.mark.parametrize("harm", [cut, lambda file: open_folder(file.parents[1]).remove(file.stem)])
-def test_node_when_harmed_just_before_its_use_then_is_not_found(
-    harm: Callable[[Path], None], filled: Path, monkeypatch: pytest.MonkeyPatch
-):
-    file, pin = file_of(filled, THIRD), Folder._pin
-
-    def harmed_before(*arguments: Any) -> Any:
-        monkeypatch.undo()
-        harm(file)
-        return pin(*arguments)
-
-    monkeypatch.setattr(Folder, "_pin", harmed_before)
-    assert num_found(open_folder(filled), THIRD) == 0
 
 
 def test_node_when_its_file_is_locked_for_too_long_then_is_told(filled: Path):
@@ -206,17 +176,6 @@ def test_node_when_the_one_before_it_goes_meanwhile_then_is_not_added(filled: Pa
         user.add(IDENTITY, keys_of((*THIRD, 1)), 64, [type(section)("states", section.forms, data)])
     assert len(user.entries()) == 2
     check_whole(filled)
-
-
-def test_file_when_harmed_while_the_folder_is_locked_then_stays_unused(filled: Path):
-    user = open_folder(filled, lock_seconds=0)
-    cut(file_of(filled, THIRD))
-    with closing(sqlite3.connect(filled / "prompts.sqlite")) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.warns(UserWarning, match="stays: .* has been locked by another process"):
-            assert num_found(user, THIRD) == 0
-    with pytest.warns(UserWarning, match="It was removed from the store"):
-        assert num_found(user, THIRD) == 0
 
 
 @ignores_removals
@@ -274,7 +233,7 @@ def test_folder_when_harmed_at_random_then_finds_nothing_wrong(path: Path):
     for tokens in prompts:
         keep(open_folder(path), tokens)
     shutil.copytree(path, good := path.parent / "good")
-    for seed in range(budget(600, 20_000)):
+    for seed in range(budget(300, 20_000)):
         random = Random(seed)
         shutil.rmtree(path)
         shutil.copytree(good, path)
@@ -291,7 +250,8 @@ def test_folder_when_harmed_at_random_then_finds_nothing_wrong(path: Path):
                     known.remove_damaged(name)
             except PrefixStoreFolderError as error:
                 # A store of another program, for all that one can see, is not touched.
-                assert "give another folder" in str(error), seed
+                if "give another folder" not in str(error):
+                    raise
                 continue
             assert known.damages() == {}, seed
             for tokens in prompts:

@@ -1,6 +1,9 @@
 """A change of a folder that ends anywhere leaves what was there, whole, and is done or not."""
 
 import errno
+import os
+import resource
+import subprocess
 import sys
 import warnings
 from functools import partial
@@ -9,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from store_folder.trials import CHANGES, check, prepared
+from hf_hybrid_cache.prefix_store.errors import PrefixStoreFolderError
 
 from common.interruptions import Interruption
 from common.programs import run_program
 from common.soak import budget, count
+from store_folder.trials import CHANGES, check, prepared
 
 # A file that was being opened when the error came is closed when it is freed.
+REASONS = "has no room", "No space left", "File too large", "disk is full", "disk I/O error"
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 
@@ -53,3 +58,59 @@ def test_process_when_killed_at_any_call_then_leaves_a_whole_folder(path: Path):
     every = 29 if budget(5, 5) < 5 else 1
     run_program(f"from store_folder import trials; trials.kill_everywhere({str(path)!r}, {every})")
     count("changes of a prefix store killed at every so many calls", len(CHANGES))
+
+
+def is_done(change: str, path: Path) -> bool:
+    """Make a change; return false if it was told that it does not fit."""
+    try:
+        CHANGES[change](path)
+    except PrefixStoreFolderError as error:
+        if not any(reason in str(error) for reason in REASONS):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("change", ["fill", "add", "add_in_place_of_others", "make_database"])
+def test_change_when_files_cannot_grow_then_was_not(change: str, path: Path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    results = []
+    for num_bytes in range(0, 50_000, 50_000 // budget(100, 2000)):
+        prepared(path, change)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            results.append(is_done(change, path))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        check(path, change)
+    assert results == sorted(results)
+    assert set(results) == {False, True}
+
+
+def is_mounted(path: Path, options: str) -> bool:
+    path.mkdir(exist_ok=True)
+    return not subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True).returncode
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
+@pytest.mark.parametrize("change", ["fill", "add"])
+def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
+    disk = tmp_path / "disk"
+    if not is_mounted(disk, "size=1m"):
+        pytest.skip("may not mount")
+    try:
+        num_pages = 1  # none is no limit
+        while True:
+            prepared(disk / "store", change)
+            status = os.statvfs(disk)
+            used = (status.f_blocks - status.f_bfree) * status.f_frsize
+            assert is_mounted(disk, f"remount,size={used + 4096 * num_pages}")
+            result = is_done(change, disk / "store")
+            assert is_mounted(disk, "remount,size=1m")
+            check(disk / "store", change, may_lose=True)  # prompts may make room
+            if result:
+                break
+            num_pages += 1
+        assert num_pages > 5
+    finally:
+        subprocess.run(["umount", disk], check=True)

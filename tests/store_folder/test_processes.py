@@ -102,21 +102,18 @@ def test_process_that_reads_keeps_its_prompt_until_it_ends(path: Path):
     user.remove(name)
 
 
-def test_file_being_written_stays_until_its_process_ends(path: Path):
-    with started(f"write_slowly({str(path)!r})") as process:
-        assert told(process) == "writing"
-        assert num_found(open_folder(path), PROMPT) == 0
-        assert len(list((path / "unfinished").iterdir())) == 1
-    check_whole(path)
-
-
 def test_prompt_when_kept_by_two_at_once_then_is_there_once(path: Path):
-    with started(f"write_slowly({str(path)!r})") as process:
-        assert told(process) == "writing"
+    calls = [f"write_slowly({str(path)!r})"] * 2
+    with started(calls[0]) as process, started(calls[1]) as lost:
+        assert told(process) == told(lost) == "writing"
+        assert num_found(open_folder(path), PROMPT) == 0
+        lost.kill()
+        lost.wait()
         assert keep(open_folder(path), PROMPT)
+        (unfinished,) = (path / "unfinished").iterdir()
         tell(process)
         (file,) = (path / "nodes").iterdir()
-        assert told(process) == file.stem
+        assert told(process) == file.stem != unfinished.name
         assert process.wait() == 0
     check_whole(path)
     assert [*(path / "nodes").iterdir()] == [file]
