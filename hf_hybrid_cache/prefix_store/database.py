@@ -97,6 +97,7 @@ class Database:
         """Change the nodes; nobody else does so meanwhile. After an error they are as they were."""
         with self._told("changed"), closing(self._connected()) as connection:
             try:
+                connection.execute("BEGIN IMMEDIATE")
                 if not _schema(connection):
                     _make(connection)
                 _require_schema(connection, self.path)

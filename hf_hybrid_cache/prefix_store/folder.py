@@ -32,7 +32,7 @@ from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, P
 from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
 from .node_file import Head, damage, new_file, opened, opened_node, require_damage
 from .node_folder import NodeFolder
-from .private_files import Lock, is_own, make_own_folder, open_file, reported, try_lock
+from .private_files import Lock, is_own, locked_folder, make_own_folder, open_file, reported, try_lock
 
 _DATABASE, _NODES, _UNFINISHED = "prompts.sqlite", "nodes", "unfinished"
 _OURS = {_DATABASE, f"{_DATABASE}-journal", _NODES, _UNFINISHED}
@@ -512,9 +512,9 @@ class Folder:
 
     def _done(self, transaction: Callable[[], AbstractContextManager[Nodes]], act: Callable[[Nodes], _T]) -> _T:
         """Act in a transaction, beside others; with a database that is damaged alone, when it has been made again."""
-        with contextlib.suppress(DamagedDatabaseError), locked_folder(self.path, False, self._lock_seconds):
-            with transaction() as nodes:
-                return act(nodes)
+        beside_others = locked_folder(self.path, False, self._lock_seconds)
+        with contextlib.suppress(DamagedDatabaseError), beside_others, transaction() as nodes:
+            return act(nodes)
         with locked_folder(self.path, True, self._lock_seconds):
             try:
                 with transaction() as nodes:  # another process may have made it again
