@@ -1,15 +1,10 @@
 """Nodes whose checksums fit and whose descriptions are others."""
 
 import json
-import math
-import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-_BYTES = {"F32": 4, "U8": 1}
-
 
 def parts_of(path: Path) -> tuple[Any, bytes]:
     """Return the header of a file as JSON has it, and the data after it."""
@@ -22,13 +17,7 @@ def write(path: Path, tree: Any, data: bytes) -> None:
     """Write a file with this header, whose checksum fits, and let the database be made again."""
     text = json.dumps(tree).encode()
     header = len(text).to_bytes(8, "little") + text
-    checksum = zlib.crc32(header).to_bytes(4, "little")
-    path.write_bytes(header + data[:-4] + checksum if data else header)
-    if not data:
-        size = len(header) + max(each["data_offsets"][1] for name, each in tree.items() if name != "__metadata__")
-        os.truncate(path, size - 4)
-        with path.open("ab") as file:
-            file.write(checksum)
+    path.write_bytes(header + data[:-4] + zlib.crc32(header).to_bytes(4, "little"))
     (path.parents[1] / "prompts.sqlite").unlink(missing_ok=True)
 
 
@@ -50,24 +39,6 @@ def describe(path: Path, tree: Any) -> None:
     states = tree.get("states") if isinstance(tree, dict) else tree
     header["__metadata__"] |= {"description": json.dumps(rest), "states": json.dumps(states)}
     write(path, header, data)
-
-
-def enlarge(path: Path, sizes: dict[int, int]) -> None:
-    """Let the tensors of a node have other sizes, and no content, but for its keys."""
-    header, data = parts_of(path)
-    (_, keys_end), end = header["keys"]["data_offsets"], 0
-    for name, tensor in header.items():
-        if name in ("__metadata__", "keys", "checksum"):
-            continue
-        tensor["shape"] = [sizes.get(each, each) for each in tensor["shape"]]
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            tensor["data_offsets"] = [end, end + _BYTES[tensor["dtype"]] * math.prod(tensor["shape"])]
-            end = tensor["data_offsets"][1]
-    write(path, header, b"")
-    with path.open("r+b") as file:
-        file.seek(8 + len(json.dumps(header).encode()))
-        file.write(data[:keys_end])
 
 
 def change(path: Path, act: Callable[[Any], object]) -> None:
