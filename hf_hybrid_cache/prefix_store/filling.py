@@ -1,9 +1,9 @@
 """Filling an empty cache from the nodes of a prompt."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Protocol
 
 from ..cache import Contents
 from ..files.description import States
@@ -16,24 +16,20 @@ from .states import NodeStates
 _READERS = 2
 
 
-class StoredPart(NamedTuple):
+class StoredPart(Protocol):
+    """A node on the way to a prompt's last stored token, which opens its file."""
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to its end, or up to the last one that is used of the last node."""
+
+    def open(self) -> TensorFile:
+        """Open the file, or raise `CacheFileError`."""
+
+
+def fill(contents: Contents, parts: Sequence[StoredPart]) -> NodeStates:
     """
-    A node on the way to a prompt's last stored token.
-
-    Attributes:
-        open: opens its file.
-        states: that it has.
-        end: number of tokens up to its end, or up to the last one that is used of the last node.
-    """
-
-    open: Callable[[], TensorFile]
-    states: NodeStates
-    end: int
-
-
-def fill(contents: Contents, parts: Sequence[StoredPart]) -> None:
-    """
-    Put the states of nodes into the empty layers of a cache.
+    Put the states of nodes into the empty layers of a cache, and return what the last one says of them.
 
     Args:
         contents: of the cache.
@@ -44,22 +40,29 @@ def fill(contents: Contents, parts: Sequence[StoredPart]) -> None:
         ValueError: the nodes do not fit the layers, or each other; likewise.
         HostMemoryError: host memory would not suffice.
     """
-    last, files = parts[-1], list[TensorFile]()
-    if len(last.states.layers) != len(contents.layers):
-        raise ValueError(f"there are {len(last.states.layers)} layers there and {len(contents.layers)} here")
+    end, files, states = parts[-1].end, list[TensorFile](), list[NodeStates]()
     for part in parts:
         with part.open() as file:  # the headers of all, and few open files
             files.append(file)
-            if part.states.codecs:
-                _take_codecs(file, part.states, contents.stores)
-    filling = _Nodes(parts, files)
+            states.append(states_of(file))
+            if states[-1].codecs:
+                _take_codecs(file, states[-1], contents.stores)
+    if len(states[-1].layers) != len(contents.layers):
+        raise ValueError(f"there are {len(states[-1].layers)} layers there and {len(contents.layers)} here")
+    filling = _Nodes(files, states, end)
     takes = [filling.place(index, layer) for index, layer in enumerate(contents.layers)]
     with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(_read, parts, filling.of_nodes))
     for take in takes:
         take()
-    if contents.num_tokens != last.end:
+    if contents.num_tokens != end:
         raise ValueError(f"they are states of {contents.num_tokens:,} tokens")
+    return states[-1]
+
+
+def states_of(file: TensorFile) -> NodeStates:
+    """Return what a node says of its states; raise `ValueError` if it says something else."""
+    return NodeStates.from_json(file.metadata.get("states", ""))
 
 
 class _Nodes(Filling):
@@ -67,11 +70,11 @@ class _Nodes(Filling):
 
     are_shards = True
 
-    def __init__(self, parts: Sequence[StoredPart], files: Sequence[TensorFile]):
-        super().__init__(files[-1], parts[-1].states)
-        self.of_nodes: list[Targets] = [*({} for _ in parts[:-1]), self.targets]
-        self._nodes = list(zip(files, (part.states.first_rows for part in parts), self.of_nodes, strict=True))
-        self._end = parts[-1].end
+    def __init__(self, files: Sequence[TensorFile], states: Sequence[NodeStates], end: int):
+        super().__init__(files[-1], states[-1])
+        self.of_nodes: list[Targets] = [*({} for _ in files[:-1]), self.targets]
+        self._nodes = list(zip(files, (each.first_rows for each in states), self.of_nodes, strict=True))
+        self._end = end
 
     def entries(self, states: States) -> dict[str, int]:
         return states.entries | ({"states": self._end} if "states" in states.entries else {})

@@ -9,7 +9,7 @@ from functools import partial
 from ..cache import HybridCache, contents_of
 from ..processes import Agreement
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError
-from .filling import StoredPart, fill
+from .filling import fill, states_of
 from .folder import Folder, Match
 from .keys import as_bytes, as_keys, num_common, token_ids_of
 from .prompt import Prompt
@@ -73,22 +73,15 @@ def find_all(folder: Folder, prompt: Prompt) -> Found:
     while True:
         match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
         try:
-            states = [part.states for part in parts_of(match)]
-            return Found(match, match.num_tokens, states=states[-1] if states else None)
+            states = None
+            if match.parts:
+                with match.parts[-1].open() as file:
+                    states = states_of(file)
+            return Found(match, match.num_tokens, states=states)
         except ValueError:
             match.close()
             if not _removed_damaged(folder, match):
                 raise
-
-
-def parts_of(match: Match) -> list[StoredPart]:
-    """Return the nodes of a match with their states; raise `ValueError` if one is damaged or of no use."""
-    parts = []
-    for part in match.parts:
-        with part.open() as file:
-            states = NodeStates.from_json(file.metadata["states"])
-        parts.append(StoredPart(part.open, states, part.end))
-    return parts
 
 
 def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> Found:
@@ -118,9 +111,7 @@ def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> Found:
         if not found.num_tokens:
             return None
         try:
-            parts = parts_of(found.match)
-            fill(prompt.contents, parts)
-            return parts[-1].states
+            return fill(prompt.contents, found.match.parts)
         except ValueError as error:
             found.match.close()
             failed.add(last := found.match.parts[-1].node.name)

@@ -18,7 +18,7 @@ from ..token_ids import TokenIds
 from .description import Description
 from .errors import NodeNotFoundError, PrefixStoreError
 from .filling import fill
-from .finding import empty, find, find_all, obstacles, parts_of, take_over
+from .finding import empty, find, find_all, obstacles, take_over
 from .generating import generate
 from .keeping import Keeper, Replaced
 from .keys import token_ids_of
@@ -255,7 +255,7 @@ class PrefixStore(StoredPrompts):
                 if match.num_tokens != len(keys):
                     raise PrefixStoreError(f"{stored.name} is not in {self.path} any more, or not all of it.")
                 try:
-                    fill(contents_of(cache), parts_of(match))
+                    fill(contents_of(cache), match.parts)
                 except ValueError as error:
                     raise PrefixStoreError(f"{stored.name} cannot be gone on with: {error}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+
 def parts_of(path: Path) -> tuple[Any, bytes]:
     """Return the header of a file as JSON has it, and the data after it."""
     content = path.read_bytes()
@@ -14,11 +15,10 @@ def parts_of(path: Path) -> tuple[Any, bytes]:
 
 
 def write(path: Path, tree: Any, data: bytes) -> None:
-    """Write a file with this header, whose checksum fits, and let the database be made again."""
+    """Write a file with this header, whose checksum fits."""
     text = json.dumps(tree).encode()
     header = len(text).to_bytes(8, "little") + text
     path.write_bytes(header + data[:-4] + zlib.crc32(header).to_bytes(4, "little"))
-    (path.parents[1] / "prompts.sqlite").unlink(missing_ok=True)
 
 
 def nodes_of(folder: Path) -> list[Path]:
@@ -33,12 +33,13 @@ def description_of(path: Path) -> Any:
 
 
 def describe(path: Path, tree: Any) -> None:
-    """Give a node another description."""
+    """Give a node another description, and let the database be made again."""
     header, data = parts_of(path)
     rest = {name: value for name, value in tree.items() if name != "states"} if isinstance(tree, dict) else tree
     states = tree.get("states") if isinstance(tree, dict) else tree
     header["__metadata__"] |= {"description": json.dumps(rest), "states": json.dumps(states)}
     write(path, header, data)
+    (path.parents[1] / "prompts.sqlite").unlink(missing_ok=True)
 
 
 def change(path: Path, act: Callable[[Any], object]) -> None:

@@ -4,9 +4,8 @@ import json
 import math
 import zlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache
 from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorFile, TensorForm
-from hf_hybrid_cache.prefix_store.filling import StoredPart, fill
+from hf_hybrid_cache.prefix_store.filling import fill, states_of
 from hf_hybrid_cache.prefix_store.states import NodeStates, states_since
 from hf_hybrid_cache.storage import GRANULE
 
+from .forged import parts_of, write
 from .prompts import FORMS, are_equal, held, next_logits
 from models.tiny_models import random_prompt, tiny_model
 
@@ -28,14 +28,24 @@ PROMPT = random_prompt(1, 1400)
 ENDS = [300, 640, 1281]
 
 
-def opened(path: Path) -> TensorFile:
-    return TensorFile(path, path.open("rb", buffering=0))
+class Written(NamedTuple):
+    """The file of a node, and up to which token it is used."""
+
+    path: Path
+    end: int
+
+    def open(self) -> TensorFile:
+        return TensorFile(self.path, self.path.open("rb", buffering=0))
+
+    def states(self) -> NodeStates:
+        with self.open() as file:
+            return states_of(file)
 
 
 @torch.no_grad()
-def written(folder: Path, family: str, form: str, ends: list[int] = ENDS) -> list[StoredPart]:
+def written(folder: Path, family: str, form: str, ends: list[int] = ENDS) -> list[Written]:
     """Read a prompt in passes, and write a node after each of them."""
-    model, parts, before = tiny_model(family), list[StoredPart](), None
+    model, parts, before = tiny_model(family), list[Written](), None
     cache, start = FORMS[form](model.config), 0
     tokens = Section("tokens", {"tokens": TensorForm("int32", (1,))}, lambda: [[b"1234"]])
     for end in ends:
@@ -46,14 +56,9 @@ def written(folder: Path, family: str, form: str, ends: list[int] = ENDS) -> lis
         path = folder / f"{end}"
         with path.open("wb") as file:
             NewFile({"states": before.to_json()}, [tokens, *sections], alignment=64).write(file)
-        parts.append(StoredPart(partial(opened, path), stored_states(path), end))
+        parts.append(Written(path, end))
         start = end
     return parts
-
-
-def stored_states(path: Path) -> NodeStates:
-    with opened(path) as file:
-        return NodeStates.from_json(file.metadata["states"])
 
 
 @torch.no_grad()
@@ -67,7 +72,7 @@ def read(family: str, form: str, ends: list[int]) -> HybridCache:
     return cache
 
 
-def filled(family: str, form: str, parts: list[StoredPart]) -> HybridCache:
+def filled(family: str, form: str, parts: list[Written]) -> HybridCache:
     cache = FORMS[form](tiny_model(family).config)
     fill(contents_of(cache), parts)
     return cache
@@ -102,10 +107,15 @@ def test_a_damaged_node_is_refused(position: int, tmp_path: Path):
         filled("llama", "quantized", parts)
 
 
-def forged(part: StoredPart, change: Callable[[Any], object]) -> StoredPart:
-    tree = json.loads(part.states.to_json())
+def forged(part: Written, change: Callable[[Any], object]) -> Written:
+    """Give a node a copy with other states, and the checksums that fit."""
+    tree = json.loads(part.states().to_json())
     change(tree)
-    return part._replace(states=NodeStates.from_json(json.dumps(tree)))
+    header, data = parts_of(part.path)
+    header["__metadata__"]["states"] = json.dumps(tree)
+    copy = part.path.with_name(f"forged {part.path.name}")
+    write(copy, header, data)
+    return part._replace(path=copy)
 
 
 def set_states(**values: Any) -> Callable[[Any], object]:
@@ -134,7 +144,7 @@ def set_states(**values: Any) -> Callable[[Any], object]:
 def test_a_forged_description_is_refused_before_it_is_used(change: Any, tmp_path: Path):
     *_, last = written(tmp_path, "llama", "full")
     with pytest.raises(ValueError, match=r"\w"):
-        forged(last, change)
+        forged(last, change).states()
     for text in ("[]", "{}", "NaN", "[" * 100_000, ""):
         with pytest.raises(ValueError, match=r"\w"):
             NodeStates.from_json(text)
@@ -199,8 +209,8 @@ def test_blocks_that_leave_no_sinks_are_refused(tmp_path: Path):
 
 def test_a_sparse_node_larger_than_memory_takes_no_memory(tmp_path: Path):
     (last,) = written(tmp_path, "llama", "full", [64])
-    states = forged(last, set_all(num_kv_heads=2**15, key_dim=2**15, value_dim=2**15)).states
-    tree, end = dict[str, Any](), 0
+    states = forged(last, set_all(num_kv_heads=2**15, key_dim=2**15, value_dim=2**15)).states()
+    tree, end = dict[str, Any](__metadata__={"states": states.to_json()}), 0
     for index in range(len(states.layers)):
         for role, dims in (("keys", (2**15, GRANULE)), ("values", (GRANULE, 2**15))):
             shape = 1, 1, 2**15, *dims
@@ -214,4 +224,4 @@ def test_a_sparse_node_larger_than_memory_takes_no_memory(tmp_path: Path):
         file.seek(len(header) + end)
         file.write(zlib.crc32(header).to_bytes(4, "little"))
     with pytest.raises(HostMemoryError):
-        filled("llama", "full", [StoredPart(partial(opened, tmp_path / "sparse"), states, 64)])
+        filled("llama", "full", [Written(tmp_path / "sparse", 64)])
