@@ -119,8 +119,9 @@ def _head_of(file: TensorFile) -> Head:
     if (metadata.get("format"), metadata.get("format_version")) != (_FORMAT, _VERSION):
         raise CacheFileError(file.path, f"is no node of version {_VERSION}.")
     keys = file.tensors(_KEYS).get(_KEYS)
-    if keys is None or keys.form != ("uint8", (num_tokens := keys.form.shape[0], KEY_BYTES)):
+    if keys is None or keys.form.dtype != "uint8" or keys.form.shape[1:] != (KEY_BYTES,):
         raise CacheFileError(file.path, "has no keys.")
+    num_tokens = keys.form.shape[0]
     if not 0 < num_tokens <= MOST_TOKENS:
         raise CacheFileError(file.path, f"has {num_tokens:,} tokens.")
     data = bytearray(keys.form.num_bytes)
