@@ -1,6 +1,7 @@
 """The database of a folder says what is there; what it lost, the files have."""
 
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError, PrefixStoreFo
 from hf_hybrid_cache.prefix_store.keys import as_bytes, prefix_digests
 
 from store_folder.stored import BLOCK, IDENTITY, Tokens, keep, keys_of, num_found, open_folder
+from store_folder.test_histories import alter
 from store_folder.trials import check_whole
 
 PROMPTS: list[Tokens] = [tuple(range(number, number + 200)) for number in range(5)]
@@ -62,6 +64,14 @@ def connection_that_changes(database: Path) -> sqlite3.Connection:
     return connection
 
 
+def alter_keys(database: Path, place: int) -> None:
+    """Alter the keys of a prompt where they are in the table, or in the index."""
+    keys, content = as_bytes(keys_of(PROMPTS[4])), database.read_bytes()
+    places = [match.start() for match in re.finditer(re.escape(keys[-40:]), content)]
+    assert len(places) == 2
+    alter(database, places[place])
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "half of it": lambda database: os.truncate(database, database.stat().st_size // 2),
     "gone": Path.unlink,
@@ -70,6 +80,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "other tables": lambda database: execute(database, "ALTER TABLE node ADD COLUMN more"),
     "no index": lambda database: execute(database, "DROP INDEX node_prefix"),
     "no node": lambda database: execute(database, "INSERT INTO node VALUES (9, '../letter', 1, x'', 0, x'', 0, '')"),
+    "an altered row": lambda database: alter_keys(database, 0),
+    "an altered index": lambda database: alter_keys(database, 1),
     "a hot journal": empty_beside_a_hot_journal,
     "torn": be_torn,
 }

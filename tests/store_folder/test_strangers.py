@@ -3,14 +3,11 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from hf_hybrid_cache.prefix_store.errors import PrefixStoreFolderError
 
 from store_folder.stored import keep, num_found, open_folder
-from store_folder.trials import check_whole
 
 NAME = "0" * 32
 PROMPT = (1, 2, 3)
@@ -35,14 +32,6 @@ def test_files_of_others_when_among_unfinished_ones_then_stay(name: str, path: P
     (path / "unfinished" / NAME).write_text("left by a process that has ended")
     assert keep(open_folder(path), PROMPT)
     assert [each.name for each in (path / "unfinished").iterdir()] == [name]
-
-
-def test_safetensors_of_another_program_when_named_as_a_node_then_goes(path: Path):
-    open_folder(path)
-    save_file({"keys": np.zeros((1, 4), np.uint8)}, path / "nodes" / f"{NAME}.safetensors", {"format_version": "2"})
-    with pytest.warns(UserWarning, match="is a safetensors file, but not of a cache. It was removed"):
-        open_folder(path)
-    check_whole(path)
 
 
 def test_folder_with_other_files_is_refused_and_stays(path: Path):
