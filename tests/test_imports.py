@@ -106,6 +106,7 @@ ALLOWED = {
         "cache",
         "codecs",
         "errors",
+        "files",
         "kernels",
         "layers",
         "lazy_names",

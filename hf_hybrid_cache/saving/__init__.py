@@ -1,1 +1,1 @@
-"""What `prefix_store.nodes` needs of the format before; it goes with that."""
+"""Remains of the format before, for `prefix_store.nodes`, which go with it."""
