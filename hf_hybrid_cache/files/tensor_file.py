@@ -225,6 +225,7 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], file: BinaryIO):
         self.path, self._file = path, file
+        self._scratch = memoryview(bytearray(_PIECE_BYTES))
         try:
             self._read_header()
         except BaseException as error:
@@ -271,7 +272,7 @@ class TensorFile:
         Raises:
             CacheFileError: it was altered, or cannot be read.
         """
-        checksum, scratch = 0, memoryview(bytearray(_PIECE_BYTES))
+        checksum = 0
         for tensor in self.sections.get(section, ()):
             at, end = self.place_of(tensor), self._data_start + tensor.end
             target = targets.get(tensor.name, memoryview(b""))
@@ -285,7 +286,7 @@ class TensorFile:
                 at += len(row.data)
                 self._file.seek(at)
             while verify and at < end:
-                piece = scratch[: min(len(scratch), end - at)]
+                piece = self._scratch[: end - at]
                 self._fill(piece)
                 checksum = zlib.crc32(piece, checksum)
                 at += len(piece)

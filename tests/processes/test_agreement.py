@@ -21,7 +21,7 @@ from prefix_store.prompts import held
 
 
 class FailedError(Exception):
-    """What an agreement raises where another process has failed."""
+    """An agreement raises it where another process has failed."""
 
 
 @pytest.fixture(scope="module")
