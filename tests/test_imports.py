@@ -205,10 +205,6 @@ INNER = {
         "checks": {"checks", "contents"},
         "changes": {"changes", "checks", "contents"},
     },
-    "prefix_store": {
-        "nodes": {"nodes"},
-        "prompts": {"nodes", "prompts"},
-    },
 }
 
 
@@ -295,6 +291,7 @@ FOR_EXPERIMENTS = {
     "planning.candidates",
     "planning.model_cost",
     "planning.plans",
+    "prefix_store.folder",
     "storage",
     "user_folder",
     "weights",

@@ -1,4 +1,4 @@
-"""What a model's states depend on and cannot be told: code of other programs, training, rotations by the length."""
+"""Models whose states depend on what cannot be told: code of other programs, training, the length of the text."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""What modules say beside the config: their classes, plain attributes, hooks and adapters."""
+"""A digest of all that modules say beside the config: their classes, plain attributes, hooks and adapters."""
 
 import functools
 import hashlib

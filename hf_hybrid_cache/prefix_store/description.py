@@ -1,4 +1,4 @@
-"""What a list shows of a prompt, and whose states it has."""
+"""The description of a prompt: whose states it has, and how lists show it."""
 
 import json
 from collections.abc import Mapping

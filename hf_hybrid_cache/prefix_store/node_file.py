@@ -23,7 +23,7 @@ _ERRORS_OF_FILES = {errno.ENOENT, errno.ELOOP, errno.EMLINK, errno.EISDIR, errno
 
 class Head(NamedTuple):
     """
-    What a file says of its node, see `Node`.
+    The head of a file, which says what its node is, see `Node`.
 
     Attributes:
         parent: name of the node before it.

@@ -1,4 +1,4 @@
-"""What was cut, altered, swapped or replaced is not used: what is found is right, or it goes with a warning."""
+"""Files that were cut, altered, swapped or replaced are not used: what is found is right, or it goes with a warning."""
 
 import os
 import resource
