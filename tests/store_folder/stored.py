@@ -33,27 +33,12 @@ def section_of(states: bytes) -> Section:
     return Section("states", {"states": TensorForm("uint8", (len(states),))}, lambda: [[states[:10], states[10:]]])
 
 
-def keep(
-    folder: Folder,
-    tokens: Tokens,
-    blocks_again: int = 0,
-    identity: bytes = IDENTITY,
-    whole_nodes: bool = False,
-) -> bool:
-    """
-    Add what is not stored of a prompt yet; return whether there was any.
-
-    Args:
-        folder: to add to.
-        tokens: of the prompt.
-        blocks_again: how many blocks before that are stored again.
-        identity: of the model.
-        whole_nodes: as for `add`.
-    """
+def keep(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> bool:
+    """Add what is not stored of a prompt yet; return whether there was any."""
     with found(folder, tokens, identity, whole_nodes) as match:
         if match.num_tokens == len(tokens):
             return False
-        add(folder, tokens, max(0, match.num_tokens // BLOCK * BLOCK - BLOCK * blocks_again), identity, whole_nodes)
+        add(folder, tokens, match.num_tokens // BLOCK * BLOCK, identity, whole_nodes)
         return True
 
 
@@ -78,11 +63,7 @@ def found(folder: Folder, tokens: Tokens, identity: bytes = IDENTITY, whole_node
 
 
 def check(match: Match, tokens: Tokens, identity: bytes = IDENTITY, whole_nodes: bool = False) -> None:
-    """
-    Check that a match is right, with all states.
-
-    Parts begin with the first token, have no holes and the prompt's tokens; whole nodes have no others.
-    """
+    """Check that parts begin with the first token, have no holes, the prompt's tokens, and the states of these."""
     assert (not match.parts) == (match.num_tokens == 0)
     if not match.parts:
         return

@@ -15,7 +15,7 @@ from hf_hybrid_cache.prefix_store.errors import NodeNotFoundError, PrefixStoreFo
 from hf_hybrid_cache.prefix_store.keys import as_bytes, prefix_digests
 
 from store_folder.stored import BLOCK, IDENTITY, Tokens, keep, keys_of, num_found, open_folder
-from store_folder.test_histories import alter
+from store_folder.test_damage import alter
 from store_folder.trials import check_whole
 
 PROMPTS: list[Tokens] = [tuple(range(number, number + 200)) for number in range(5)]

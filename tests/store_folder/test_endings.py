@@ -2,7 +2,7 @@
 
 import errno
 import os
-import resource
+import sqlite3
 import subprocess
 import sys
 import warnings
@@ -15,8 +15,10 @@ import pytest
 from hf_hybrid_cache.prefix_store.errors import PrefixStoreFolderError
 
 from common.interruptions import Interruption
+from common.limits import limited
 from common.programs import run_program
 from common.soak import budget, count
+from store_folder.stored import keep, open_folder
 from store_folder.trials import CHANGES, check, prepared
 
 # A file that was being opened when the error came is closed when it is freed.
@@ -73,15 +75,11 @@ def is_done(change: str, path: Path) -> bool:
 
 @pytest.mark.parametrize("change", ["fill", "add", "add_in_place_of_others", "make_database"])
 def test_change_when_files_cannot_grow_then_was_not(change: str, path: Path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     results = []
     for num_bytes in range(0, 50_000, 50_000 // budget(100, 2000)):
         prepared(path, change)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-        try:
+        with limited("RLIMIT_FSIZE", num_bytes):
             results.append(is_done(change, path))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         check(path, change)
     assert results == sorted(results)
     assert set(results) == {False, True}
@@ -114,3 +112,39 @@ def test_change_when_the_disk_is_full_then_was_not(change: str, tmp_path: Path):
         assert num_pages > 5
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system for the names of open files")
+def test_changes_when_made_then_are_on_the_disk_in_order(path: Path, monkeypatch: pytest.MonkeyPatch):
+    user = open_folder(path)
+    events: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(file: Any, *others: Any, **options: Any) -> Any:
+            place = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file).relative_to(path)
+            if name == "fsync" or os.path.exists(file):
+                events.append(f"{name} {place.parts[0]}{'/...' * (len(place.parts) > 1)}")
+            return function(file, *others, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    connect = sqlite3.connect
+
+    def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.set_trace_callback(lambda statement: events.append(statement.split()[0]))
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+    for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
+        watch(owner, name)
+    keep(user, tuple(range(100)))
+    file = "fsync unfinished/...", "BEGIN", "replace unfinished/...", "fsync nodes", "INSERT", "COMMIT"
+    assert tuple(each for each in events if each not in ("PRAGMA", "SELECT"))[-6:] == file
+    name = user.entries()[0].node.name
+    events.clear()
+    user.remove(name)
+    removal = "BEGIN", "unlink nodes/...", "fsync nodes", "DELETE", "COMMIT"
+    assert tuple(each for each in events if each not in ("PRAGMA", "SELECT")) == removal

@@ -1,8 +1,6 @@
 """Random histories of a folder, with a dictionary of token tuples beside it."""
 
-import os
 import shutil
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
@@ -11,6 +9,8 @@ import pytest
 
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Entry, Folder, Match
+
+from common.soak import budget, count
 from store_folder.stored import (
     BLOCK,
     IDENTITY,
@@ -26,17 +26,9 @@ from store_folder.stored import (
     random_prompt,
 )
 
-from common.soak import budget, count
-
 
 class History:
-    """
-    Steps on one folder by two of its users, one at a time.
-
-    Args:
-        path: of the folder.
-        random: says what is done.
-    """
+    """Steps on one folder by two of its users, one at a time; `random` says what is done."""
 
     def __init__(self, path: Path, random: Random):
         self.path, self.random = path, random
@@ -53,7 +45,7 @@ class History:
         return open_folder(self.path, self.max_bytes)
 
     def step(self) -> None:
-        once = (self.hold, self.let_go, self.remove, self.harm, self.reopen)
+        once = (self.hold, self.let_go, self.remove, self.reopen)
         step = self.random.choice((self.add, self.add, self.add, self.find, self.find, *once))
         step(self.random.choice(self.users))
         self.check()
@@ -155,27 +147,6 @@ class History:
             user.remove(name)
             self.forget(going)
 
-    def harm(self, user: Folder) -> None:
-        if not self.stored:
-            return
-        name = self.random.choice(sorted(self.stored))
-        tokens, going = self.stored[name], descendants(user.entries(), name)
-        if self.is_held(going):
-            return
-        harm = self.random.choice((cut, alter_head, alter_states, Path.unlink))
-        harm(self.path / "nodes" / f"{name}.safetensors")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if harm is alter_states:
-                assert user.damages().keys() == {name}
-                assert user.remove_damaged(name)
-            self.forget(going)
-            for whole_nodes in self.random.sample((False, True), 2):
-                assert num_found(user, tokens, whole_nodes=whole_nodes) == self.expected(tokens, whole_nodes)
-            for each in user.damages():
-                assert each == name
-                assert user.remove_damaged(each)
-
     def is_held(self, names: set[str]) -> bool:
         return any(match.parts and match.parts[-1].node.name in names for match, *_ in self.held)
 
@@ -205,24 +176,6 @@ class History:
         assert self.opened().damages() == {}
         assert not list((self.path / "unfinished").iterdir())
         assert all(each.stat().st_mode & 0o077 == 0 for each in (self.path, *self.path.rglob("*")))
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def alter_head(file: Path) -> None:
-    alter(file, 187)
-
-
-def alter_states(file: Path) -> None:
-    alter(file, -1)
-
-
-def alter(file: Path, place: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
 
 
 def parents(entries: list[Entry]) -> dict[str, str | None]:

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import pytest
 
 from hf_hybrid_cache.prefix_store import private_files
-from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolderError
+from hf_hybrid_cache.prefix_store.errors import PrefixStoreFolderError
+
+from common.soak import budget, count
 from store_folder.stored import bytes_of_nodes, found, keep, num_found, open_folder
 from store_folder.trials import check_whole
 from store_folder.users import MAX_BYTES, PROMPT, started, step
-
-from common.soak import budget, count
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs locks of the system, and signals")
 
@@ -34,7 +33,7 @@ def tell(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.soak
-def test_processes_on_one_folder_when_one_is_killed_then_all_is_right(path: Path):
+def test_processes_with_threads_when_one_is_killed_then_all_is_right(path: Path):
     steps = budget(500, 5000)
     with contextlib.ExitStack() as stack:
         calls = [f"use_at_random({str(path)!r}, {seed}, {steps})" for seed in range(3)]
@@ -48,20 +47,6 @@ def test_processes_on_one_folder_when_one_is_killed_then_all_is_right(path: Path
     check_whole(path)
     assert bytes_of_nodes(path) <= MAX_BYTES
     count("steps of processes on one prefix store", 2 * steps)
-
-
-def test_threads_with_one_folder_find_what_is_right(path: Path):
-    user = open_folder(path, MAX_BYTES)
-
-    def use(seed: int) -> None:
-        random = Random(seed)
-        for _ in range(budget(150, 2000)):
-            step(user, random)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(use, range(3)))
-    check_whole(path)
-    assert bytes_of_nodes(path) <= MAX_BYTES
 
 
 @pytest.mark.soak
@@ -87,19 +72,6 @@ def test_process_that_is_stopped_with_the_lock_is_told_of(how: str, path: Path):
         if how == "IMMEDIATE":
             assert num_found(user, PROMPT) == 200  # a search needs no lock
     assert keep(user, (*PROMPT, 1))
-
-
-def test_process_that_reads_keeps_its_prompt_until_it_ends(path: Path):
-    user = open_folder(path)
-    keep(user, PROMPT)
-    name = user.entries()[0].node.name
-    with started(f"read_slowly({str(path)!r})") as process:
-        assert told(process) == "200"
-        with pytest.raises(NodeInUseError):
-            user.remove(name)
-        tell(process)
-        assert process.wait() == 0
-    user.remove(name)
 
 
 def test_prompt_when_kept_by_two_at_once_then_is_there_once(path: Path):

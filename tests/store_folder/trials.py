@@ -59,12 +59,7 @@ def check(path: Path, change: str, may_lose: bool = False) -> None:
     """
     Check that what is found is right, that all that should be there is, and that nothing is left over or warned of.
 
-    No process may hold a lock: waiting for one would fail.
-
-    Args:
-        path: of the folder.
-        change: that ended.
-        may_lose: prompts may be missing, because files seemed damaged.
+    Prompts may be missing where files seemed damaged. No process may hold a lock: waiting for one would fail.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -98,33 +93,18 @@ def check_whole(path: Path) -> None:
     assert not (path / "prompts.sqlite-journal").exists()
 
 
-def in_child(change: Callable[[], Any]) -> int:
-    """Run a change in a process; return its id."""
-    if child := os.fork():
-        return child
-    try:
-        change()
-        os._exit(0)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    os._exit(1)
-
-
-def ended(child: int) -> int:
-    """Wait until a process ends; return how it did."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def run_until(call: int, change: Callable[[], Any]) -> int:
     """Run a change in a process that is killed before one of its calls of the system; return how it ended."""
     trace = ctypes.CDLL(None).ptrace
-
-    def traced() -> None:
-        trace(_TRACE_ME, 0, None, None)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        change()
-
-    child = in_child(traced)
+    if not (child := os.fork()):
+        try:
+            trace(_TRACE_ME, 0, None, None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            change()
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        os._exit(1)
     _, status = os.waitpid(child, 0)
     for _ in range(2 * call + 1):  # it stops before each call and after it
         trace(_NEXT_CALL, child, None, None)
@@ -132,7 +112,7 @@ def run_until(call: int, change: Callable[[], Any]) -> int:
         if not os.WIFSTOPPED(status):
             return os.waitstatus_to_exitcode(status)
     os.kill(child, signal.SIGKILL)
-    return ended(child)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_everywhere(folder: str, every: int) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 from hf_hybrid_cache.files.tensor_file import Section
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Folder
+
+from common.programs import TESTS
 from store_folder.stored import (
     IDENTITY,
     Tokens,
     check,
-    found,
     keep,
     keys_of,
     num_found,
@@ -28,8 +30,6 @@ from store_folder.stored import (
     section_of,
     states_of,
 )
-
-from common.programs import TESTS
 
 MAX_BYTES = 60_000
 PROMPT: Tokens = tuple(range(200))
@@ -50,11 +50,17 @@ def started(call: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def use_at_random(path: str, seed: int, steps: int) -> None:
-    """Use a folder, and tell of each step when it is done."""
-    user, random = open_folder(Path(path), MAX_BYTES), Random(seed)
-    for number in range(steps):
-        step(user, random)
-        print(number, flush=True)
+    """Use a folder by two threads, and tell of each step when it is done."""
+    user = open_folder(Path(path), MAX_BYTES)
+
+    def use(own_seed: int) -> None:
+        random = Random(own_seed)
+        for number in range(steps // 2):
+            step(user, random)
+            print(number, flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, (seed, seed + 100)))
 
 
 def step(user: Folder, random: Random) -> None:
@@ -90,14 +96,6 @@ def hold_lock(path: str, how: str) -> None:
         connection.execute(f"BEGIN {how}")
         print("locked", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def read_slowly(path: str) -> None:
-    """Use a prompt until told to end."""
-    with found(open_folder(Path(path)), PROMPT) as match:
-        print(match.num_tokens, flush=True)
-        input()
-        check(match, PROMPT)
 
 
 def write_slowly(path: str) -> None:
