@@ -1,24 +1,10 @@
 """Nodes whose checksums fit and whose descriptions are others."""
 
 import json
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-def parts_of(path: Path) -> tuple[Any, bytes]:
-    """Return the header of a file as JSON has it, and the data after it."""
-    content = path.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:end]), content[end:]
-
-
-def write(path: Path, tree: Any, data: bytes) -> None:
-    """Write a file with this header, whose checksum fits."""
-    text = json.dumps(tree).encode()
-    header = len(text).to_bytes(8, "little") + text
-    path.write_bytes(header + data[:-4] + zlib.crc32(header).to_bytes(4, "little"))
+from files.forged import parts_of, write
 
 
 def nodes_of(folder: Path) -> list[Path]:
@@ -33,20 +19,17 @@ def description_of(path: Path) -> Any:
 
 
 def describe(path: Path, tree: Any) -> None:
-    """Give a node another description, and let the database be made again."""
+    """Give a node another description, as JSON has it or as text, and let the database be made again."""
     header, data = parts_of(path)
     rest = {name: value for name, value in tree.items() if name != "states"} if isinstance(tree, dict) else tree
     states = tree.get("states") if isinstance(tree, dict) else tree
-    header["__metadata__"] |= {"description": json.dumps(rest), "states": json.dumps(states)}
+    header["__metadata__"] |= {"description": _text(rest), "states": _text(states)}
     write(path, header, data)
     (path.parents[1] / "prompts.sqlite").unlink(missing_ok=True)
 
 
-def change(path: Path, act: Callable[[Any], object]) -> None:
-    """Change the description of a node, as JSON has it, in place."""
-    tree = description_of(path)
-    act(tree)
-    describe(path, tree)
+def _text(tree: Any) -> str:
+    return tree if isinstance(tree, str) else json.dumps(tree)
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -60,3 +61,19 @@ def read(
 def are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether all states are equal to the bit."""
     return len(states) == len(others) and all(map(torch.equal, states, others))
+
+
+def hits(
+    folder: Path, model: PreTrainedModel, make: Callable[[Any], HybridCache], *prompts: torch.Tensor, document: int = 0
+) -> list[int]:
+    """Read prompts through a store, the last one with the bits of a cold read; return how many tokens each found."""
+
+    def read_once(name: str, prompt: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        return read(folder / name, model, prompt, make(model.config), document)
+
+    (_, cold), found = read_once("cold", prompts[-1]), []
+    for prompt in prompts:
+        num_tokens, states = read_once("store", prompt)
+        assert prompt is not prompts[-1] or are_equal(states, cold)
+        found.append(num_tokens)
+    return found

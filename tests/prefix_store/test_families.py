@@ -13,7 +13,7 @@ from hf_hybrid_cache import DynamicHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prefix_store import PrefixStore, PrefixStoreError
 
-from .prompts import FORMS, are_equal, held, next_logits, read
+from .prompts import FORMS, are_equal, held, hits, next_logits
 from common.slow import slow
 from models.architectures import CONFIGS, small_model
 
@@ -69,16 +69,12 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tenso
 @pytest.mark.parametrize("form", ["full", "quantized"])
 @pytest.mark.parametrize("name", [name for name in KEPT if name in CONFIGS])
 def test_family_when_prompts_share_a_document_then_equal_a_cold_read(name: str, form: str, length: int, tmp_path: Path):
-    model, make = model_of(name), FORMS[form]
-    document = tokens(length, 0)
+    model, make, document = model_of(name), FORMS[form], tokens(length, 0)
     first, second = (torch.cat([document, tokens(count, seed)], dim=1) for seed, count in ((1, 20), (2, 45)))
-    _, cold = read(tmp_path / "cold", model, second, make(model.config), length)
-    read(tmp_path / "store", model, first, make(model.config), length)
-    reused, states = read(tmp_path / "store", model, second, make(model.config), length)
+    found = hits(tmp_path, model, make, first, second, document=length)
     # The first 1,024 tokens choose codecs where passes may end anywhere.
     is_read_again = form == "quantized" and length < 1024 and name in ("Phi3Config", "SmolLM3Config")
-    assert reused == (0 if is_read_again else length)
-    assert are_equal(states, cold)
+    assert found == [0, 0 if is_read_again else length]
     if form == "full":
         cache = make(model.config)
         PrefixStore(tmp_path / "cold").prefill(model, second, cache, document_tokens=length, progress=False)
@@ -105,22 +101,15 @@ def test_family_when_a_conversation_is_resumed_then_goes_on(name: str, form: str
 
 @pytest.mark.parametrize("name", ["AriaTextConfig", "MixtralConfig"])
 def test_experts_when_prompts_part_then_ends_of_passes_count(name: str, tmp_path: Path):
-    model, document = model_of(name), tokens(200, 0)
-    for seed in (1, 2):
-        prompt = torch.cat([document, tokens(140, seed)], dim=1)
-        assert read(tmp_path, model, prompt, DynamicHybridCache(model.config))[0] == 0
+    both = (torch.cat([tokens(200, 0), tokens(140, seed)], dim=1) for seed in (1, 2))
+    assert hits(tmp_path, model_of(name), DynamicHybridCache, *both) == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["DiffLlamaConfig", "MiniCPM3Config"])
 def test_codes_when_attention_reads_states_then_equal_a_cold_read(name: str, tmp_path: Path):
-    model, make = model_of(name), FORMS["quantized"]
     first = tokens(1330, 0)
     second = torch.cat([first[:, :-1], tokens(200, 1)], dim=1)
-    _, cold = read(tmp_path / "cold", model, second, make(model.config))
-    read(tmp_path / "store", model, first, make(model.config))
-    reused, states = read(tmp_path / "store", model, second, make(model.config))
-    assert reused == 1024
-    assert are_equal(states, cold)
+    assert hits(tmp_path, model_of(name), FORMS["quantized"], first, second) == [0, 1024]
 
 
 @pytest.mark.parametrize("name", REFUSED)

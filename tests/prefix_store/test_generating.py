@@ -73,25 +73,14 @@ def test_cache_that_is_passed_is_filled_and_kept_in_its_form(form: str, tmp_path
     assert all(map(torch.equal, ours, answered(model, second, **cache_argument(twin))))
 
 
-def test_cache_when_none_is_passed_then_is_a_dynamic_hybrid_one(tmp_path: Path):
-    model, ids = tiny_model("llama"), random_prompt(1, 20)
-    output = model.generate(
-        ids, custom_generate=PrefixStore(tmp_path), max_new_tokens=3, return_dict_in_generate=True, progress=False
-    )
-    assert type(output[CACHE_ARGUMENT]) is DynamicHybridCache
-
-
-def test_prompt_when_generated_from_then_is_listed_with_its_title(tmp_path: Path):
-    store = PrefixStore(tmp_path)
-    answered(tiny_model("llama"), random_prompt(1, 200), custom_generate=store, title="a question", progress=False)
-    assert [kept.title for kept in store.prompts()] == ["a question"]
-
-
-def test_streamer_gets_the_prompt_and_each_token(tmp_path: Path):
-    model, ids = tiny_model("llama"), random_prompt(1, 200)
+def test_prompt_when_no_cache_is_passed_then_is_streamed_and_listed(tmp_path: Path):
+    model, ids, store = tiny_model("llama"), random_prompt(1, 200), PrefixStore(tmp_path)
     heard, expected = ListStreamer(), ListStreamer()
-    answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, streamer=heard)
-    answered(model, ids, streamer=expected)
+    common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(ids, **common, custom_generate=store, title="mine", progress=False, streamer=heard)
+    model.generate(ids, **common, streamer=expected)
+    assert type(output[CACHE_ARGUMENT]) is DynamicHybridCache
+    assert [stored.title for stored in store.prompts()] == ["mine"]
     assert heard.tokens == expected.tokens
 
 
@@ -105,17 +94,11 @@ def test_criteria_of_the_caller_end_an_answer(tmp_path: Path):
     assert answered(model, ids, **options)[0].shape == (1, 203)
 
 
-def test_chunks_that_generate_is_asked_for_change_nothing(tmp_path: Path):
-    model, ids = tiny_model("llama"), random_prompt(1, 200)
-    ours = answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, prefill_chunk_size=16)
-    assert torch.equal(ours[0], answered(model, ids)[0])
-
-
-def test_sequences_when_all_are_one_prompt_then_each_is_answered(tmp_path: Path):
+def test_equal_sequences_in_chunks_are_answered_each(tmp_path: Path):
     model, ids = tiny_model("qwen3_next"), random_prompt(1, 200).expand(2, -1)
     options = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 2, "do_sample": True}
-    ours = answered(model, ids, custom_generate=PrefixStore(tmp_path), progress=False, **options)
-    assert torch.equal(ours[0], answered(model, ids, **options)[0])
+    of_store = {"custom_generate": PrefixStore(tmp_path), "progress": False, "prefill_chunk_size": 16}
+    assert torch.equal(answered(model, ids, **of_store, **options)[0], answered(model, ids, **options)[0])
 
 
 @pytest.mark.parametrize("mode", ["greedy", "several answers", "beams"])
@@ -174,58 +157,34 @@ def test_adapters_that_are_chosen_for_a_call_are_refused(
         adapted(**adapter).generate(input_ids=ids, custom_generate=PrefixStore(tmp_path), **options)
 
 
-def padded(model: PreTrainedModel) -> dict[str, Any]:
-    mask = torch.ones(1, 20, dtype=torch.long)
-    mask[0, :3] = 0
-    return {"attention_mask": mask}
+# What is told, the options, and the prompt if it is another one.
+REFUSED: list[tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = [
+    ("without padding.* hides 3 of their", lambda _: {"attention_mask": (torch.arange(20) > 2).long()[None]}),
+    ("Leave out position_ids", lambda _: {"position_ids": torch.arange(1, 21)[None]}),
+    ("cannot with assistant_model or prompt_lookup_num", lambda model: {"assistant_model": model}),
+    ("cannot with assistant_model or prompt_lookup_num", lambda _: {"prompt_lookup_num_tokens": 3}),
+    ("cannot with use_cache=False", lambda _: {"use_cache": False}),
+    ("cannot with synced_gpus", lambda _: {"synced_gpus": True}),
+    ("of this package .* got DynamicCache", lambda model: cache_argument(DynamicCache(config=model.config))),
+    ("not 'static'. Leave out cache_implementation", lambda _: {"cache_implementation": "static"}),
+    ("All 20 tokens are those of the document", lambda _: {"document_tokens": 20}),
+    (r"one prompt in a call, without padding\. There are 2", lambda _: {"input_ids": random_prompt(2, 20)}),
+    (
+        "cannot with inputs_embeds",
+        lambda model: {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(random_prompt(1, 20))},
+    ),
+    ("not part of transformers any more", lambda _: {"dola_layers": "high"}),
+    ("`streamer` cannot be used with beam", lambda _: {"num_beams": 2, "streamer": ListStreamer()}),
+]
 
 
-def of_assistant(model: PreTrainedModel) -> dict[str, Any]:
-    return {"assistant_model": model}
-
-
-def of_stock_cache(model: PreTrainedModel) -> dict[str, Any]:
-    return cache_argument(DynamicCache(config=model.config))
-
-
-def of_filled_cache(model: PreTrainedModel) -> dict[str, Any]:
-    cache = DynamicHybridCache(model.config)
-    with torch.no_grad():
-        model(random_prompt(1, 5), **cache_argument(cache))
-    return cache_argument(cache)
-
-
-REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
-    "padding": (padded, "without padding.* hides 3 of their tokens"),
-    "positions": (lambda _: {"position_ids": torch.arange(1, 21)[None]}, "Leave out position_ids"),
-    "assistant": (of_assistant, "cannot with assistant_model or prompt_lookup_num_tokens"),
-    "prompt lookup": (lambda _: {"prompt_lookup_num_tokens": 3}, "cannot with assistant_model or prompt_lookup"),
-    "no cache": (lambda _: {"use_cache": False}, "cannot with use_cache=False"),
-    "several processes": (lambda _: {"synced_gpus": True}, "cannot with synced_gpus"),
-    "stock cache": (of_stock_cache, "Only caches of this package .* got DynamicCache"),
-    "filled cache": (of_filled_cache, "holds 5 tokens already"),
-    "cache by name": (lambda _: {"cache_implementation": "static"}, "not 'static'. Leave out cache_implementation"),
-    "document alone": (lambda _: {"document_tokens": 20}, "All 20 tokens are those of the document"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_generate_when_a_store_cannot_serve_it_then_is_refused(what: str, tmp_path: Path):
-    (options_of, reason), model = REFUSED[what], tiny_model("llama")
-    with pytest.raises(PrefixStoreError, match=reason):
-        answered(model, random_prompt(1, 20), custom_generate=PrefixStore(tmp_path), **options_of(model))
-
-
-def test_several_prompts_are_refused(tmp_path: Path):
-    with pytest.raises(PrefixStoreError, match=r"one prompt in a call, without padding\. There are 2"):
-        answered(tiny_model("llama"), random_prompt(2, 20), custom_generate=PrefixStore(tmp_path))
-
-
-def test_embeddings_are_refused(tmp_path: Path):
-    model = tiny_model("llama")
-    embeddings = model.get_input_embeddings()(random_prompt(1, 20))
-    with pytest.raises(PrefixStoreError, match="cannot with inputs_embeds"):
-        model.generate(inputs_embeds=embeddings, custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
+@pytest.mark.parametrize(("reason", "options_of"), REFUSED)
+def test_generate_when_a_store_cannot_serve_it_then_is_refused(
+    reason: str, options_of: Callable[[PreTrainedModel], dict[str, Any]], tmp_path: Path
+):
+    model, common = tiny_model("llama"), {"input_ids": random_prompt(1, 20), "max_new_tokens": 2, "do_sample": False}
+    with pytest.raises((PrefixStoreError, ValueError), match=reason):
+        model.generate(**common | options_of(model), custom_generate=PrefixStore(tmp_path))
 
 
 def test_images_are_refused(tmp_path: Path):
@@ -238,18 +197,6 @@ def test_encoder_decoder_is_refused(tmp_path: Path):
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
     with pytest.raises(PrefixStoreError, match=r"reads its prompt in the encoder.*Leave out custom_generate"):
         model.generate(random_prompt(1, 9) % 32, custom_generate=PrefixStore(tmp_path), max_new_tokens=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dola_layers": "high"}, "not part of transformers any more"),
-        ({"num_beams": 2, "streamer": ListStreamer()}, "`streamer` cannot be used with beam search"),
-    ],
-)
-def test_modes_that_transformers_lacks_are_refused(options: dict[str, Any], reason: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=reason):
-        answered(tiny_model("llama"), random_prompt(1, 20), custom_generate=PrefixStore(tmp_path), **options)
 
 
 def test_cache_when_its_call_was_refused_then_can_be_used(tmp_path: Path):

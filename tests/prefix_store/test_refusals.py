@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
-from .prompts import FORMS, are_equal, prompts, read
+from .prompts import FORMS, are_equal, hits, prompts, read
 from common.caches import group_of_one
 from model_identity.models import new_llama
 from models.tiny_models import random_prompt, tiny_model
@@ -21,56 +21,61 @@ from models.tiny_models import random_prompt, tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
 
 
-def test_prefill_when_the_cache_is_not_ours_then_refused(tmp_path: Path):
-    model = tiny_model("llama")
-    with pytest.raises(PrefixStoreError, match="DynamicCache"):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicCache(config=model.config))  # type: ignore[arg-type]
+Made = tuple[PreTrainedModel, torch.Tensor, Any]
 
 
-def test_prefill_when_the_cache_holds_tokens_then_refused(tmp_path: Path):
-    model, store = tiny_model("llama"), PrefixStore(tmp_path)
-    cache = DynamicHybridCache(model.config)
-    store.prefill(model, random_prompt(1, 9), cache, progress=False)
-    with pytest.raises(PrefixStoreError, match="holds 8 tokens already"):
-        store.prefill(model, random_prompt(1, 9), cache, progress=False)
+def of_another_cache() -> Made:
+    return tiny_model("llama"), random_prompt(1, 9), DynamicCache(config=tiny_model("llama").config)
 
 
-def test_prefill_when_codecs_were_chosen_by_another_prompt_then_refused(tmp_path: Path):
-    model, store = tiny_model("llama"), PrefixStore(tmp_path)
-    cache = QuantizedHybridCache(model.config)
-    store.prefill(model, random_prompt(1, 400), cache, progress=False)
+def of_a_filled_cache() -> Made:
+    model, cache = tiny_model("llama"), DynamicHybridCache(tiny_model("llama").config)
+    with torch.no_grad():
+        model(random_prompt(1, 8), **cache_argument(cache))
+    return model, random_prompt(1, 9), cache
+
+
+def of_chosen_codecs() -> Made:
+    model, cache = tiny_model("llama"), QuantizedHybridCache(tiny_model("llama").config)
+    with torch.no_grad():
+        model(random_prompt(1, 400), **cache_argument(cache))
     cache.reset()
-    with pytest.raises(PrefixStoreError, match="chosen its codecs"):
-        store.prefill(model, random_prompt(1, 400), cache, progress=False)
+    return model, random_prompt(1, 400), cache
 
 
-@pytest.mark.parametrize(("shape", "reason"), [((2, 9), "one sequence, got 2"), ((1, 1), "at least two tokens")])
-def test_prefill_when_no_single_prompt_then_refused(shape: tuple[int, int], reason: str, tmp_path: Path):
-    model = tiny_model("llama")
-    with pytest.raises(PrefixStoreError, match=reason):
-        PrefixStore(tmp_path).prefill(model, random_prompt(*shape), DynamicHybridCache(model.config))
+def of_shape(*shape: int) -> Callable[[], Made]:
+    return lambda: (tiny_model("llama"), random_prompt(*shape), DynamicHybridCache(tiny_model("llama").config))
 
 
-def test_prefill_when_document_is_longer_than_the_prompt_then_refused(tmp_path: Path):
-    model = tiny_model("llama")
-    with pytest.raises(PrefixStoreError, match="document_tokens must be 0 to 9"):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config), document_tokens=10)
-
-
-def test_prefill_when_model_has_an_encoder_then_refused(tmp_path: Path):
+def of_an_encoder() -> Made:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
     model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
-    with pytest.raises(PrefixStoreError, match="encoder"):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
+    return model, random_prompt(1, 9), DynamicHybridCache(model.config)
+
+
+@pytest.mark.parametrize(
+    ("make", "document_tokens", "reason"),
+    [
+        (of_another_cache, 0, "DynamicCache"),
+        (of_a_filled_cache, 0, "holds 8 tokens already"),
+        (of_chosen_codecs, 0, "chosen its codecs"),
+        (of_shape(2, 9), 0, "one sequence, got 2"),
+        (of_shape(1, 1), 0, "at least two tokens"),
+        (of_shape(1, 9), 10, "document_tokens must be 0 to 9"),
+        (of_an_encoder, 0, "encoder"),
+    ],
+)
+def test_prefill_when_a_prompt_cannot_be_kept_then_is_refused(
+    make: Callable[[], Made], document_tokens: int, reason: str, tmp_path: Path
+):
+    with pytest.raises(PrefixStoreError, match=reason):
+        PrefixStore(tmp_path).prefill(*make(), document_tokens=document_tokens, progress=False)
 
 
 def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: Path):
     rotation = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 400}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     model, store = new_llama(rope_parameters={**rotation, **factors}), PrefixStore(tmp_path)
-    first, second = prompts(common=200, first=30, second=200)
-    _, cold = read(tmp_path / "cold", model, second, DynamicHybridCache(model.config))
-    read(tmp_path, model, first, DynamicHybridCache(model.config))
     cache = DynamicHybridCache(model.config)
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 401"):
         store.prefill(model, random_prompt(1, 401), cache, progress=False)
@@ -78,9 +83,7 @@ def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: P
         model(random_prompt(1, 450), **cache_argument(cache))
     with pytest.raises(PrefixStoreError, match=r"more than 400 tokens .* has 450"):
         store.keep(model, random_prompt(1, 450), cache, document_tokens=100)
-    reused, states = read(tmp_path, model, second, DynamicHybridCache(model.config))
-    assert reused == 200
-    assert are_equal(states, cold)
+    assert hits(tmp_path, model, DynamicHybridCache, *prompts(common=200, first=30, second=200)) == [0, 200]
 
 
 def test_states_when_of_another_number_of_processes_then_not_used(tmp_path: Path):
@@ -115,21 +118,12 @@ def test_tokens_when_they_stand_for_media_then_refused(place: Callable[[Any, int
     assert not any(stored.is_conversation for stored in store.prompts())
 
 
-def test_prefill_when_prompt_exceeds_the_context_then_warns(tmp_path: Path):
-    model = tiny_model("llama")
-    with pytest.warns(UserWarning, match="context is 512"):
-        PrefixStore(tmp_path).prefill(model, random_prompt(1, 600), DynamicHybridCache(model.config), progress=False)
-
-
 def test_prefill_when_there_is_no_room_then_reads_and_warns(tmp_path: Path):
-    model, (_, second) = tiny_model("llama"), prompts(common=2100, first=200, second=300)
-    _, cold = read(tmp_path / "cold", model, second, DynamicHybridCache(model.config))
-    cache = DynamicHybridCache(model.config)
+    model, prompt = tiny_model("llama"), random_prompt(1, 2400)
+    cache, store = DynamicHybridCache(model.config), PrefixStore(tmp_path / "store", max_bytes="100KiB")
     with pytest.warns(UserWarning, match="not kept beyond 0 tokens"):
-        PrefixStore(tmp_path / "store", max_bytes="100KiB").prefill(model, second, cache, progress=False)
-    reused, states = read(tmp_path / "store", model, second, DynamicHybridCache(model.config))
-    assert reused == 0
-    assert are_equal(states, cold)
+        store.prefill(model, prompt, cache, progress=False)
+    assert hits(tmp_path, model, DynamicHybridCache, prompt) == [0]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -152,17 +146,7 @@ def test_prefill_when_a_file_was_altered_then_reads_and_warns(form: str, tmp_pat
     assert are_equal(states, cold)
 
 
-def test_states_when_of_another_model_then_not_used(tmp_path: Path):
-    prompt = random_prompt(1, 400)
-    model, twin = tiny_model("llama"), tiny_model("llama", seed=1)
-    store = PrefixStore(tmp_path)
-    store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False)
-    reuse = store.prefill(twin, prompt, DynamicHybridCache(twin.config), progress=False)
-    assert reuse.num_tokens == 0
-    assert store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False).num_tokens == 399
-
-
-def test_why_when_states_are_of_another_form_then_names_it(tmp_path: Path):
+def test_states_when_of_another_form_or_model_then_not_used_and_why(tmp_path: Path):
     model, prompt, store = tiny_model("llama"), random_prompt(1, 400), PrefixStore(tmp_path)
     store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False)
     told = store.why(model, prompt, QuantizedHybridCache(model.config, bits=4))
@@ -171,18 +155,8 @@ def test_why_when_states_are_of_another_form_then_names_it(tmp_path: Path):
     assert "codec" in told
     twin = tiny_model("llama", seed=1)
     assert "weights" in store.why(twin, prompt, DynamicHybridCache(twin.config))
-
-
-def test_verify_when_files_are_altered_then_names_and_removes_them(tmp_path: Path):
-    model, store = tiny_model("llama"), PrefixStore(tmp_path)
-    store.prefill(model, random_prompt(1, 400), DynamicHybridCache(model.config), progress=False)
-    assert store.verify() == []
-    (path,) = (tmp_path / "nodes").iterdir()
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.warns(UserWarning, match="removed"):
-        (reason,) = store.verify()
-    assert "was altered" in reason
-    assert store.prompts() == []
+    assert store.prefill(twin, prompt, DynamicHybridCache(twin.config), progress=False).num_tokens == 0
+    assert store.prefill(model, prompt, DynamicHybridCache(model.config), progress=False).num_tokens == 399
 
 
 def test_memory_when_states_come_from_a_store_then_as_much_as_read(tmp_path: Path):
