@@ -57,7 +57,7 @@ OPTIONS_PAGE := docs/api/options.md
 options: $(VENV)/.demo
 	$(OPTIONS) > $(OPTIONS_PAGE)
 
-# The code that computes states as it is now, once somebody has decided whether its results have changed (test_numbers.py).
+# The code that computes states as it is now, once somebody has decided whether its results have changed (test_identity.py).
 numbers: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m model_identity.noted_sources
 

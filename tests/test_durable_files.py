@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hybrid_cache import CacheFileError, DynamicHybridCache, HybridCache, durable_files
+from hf_hybrid_cache import CacheFileError, DynamicHybridCache, durable_files
 from hf_hybrid_cache.durable_files import replaced_when_whole
 from hf_hybrid_cache.user_folder import write_whole
 
@@ -58,15 +58,6 @@ def test_a_link_when_written_to_then_stays_and_leads_to_the_new_content(is_there
     assert [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")] == []
 
 
-def test_a_cache_when_saved_to_a_link_then_is_in_its_target(tmp_path: Path):
-    (tmp_path / "link.kv").symlink_to(tmp_path / "cache.kv")
-    cache = DynamicHybridCache(CONFIG)
-    for _ in range(2):
-        cache.save(tmp_path / "link.kv")
-        assert (tmp_path / "link.kv").is_symlink()
-        HybridCache.load(tmp_path / "cache.kv", CONFIG)
-
-
 def test_links_that_lead_to_each_other_are_refused(tmp_path: Path):
     (tmp_path / "one").symlink_to(tmp_path / "other")
     (tmp_path / "other").symlink_to(tmp_path / "one")
@@ -102,21 +93,16 @@ def test_a_device_or_a_pipe_is_refused_and_stays(make, is_linked: bool, tmp_path
 
 @pytest.mark.usefixtures("has_nameless")
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o755])
-def test_permissions_of_a_file_when_it_is_replaced_then_are_kept(mode: int, tmp_path: Path):
+def test_permissions_when_a_file_is_replaced_then_are_kept_meanwhile_too(mode: int, tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(b"older")
     path.chmod(mode)
-    written(path)
+    with replaced_when_whole(path) as file:
+        # A private file is private while it is written, too.
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+        file.write(b"new")
     assert path.read_bytes() == b"new"
     assert mode_of(path) == mode
-
-
-@pytest.mark.usefixtures("has_nameless")
-def test_a_file_when_it_was_private_then_is_while_it_is_written(tmp_path: Path):
-    path = tmp_path / "file"
-    path.touch(0o600)
-    with replaced_when_whole(path) as file:
-        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
 
 
 @pytest.mark.usefixtures("has_nameless")

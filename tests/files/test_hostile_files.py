@@ -8,14 +8,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from files.test_bad_files import error_of, good_file, parts, with_header
+from files.forged import parts_of, write
+from files.test_bad_files import error_of, good_file
+from fuzz.altered import altered
 from hypothesis import given
 
 from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache, Placement, Selection
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.files.description import DTYPES
 from hf_hybrid_cache.files.layers import bytes_of
-from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorForm
+from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorFile, TensorForm
 from hf_hybrid_cache.storage import Layout
 
 from common.caches import group_of_one
@@ -33,28 +35,22 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
     "selected": lambda: {"placement": Placement(cpu_decode=True), "selection": Selection(most=1)},
     "divided": lambda: {"group": group_of_one()},
 }
-NAMES = {"F32": "float32", "I32": "int32", "I64": "int64", "U8": "uint8", "BOOL": "bool"}
 Change = Callable[[Any, dict[str, TensorForm]], None]
 
 
-def rewritten(content: bytes, path: Path, change: Change) -> None:
-    """Write a file like this one to `path`, of ones, after a change of its description and the forms of its tensors."""
-    tree, _ = parts(content)
-    metadata = tree.pop("__metadata__")
-    cache = json.loads(metadata.pop("cache"))
-    forms = {
-        name: TensorForm(NAMES[each["dtype"]], tuple(each["shape"]))
-        for name, each in tree.items()
-        if "/padding." not in name and name != "checksum"
-    }
+def rewrite(path: Path, change: Change) -> None:
+    """Write a file anew, of ones, after a change of its description and the forms of its tensors."""
+    with TensorFile(path, path.open("rb", buffering=0)) as file:
+        metadata = {name: text for name, text in file.metadata.items() if not name.startswith("checksum ")}
+        forms = {name: each.form for section in file.sections for name, each in file.tensors(section).items()}
+    cache = json.loads(metadata["cache"])
     change(cache, forms)
     sections: dict[str, dict[str, TensorForm]] = {}
     for name, form in forms.items():
         sections.setdefault(name.partition("/")[0], {})[name] = form
-    kept = {name: value for name, value in metadata.items() if not name.startswith("checksum ")}
-    with path.open("wb") as file:
-        metadata = {**kept, "cache": json.dumps(cache)}
-        NewFile(metadata, [Section(*each, ones_of(each[1])) for each in sections.items()]).write(file)
+    with path.open("wb") as new:
+        metadata["cache"] = json.dumps(cache)
+        NewFile(metadata, [Section(*each, ones_of(each[1])) for each in sections.items()]).write(new)
 
 
 def ones_of(forms: dict[str, TensorForm]) -> Callable[[], Any]:
@@ -117,53 +113,15 @@ def attends_or_is_refused(path: Path, family: str) -> None:
                 raise
 
 
-HOSTILE = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from([-1, 0, 1, 2**31, 2**40, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, float("nan"), float("inf")]),
-    st.sampled_from(["", "/etc/passwd", "../x", "cuda:0", "meta", "cpu", "__class__", "update", "\ud800", "F32"]),
-    st.just([]),
-    st.just({}),
-    st.just([[[]]]),
-)
-
-
-def replace_somewhere(tree: Any, data: st.DataObject) -> None:
-    """Put something hostile somewhere into a tree of dicts and lists."""
-    node = tree
-    while True:
-        places = list(node) if isinstance(node, dict) else list(range(len(node)))
-        place = data.draw(st.sampled_from(places))
-        child = node[place]
-        if not isinstance(child, (dict, list)) or not child or data.draw(st.integers(0, 3)) == 0:
-            break
-        node = child
-    if isinstance(node, dict) and data.draw(st.booleans()):
-        node[data.draw(st.sampled_from(["update", "keys", "x/y", "__metadata__", "layers.99/keys"]))] = node.pop(place)
+def alter_the_header(path: Path, data: st.DataObject) -> None:
+    """Put something hostile somewhere into the header, or into its description of the cache."""
+    header, content = parts_of(path)
+    if data.draw(st.booleans()):
+        metadata = header["__metadata__"]
+        metadata["cache"] = json.dumps(data.draw(altered(json.loads(metadata["cache"]))))
     else:
-        node[place] = data.draw(HOSTILE)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("gemma3", None)])
-def test_a_hostile_header_is_refused_in_a_sentence_or_harmless(family: str, bits: int | None, tmp_path: Path):
-    content, path = good_file(family, bits), tmp_path / "cache.kv"
-
-    @search_at_random(40, 1000)
-    @given(st.data())
-    def search(data: st.DataObject) -> None:
-        tree, rest = parts(content)
-        if data.draw(st.booleans()):
-            cache = json.loads(tree["__metadata__"]["cache"])
-            replace_somewhere(cache, data)
-            tree["__metadata__"]["cache"] = json.dumps(cache)
-        else:
-            replace_somewhere(tree, data)
-        path.write_bytes(with_header(json.dumps(tree).encode(), rest))
-        attends_or_is_refused(path, family)
-        count("files altered")
-
-    search()
+        header = data.draw(altered(header))
+    write(path, header, content)
 
 
 NUMBERS = {
@@ -177,22 +135,29 @@ NUMBERS = {
 }
 
 
+def alter_numbers(path: Path, data: st.DataObject) -> None:
+    """Change some numbers, to which the tensors are made to fit."""
+    changes = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(list(NUMBERS)))
+        layers = data.draw(st.none() | st.sets(st.integers(0, 3), min_size=1))
+        changes.append(with_numbers(layers, **{name: data.draw(NUMBERS[name])}))
+    if data.draw(st.booleans()):
+        changes.append(without_token_ids)
+    rewrite(path, in_turn(*changes))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama", None), ("gemma3", 4)])
-def test_numbers_when_tensors_fit_them_then_are_refused_or_attended_to(family: str, bits: int | None, tmp_path: Path):
-    content, path = good_file(family, bits), tmp_path / "cache.kv"
-
-    @search_at_random(40, 1000)
+@pytest.mark.parametrize("alter", [alter_the_header, alter_numbers])
+def test_file_when_altered_with_its_checksums_then_is_refused_or_harmless(
+    alter: Callable[[Path, st.DataObject], None], family: str, bits: int | None, tmp_path: Path
+):
+    @search_at_random(30, 1000)
     @given(st.data())
     def search(data: st.DataObject) -> None:
-        changes = []
-        for _ in range(data.draw(st.integers(1, 3))):
-            name = data.draw(st.sampled_from(list(NUMBERS)))
-            layers = data.draw(st.none() | st.sets(st.integers(0, 3), min_size=1))
-            changes.append(with_numbers(layers, **{name: data.draw(NUMBERS[name])}))
-        if data.draw(st.booleans()):
-            changes.append(without_token_ids)
-        rewritten(content, path, in_turn(*changes))
+        path = good_file(tmp_path, family, bits)
+        alter(path, data)
         attends_or_is_refused(path, family)
         count("files altered")
 
@@ -219,8 +184,7 @@ def test_numbers_when_tensors_fit_them_then_are_refused_or_attended_to(family: s
 def test_numbers_when_they_do_not_fit_each_other_then_are_refused(
     bits: int | None, change: Change, message: str, tmp_path: Path
 ):
-    path = tmp_path / "cache.kv"
-    rewritten(good_file("llama", bits), path, change)
+    rewrite(path := good_file(tmp_path, bits=bits), change)
     for options in PLACES.values():
         assert message in error_of(path, **options())
 

@@ -3,7 +3,9 @@
 import copy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +20,13 @@ from hf_hybrid_cache import (
     HostMemoryError,
     HybridCache,
     KVCodec,
-    OffloadedHybridCache,
     Placement,
     QuantizedHybridCache,
     minmax,
     quanto,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.codecs import MinMaxCodec, describe, described_codec
+from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
@@ -48,20 +49,11 @@ def filled(model: PreTrainedModel, make, num_tokens: int, batch: int = 1) -> Hyb
     return cache
 
 
-def continued(
-    model: PreTrainedModel, cache: Cache, num_tokens: int, batch: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and logits of a question after the prompt of `filled`."""
-    ids = torch.cat([random_prompt(batch, num_tokens), random_prompt(batch, 3, seed=1)], dim=1)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **cache_argument(cache),
-        max_new_tokens=4,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+def continued(model: PreTrainedModel, cache: Cache, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits of two questions after the prompts of `filled`."""
+    ids = torch.cat([random_prompt(2, num_tokens), random_prompt(2, 3, seed=1)], dim=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), **options)
     return output.sequences, torch.stack(output.logits)
 
 
@@ -70,11 +62,7 @@ def is_attended_on_cpu(cache: HybridCache) -> bool:
 
 
 def assert_goes_on_like(model: PreTrainedModel, loaded: HybridCache, original: HybridCache, num_tokens: int) -> None:
-    batch = 2
-    for ours, theirs in zip(
-        continued(model, loaded, num_tokens, batch), continued(model, original, num_tokens, batch), strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, continued(model, loaded, num_tokens), continued(model, original, num_tokens)))
 
 
 @pytest.mark.covering(1)
@@ -92,93 +80,78 @@ def test_loaded_cache_when_continued_then_tokens_and_logits_are_the_same(family:
     assert path.read_bytes() == content
 
 
+PLACEMENTS = {
+    "device": Placement(cpu_decode=False),
+    "streamed": Placement(True, cpu_decode=False),
+    "whole": Placement(cpu_decode=True),
+    "split": Placement(cpu_decode=True, device_tokens=192),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [None, 8])
-def test_file_when_saved_from_any_placement_then_is_the_same(bits: int | None, tmp_path: Path):
-    model = tiny_model("llama")
-    codec = None if bits is None else minmax(bits, rotate=True)
-    whole, split = Placement(cpu_decode=True), Placement(cpu_decode=True, device_tokens=192)
-    paths = {name: tmp_path / f"{name}.kv" for name in ("whole", "split")}
-    for name, placement in (("whole", whole), ("split", split)):
-        filled(model, lambda config, p=placement: HybridCache(config, p, codec=codec), 500, batch=2).save(paths[name])
-    read = {
-        (saved, place): HybridCache.load(paths[saved], model.config, placement, device="cpu")
-        for saved in paths
-        for place, placement in (("whole", whole), ("split", split), ("streamed", Placement(True, cpu_decode=False)))
-    }
-    assert read["whole", "split"].layers[0].store.on_device.num_tokens <= 192
-    question = random_prompt(2, 3, seed=1)
-    for saved in paths:
-        first, *others = (read[saved, place] for place in ("whole", "split", "streamed"))
-        for other in others:
-            for ours, theirs in zip(first.layers, other.layers, strict=True):
-                assert torch.equal(ours.keys, theirs.keys)
-                assert torch.equal(ours.values, theirs.values)
-        logits = [model(question, **cache_argument(cache)).logits for cache in (first, *others)]
-        if bits is None:  # with codes, the place of tokens decides which are quantized next
-            for each in logits[1:]:
-                torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
-
-
-def test_mmap_when_layers_are_split_then_is_refused(tmp_path: Path):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    filled(model, CACHES["default"], 200).save(path)
-    with pytest.raises(CacheFileError, match="without device_tokens, or mmap=False"):
-        HybridCache.load(path, model.config, Placement(cpu_decode=True, device_tokens=128), mmap=True)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 191, 192, 193, 320])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("dynamic", torch.bfloat16),
-        ("default", torch.float32),
-        ("quantized_8", torch.float32),
-        ("quantized_streamed", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_lengths_around_a_block_go_on_with_the_same_tokens_and_logits(
-    name: str, dtype: torch.dtype, num_tokens: int, tmp_path: Path
-):
-    model, path = tiny_model("llama", dtype), tmp_path / "cache.kv"
-    original = filled(model, MAKERS[name], num_tokens, batch=2)
+@pytest.mark.parametrize("codec", [None, minmax(8, rotate=True), minmax(4)], ids=str)
+@pytest.mark.parametrize("before", PLACEMENTS)
+def test_file_when_saved_from_any_placement_then_is_loaded_into_any(before: str, codec: KVCodec | None, tmp_path: Path):
+    model, path, question = tiny_model("llama"), tmp_path / "cache.kv", random_prompt(2, 3, seed=1)
+    original = filled(model, lambda config: HybridCache(config, PLACEMENTS[before], codec=codec), 500, batch=2)
     original.save(path)
-    assert_goes_on_like(model, HybridCache.load(path, model.config), original, num_tokens)
+    caches = {name: HybridCache.load(path, model.config, each, device="cpu") for name, each in PLACEMENTS.items()}
+    assert caches["split"].layers[0].store.on_device.num_tokens <= 192
+    for cache in caches.values():
+        for ours, theirs in zip(cache.layers, original.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+    if codec is None:  # with codes, the place of tokens decides which are quantized next
+        expected = model(question, **cache_argument(original)).logits
+        for cache in caches.values():
+            torch.testing.assert_close(model(question, **cache_argument(cache)).logits, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 128, 150, 191, 192, 300])
-def test_quantized_cache_when_saved_then_goes_on_as_if_it_was_not(bits: int, num_tokens: int, tmp_path: Path):
-    model = tiny_model("llama")
-    cache = filled(model, lambda config: QuantizedHybridCache(config, bits=bits), num_tokens)
+@pytest.mark.parametrize(
+    ("before", "options", "reason"),
+    [
+        ("whole", {"placement": PLACEMENTS["split"]}, "without device_tokens, or mmap=False"),
+        (
+            "device",
+            {"placement": PLACEMENTS["device"]},
+            r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)",
+        ),
+        ("streamed", {}, r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)"),
+    ],
+)
+def test_layers_that_cannot_be_mapped_are_refused(before: str, options: dict[str, Any], reason: str, tmp_path: Path):
+    model, path = tiny_model("llama"), tmp_path / "cache.kv"
+    filled(model, lambda config: HybridCache(config, PLACEMENTS[before]), 10).save(path)
+    with pytest.raises(CacheFileError, match=reason):
+        HybridCache.load(path, model.config, mmap=True, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 128, 150, 191, 192, 193, 300])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(None, torch.bfloat16), (8, torch.float32), (4, torch.bfloat16), (2, torch.float32)]
+)
+def test_cache_of_any_length_when_saved_then_goes_on_as_if_it_was_not(
+    bits: int | None, dtype: torch.dtype, num_tokens: int, tmp_path: Path
+):
+    model = tiny_model("llama", dtype)
+    make = partial(QuantizedHybridCache, bits=bits) if bits else DynamicHybridCache
+    cache = filled(model, make, num_tokens)
     cache.save(tmp_path / "cache.kv")
     loaded = HybridCache.load(tmp_path / "cache.kv", model.config)
-    rest, logits = random_prompt(1, 200, seed=1), []
-    for each in (cache, loaded):
-        with torch.no_grad():
-            logits.append([model(piece, **cache_argument(each)).logits for piece in rest.split([1, 66, 133], dim=1)])
+    pieces = random_prompt(1, 200, seed=1).split([1, 66, 133], dim=1)
+    logits = [[model(piece, **cache_argument(each)).logits for piece in pieces] for each in (cache, loaded)]
     assert loaded.codecs == cache.codecs
     assert all(map(torch.equal, *logits))
 
 
-@pytest.mark.parametrize("codec", [None, minmax(4)])
-def test_a_cache_is_loaded_into_any_placement(codec: KVCodec | None, tmp_path: Path):
+@pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
+@pytest.mark.parametrize("options", [(), (16,), (32, 0), (64, 128, False)])
+def test_load_when_saved_with_placement_and_codecs_then_restores_both(
+    bits: int | tuple[int, int], options: tuple[Any, ...], tmp_path: Path
+):
     model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    placements = [Placement(cpu_decode=False), Placement(True, cpu_decode=False), Placement(cpu_decode=True)]
-    for before in placements:
-        cache = filled(model, lambda config, before=before: HybridCache(config, before, codec=codec), 200)
-        cache.save(path)
-        for after in placements:
-            loaded = HybridCache.load(path, model.config, after)
-            for ours, theirs in zip(loaded.layers, copy.deepcopy(cache).layers, strict=True):
-                assert torch.equal(ours.keys, theirs.keys)
-                assert torch.equal(ours.values, theirs.values)
-
-
-def test_load_when_saved_with_placement_and_codec_then_restores_both(tmp_path: Path):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    codecs = {1: minmax(2, 16, 0, False), 3: minmax((8, 4))}
+    codecs = {1: minmax(bits, *options), 3: minmax((8, 4))}
     original = HybridCache(model.config, Placement(True, 2, 1, None, [1, 3]), 5000, codecs)
     original.save(path)
     loaded = HybridCache.load(path, model.config)
@@ -186,13 +159,6 @@ def test_load_when_saved_with_placement_and_codec_then_restores_both(tmp_path: P
     assert loaded._stores.codecs == original._stores.codecs
     assert loaded._stores.capacity == original._stores.capacity
     assert loaded.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2, (4, 2)])
-@pytest.mark.parametrize("options", [(), (16,), (32, 0), (64, 128, False)])
-def test_codecs_of_min_max_are_described_and_made_again(bits, options):
-    codec = minmax(bits, *options)
-    assert described_codec(describe(codec)) == codec
 
 
 def test_a_codec_of_quanto_is_saved_and_loaded(tmp_path: Path):
@@ -220,25 +186,17 @@ def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_safetensors_reads_the_file_and_finds_the_states_in_it(tmp_path: Path):
+def test_safetensors_finds_the_states_of_tokens_that_were_not_removed(tmp_path: Path):
     cache, path = filled(tiny_model("llama"), DynamicHybridCache, 100), tmp_path / "cache.kv"
-    cache.save(path, random_prompt(1, 100))
+    cache.crop(-20)
+    cache.save(path, random_prompt(1, 80))
     with safe_open(path, framework="pt") as file:
         assert file.metadata()["format"] == "hf_hybrid_cache"
         keys, ids = file.get_tensor("layers.2/states.keys"), file.get_tensor("token_ids/ids")
     tokens = keys.permute(1, 2, 0, 4, 3).flatten(2, 3)
-    assert torch.equal(tokens[:, :, :100], cache.layers[2].keys)
-    assert not tokens[:, :, 100:].any()
-    assert torch.equal(ids, random_prompt(1, 100).int())
-
-
-def test_tokens_that_were_removed_are_not_in_the_file(tmp_path: Path):
-    path = tmp_path / "cache.kv"
-    cache = filled(tiny_model("llama"), DynamicHybridCache, 60)
-    cache.crop(-20)
-    cache.save(path)
-    with safe_open(path, framework="pt") as file:
-        assert not file.get_tensor("layers.0/states.keys")[..., 40:].any()
+    assert torch.equal(tokens[:, :, :80], cache.layers[2].keys)
+    assert not tokens[:, :, 80:].any()
+    assert torch.equal(ids, random_prompt(1, 80).int())
 
 
 def test_a_file_may_be_replaced_by_the_cache_that_is_mapped_from_it(tmp_path: Path):
@@ -263,7 +221,7 @@ def test_a_cache_saved_and_loaded_in_inference_mode_is_used_outside(family: str,
     assert_goes_on_like(model, loaded, HybridCache.load(path, model.config), 200)
 
 
-def test_a_file_that_host_memory_cannot_hold_is_refused_and_can_be_mapped(
+def test_file_that_host_memory_cannot_hold_is_refused_and_can_be_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model, path = tiny_model("llama"), tmp_path / "cache.kv"
@@ -280,14 +238,6 @@ def test_where_files_cannot_be_mapped_they_are_read(tmp_path: Path, monkeypatch:
     original.save(path)
     monkeypatch.setattr(AddressSpace, "map_file", lambda *arguments: False)
     assert_goes_on_like(model, HybridCache.load(path, model.config, mmap=True), original, 130)
-
-
-@pytest.mark.parametrize("make", [lambda config: DynamicHybridCache(config, cpu_decode=False), OffloadedHybridCache])
-def test_mapping_layers_that_are_not_attended_to_on_the_cpu_is_refused(make, tmp_path: Path):
-    model, path = tiny_model("llama"), tmp_path / "cache.kv"
-    filled(model, make, 10).save(path)
-    with pytest.raises(CacheFileError, match=r"layer 0 is not\. Pass placement=Placement\(cpu_decode=True\)"):
-        HybridCache.load(path, model.config, Placement(cpu_decode=False), mmap=True)
 
 
 # Caches after sequences of operations
@@ -328,10 +278,7 @@ class Reloaded:
 )
 def test_any_sequence_of_operations_with_files_between_leaves_the_same(kind, variant: str, mmap: bool, tmp_path: Path):
     machine = type("Machine", (Reloaded, kind), {"variant": variant, "folder": tmp_path, "mmap": mmap})
-    run_state_machine_as_test(
-        machine,
-        settings=search_at_random(6, 100, stateful_step_count=15),
-    )
+    run_state_machine_as_test(machine, settings=search_at_random(6, 100, stateful_step_count=15))
 
 
 # Memory

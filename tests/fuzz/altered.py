@@ -1,4 +1,4 @@
-"""JSON with some parts replaced or left out."""
+"""JSON with some parts replaced, renamed or left out."""
 
 import copy
 from typing import Any
@@ -8,7 +8,11 @@ import hypothesis.strategies as st
 NUMBERS = st.one_of(
     st.integers(-3, 9), st.sampled_from([2**31, 2**63, 10**30, 10**400, 1e-320, 1e308]), st.floats(allow_nan=True)
 )
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=20))
+# Of paths, devices, attributes and types.
+TEXTS = st.sampled_from(
+    ["/etc/passwd", "../x", "cuda:0", "meta", "__class__", "update", "keys", "x/y", "\ud800", "F32"]
+)
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS, st.text(max_size=20))
 ANY_JSON = st.recursive(
     LEAVES,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
@@ -22,7 +26,7 @@ NO_JSON = st.one_of(
 
 @st.composite
 def altered(draw: st.DrawFn, valid: Any) -> Any:
-    """`valid`, of which one or a few parts are replaced or left out."""
+    """`valid`, of which one or a few parts are replaced, renamed or left out."""
     content = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(content))
@@ -32,7 +36,9 @@ def altered(draw: st.DrawFn, valid: Any) -> Any:
         if draw(st.booleans()):
             holder[key] = draw(ANY_JSON)
         else:
-            del holder[key]
+            part = holder.pop(key)
+            if isinstance(holder, dict) and draw(st.booleans()):
+                holder[draw(TEXTS)] = part
     return content
 
 

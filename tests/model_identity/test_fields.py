@@ -1,31 +1,39 @@
-"""Everything that states depend on changes its field, and nothing else does."""
+"""Everything that states depend on, each byte of each weight too, changes its field, and nothing else does."""
 
 import copy
 import importlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from xxhash import xxh3_128_digest
 
 from hf_hybrid_cache import (
     DynamicHybridCache,
     HybridCache,
     OffloadedHybridCache,
     QuantizedHybridCache,
+    QuantizedWeightsConfig,
     Selection,
     minmax,
+    move_experts_to_host,
+    quantize_weights,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text
+from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text, tensor_digests
 from hf_hybrid_cache.model_identity.modules import name_of_class
 
 from common.channel_scaled import channel_scaled
+from common.programs import run_program
 from model_identity.models import differing, identity, new_llama
+from models.expert_models import EXPERT_FAMILIES, expert_model
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
 
 # --- models
@@ -41,15 +49,61 @@ def test_identity_when_the_model_is_loaded_or_has_generated_then_is_same(family:
     assert differing(identity(model), before) == set()
 
 
-@pytest.mark.parametrize(
-    "rotation",
-    [{"rope_theta": 20_000.0}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}],
-    ids=str,
-)
-def test_model_when_it_turns_keys_otherwise_then_differs(rotation: dict[str, Any]):
-    rotation = {"rope_type": "default", "rope_theta": 10_000.0} | rotation
-    found = differing(identity(new_llama(rope_parameters=rotation)), identity(new_llama()))
-    assert {"config", "weights"} <= found <= {"config", "weights", "modules"}
+def up(model: Any, layer: int = 0) -> torch.Tensor:
+    return model.model.layers[layer].mlp.up_proj.weight
+
+
+def flip_a_bit(model: Any) -> None:
+    up(model).view(torch.int32)[5, 7].bitwise_xor_(1)
+
+
+def set_config(name: str, value: Any) -> Callable[[Any], Any]:
+    return lambda model: setattr(model.config, name, value)
+
+
+def turned(**rotation: Any) -> Callable[[Any], Any]:
+    """A model that turns keys otherwise."""
+    return lambda _: new_llama(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0} | rotation)
+
+
+# Fields that differ after a change of a model, or of another one.
+CHANGES: list[tuple[set[str], Callable[[Any], Any]]] = [
+    (set(), set_config("_name_or_path", "another")),
+    (set(), set_config("architectures", ["another"])),
+    (set(), set_config("transformers_version", "another")),
+    (set(), set_config("use_cache", False)),
+    ({"dtype", "weights"}, lambda model: model.to(torch.bfloat16)),
+    ({"dtype", "weights"}, lambda model: model.to(torch.float16)),
+    ({"weights"}, flip_a_bit),
+    ({"weights"}, lambda model: up(model).copy_(up(model).flip(0))),
+    ({"weights"}, lambda model: torch.utils.swap_tensors(up(model, 0), up(model, 1))),
+    ({"weights"}, lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach() + 1))),
+    ({"weights"}, lambda model: model.lm_head.weight.data.mul_(2)),
+    ({"weights"}, lambda model: model.model.embed_tokens.weight.data[-1].mul_(2)),
+    ({"weights"}, lambda model: model.lm_head.weight.data[5, 7].add_(1)),
+    ({"weights"}, lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0))),
+    ({"weights"}, lambda model: model.model.rotary_emb.inv_freq[1].mul_(1.5)),
+    ({"weights"}, lambda model: model.load_state_dict(new_llama(seed=1).state_dict())),
+    ({"weights"}, lambda model: model.load_state_dict(new_llama(seed=1).state_dict(), assign=True)),
+    ({"config"}, set_config("rms_norm_eps", 1e-5)),
+    ({"attention"}, lambda model: model.set_attn_implementation("eager")),
+    ({"modules"}, lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.5)),
+    ({"modules"}, lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU().eval())),
+    ({"config", "weights"}, turned(rope_theta=20_000.0)),
+    ({"config", "weights", "modules"}, turned(rope_type="linear", factor=2.0)),
+    ({"config", "weights", "modules"}, turned(rope_type="yarn", factor=2.0)),
+]
+
+
+@pytest.mark.parametrize(("fields", "change"), CHANGES)
+def test_model_when_changed_then_differs_where_states_depend_on_it(fields: set[str], change: Callable[[Any], Any]):
+    model = new_llama()
+    before = identity(model)
+    with torch.no_grad():
+        other = change(model)
+    model = other if isinstance(other, PreTrainedModel) else model
+    assert differing(identity(model), before) == fields
+    assert identity(copy.deepcopy(model)) == identity(model)
 
 
 def test_model_when_in_autocast_then_differs_in_dtype():
@@ -58,31 +112,6 @@ def test_model_when_in_autocast_then_differs_in_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert differing(identity(model), before) == {"dtype"}
     assert identity(model) == before
-
-
-# Fields that differ after a change of a model.
-CHANGES: dict[str, tuple[set[str], Callable[[Any], Any]]] = {
-    "_name_or_path": (set(), lambda model: setattr(model.config, "_name_or_path", "another")),
-    "architectures": (set(), lambda model: setattr(model.config, "architectures", ["another"])),
-    "transformers_version": (set(), lambda model: setattr(model.config, "transformers_version", "another")),
-    "use_cache": (set(), lambda model: setattr(model.config, "use_cache", False)),
-    "bfloat16": ({"dtype", "weights"}, lambda model: model.to(torch.bfloat16)),
-    "float16": ({"dtype", "weights"}, lambda model: model.to(torch.float16)),
-    "weights": ({"weights"}, lambda model: model.load_state_dict(new_llama(seed=1).state_dict())),
-    "setting": ({"config"}, lambda model: setattr(model.config, "rms_norm_eps", 1e-5)),
-    "attention": ({"attention"}, lambda model: model.set_attn_implementation("eager")),
-    "number": ({"modules"}, lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.5)),
-    "module": ({"modules"}, lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU().eval())),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_model_when_changed_then_differs_where_states_depend_on_it(change: str):
-    model = new_llama()
-    before = identity(model)
-    fields, change_model = CHANGES[change]
-    change_model(model)
-    assert differing(identity(model), before) == fields
 
 
 def test_code_of_others_counts_and_not_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -112,11 +141,10 @@ FORMS: dict[str, Callable[[Any], HybridCache]] = {
 
 def test_caches_when_of_other_codecs_then_differ_in_codecs_alone():
     model = tiny_model("llama")
-    identities = [identity(model), *(identity_of(model, make(model.config)) for make in FORMS.values())]
-    for index, one in enumerate(identities):
-        assert all(differing(one, other) == {"codecs"} for other in identities[:index])
-    again = [identity(model), *(identity_of(model, make(model.config)) for make in FORMS.values())]
-    assert again == identities
+    first, again = ([identity_of(model, make(model.config)) for make in FORMS.values()] for _ in range(2))
+    assert again == first
+    for one, other in itertools.combinations([identity(model), *first], 2):
+        assert differing(one, other) == {"codecs"}
 
 
 def test_cache_when_it_has_chosen_its_codecs_then_has_the_same_identity():
@@ -136,21 +164,20 @@ def test_cache_when_it_selects_pages_then_differs_in_selection_alone():
     selections = [None, Selection(), Selection(top_p=0.9), Selection(dense_layers=[0])]
     found = [identity_of(model, OffloadedHybridCache(model.config, selection=each)) for each in selections]
     assert found[0] == identity(model)
-    for index, one in enumerate(found):
-        assert all(differing(one, other) == {"selection"} for other in found[:index])
+    for one, other in itertools.combinations(found, 2):
+        assert differing(one, other) == {"selection"}
 
 
 # --- refused
 
 
 def test_model_when_training_or_turning_keys_by_length_then_is_refused():
-    model: Any = new_llama()
-    model.model.layers[1].train()
-    with pytest.raises(ModelIdentityError, match=r"model\.eval\(\)"):
-        identity(model)
-    rotation: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    with pytest.raises(ModelIdentityError, match="dynamic"):
-        identity(new_llama(rope_parameters=rotation))
+    training: Any = new_llama()
+    training.model.layers[1].train()
+    turning = new_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0})
+    for model, told in ((training, r"model\.eval\(\)"), (turning, "dynamic")):
+        with pytest.raises(ModelIdentityError, match=told):
+            identity(model)
 
 
 def test_model_when_longrope_has_read_a_long_text_then_is_the_same():
@@ -170,3 +197,108 @@ def test_what_is_no_model_or_cache_of_ours_then_is_refused():
         identity_of(nn.Linear(2, 2), DynamicHybridCache(model.config))
     with pytest.raises(TypeError, match="DynamicCache"):
         identity_of(model, DynamicCache(config=model.config))
+
+
+# --- weights
+
+
+def test_weights_when_made_in_inference_mode_then_changes_count():
+    with torch.inference_mode():
+        model = new_llama()
+    before = identity(model)
+    assert before == identity(new_llama())
+    with torch.inference_mode():
+        flip_a_bit(model)
+        assert differing(identity(model), before) == {"weights"}
+        flip_a_bit(model)
+    assert identity(model) == before
+
+
+def test_weights_when_tied_then_count_once_and_differ_from_equal_ones():
+    tied, equal = new_llama(tie_word_embeddings=True), new_llama()
+    with torch.no_grad():
+        equal.load_state_dict(tied.state_dict())
+    assert "weights" in differing(identity(tied), identity(equal))
+    assert identity(tied) == identity(new_llama(tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3000, 700), (1500, 2, 701), (2, 3, 300_000)], ids=str)
+def test_digest_when_of_any_view_then_is_that_of_its_bytes(shape: tuple[int, ...], dtype: torch.dtype):
+    size = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(2, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensor = data.view(dtype).view(shape)
+    views = [tensor, tensor.t() if tensor.dim() < 3 else tensor.transpose(1, 2), tensor[..., ::2] if shape else tensor]
+    views.append(tensor.expand(2, *shape))
+    copies = [view.contiguous().flatten().view(torch.uint8).numpy() for view in views]
+    assert tensor_digests(views) == [xxh3_128_digest(copy) for copy in copies]
+
+
+def test_model_when_loaded_by_a_process_with_more_threads_then_is_the_same(tmp_path: Path):
+    model = new_llama(hidden_size=256, vocab_size=3000)
+    model.save_pretrained(tmp_path)
+    run_program(
+        "import torch; torch.set_num_threads(2); from model_identity.models import *; "
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).eval(); "
+        f"assert identity(model).digest.hex() == {identity(model).digest.hex()!r}"
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_weights_when_loaded_or_made_then_are_the_same(bits: int, tmp_path: Path):
+    model = new_llama()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantizedWeightsConfig(bits)).eval()
+    plain = identity(model)
+    quantize_weights(model, bits)
+    assert differing(identity(model), plain) == {"weights"}
+    assert differing(identity(loaded), identity(model)) == set()
+
+
+def test_quantized_weights_when_of_other_codes_then_differ():
+    models = [new_llama(), new_llama(), new_llama(), new_llama()]
+    with torch.no_grad():
+        models[1].lm_head.weight[3, 4] *= -1
+    for model, bits, group_size in zip(models, (4, 4, 8, 4), (32, 32, 32, 64), strict=True):
+        quantize_weights(model, bits, group_size)
+    assert len({identity(model).fields["weights"] for model in models}) == 4
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", list(EXPERT_FAMILIES)[:2])
+def test_host_experts_are_told_by_their_numbers(family: str, bits: int | None):
+    models = [copy.deepcopy(expert_model(family)) for _ in range(3)]
+    with torch.no_grad():
+        changed = [weight for weight in models[2].parameters() if weight.dim() == 3][-1]
+        changed[1, 2, 3] += 1
+    for model in models:
+        move_experts_to_host(model, bits=bits)
+    first, second, third = map(identity, models)
+    assert first == second
+    assert differing(third, first) == {"weights"}
+
+
+class Coded(nn.Parameter):
+    pass
+
+
+class Packed(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(3)
+
+
+UNREADABLE: dict[str, Callable[[Any], Any]] = {
+    "lm_head.weight is not in memory but on meta": lambda model: model.lm_head.to("meta"),
+    "lm_head.weight is a Coded": lambda model: model.lm_head._parameters.update(weight=Coded(up(model).detach())),
+    "torch.sparse_coo": lambda model: setattr(model.lm_head, "weight", nn.Parameter(up(model).detach().to_sparse())),
+    "lm_head._extra_state is no parameter": lambda model: setattr(model, "lm_head", Packed(64, 128, False).eval()),
+    "accelerate": lambda model: cpu_offload(model, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("told", UNREADABLE)
+def test_weights_when_they_cannot_be_read_then_are_refused(told: str):
+    model = new_llama()
+    UNREADABLE[told](model)
+    with pytest.raises(ModelIdentityError, match=told):
+        identity(model)

@@ -87,8 +87,10 @@ def test_conversation_when_codecs_are_chosen_late_then_goes_on(
 
 def test_turn_when_kept_then_writes_about_its_own_tokens(tmp_path: Path):
     talk = Talk(tmp_path)
+    before = {file: file.read_bytes() for file in (tmp_path / "nodes").iterdir()}
     of_document, talk.tokens = num_bytes(tmp_path), talk.said(130)
     talk.keep()
+    assert all(file.read_bytes() == content for file, content in before.items())
     # And what is stored again of the block that the document ends in, and the rest of the last block.
     most = talk.tokens.shape[1] - talk.length + 2 * 64
     assert num_bytes(tmp_path) - of_document < most / talk.length * of_document + 2**14

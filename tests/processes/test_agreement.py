@@ -1,23 +1,14 @@
 """Processes go on together or fail together, whichever of them fails, and wherever."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 from torch import distributed
 
-from hf_hybrid_cache import DynamicHybridCache, HybridCache, OutOfStepError, QuantizedHybridCache
-from hf_hybrid_cache.cache import contents_of
-from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.files.tensor_file import NewFile, TensorFile
-from hf_hybrid_cache.prefix_store.filling import StoredPart, fill
-from hf_hybrid_cache.prefix_store.states import NodeStates, states_since
+from hf_hybrid_cache import OutOfStepError
 from hf_hybrid_cache.processes import Agreement, Peers
 
 from .groups import Group
-from models.tiny_models import random_prompt, tiny_model
-from prefix_store.prompts import held
 
 
 class FailedError(Exception):
@@ -88,35 +79,3 @@ def test_a_single_process_agrees_with_itself():
     assert list(agreement.in_turns([1, 2])) == [1, 2]
     with pytest.raises(ZeroDivisionError):
         agreement.together(lambda: 1 // 0)
-
-
-CACHES = {"full": DynamicHybridCache, "quantized": QuantizedHybridCache}
-
-
-@torch.no_grad()
-def filled_again(form: str, folder: str) -> list[bool]:
-    """Write the own shard of a prompt in three nodes, fill another cache from each; return whether states are equal."""
-    model, prompt, before, start, parts, are_equal = tiny_model("llama"), random_prompt(1, 1000), None, 0, [], []
-
-    def new() -> HybridCache:
-        return CACHES[form](model.config, group=distributed.group.WORLD)
-
-    cache = new()
-    for end in (300, 610, 1000):
-        model(prompt[:, cache.get_seq_length() : end], **cache_argument(cache))
-        contents, path = contents_of(cache), Path(folder, f"{distributed.get_rank()}.{end}")
-        contents.settle()
-        before, sections = states_since(start // 64 * 64, before, contents.layers, contents.stores)
-        with path.open("wb") as file:
-            NewFile({}, sections, 64).write(file)
-        states = NodeStates.from_json(before.to_json())
-        parts.append(StoredPart(lambda path=path: TensorFile(path, path.open("rb", buffering=0)), states, end))
-        start, again = end, new()
-        fill(contents_of(again), parts)
-        are_equal.append(all(map(torch.equal, held(again), held(cache))))
-    return are_equal
-
-
-@pytest.mark.parametrize("form", CACHES)
-def test_nodes_of_shards_fill_shards_with_the_same_bits(form: str, group: Group, tmp_path: Path):
-    assert group.call(filled_again, form, str(tmp_path)) == [[True] * 3] * 2

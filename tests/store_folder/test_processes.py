@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_hybrid_cache.prefix_store import private_files
-from hf_hybrid_cache.prefix_store.errors import PrefixStoreFolderError
+from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolderError
 
 from common.soak import budget, count
 from store_folder.stored import bytes_of_nodes, found, keep, num_found, open_folder
@@ -72,6 +72,17 @@ def test_process_that_is_stopped_with_the_lock_is_told_of(how: str, path: Path):
         if how == "IMMEDIATE":
             assert num_found(user, PROMPT) == 200  # a search needs no lock
     assert keep(user, (*PROMPT, 1))
+
+
+def test_process_that_reads_keeps_its_prompt_until_it_ends(path: Path):
+    user = open_folder(path)
+    keep(user, PROMPT)
+    name = user.entries()[0].node.name
+    with started(f"read_slowly({str(path)!r})") as process:
+        assert told(process) == "200"
+        with pytest.raises(NodeInUseError):
+            user.remove(name)
+    user.remove(name)
 
 
 def test_prompt_when_kept_by_two_at_once_then_is_there_once(path: Path):

@@ -22,6 +22,7 @@ from store_folder.stored import (
     IDENTITY,
     Tokens,
     check,
+    found,
     keep,
     keys_of,
     num_found,
@@ -96,6 +97,13 @@ def hold_lock(path: str, how: str) -> None:
         connection.execute(f"BEGIN {how}")
         print("locked", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def read_slowly(path: str) -> None:
+    """Use a prompt until told to end."""
+    with found(open_folder(Path(path)), PROMPT) as match:
+        print(match.num_tokens, flush=True)
+        input()
 
 
 def write_slowly(path: str) -> None:
