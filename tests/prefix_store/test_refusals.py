@@ -1,15 +1,16 @@
 """Prompts that cannot be kept are refused; where files cannot be read or written, a warning says so."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
-from hf_hybrid_cache import DynamicHybridCache, PrefixStore, PrefixStoreError, QuantizedHybridCache
+from hf_hybrid_cache import DynamicHybridCache, HybridCache, PrefixStore, PrefixStoreError, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from .prompts import FORMS, are_equal, hits, prompts, read
@@ -21,55 +22,43 @@ from models.tiny_models import random_prompt, tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
 
 
-Made = tuple[PreTrainedModel, torch.Tensor, Any]
+@torch.no_grad()
+def that_has_read(num_tokens: int, make: Callable[[Any], HybridCache], config: Any) -> HybridCache:
+    cache = make(config)
+    tiny_model("llama")(random_prompt(1, num_tokens), **cache_argument(cache))
+    return cache
 
 
-def of_another_cache() -> Made:
-    return tiny_model("llama"), random_prompt(1, 9), DynamicCache(config=tiny_model("llama").config)
-
-
-def of_a_filled_cache() -> Made:
-    model, cache = tiny_model("llama"), DynamicHybridCache(tiny_model("llama").config)
-    with torch.no_grad():
-        model(random_prompt(1, 8), **cache_argument(cache))
-    return model, random_prompt(1, 9), cache
-
-
-def of_chosen_codecs() -> Made:
-    model, cache = tiny_model("llama"), QuantizedHybridCache(tiny_model("llama").config)
-    with torch.no_grad():
-        model(random_prompt(1, 400), **cache_argument(cache))
+def that_was_reset(config: Any) -> HybridCache:
+    cache = that_has_read(400, QuantizedHybridCache, config)
     cache.reset()
-    return model, random_prompt(1, 400), cache
-
-
-def of_shape(*shape: int) -> Callable[[], Made]:
-    return lambda: (tiny_model("llama"), random_prompt(*shape), DynamicHybridCache(tiny_model("llama").config))
-
-
-def of_an_encoder() -> Made:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
-    return model, random_prompt(1, 9), DynamicHybridCache(model.config)
+    return cache
 
 
 @pytest.mark.parametrize(
-    ("make", "document_tokens", "reason"),
+    ("shape", "make", "document_tokens", "reason"),
     [
-        (of_another_cache, 0, "DynamicCache"),
-        (of_a_filled_cache, 0, "holds 8 tokens already"),
-        (of_chosen_codecs, 0, "chosen its codecs"),
-        (of_shape(2, 9), 0, "one sequence, got 2"),
-        (of_shape(1, 1), 0, "at least two tokens"),
-        (of_shape(1, 9), 10, "document_tokens must be 0 to 9"),
-        (of_an_encoder, 0, "encoder"),
+        ((1, 9), lambda config: DynamicCache(config=config), 0, "DynamicCache"),
+        ((1, 9), partial(that_has_read, 8, DynamicHybridCache), 0, "holds 8 tokens already"),
+        ((1, 400), that_was_reset, 0, "chosen its codecs"),
+        ((2, 9), DynamicHybridCache, 0, "one sequence, got 2"),
+        ((1, 1), DynamicHybridCache, 0, "at least two tokens"),
+        ((1, 9), DynamicHybridCache, 10, "document_tokens must be 0 to 9"),
     ],
 )
 def test_prefill_when_a_prompt_cannot_be_kept_then_is_refused(
-    make: Callable[[], Made], document_tokens: int, reason: str, tmp_path: Path
+    shape: tuple[int, int], make: Callable[[Any], Any], document_tokens: int, reason: str, tmp_path: Path
 ):
+    model, store = tiny_model("llama"), PrefixStore(tmp_path)
     with pytest.raises(PrefixStoreError, match=reason):
-        PrefixStore(tmp_path).prefill(*make(), document_tokens=document_tokens, progress=False)
+        store.prefill(model, random_prompt(*shape), make(model.config), document_tokens=document_tokens)
+
+
+def test_prefill_when_model_has_an_encoder_then_is_refused(tmp_path: Path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
+    with pytest.raises(PrefixStoreError, match="encoder"):
+        PrefixStore(tmp_path).prefill(model, random_prompt(1, 9), DynamicHybridCache(model.config))
 
 
 def test_prefill_when_length_turns_keys_then_keeps_short_texts_alone(tmp_path: Path):
