@@ -195,9 +195,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of both")
     arguments = parser.parse_args()
     if arguments.other is not None:
-        options = [
-            f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in ("tokens", "long_tokens", "nodes")
-        ]
+        options = [f"--tokens={arguments.tokens}", f"--long-tokens={arguments.long_tokens}"]
+        options += [f"--nodes={arguments.nodes}", *(["--drop-caches"] if arguments.drop_caches else [])]
         options += [] if arguments.folder is None else [f"--folder={arguments.folder}"]
         other = arguments.other.resolve()
         turns = in_turns(other, arguments.rounds, options)
