@@ -4,8 +4,6 @@ import os
 import stat
 from pathlib import Path
 
-from .durable_files import replaced_when_whole
-
 
 def cache_home() -> Path:
     """
@@ -22,18 +20,6 @@ def cache_home() -> Path:
         return home.absolute()  # the working directory may change
     except RuntimeError as error:
         raise FileNotFoundError("There is no home folder: set HF_HYBRID_CACHE_HOME to another one.") from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """
-    Write a whole file, or leave the old one; its folder is made if needed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_when_whole(path) as file:
-        file.write(text.encode())
 
 
 def make_private(path: Path) -> None:

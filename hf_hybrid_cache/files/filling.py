@@ -52,7 +52,8 @@ def read_codecs(file: TensorFile, saved: SavedLayers) -> tuple[dict[int, KVCodec
             continue
         fits = squares.dtype == torch.float32 and squares.shape == (states.num_kv_heads, states.key_dim)
         are_squares = fits and bool((squares.isfinite() & (squares >= 0)).all())
-        if not are_squares or number is None or number.shape != (1,) or int(number) < 1:
+        is_number = number is not None and number.dtype == torch.int64 and number.shape == (1,)
+        if not are_squares or not is_number or int(number) < 1:
             raise ValueError(f"{name}: there are no means of squares of queries")
         queries[index] = SeenQueries(squares, int(number))
     return codecs, queries
@@ -192,9 +193,9 @@ class Filling:
                 raise ValueError(f"layer {index} has {name} {given!r} there and {value!r} here")
         try:
             for name, tree in attributes.items():
-                # Some attributes come with the first states; none of them takes the place of a method.
+                # Some attributes come with the first states; none of them takes the place of a method, or of all.
                 of_type = getattr(kind, name, None)
-                if name not in own and (callable(of_type) or isinstance(of_type, property)):
+                if name not in own and (name[:2] == "__" or callable(of_type) or isinstance(of_type, property)):
                     raise ValueError(f"layer {index} has {name}, which is not an attribute of {kind.__name__} here")
                 setattr(layer, name, self._from_json(tree, tensors))
         except torch.OutOfMemoryError:

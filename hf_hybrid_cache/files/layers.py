@@ -16,8 +16,8 @@ import torch
 from ..codecs import weights_of
 from ..layers import HybridLayer, LayerStores
 from ..storage import BlockSegment, Part, ShardedStore, Store
-from .description import TAILS, LayerDescription, States, dtype_name
-from .tensor_file import Section, TensorForm
+from .description import TAILS, LayerDescription, States
+from .tensor_file import Section, TensorForm, dtype_name
 
 ROLES = ("keys", "values")
 
@@ -142,7 +142,8 @@ def _to_json(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         dtype_name(value.dtype)
-        tensors[name] = value
+        if tensors.setdefault(name, value) is not value:
+            raise ValueError(f"two of its tensors are named {name}")
         return {"tensor": name, "device": str(value.device)}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
