@@ -31,13 +31,7 @@ def targets_of(section: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, m
 
 
 def read_codecs(file: TensorFile, saved: SavedLayers) -> tuple[dict[int, KVCodec], dict[int, SeenQueries]]:
-    """
-    Return the codecs of a file, and the queries by which others are still to be chosen, by layer.
-
-    Raises:
-        CacheFileError: what they were chosen by was altered.
-        ValueError: there are none such.
-    """
+    """Return codecs, and the queries by which others are to be chosen, by layer; `ValueError` if there are none such."""
     codecs, queries = {}, {}
     for index, tree in saved.codecs.items():
         name, states = f"codecs.{index}", saved.layers[index].states
@@ -88,9 +82,7 @@ class Filling:
         """
         Make memory for the states of a layer, as targets; return what gives them to the layer once they are filled.
 
-        Raises:
-            ValueError: the states do not fit the layer, or each other.
-            HostMemoryError: the host has no room.
+        `ValueError` if they do not fit the layer, or each other.
         """
         saved, section = self._saved.layers[index], f"layers.{index}"
         if saved.type != type(layer).__name__:

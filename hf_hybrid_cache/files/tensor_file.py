@@ -72,16 +72,6 @@ class TensorForm(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: Any) -> Self:
-        """
-        Return the form of a tensor.
-
-        Raises:
-            ValueError: there is no such type in a file.
-        """
-        return cls(dtype_name(tensor.dtype), tuple(tensor.shape))
-
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _DTYPES[self.dtype][1]
@@ -154,12 +144,7 @@ class NewFile:
         return len(self._header()) + self._tensors[-1].end
 
     def write(self, file: BinaryIO) -> None:
-        """
-        Write all of it into an empty file; the header, with the checksums, comes last.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write all of it into an empty file; the header, with the checksums, comes last."""
         file.seek(len(self._header()))
         for section in self._sections:
             self._checksums[f"checksum {section.name}"] = self._write_section(file, section)
