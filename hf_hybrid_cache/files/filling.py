@@ -31,7 +31,7 @@ def targets_of(section: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, m
 
 
 def read_codecs(file: TensorFile, saved: SavedLayers) -> tuple[dict[int, KVCodec], dict[int, SeenQueries]]:
-    """Return codecs, and the queries by which others are to be chosen, by layer; `ValueError` if there are none such."""
+    """Return codecs, and the queries by which others are to be chosen, by layer; `ValueError` if a file has none."""
     codecs, queries = {}, {}
     for index, tree in saved.codecs.items():
         name, states = f"codecs.{index}", saved.layers[index].states
