@@ -148,10 +148,11 @@ def conversion(
     """Return the dtype to convert saved states to, asked for or of the model; `None` to leave them as they are."""
     wanted = asked_for or expected
     saved = next((layer.states for layer in file.description.layers if layer.states), None)
-    held = None if saved is None else getattr(torch, saved.key_dtype)
-    if saved is None or wanted is None or held == wanted:
+    if saved is None or wanted is None:
         return None
-    name = str(wanted).removeprefix("torch.")
+    held, name = getattr(torch, saved.key_dtype), str(wanted).removeprefix("torch.")
+    if held == wanted:
+        return None
     what = f"holds keys and values in {saved.key_dtype}, and the model is in {name}"
     if asked_for is None and torch.promote_types(held, wanted) != wanted:
         raise CacheFileError(

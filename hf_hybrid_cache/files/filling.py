@@ -46,8 +46,7 @@ def read_codecs(file: TensorFile, saved: SavedLayers) -> tuple[dict[int, KVCodec
             continue
         fits = squares.dtype == torch.float32 and squares.shape == (states.num_kv_heads, states.key_dim)
         are_squares = fits and bool((squares.isfinite() & (squares >= 0)).all())
-        is_number = number is not None and number.dtype == torch.int64 and number.shape == (1,)
-        if not are_squares or not is_number or int(number) < 1:
+        if not are_squares or number is None or number.dtype != torch.int64 or number.shape != (1,) or int(number) < 1:
             raise ValueError(f"{name}: there are no means of squares of queries")
         queries[index] = SeenQueries(squares, int(number))
     return codecs, queries
