@@ -206,6 +206,9 @@ def test_queries_when_they_cannot_be_those_of_a_layer_then_are_refused(tmp_path:
     tree["codecs.1/squares"]["dtype"] = "I32"
     path.write_bytes(with_header(json.dumps(tree).encode(), rest))
     assert error_of(path) == "does not describe a cache (codecs.1: there are no means of squares of queries)."
+    tree["codecs.1/squares"]["dtype"], tree["codecs.0/number"]["dtype"] = "F32", "F64"
+    path.write_bytes(with_header(json.dumps(tree).encode(), rest))
+    assert error_of(path) == "does not describe a cache (codecs.0: there are no means of squares of queries)."
     altered, (start, _) = bytearray(rest), tree["codecs.0/number"]["data_offsets"]
     altered[start] ^= 1
     path.write_bytes(with_header(json.dumps(parts(content)[0]).encode(), bytes(altered)))

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from files.test_bad_files import error_of, good_file, parts, with_header
+from files.test_bad_files import error_of, good_file, parts, with_cache, with_header
 from hypothesis import given
 
 from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache, Placement, Selection
@@ -213,6 +213,12 @@ def test_numbers_when_tensors_fit_them_then_are_refused_or_attended_to(family: s
         ),
         (4, with_numbers({2}, full=60), "200 tokens of 1 in layer 1, 188 tokens of 1 in layer 2"),
         (None, with_numbers({1}, batch=2, prefixes=2), "200 tokens of 1 in layer 0, 200 tokens of 2 in layer 1"),
+        (
+            None,
+            in_turn(with_numbers(num_kv_heads=0, states=2**36), without_token_ids),
+            "there are no states in States(",
+        ),
+        (None, in_turn(with_numbers(batch=0, prefixes=0), without_token_ids), "there are no states in States("),
         (None, with_numbers(states=199), "199 tokens of 1 in layer 3, and 200 ids"),
     ],
 )
@@ -223,6 +229,14 @@ def test_numbers_when_they_do_not_fit_each_other_then_are_refused(
     rewritten(good_file("llama", bits), path, change)
     for options in PLACES.values():
         assert message in error_of(path, **options())
+
+
+def test_attributes_when_they_are_of_all_objects_then_are_refused(tmp_path: Path):
+    content, path = good_file("gemma3", None), tmp_path / "cache.kv"
+    layers = json.loads(parts(content)[0]["__metadata__"]["cache"])["layers"]
+    layers[0]["attributes"]["__dict__"] = {"dict": [["sliding_window", 3]]}
+    path.write_bytes(with_cache(content, layers=layers))
+    assert "layer 0 has __dict__, which is not an attribute" in error_of(path, tiny_model("gemma3").config)
 
 
 def test_quantized_blocks_when_sinks_are_incomplete_then_are_refused():
