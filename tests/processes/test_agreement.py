@@ -10,14 +10,14 @@ from torch import distributed
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OutOfStepError, QuantizedHybridCache
 from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.files.tensor_file import NewFile, TensorFile
-from hf_hybrid_cache.prefix_store.filling import StoredPart, fill
-from hf_hybrid_cache.prefix_store.states import NodeStates, states_since
+from hf_hybrid_cache.files.tensor_file import NewFile
+from hf_hybrid_cache.prefix_store.filling import fill
+from hf_hybrid_cache.prefix_store.states import states_since
 from hf_hybrid_cache.processes import Agreement, Peers
 
 from .groups import Group
 from models.tiny_models import random_prompt, tiny_model
-from prefix_store.prompts import held
+from prefix_store.prompts import Written, held
 
 
 class FailedError(Exception):
@@ -108,9 +108,8 @@ def filled_again(form: str, folder: str) -> list[bool]:
         contents.settle()
         before, sections = states_since(start // 64 * 64, before, contents.layers, contents.stores)
         with path.open("wb") as file:
-            NewFile({}, sections, 64).write(file)
-        states = NodeStates.from_json(before.to_json())
-        parts.append(StoredPart(lambda path=path: TensorFile(path, path.open("rb", buffering=0)), states, end))
+            NewFile({"states": before.to_json()}, sections, 64).write(file)
+        parts.append(Written(path, end))
         start, again = end, new()
         fill(contents_of(again), parts)
         are_equal.append(all(map(torch.equal, held(again), held(cache))))
