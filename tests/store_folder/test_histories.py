@@ -11,6 +11,8 @@ import pytest
 
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Entry, Folder, Match
+
+from common.soak import budget, count
 from store_folder.stored import (
     BLOCK,
     IDENTITY,
@@ -25,8 +27,6 @@ from store_folder.stored import (
     open_folder,
     random_prompt,
 )
-
-from common.soak import budget, count
 
 
 class History:

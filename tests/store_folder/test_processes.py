@@ -13,11 +13,11 @@ import pytest
 
 from hf_hybrid_cache.prefix_store import private_files
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, PrefixStoreFolderError
+
+from common.soak import budget, count
 from store_folder.stored import bytes_of_nodes, found, keep, num_found, open_folder
 from store_folder.trials import check_whole
 from store_folder.users import MAX_BYTES, PROMPT, started, step
-
-from common.soak import budget, count
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs locks of the system, and signals")
 

@@ -15,6 +15,8 @@ from typing import Any
 from hf_hybrid_cache.files.tensor_file import Section
 from hf_hybrid_cache.prefix_store.errors import NodeInUseError, NodeNotFoundError, PrefixStoreFullError
 from hf_hybrid_cache.prefix_store.folder import Folder
+
+from common.programs import TESTS
 from store_folder.stored import (
     IDENTITY,
     Tokens,
@@ -28,8 +30,6 @@ from store_folder.stored import (
     section_of,
     states_of,
 )
-
-from common.programs import TESTS
 
 MAX_BYTES = 60_000
 PROMPT: Tokens = tuple(range(200))
