@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -9,8 +10,11 @@ from transformers import PreTrainedModel
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.files.layers import tensors_by_name
+from hf_hybrid_cache.files.tensor_file import TensorFile
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.prefix_store import PrefixStore
+from hf_hybrid_cache.prefix_store.filling import states_of
+from hf_hybrid_cache.prefix_store.states import NodeStates
 
 from models.tiny_models import random_prompt
 
@@ -19,6 +23,20 @@ FORMS: dict[str, Callable[..., HybridCache]] = {
     "quantized": QuantizedHybridCache,
     "offloaded": OffloadedHybridCache,
 }
+
+
+class Written(NamedTuple):
+    """The file of a node, and up to which token it is used."""
+
+    path: Path
+    end: int
+
+    def open(self) -> TensorFile:
+        return TensorFile(self.path, self.path.open("rb", buffering=0))
+
+    def states(self) -> NodeStates:
+        with self.open() as file:
+            return states_of(file)
 
 
 def prompts(common: int, first: int, second: int) -> tuple[torch.Tensor, torch.Tensor]:

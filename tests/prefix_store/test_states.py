@@ -5,7 +5,7 @@ import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,33 +13,19 @@ import torch
 from hf_hybrid_cache import CacheFileError, HostMemoryError, HybridCache
 from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorFile, TensorForm
-from hf_hybrid_cache.prefix_store.filling import fill, states_of
+from hf_hybrid_cache.files.tensor_file import NewFile, Section, TensorForm
+from hf_hybrid_cache.prefix_store.filling import fill
 from hf_hybrid_cache.prefix_store.states import NodeStates, states_since
 from hf_hybrid_cache.storage import GRANULE
 
 from .forged import parts_of, write
-from .prompts import FORMS, are_equal, held, next_logits
+from .prompts import FORMS, Written, are_equal, held, next_logits
 from models.tiny_models import random_prompt, tiny_model
 
 # The models have short contexts.
 pytestmark = pytest.mark.filterwarnings("ignore:The prompt has .* context is 512")
 PROMPT = random_prompt(1, 1400)
 ENDS = [300, 640, 1281]
-
-
-class Written(NamedTuple):
-    """The file of a node, and up to which token it is used."""
-
-    path: Path
-    end: int
-
-    def open(self) -> TensorFile:
-        return TensorFile(self.path, self.path.open("rb", buffering=0))
-
-    def states(self) -> NodeStates:
-        with self.open() as file:
-            return states_of(file)
 
 
 @torch.no_grad()

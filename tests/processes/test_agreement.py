@@ -17,8 +17,7 @@ from hf_hybrid_cache.processes import Agreement, Peers
 
 from .groups import Group
 from models.tiny_models import random_prompt, tiny_model
-from prefix_store.prompts import held
-from prefix_store.test_states import Written
+from prefix_store.prompts import Written, held
 
 
 class FailedError(Exception):
