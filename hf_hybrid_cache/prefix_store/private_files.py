@@ -26,7 +26,8 @@ if sys.platform != "win32":
 _FILE_MODE = 0o600
 # A link is not followed, and a pipe does not wait for its other end. Windows knows neither, and has a text mode.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+# EBADF: NFS has no lock for one alone of what is open for reading, such as a folder.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 _FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.02
 
 
