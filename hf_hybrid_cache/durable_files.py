@@ -5,12 +5,11 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_Opener = Callable[[str, int], int]
 _GROUP_BITS = 0o070
 
 
@@ -26,60 +25,27 @@ def replaced_when_whole(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written, or there is something else than a file, such as a folder, a device or a pipe.
     """
-    before = file_status(path)
+    before = _status_of(path)
     path = Path(os.path.realpath(path))
     unfinished = path.parent / f".{secrets.token_hex(8)}.tmp"
-    opener = _mode_opener(0o666 if before is None else 0o600)
-    file = _opened_without_name(path.parent, opener)
-    if file is None:
-        with renamed_when_whole(unfinished, path, opener) as file:
+    mode = 0o666 if before is None else 0o600
+    try:
+        nameless = _opened_without_name(path.parent, mode)
+        with nameless or open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             _take_permissions(file, before)
-        return
-    with file:
-        yield file
-        _take_permissions(file, before)
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            _give_name(file, unfinished)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            file.flush()
+            os.fsync(file.fileno())
+            if nameless is not None:
+                _give_name(file, unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
-@contextmanager
-def renamed_when_whole(unfinished: Path, path: Path, opener: _Opener | None = None) -> Iterator[BinaryIO]:
-    """
-    Make a new file, which gets the name `path`, whatever has it, when it is complete and on the disk.
-
-    Args:
-        unfinished: path of the file until then, in the same file system.
-        path: of the file.
-        opener: as `open` takes it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    try:
-        with open(unfinished, "xb", opener=opener) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def file_status(path: Path) -> os.stat_result | None:
-    """
-    Return the status of a file, that which a link leads to; `None` if there is none.
-
-    Raises:
-        OSError: there is something else than a file: what is written to it is not kept, or nobody may read it.
-    """
+def _status_of(path: Path) -> os.stat_result | None:
+    """Return the status of the file that a path or link leads to, `None` for none; refuse what keeps no content."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -101,16 +67,12 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _mode_opener(mode: int) -> _Opener:
-    return lambda path, flags: os.open(path, flags, mode)
-
-
-def _opened_without_name(folder: Path, opener: _Opener) -> BinaryIO | None:
+def _opened_without_name(folder: Path, mode: int) -> BinaryIO | None:
     """Open a new file that has no name yet; `None` where the system, or the file system, has no such files."""
     if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
         return None
     try:
-        handle = opener(os.fspath(folder), os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC)
+        handle = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode)
     except OSError:  # what is wrong, if anything is, a named file will tell
         return None
     return open(handle, "wb")

@@ -69,27 +69,15 @@ class Peers:
 
     def exchange(self, message: torch.Tensor) -> torch.Tensor:
         """
-        Send `message` to the others and return theirs. All must call it, with messages of the same shape.
+        Send `message` to the others, and return all, `[size, *message.shape]`, in the order of ranks, on the host.
 
-        Every process sends to every other one, and none passes messages on: that takes one latency, and those that
-        wait for a process that has ended notice at once.
-
-        Returns:
-            `[size, *message.shape]` in the order of ranks, on the host.
-
-        Raises:
-            LostProcessError: one of the others has ended, or did not answer within the group's timeout.
-            OutOfStepError: one of the others sent something of another size.
+        All must call it, with messages of the same shape. Every process sends to every other one, and none passes
+        messages on: that takes one latency, and those that wait for a process that has ended notice at once.
         """
         return self.trade(message.expand(self.size, *message.shape))
 
     def trade(self, messages: torch.Tensor) -> torch.Tensor:
-        """
-        Send each other process a message of its own, `[size, ...]`, in the order of ranks, and return theirs.
-
-        Returns:
-            What each has for this one, as for `exchange`.
-        """
+        """Send each process a message of its own, `[size, ...]`, and return what each has for this one, likewise."""
         sent = messages.to(self._device).contiguous()
         received = torch.empty_like(sent)
         try:
@@ -103,12 +91,7 @@ class Peers:
         return self.exchange(torch.tensor([number]))[:, 0].tolist()
 
     def of_the_first(self, message: torch.Tensor) -> torch.Tensor:
-        """
-        Return the first process' message in all processes. All must call it, with tensors of the same shape.
-
-        Raises:
-            LostProcessError: as for `exchange`.
-        """
+        """Return the first process' message in all processes. All must call it, with tensors of the same shape."""
         heard = message.to(self._device, copy=True)
         try:
             distributed.broadcast(heard, group_src=0, group=self.group)
@@ -152,18 +135,9 @@ class Agreement:
 
     def numbers(self, act: Callable[[], _T], number_of: Callable[[_T], int]) -> tuple[_T, list[int]]:
         """
-        Do something, and tell the others a number. All processes call this.
+        Do something, and return its result and the numbers of all results, at least 0, in the order of ranks.
 
-        Args:
-            act: what each does by itself.
-            number_of: the number of its result, at least 0.
-
-        Returns:
-            the result of `act`, and the numbers of all processes in the order of ranks.
-
-        Raises:
-            Exception: of `failure_of`, if `act` raised an error in another process.
-            LostProcessError: another process has ended, or does not answer.
+        All processes call this. The error of `failure_of` tells that `act` raised one in another process.
         """
         self._can_tell = True
         try:
@@ -184,12 +158,7 @@ class Agreement:
         return self.numbers(act, lambda result: 0)[0]
 
     def same(self, act: Callable[[], _T], number_of: Callable[[_T], int]) -> _T:
-        """
-        Do something, and check that the number of its result is the same in all processes, see `numbers`.
-
-        Raises:
-            OutOfStepError: it is not.
-        """
+        """Do something, and raise `OutOfStepError` if the number of its result is not that of all, see `numbers`."""
         result, told = self.numbers(act, number_of)
         different = [rank for rank, each in enumerate(told) if each != told[0]]
         if different:

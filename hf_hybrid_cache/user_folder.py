@@ -4,8 +4,6 @@ import os
 import stat
 from pathlib import Path
 
-from .durable_files import replaced_when_whole
-
 
 def cache_home() -> Path:
     """
@@ -24,44 +22,15 @@ def cache_home() -> Path:
         raise FileNotFoundError("There is no home folder: set HF_HYBRID_CACHE_HOME to another one.") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """
-    Write a whole file, or leave the old one; its folder is made if needed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_when_whole(path) as file:
-        file.write(text.encode())
-
-
 def make_private(path: Path) -> None:
-    """
-    Make a file that only its owner can read, and its folder; an existing file keeps its contents.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Make a file that only its owner can read, and its folder; an existing file keeps its contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     path.chmod(0o600)
 
 
 def make_private_folders(folder: Path, home: Path) -> bool:
-    """
-    Make a folder, and those from `home` on that it is in, where they are missing, each for its owner alone.
-
-    Args:
-        folder: to make.
-        home: the same, or one above it.
-
-    Returns:
-        Whether it was missing.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a folder, and those from `home` on above it, each for its owner alone; return whether it was missing."""
     if folder.is_dir():
         return False
     if folder == home:
@@ -76,12 +45,8 @@ def why_not_trusted(folder: Path, home: Path) -> str | None:
     """
     Say why what is in a folder may be from another user; `None` if it is from this one, or from root.
 
-    Others must not be able to write to it, or to put another folder in the place of one that it is in. Above `home` a
-    group is trusted.
-
-    Args:
-        folder: that is asked about; of one that is missing those above it are.
-        home: the same, or one above it.
+    Others must not be able to write to it, or to put another folder in the place of one that it is in. Of one that is
+    missing those above it are asked about. Above `home` a group is trusted.
     """
     if not hasattr(os, "geteuid"):
         return None

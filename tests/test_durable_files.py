@@ -12,7 +12,6 @@ import pytest
 
 from hf_hybrid_cache import CacheFileError, DynamicHybridCache, durable_files
 from hf_hybrid_cache.durable_files import replaced_when_whole
-from hf_hybrid_cache.user_folder import write_whole
 
 from models.tiny_models import FAMILIES
 
@@ -151,8 +150,8 @@ def test_a_writer_when_killed_then_leaves_the_older_file_alone(has_nameless: boo
 
 
 @pytest.mark.usefixtures("has_nameless")
-def test_a_user_file_when_writing_fails_then_the_older_one_stays(tmp_path: Path):
-    write_whole(tmp_path / "folder" / "file", "older")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "folder" / "file", "\ud800")
-    assert [(path.name, path.read_text()) for path in (tmp_path / "folder").iterdir()] == [("file", "older")]
+def test_a_file_when_writing_fails_then_the_older_one_stays(tmp_path: Path):
+    written(tmp_path / "file", b"older")
+    with pytest.raises(TypeError):
+        written(tmp_path / "file", "text")  # type: ignore[arg-type]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"older")]

@@ -27,7 +27,7 @@ ALLOWED = {
     "graph_breaks": {"torch"},
     "other_processes": set(),
     "control_groups": set(),
-    "user_folder": {"durable_files"},
+    "user_folder": set(),
     "byte_sizes": {"scalars"},
     "planning": {
         "byte_sizes",

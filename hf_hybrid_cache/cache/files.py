@@ -115,8 +115,8 @@ def _require_model(file: CacheFile, config: PreTrainedConfig) -> None:
     of_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     layers = [(index, each.states) for index, each in enumerate(file.description.layers) if index not in of_images]
     held = {index: (each.num_tokens, each.batch) for index, each in layers if each is not None}
-    num_ids = held and file.token_ids is not None and file.token_ids.shape[1]
-    if len({*held.values()}) > 1 or (num_ids and {num_ids} != {tokens for tokens, _ in held.values()}):
+    num_ids = 0 if file.token_ids is None else file.token_ids.shape[1]
+    if len({*held.values()}) > 1 or (num_ids and not {num_ids} >= {tokens for tokens, _ in held.values()}):
         told = [f"{tokens:,} tokens of {batch:,} in layer {index}" for index, (tokens, batch) in held.items()]
         raise CacheFileError(
             file.path, f"does not describe a cache (of sequences there are {', '.join(told)}, and {num_ids:,} ids)."
@@ -148,9 +148,11 @@ def conversion(
     """Return the dtype to convert saved states to, asked for or of the model; `None` to leave them as they are."""
     wanted = asked_for or expected
     saved = next((layer.states for layer in file.description.layers if layer.states), None)
-    if saved is None or wanted is None or getattr(torch, saved.key_dtype) == wanted:
+    if saved is None or wanted is None:
         return None
     held, name = getattr(torch, saved.key_dtype), str(wanted).removeprefix("torch.")
+    if held == wanted:
+        return None
     what = f"holds keys and values in {saved.key_dtype}, and the model is in {name}"
     if asked_for is None and torch.promote_types(held, wanted) != wanted:
         raise CacheFileError(

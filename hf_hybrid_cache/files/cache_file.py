@@ -18,8 +18,8 @@ from ..layers import HybridLayer, LayerStores
 from ..processes import Agreement
 from .description import CacheDescription
 from .filling import Filling, empty_tensors, read_codecs, targets_of
-from .layers import bytes_of, codec_section, described_layer, index_section, layer_section, tensor_section
-from .tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
+from .layers import bytes_of, codec_section, described_layer, index_of, index_section, layer_section, tensor_section
+from .tensor_file import CacheFileError, NewFile, Section, TensorFile
 
 _FORMAT = "hf_hybrid_cache"
 _VERSION = "6"
@@ -33,14 +33,7 @@ def save_layers(
     token_ids: torch.Tensor | None,
     document_tokens: int | None,
 ) -> None:
-    """
-    Write a cache's layers to a file, with the traits of its model; processes that share it do so together.
-
-    Raises:
-        CacheFileError: it cannot be written, or a layer holds what cannot be saved; what was there is there still.
-        OutOfStepError: the processes hold different caches.
-        HostMemoryError: the copy of one layer, which one on a device needs, does not fit the host.
-    """
+    """Write a cache's layers to a file; processes that share them do so together. See `HybridCache.save` for errors."""
     ids = {} if token_ids is None else {"ids": token_ids.to("cpu", torch.int32)}
     try:
         description = CacheDescription(
@@ -64,7 +57,7 @@ def save_layers(
     )
     if stores.peers is not None:
         agreement.same(lambda: sections, _checksum_of)
-    sections = [_in_turns(section, agreement) for section in sections if section.forms]
+    sections = [_made_together(section, agreement) for section in sections if section.forms]
     is_writer = stores.peers is None or stores.peers.rank == 0
     agreement.together(lambda: _write(Path(path), NewFile(metadata, sections)) if is_writer else _make_all(sections))
 
@@ -82,19 +75,13 @@ def saved_token_ids(path: str | os.PathLike[str]) -> torch.Tensor | None:
 
 class CacheFile(TensorFile):
     """
-    The open file of a saved cache, whose header is whole and whose size is right. A context manager.
-
-    Args:
-        path: of the file.
+    The open file of a saved cache, of which all but the layers is read; `CacheFileError` if it is none.
 
     Attributes:
         description: of the cache.
         codecs: of the saved layers, by index.
         seen_queries: those by which others are still to be chosen, by index.
         token_ids: that were saved with the cache, `[batch, tokens]`, or `None`.
-
-    Raises:
-        CacheFileError: it is not such a file.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -113,14 +100,7 @@ class CacheFile(TensorFile):
             raise
 
     def fill(self, layers: Sequence[Any], device: torch.device | str | None, mmap: bool, verify: bool) -> None:
-        """
-        Put the saved states into the new layers of a cache for the same model; see `HybridCache.load`.
-
-        Raises:
-            CacheFileError: the layers are others, a checksum is wrong, or `mmap` with layers that are not attended to
-                on the CPU.
-            HostMemoryError: the host has no room.
-        """
+        """Put the saved states into the new layers of a cache for the same model; see `HybridCache.load` for errors."""
         num_saved = len(self.description.layers)
         if num_saved != len(layers):
             raise CacheFileError(self.path, f"cannot be loaded: it has {num_saved} layers, the model {len(layers)}.")
@@ -145,19 +125,14 @@ class CacheFile(TensorFile):
         """Fill a layer's key index, if the file has one that fits; the keys give it otherwise."""
         name = f"index.{index}/blocks"
         placed = self.tensors(f"index.{index}").get(name)
-        store = layer.store.indexed if isinstance(layer, HybridLayer) and layer.store is not None else None
-        of_keys = None if store is None or store.on_device is not None else layer.index
+        found = index_of(layer)
         targets: dict[str, memoryview] = {}
-        mapped: set[str] = set()
-        if (
-            placed is not None
-            and of_keys is not None
-            and placed.form == TensorForm("uint8", tuple(of_keys.form(store)))
-        ):
+        is_mapped = False
+        if placed is not None and found is not None and placed.form == found[2]:
+            of_keys, store, _ = found
             is_mapped = mmap and of_keys.map_rows(store, self.fileno(), self.place_of(placed))
             targets[name] = bytes_of(of_keys.rows(store) if is_mapped else of_keys.make_rows(store))
-            mapped.update({name} if is_mapped else ())
-        self.read(f"index.{index}", targets, mapped, verify)
+        self.read(f"index.{index}", targets, {name} if is_mapped else set(), verify)
 
     def _read_description(self) -> None:
         """Read all but the layers; `ValueError` if it does not describe a cache."""
@@ -196,7 +171,7 @@ def _checksum_of(sections: Sequence[Section]) -> int:
     return checksum
 
 
-def _in_turns(section: Section, agreement: Agreement) -> Section:
+def _made_together(section: Section, agreement: Agreement) -> Section:
     """Return a section whose pieces all processes make at once."""
     return replace(section, data=lambda: (agreement.in_turns(tensor) for tensor in section.data()))
 

@@ -42,10 +42,12 @@ class States:
 
     def __post_init__(self) -> None:
         for size in (self.batch, self.prefixes, self.num_kv_heads, self.key_dim, self.value_dim):
-            as_count(size, 2**16)
+            # Tokens without any bytes could be as many as a file says.
+            if not as_count(size, 2**16):
+                raise ValueError(f"there are no states in {self}")
         for number in self.entries.values():
             as_count(number)
-        are_alike = self.is_shared and self.prefixes and not self.batch % self.prefixes
+        are_alike = self.is_shared and not self.batch % self.prefixes
         if self.prefixes != self.batch and not are_alike:
             raise ValueError(f"{self.batch} sequences do not continue {self.prefixes} prefixes alike")
         if {self.key_dtype, self.value_dtype} - DTYPES.keys():
@@ -147,11 +149,3 @@ class CacheDescription(SavedLayers):
         as_count(self.max_length)
         if self.document_tokens is not None:
             as_count(self.document_tokens)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type, such as "float32"; `ValueError` if there is no such type in a file."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPE_NAMES:
-        raise ValueError(f"{dtype} cannot be saved; only {', '.join(DTYPE_NAMES)} can.")
-    return name

@@ -31,13 +31,7 @@ def targets_of(section: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, m
 
 
 def read_codecs(file: TensorFile, saved: SavedLayers) -> tuple[dict[int, KVCodec], dict[int, SeenQueries]]:
-    """
-    Return the codecs of a file, and the queries by which others are still to be chosen, by layer.
-
-    Raises:
-        CacheFileError: what they were chosen by was altered.
-        ValueError: there are none such.
-    """
+    """Return codecs, and the queries by which others are to be chosen, by layer; `ValueError` if a file has none."""
     codecs, queries = {}, {}
     for index, tree in saved.codecs.items():
         name, states = f"codecs.{index}", saved.layers[index].states
@@ -52,7 +46,7 @@ def read_codecs(file: TensorFile, saved: SavedLayers) -> tuple[dict[int, KVCodec
             continue
         fits = squares.dtype == torch.float32 and squares.shape == (states.num_kv_heads, states.key_dim)
         are_squares = fits and bool((squares.isfinite() & (squares >= 0)).all())
-        if not are_squares or number is None or number.shape != (1,) or int(number) < 1:
+        if not are_squares or number is None or number.dtype != torch.int64 or number.shape != (1,) or int(number) < 1:
             raise ValueError(f"{name}: there are no means of squares of queries")
         queries[index] = SeenQueries(squares, int(number))
     return codecs, queries
@@ -87,9 +81,7 @@ class Filling:
         """
         Make memory for the states of a layer, as targets; return what gives them to the layer once they are filled.
 
-        Raises:
-            ValueError: the states do not fit the layer, or each other.
-            HostMemoryError: the host has no room.
+        `ValueError` if they do not fit the layer, or each other.
         """
         saved, section = self._saved.layers[index], f"layers.{index}"
         if saved.type != type(layer).__name__:
@@ -192,9 +184,9 @@ class Filling:
                 raise ValueError(f"layer {index} has {name} {given!r} there and {value!r} here")
         try:
             for name, tree in attributes.items():
-                # Some attributes come with the first states; none of them takes the place of a method.
+                # Some attributes come with the first states; none of them takes the place of a method, or of all.
                 of_type = getattr(kind, name, None)
-                if name not in own and (callable(of_type) or isinstance(of_type, property)):
+                if name not in own and (name[:2] == "__" or callable(of_type) or isinstance(of_type, property)):
                     raise ValueError(f"layer {index} has {name}, which is not an attribute of {kind.__name__} here")
                 setattr(layer, name, self._from_json(tree, tensors))
         except torch.OutOfMemoryError:

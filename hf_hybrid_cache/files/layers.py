@@ -16,8 +16,8 @@ import torch
 from ..codecs import weights_of
 from ..layers import HybridLayer, LayerStores
 from ..storage import BlockSegment, Part, ShardedStore, Store
-from .description import TAILS, LayerDescription, States, dtype_name
-from .tensor_file import Section, TensorForm
+from .description import TAILS, LayerDescription, States
+from .tensor_file import Section, TensorForm, dtype_name
 
 ROLES = ("keys", "values")
 
@@ -36,7 +36,7 @@ def role_names(index: int, part: str) -> list[str]:
 def forms_of(segment: BlockSegment, num_entries: int) -> list[TensorForm]:
     """Return the forms of keys and values in a file, as a segment in host memory has them."""
     buffers = segment.keys, segment.values
-    return [TensorForm(dtype_name(each.dtype), tuple(each.stored_shape(num_entries))) for each in buffers]
+    return [_form_of(each.dtype, each.stored_shape(num_entries)) for each in buffers]
 
 
 def described_layer(layer: Any) -> LayerDescription:
@@ -95,20 +95,27 @@ def codec_section(index: int, stores: LayerStores) -> Section:
 
 def index_section(index: int, layer: Any) -> Section:
     """Return the section with a layer's key index, without tensors where there is none."""
-    name = f"index.{index}"
+    name, found = f"index.{index}", index_of(layer)
+    if found is None:
+        return Section(name, {}, tuple)
+    of_keys, store, form = found
+    store.wait_for_copies()
+    return Section(name, {f"{name}/blocks": form} if form.num_bytes else {}, lambda: [[bytes_of(of_keys.rows(store))]])
+
+
+def index_of(layer: Any) -> tuple[Any, Any, TensorForm] | None:
+    """Return a layer's key index, the store that it is of, and its form in a file; `None` where there is none."""
     of_keys = layer.index if isinstance(layer, HybridLayer) and layer.store is not None else None
     # The index of the middle is not that of the whole.
     if of_keys is None or layer.store.indexed.on_device is not None:
-        return Section(name, {}, tuple)
+        return None
     store = layer.store.indexed
-    store.wait_for_copies()
-    form = TensorForm("uint8", tuple(of_keys.form(store)))
-    return Section(name, {f"{name}/blocks": form} if form.num_bytes else {}, lambda: [[bytes_of(of_keys.rows(store))]])
+    return of_keys, store, _form_of(torch.uint8, of_keys.form(store))
 
 
 def tensor_section(name: str, tensors: Mapping[str, torch.Tensor]) -> Section:
     """Return the section of some tensors."""
-    forms = {f"{name}/{each}": TensorForm.of(tensor) for each, tensor in tensors.items()}
+    forms = {f"{name}/{each}": _form_of(tensor.dtype, tensor.shape) for each, tensor in tensors.items()}
     return Section(name, forms, lambda: ([bytes_of(tensor)] for tensor in tensors.values()))
 
 
@@ -117,6 +124,10 @@ def tensors_by_name(layer: Any) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     _attributes_of(layer, tensors)
     return tensors
+
+
+def _form_of(dtype: torch.dtype, shape: Iterable[int]) -> TensorForm:
+    return TensorForm(dtype_name(dtype), tuple(shape))
 
 
 def _parts_of(store: Store) -> dict[str, Part]:
@@ -142,7 +153,8 @@ def _to_json(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         dtype_name(value.dtype)
-        tensors[name] = value
+        if tensors.setdefault(name, value) is not value:
+            raise ValueError(f"two of its tensors are named {name}")
         return {"tensor": name, "device": str(value.device)}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}

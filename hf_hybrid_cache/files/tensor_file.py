@@ -30,6 +30,8 @@ _PIECE_BYTES = 2**19
 _LENGTH_BYTES, _CHECKSUM_BYTES = 8, 4
 _HEADER_CHECKSUM = "checksum"
 _NO_CHECKSUM = f"{0:08x}"
+# Tensors of torch have no more; safetensors takes any sizes beside one of 0.
+_MOST_DIMENSIONS, _MOST_NUMBERS = 64, 2**60
 
 # By the names of torch: names in the file, and bytes.
 _DTYPES = {
@@ -59,8 +61,9 @@ class CacheFileError(HybridCacheError, ValueError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str):
-        super().__init__(f"{os.fspath(path)} {reason}")
-        self.reason = reason
+        # Names in a hostile file may have control characters, and any length.
+        self.reason = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in reason[:2000])
+        super().__init__(f"{os.fspath(path)} {self.reason}")
 
 
 class TensorForm(NamedTuple):
@@ -69,22 +72,12 @@ class TensorForm(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: Any) -> Self:
-        """
-        Return the form of a tensor.
-
-        Raises:
-            ValueError: there is no such type in a file.
-        """
-        name = str(tensor.dtype).removeprefix("torch.")
-        if name not in _DTYPES:
-            raise ValueError(f"{tensor.dtype} cannot be saved; only {', '.join(_DTYPES)} can.")
-        return cls(name, tuple(tensor.shape))
-
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _DTYPES[self.dtype][1]
+
+
+_CHECKSUM_FORM = TensorForm("uint8", (_CHECKSUM_BYTES,))
 
 
 class PlacedTensor(NamedTuple):
@@ -104,7 +97,7 @@ class PlacedTensor(NamedTuple):
 
     @property
     def is_padding(self) -> bool:
-        return self.name.partition("/")[2].startswith("padding.")
+        return self.name == f"{self.section}/padding.{self.start}"
 
 
 @dataclass(frozen=True)
@@ -151,19 +144,14 @@ class NewFile:
         return len(self._header()) + self._tensors[-1].end
 
     def write(self, file: BinaryIO) -> None:
-        """
-        Write all of it into an empty file; the header, with the checksums, comes last.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write all of it into an empty file; the header, with the checksums, comes last."""
         file.seek(len(self._header()))
         for section in self._sections:
             self._checksums[f"checksum {section.name}"] = self._write_section(file, section)
         header = self._header()  # as long as before, because all checksums are
-        write_all(file, _checksum_of(header))
+        _write_all(file, _checksum_of(header))
         file.seek(0)
-        write_all(file, header)
+        _write_all(file, header)
 
     def _placed(self) -> Iterator[PlacedTensor]:
         end = 0
@@ -174,7 +162,7 @@ class NewFile:
                 if padding := -end % self._alignment:
                     yield PlacedTensor(f"{section.name}/padding.{end}", TensorForm("uint8", (padding,)), end)
                     end += padding
-        yield PlacedTensor(_HEADER_CHECKSUM, TensorForm("uint8", (_CHECKSUM_BYTES,)), end)
+        yield PlacedTensor(_HEADER_CHECKSUM, _CHECKSUM_FORM, end)
 
     def _header(self) -> bytes:
         """Return the header with its length, padded so that tensors begin at a page border."""
@@ -200,7 +188,7 @@ class NewFile:
             for part in chain(tensor, [padding]):
                 for piece in _pieces(memoryview(part).cast("B")):
                     checksum = zlib.crc32(piece, checksum)
-                    write_all(file, piece)
+                    _write_all(file, piece)
                     num_bytes += len(piece)
             assert num_bytes == form.num_bytes + len(padding), (section.name, form, num_bytes)
         return f"{checksum:08x}"
@@ -308,21 +296,25 @@ class TensorFile:
             reason = str(error).removeprefix("Error while deserializing header: ")
             raise CacheFileError(self.path, f"is cut off, altered, or not a safetensors file ({reason}).") from None
         self.sections: dict[str, list[PlacedTensor]] = {}
-        end, last = 0, ""
-        for last, (code, shape) in forms.items():
+        end, tensor = 0, None
+        for name, (code, shape) in forms.items():
             if code not in _NAMES:
-                raise CacheFileError(self.path, f"is not the file of a cache: the tensor {last!r} is of type {code}.")
-            tensor = PlacedTensor(last, TensorForm(_NAMES[code], shape), end)
+                raise CacheFileError(self.path, f"is not the file of a cache: the tensor {name!r} is of type {code}.")
+            if len(shape) > _MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
+                raise CacheFileError(self.path, f"is not the file of a cache: the tensor {name!r} is {list(shape)}.")
+            tensor = PlacedTensor(name, TensorForm(_NAMES[code], shape), end)
             self.sections.setdefault(tensor.section, []).append(tensor)
             end = tensor.end
+        if tensor is None or tensor[:2] != (_HEADER_CHECKSUM, _CHECKSUM_FORM):
+            raise CacheFileError(self.path, "is a safetensors file, but not of a cache.")
         self._data_start = num_bytes - end
+        if self._data_start < 0:
+            raise CacheFileError(self.path, "was altered while it was opened.")
         header, checksum = bytearray(self._data_start), bytearray(_CHECKSUM_BYTES)
         self._file.seek(0)
         self._fill(memoryview(header))
-        self._file.seek(max(0, num_bytes - _CHECKSUM_BYTES))
-        self._fill(memoryview(checksum)[: min(num_bytes, _CHECKSUM_BYTES)])
-        if last != _HEADER_CHECKSUM:
-            raise CacheFileError(self.path, "is a safetensors file, but not of a cache.")
+        self._file.seek(num_bytes - _CHECKSUM_BYTES)
+        self._fill(memoryview(checksum))
         if checksum != _checksum_of(header):
             raise CacheFileError(self.path, "was altered: its header does not fit its checksum.")
         self.sections.pop(_HEADER_CHECKSUM, None)
@@ -339,7 +331,15 @@ class TensorFile:
             data = data[count:]
 
 
-def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a type, such as "float32"; `ValueError` if there is no such type in a file."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"{dtype} cannot be saved; only {', '.join(_DTYPES)} can.")
+    return name
+
+
+def _write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
     """Write all of the data, which the system may take in parts."""
     rest = memoryview(data)
     while rest:

@@ -69,10 +69,7 @@ class Identity:
         Raises:
             ValueError: it is no such text.
         """
-        try:
-            fields = json.loads(text)
-        except ValueError:
-            fields = None
+        fields = json.loads(text)
         if not isinstance(fields, dict) or not all(isinstance(each, str) for each in fields.values()):
             raise ValueError(f"This is no identity of a model: {text[:80]!r}.")
         return Identity(tuple(fields.items()))

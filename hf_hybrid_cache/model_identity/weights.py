@@ -61,6 +61,8 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     Args:
         tensors: plain, with their numbers in memory.
     """
+    # The memory of a conjugate is that of the tensor.
+    tensors = [each.resolve_conj().resolve_neg() for each in tensors]
     memories = {index: _memory(each) for index, each in enumerate(tensors) if each.is_cpu and each.is_contiguous()}
     digests: dict[int, bytes] = {}
 

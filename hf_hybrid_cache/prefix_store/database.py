@@ -12,7 +12,7 @@ a folder that cannot be written. A connection lives as long as a call.
 
 import re
 import sqlite3
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,63 +77,36 @@ class DamagedDatabaseError(ValueError):
     """The database cannot be read; it is made again from the files."""
 
 
-class Database:
-    """The database of a folder, whose file is there; who holds it is waited for for so many seconds."""
-
-    def __init__(self, path: Path, lock_seconds: float, has_locks: bool):
-        self.path, self._lock_seconds = path, lock_seconds
-        self._uri = f"file:{quote(str(path))}?mode=rw{'' if has_locks else '&nolock=1'}"
-
-    @contextmanager
-    def reading(self) -> Iterator["Nodes"]:
-        """Read the nodes as they are now, whatever others write."""
-        with self._told("read"), closing(self._connected()) as connection:
-            connection.execute("BEGIN")
-            _require_schema(connection, self.path)
-            yield Nodes(connection)
-
-    @contextmanager
-    def changing(self) -> Iterator["Nodes"]:
-        """Change the nodes; nobody else does so meanwhile. After an error they are as they were."""
-        with self._told("changed"), closing(self._connected()) as connection:
+@contextmanager
+def transaction(path: Path, lock_seconds: float, has_locks: bool, changes: bool) -> Iterator["Nodes"]:
+    """Read the nodes as they are now, or change them while nobody else does; after an error they are as before."""
+    uri, folder = f"file:{quote(str(path))}?mode=rw{'' if has_locks else '&nolock=1'}", path.parent
+    try:
+        # A change of one thread is never that of another one.
+        with closing(sqlite3.connect(uri, lock_seconds, isolation_level=None, uri=True)) as connection:
+            connection.text_factory = lambda data: str(data, errors="replace")
+            connection.executescript("PRAGMA synchronous = FULL; PRAGMA trusted_schema = OFF")
             try:
-                connection.execute("BEGIN IMMEDIATE")
-                if not _schema(connection):
+                connection.execute("BEGIN IMMEDIATE" if changes else "BEGIN")
+                if changes and not _schema(connection):
                     _make(connection)
-                _require_schema(connection, self.path)
+                _require_schema(connection, path)
                 yield Nodes(connection)
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
-
-    def _connected(self) -> sqlite3.Connection:
-        # A change of one thread is never that of another one.
-        connection = sqlite3.connect(self._uri, self._lock_seconds, isolation_level=None, uri=True)
-        connection.text_factory = lambda data: str(data, errors="replace")
-        try:
-            connection.executescript("PRAGMA synchronous = FULL; PRAGMA trusted_schema = OFF")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        folder = self.path.parent
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN and folder.is_dir() and not self.path.exists():
-                raise DamagedDatabaseError(f"{self.path} is gone.") from error
-            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                raise PrefixStoreFolderError(
-                    folder, f"has been locked by another process for {self._lock_seconds} s. Is one stopped?"
-                ) from error
-            raise PrefixStoreFolderError(folder, f"cannot be {what}: {error}.") from error
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # or its message has bytes of the file
-            raise DamagedDatabaseError(f"{self.path} cannot be read: {error}.") from error
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN and folder.is_dir() and not path.exists():
+            raise DamagedDatabaseError(f"{path} is gone.") from error
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+            raise PrefixStoreFolderError(
+                folder, f"has been locked by another process for {lock_seconds} s. Is one stopped?"
+            ) from error
+        raise PrefixStoreFolderError(folder, f"cannot be {'changed' if changes else 'read'}: {error}.") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # or its message has bytes of the file
+        raise DamagedDatabaseError(f"{path} cannot be read: {error}.") from error
 
 
 class Nodes:
@@ -186,15 +159,9 @@ class Nodes:
             found.extend(child for child in self.children(each) if child.start > each.start)
         return found[::-1]
 
-    def way_to(self, node: Node) -> list[Node]:
-        """Return the nodes from the first token to a node; nothing if one is missing, or they leave a hole."""
-        way = [node]
-        while way[-1].parent is not None:
-            parent = next(self._select("WHERE id = ?", way[-1].parent), None)
-            if parent is None or not parent.start < way[-1].start <= parent.end:
-                return []
-            way.append(parent)
-        return [] if way[-1].start else way[::-1]
+    def way_to(self, node: Node | None) -> list[Node]:
+        """Return the nodes from the first token to a node; nothing if there is no way."""
+        return [] if node is None else way_to(node, lambda id: next(self._select("WHERE id = ?", id), None))
 
     def same(self, node: Node) -> Node | None:
         """Return the node with the parent and the keys of another one."""
@@ -207,14 +174,8 @@ class Nodes:
         """
         Return the nodes, from the first token on, that have the longest beginning of a prompt; nothing if none has any.
 
-        Of several ways to the same token the one whose last node begins first is taken.
-
-        Args:
-            digests: of what is before each block of the prompt, see `prefix_digests`.
-            keys: of the prompt, as bytes.
-            whole_nodes: whether the prompt must have all tokens of each node, and each but the first begin at the last
-                block border of its parent.
-            but: ids of nodes that are left out.
+        Of several ways to the same token the one whose last node begins first is taken. With `whole_nodes` the prompt
+        has all tokens of each node, and each but the first begins at the last block border of its parent.
         """
         left_out = set(but)
         while True:
@@ -279,6 +240,25 @@ def _node(row: Sequence[Any]) -> Node:
     if not is_right or not node.keys or len(node.keys) % KEY_BYTES:
         raise DamagedDatabaseError(f"A row is no node: {row[:2]}.")
     return node
+
+
+def way_to(node: Node, with_id: Callable[[int], Node | None]) -> list[Node]:
+    """Return the nodes from the first token to a node; nothing if one is missing, or they leave a hole."""
+    way = [node]
+    while way[-1].parent is not None:
+        parent = with_id(way[-1].parent)
+        if parent is None or not parent.start < way[-1].start <= parent.end:
+            return []
+        way.append(parent)
+    return [] if way[-1].start else way[::-1]
+
+
+def joined_keys(way: Iterable[Node]) -> bytes:
+    """Return all keys of nodes, of which each follows the one before it."""
+    keys = bytearray()
+    for node in way:
+        keys[node.start * KEY_BYTES :] = node.keys
+    return bytes(keys)
 
 
 def _is_of(way: Sequence[Node], digests: Sequence[bytes], keys: bytes, whole_nodes: bool) -> bool:

@@ -31,14 +31,8 @@ def fill(contents: Contents, parts: Sequence[StoredPart]) -> NodeStates:
     """
     Put the states of nodes into the empty layers of a cache, and return what the last one says of them.
 
-    Args:
-        contents: of the cache.
-        parts: in order. Of the last one a beginning is enough where all layers are in full precision.
-
-    Raises:
-        CacheFileError: a file is damaged; the layers hold anything then.
-        ValueError: the nodes do not fit the layers, or each other; likewise.
-        HostMemoryError: host memory would not suffice.
+    Of the last node a beginning is enough where all layers are in full precision. A file that is damaged raises
+    `CacheFileError`, and nodes that do not fit the layers, or each other, `ValueError`; the layers hold anything then.
     """
     end, files, states = parts[-1].end, list[TensorFile](), list[NodeStates]()
     for part in parts:

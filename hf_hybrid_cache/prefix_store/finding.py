@@ -2,9 +2,10 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from ..cache import HybridCache, contents_of
 from ..processes import Agreement
@@ -13,49 +14,59 @@ from .filling import fill, states_of
 from .folder import Folder, Match
 from .keys import as_bytes, as_keys, num_common, token_ids_of
 from .prompt import Prompt
-from .reuse import Reuse
 from .states import NodeStates
 from .stored_prompts import StoredPrompt
 
 
 @dataclass(frozen=True)
-class Found:
+class Reuse:
     """
-    The stored beginning of a prompt.
+    A report of the tokens of a prompt that came from a store.
 
     Attributes:
-        match: with its nodes in use.
-        common_tokens: that the prompt has in common with what is stored.
-        stored_token: token id that is stored where the prompt first differs, if any is.
-        states: of the last node, once they were read.
+        folder: of the store.
+        num_tokens: tokens of the prompt that came from it.
+        common_tokens: tokens that the prompt has in common with what is stored, which may be more: states go on only
+            from where a forward pass ended before, or leave the next one long enough.
+        prompt_tokens: of the prompt.
+        stored_token: token id that is stored where the prompt first differs; `None` if nothing is.
+        given_token: token id of the prompt there; `None` if it ends there.
     """
 
-    match: Match = field(default_factory=Match)
-    common_tokens: int = 0
-    stored_token: int | None = None
-    states: NodeStates | None = None
+    folder: Path
+    num_tokens: int
+    common_tokens: int
+    prompt_tokens: int
+    stored_token: int | None
+    given_token: int | None
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that can be used."""
-        return self.match.num_tokens
+    def __str__(self) -> str:
+        return self.text()
 
-    def reuse(self, prompt: Prompt, folder: Folder) -> Reuse:
-        """Return the report for the user."""
-        at, tokens = self.common_tokens, prompt.token_ids[0]
-        given = int(tokens[at]) if at < len(tokens) else None
-        if given == self.stored_token:  # forward passes ended elsewhere
-            given = None
-        return Reuse(folder.path, self.num_tokens, at, len(tokens), self.stored_token, given)
+    def text(self, token_text: Callable[[int], str] = str) -> str:
+        """
+        Return the report in one line.
+
+        Args:
+            token_text: the text of a token id.
+        """
+        text = f"{self.num_tokens:,} of {self.prompt_tokens:,} tokens from {self.folder}"
+        if self.stored_token is None or self.given_token is None:
+            return text
+        return (
+            f"{text}, the first difference at token {self.common_tokens:,}: {token_text(self.given_token)} instead of "
+            f"{token_text(self.stored_token)}"
+        )
 
 
-def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> Found:
-    """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on."""
-    keys, passes, digest = prompt.keys, prompt.passes, prompt.identity.digest
+def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> tuple[Match, Reuse]:
+    """Find the longest beginning of a prompt, of at most so many tokens, from which it can be read on; and report."""
+    keys, passes, digest, token_ids = prompt.keys, prompt.passes, prompt.identity.digest, prompt.token_ids[0]
     match = folder.find(digest, keys)
+    common = match.num_tokens
     following = match.parts[-1].following_keys if match.parts else b""
-    stored_token = int(token_ids_of(as_keys(following))[0]) if following else None
-    found = Found(match, match.num_tokens, stored_token)
+    stored = int(token_ids_of(as_keys(following))[0]) if following else None
+    given = int(token_ids[common]) if common < len(token_ids) else None
     if passes.needs_whole_nodes:
         match.close()
         match = folder.find(digest, keys, whole_nodes=True)
@@ -65,81 +76,77 @@ def find(folder: Folder, prompt: Prompt, most_tokens: int | None = None) -> Foun
     if usable != match.num_tokens:
         match.close()
         match = folder.find(digest, keys[:usable], passes.needs_whole_nodes)
-    return replace(found, match=match)
+    # Where the tokens are the same, forward passes ended elsewhere.
+    different = None if given == stored else given
+    return match, Reuse(folder.path, match.num_tokens, common, len(token_ids), stored, different)
 
 
-def find_all(folder: Folder, prompt: Prompt) -> Found:
-    """Find the longest beginning of a prompt that a node may follow, however many tokens it leaves, with its states."""
+def find_all(folder: Folder, prompt: Prompt) -> tuple[Match, NodeStates | None]:
+    """Find the longest beginning that a node may follow, however many tokens it leaves, and what its end holds."""
     while True:
         match = folder.find(prompt.identity.digest, prompt.keys, prompt.passes.needs_whole_nodes)
+        if not match.parts:
+            return match, None
         try:
-            states = None
-            if match.parts:
-                with match.parts[-1].open() as file:
-                    states = states_of(file)
-            return Found(match, match.num_tokens, states=states)
+            with match.parts[-1].open() as file:
+                return match, states_of(file)
         except ValueError:
             match.close()
             if not _removed_damaged(folder, match):
                 raise
 
 
-def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> Found:
+def take_over(folder: Folder, prompt: Prompt, agreement: Agreement) -> tuple[Match, NodeStates | None, Reuse]:
     """
-    Fill the cache of a prompt with what is stored of it; states that cannot be read are not used.
+    Fill the cache of a prompt with what is stored of it, and return that, with what its end holds; and report.
 
-    Processes that share the cache use as many tokens: the most that all of them find and can read.
-
-    Raises:
-        PrefixStoreError: another process raises an error.
-        PrefixStoreFolderError: the folder cannot be read.
-        HostMemoryError: host memory would not suffice; the cache is empty then.
+    States that cannot be read are not used. Processes that share the cache use as many tokens: the most that all of
+    them find and can read. After an error the cache is empty.
     """
     failed: set[str] = set()
     most: int | None = None
 
-    def found_now() -> Found:
+    def found_now() -> tuple[Match, Reuse]:
         """Return what is stored, of at most so many tokens; nothing if its last node is a failed one."""
-        found = find(folder, prompt, most)
-        if found.match.parts and found.match.parts[-1].node.name in failed:
-            found.match.close()
-            return replace(found, match=Match())
-        return found
+        match, reuse = find(folder, prompt, most)
+        if match.parts and match.parts[-1].node.name in failed:
+            match.close()
+            return Match(), replace(reuse, num_tokens=0)
+        return match, reuse
 
-    def states_now(found: Found) -> NodeStates | None:
+    def states_now(match: Match) -> NodeStates | None:
         """Fill the cache; if the states cannot be read, note their last node."""
-        if not found.num_tokens:
+        if not match.num_tokens:
             return None
         try:
-            return fill(prompt.contents, found.match.parts)
+            return fill(prompt.contents, match.parts)
         except ValueError as error:
-            found.match.close()
-            failed.add(last := found.match.parts[-1].node.name)
-            if not _removed_damaged(folder, found.match):
+            match.close()
+            failed.add(last := match.parts[-1].node.name)
+            if not _removed_damaged(folder, match):
                 # So that they are kept again.
                 with contextlib.suppress(NodeNotFoundError, NodeInUseError, PrefixStoreFolderError):
                     folder.remove(last)
-                warnings.warn(f"States of {found.num_tokens:,} tokens are not used, and removed: {error}", stacklevel=6)
+                warnings.warn(f"States of {match.num_tokens:,} tokens are not used, and removed: {error}", stacklevel=6)
             return None
 
     while True:
-        found, counts = agreement.numbers(found_now, lambda found: found.num_tokens)
-        is_used = False
+        (match, reuse), counts = agreement.numbers(found_now, lambda found: found[0].num_tokens)
+        is_used, states = False, None
         try:
             if min(counts) < max(counts):
                 most = min(counts)
                 continue
-            if found.num_tokens:
-                states, are_filled = agreement.numbers(partial(states_now, found), lambda states: states is not None)
+            if match.num_tokens:
+                states, are_filled = agreement.numbers(partial(states_now, match), lambda states: states is not None)
                 if not all(are_filled):
                     continue
-                found = replace(found, states=states)
-                prompt.cache.note_tokens(prompt.token_ids[:, : found.num_tokens])
+                prompt.cache.note_tokens(prompt.token_ids[:, : match.num_tokens])
             is_used = True
-            return found
+            return match, states, reuse
         finally:
             if not is_used:
-                found.match.close()
+                match.close()
                 empty(prompt.cache)
 
 

@@ -4,7 +4,7 @@ The folder of a store, in which prompts, each with states, survive the process.
 | name | what |
 |---|---|
 | `prompts.sqlite` | which nodes there are, see `database.py` |
-| `nodes/`, `unfinished/` | the files of the nodes, and those that are being written, see `node_folder.py` |
+| `nodes/`, `unfinished/` | the files of the nodes, and those that are being written, see `node_files.py` |
 
 A file is written and synced before it gets its name, and then its row, in one transaction. So a process that is killed
 leaves a row without a file, or a file without a row, and who comes next makes them agree.
@@ -14,10 +14,8 @@ import contextlib
 import os
 import secrets
 import shutil
-import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -27,16 +25,15 @@ import numpy as np
 
 from ..durable_files import sync_folder
 from ..files.tensor_file import CacheFileError, Section, TensorFile
-from .database import DamagedDatabaseError, Database, Node, Nodes
+from .database import DamagedDatabaseError, Node, Nodes, joined_keys, transaction
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreFolderError, PrefixStoreFullError
 from .keys import BLOCK_BYTES, BLOCK_TOKENS, KEY_BYTES, as_bytes, as_keys, num_common, prefix_digests
-from .node_file import Head, damage, new_file, opened, opened_node, require_damage
-from .node_folder import NodeFolder
-from .private_files import Lock, is_own, locked_folder, make_own_folder, open_file, reported, try_lock
+from .node_files import Head, NodeFolder, new_file, opened, require_damage
+from .private_files import has_locks, is_own, locked_folder, open_file, reported
 
 _DATABASE, _NODES, _UNFINISHED = "prompts.sqlite", "nodes", "unfinished"
 _OURS = {_DATABASE, f"{_DATABASE}-journal", _NODES, _UNFINISHED}
-_OLD_MARK = ("lock", b"A store of prompts of hf_hybrid_cache, version 1")
+_OLD_FILES = {"lock", "index"}
 _GIB = 2**30
 _T = TypeVar("_T")
 
@@ -55,7 +52,7 @@ class Part(NamedTuple):
 
     def open(self) -> TensorFile:
         """Open the file; raise `CacheFileError` if it is gone, another one, or damaged."""
-        return opened_node(self.path, self.node)[0]
+        return opened(self.path, self.node)[0]
 
     @property
     def following_keys(self) -> bytes:
@@ -75,10 +72,6 @@ class Match:
     def __init__(self, parts: Sequence[Part] = (), pin: BinaryIO | None = None):
         self.parts, self._pin = tuple(parts), pin
         self.num_tokens = self.parts[-1].end if self.parts else 0
-
-    def part_before(self, position: int) -> Part | None:
-        """Return the part with the token before a position; `None` at the start and beyond the end."""
-        return next((part for part in self.parts if part.node.start < position <= part.end), None)
 
     def close(self) -> None:
         if self._pin is not None:
@@ -133,18 +126,17 @@ class Folder:
     ):
         try:
             self.path = Path(path).expanduser().absolute()  # the working directory may change
-        except RuntimeError as error:
+        except (RuntimeError, FileNotFoundError) as error:
             raise PrefixStoreFolderError(
-                path, "cannot be found: there is no home folder. Give another path."
+                path, "cannot be found: there is no home folder, or the working directory is gone. Give another path."
             ) from error
-        except FileNotFoundError as error:
-            raise PrefixStoreFolderError(path, "cannot be found: the working directory is gone.") from error
         self._max_bytes, self._min_free_bytes, self._lock_seconds = max_bytes, min_free_bytes, lock_seconds
         self._require_readable = require_readable
+        self._database = self.path / _DATABASE
         self._files = NodeFolder(self.path / _NODES, self.path / _UNFINISHED, lock_seconds)
         with reported(self.path, "cannot be used as a store"):
             self._make()
-            self._database = Database(self.path / _DATABASE, lock_seconds, self._has_locks())
+            self._transaction = partial(transaction, self._database, lock_seconds, has_locks(self.path))
         self._change(self._agree)
 
     def find(self, identity: bytes, keys: np.ndarray, whole_nodes: bool = False) -> Match:
@@ -169,30 +161,18 @@ class Folder:
         whole_nodes: bool = False,
     ) -> str:
         """
-        Add what follows the first `start` tokens of a prompt as a node.
+        Add what follows the first `start` tokens of a prompt, `[tokens]`, as a node; return that with the last token.
 
-        The prefix up to `start` must be stored: keep its match open meanwhile. A node begins at a block border, so
-        what was stored of the last block beyond it is stored again, and no file changes: borders are where states are
-        laid out, quantized and mapped. It may begin before the last one, where the last states have changed their form.
+        It is another one if all these tokens are stored already. The prefix up to `start` must be stored, or
+        `NodeNotFoundError` is raised: keep its match open meanwhile. A node begins at a block border, so what was
+        stored of the last block beyond it is stored again, and no file changes: borders are where states are laid out,
+        quantized and mapped. It may begin before the last one, where the last states have changed their form.
+
         For a search of whole nodes a chain of them must end at `start`, or less than a block after it, and the node is
         added unless one ends with the last token; longer nodes may have all its tokens.
 
-        Args:
-            identity: of all that states depend on beside the keys.
-            keys: `[tokens]`, of the whole prompt.
-            start: a multiple of 64, less than the number of tokens.
-            sections: the states.
-            description: for lists.
-            states: the description of the sections.
-            whole_nodes: for a search of whole nodes.
-
-        Returns:
-            the name of the node with the last token: a new one, unless all these tokens are stored already.
-
-        Raises:
-            NodeNotFoundError: the first `start` tokens are not stored so, or not any more.
-            PrefixStoreFullError: it does not fit the limits; nothing was written.
-            PrefixStoreFolderError: it cannot be written; the store is as it was, but for what made room.
+        What does not fit the limits (`PrefixStoreFullError`), or cannot be written (`PrefixStoreFolderError`), leaves
+        the store as it was, but for what made room.
         """
         data = as_bytes(keys)
         assert start in range(0, len(keys), BLOCK_TOKENS), start
@@ -204,7 +184,8 @@ class Folder:
         # The whole nodes of the longest match need not have one that ends here. Being in use, what these are stays.
         prefix = data[: start * KEY_BYTES + BLOCK_BYTES - KEY_BYTES]
         with self._find(digests[: num_blocks + 1], prefix, whole_nodes) as match:
-            before = match.part_before(start)
+            # The part with the token before it.
+            before = next((part for part in match.parts if part.node.start < start <= part.end), None)
             if start and before is None:
                 raise NodeNotFoundError(
                     f"{self.path} has {match.num_tokens:,} tokens of the prompt{' in whole nodes' * whole_nodes}; "
@@ -222,49 +203,33 @@ class Folder:
 
     def keys(self, name: str) -> np.ndarray:
         """Return all keys of a prompt up to the end of a node, `[tokens]`; raise `NodeNotFoundError` if it is gone."""
-
-        def way_to(nodes: Nodes) -> list[Node]:
-            node = nodes.named(name)
-            return [] if node is None else nodes.way_to(node)
-
-        data = bytearray()
-        for node in self._read(way_to):
-            data[node.start * KEY_BYTES :] = node.keys
+        data = joined_keys(self._read(lambda nodes: nodes.way_to(nodes.named(name))))
         if not data:
             raise NodeNotFoundError(f"{self.path} has no node {name}.")
-        return as_keys(bytes(data))
+        return as_keys(data)
 
     def remove(self, name: str) -> None:
-        """
-        Remove a node and all that continue it.
+        """Remove a node and all that continue it; `NodeInUseError` if one is in use, `NodeNotFoundError` without it."""
 
-        Raises:
-            NodeNotFoundError: there is none.
-            NodeInUseError: it or one that continues it is in use; all are there still.
-        """
-
-        def remove(nodes: Nodes) -> None:
+        def remove(nodes: Nodes) -> bool:
             if (node := nodes.named(name)) is None:
                 raise NodeNotFoundError(f"{self.path} has no node {name}.")
             going = nodes.with_descendants(node)
-            if any(map(self._files.is_in_use, going)) or not self._delete(nodes, going):
-                raise NodeInUseError(f"{self.path} uses the node {name}, or one that continues it.")
+            return not any(map(self._files.is_in_use, going)) and self._delete(nodes, going)
 
-        self._change(remove)
+        if not self._change(remove):
+            raise NodeInUseError(f"{self.path} uses the node {name}, or one that continues it.")
 
     def remove_unshared(self, name: str, except_tokens: int = 0) -> None:
         """
         Remove the last node of a prompt, and those before it, up to one that another node continues.
 
-        Nodes that end with one of the first `except_tokens` tokens stay. Nothing happens if there is no such node.
-
-        Raises:
-            NodeInUseError: a node is in use; it and those before it are there still.
+        Nodes that end with one of the first `except_tokens` tokens stay. Nothing happens if there is no such node. At
+        one in use `NodeInUseError` is raised; it and those before it are there still.
         """
 
         def remove(nodes: Nodes) -> bool:
-            node = nodes.named(name)
-            for each in [] if node is None else nodes.way_to(node)[::-1]:
+            for each in nodes.way_to(nodes.named(name))[::-1]:
                 if each.end <= except_tokens or next(nodes.children(each), None) is not None:
                     break
                 if not self._delete(nodes, [each]):
@@ -303,34 +268,33 @@ class Folder:
 
     def _find(self, digests: Sequence[bytes], data: bytes, whole_nodes: bool) -> Match:
         left_out: set[int] = set()
-        search = partial(Nodes.longest, digests=digests, keys=data, whole_nodes=whole_nodes, but=left_out)
         while True:
-            way = self._read(search)
+            way = self._read(lambda nodes: nodes.longest(digests, data, whole_nodes, left_out))
             if not way:
                 return Match()
-            for node in way:
-                if not self._files.has_its_size(node):
-                    left_out |= self._dropped(node)
-                    break
-            else:
-                # What is gone by now, the next search does not find.
+            damaged = next((node for node in way if not self._files.has_its_size(node)), None)
+            if damaged is None:
                 with reported(self.path, "cannot be read"):
                     pin = self._files.pin(way[-1])
                 if pin is not None:
                     break
-        ends = [*(node.start for node in way[1:]), _end_of(way[-1], data)]
+                # What is gone by now, the next search does not find.
+            elif not self._is_dropped(damaged):
+                left_out.add(damaged.id)
+        last = way[-1].start + num_common(way[-1].keys, data[way[-1].start * KEY_BYTES :])
+        ends = [*(node.start for node in way[1:]), last]
         parts = [Part(self._files.path_of(node.name), node, end) for node, end in zip(way, ends, strict=True)]
         for node in way:
             self._files.note_use(node)
         return Match(parts, pin)
 
-    def _dropped(self, node: Node) -> set[int]:
-        """Remove a damaged node; return its id if that was not done."""
+    def _is_dropped(self, node: Node) -> bool:
+        """Remove a node that seems damaged, and return whether that was done."""
         try:
-            return set() if self.remove_damaged(node.name) else {node.id}
+            return self.remove_damaged(node.name)
         except PrefixStoreFolderError as error:
             warnings.warn(f"The damaged node {node.name} stays: {error}", stacklevel=2)
-            return {node.id}
+            return False
 
     def _write(self, head: Head, sections: Sequence[Section]) -> str:
         """Write a node and publish it; return its name."""
@@ -343,8 +307,7 @@ class Folder:
                 with reported(self.path, "cannot be written"):
                     file_to_write.write(file)
                     os.fsync(file.fileno())
-                node = Node(0, name, None, head.prefix, head.start, head.keys, num_bytes)
-                published = self._change(lambda nodes: self._publish(nodes, node, head, file))
+                published = self._change(lambda nodes: self._publish(nodes, name, head, num_bytes, file))
             return published
         finally:
             for path in (unfinished, *([] if published == name else [final])):
@@ -356,21 +319,20 @@ class Folder:
         self._make_room(nodes, num_bytes)
         return self._files.begin(name, num_bytes)
 
-    def _publish(self, nodes: Nodes, node: Node, head: Head, file: BinaryIO) -> str:
+    def _publish(self, nodes: Nodes, name: str, head: Head, num_bytes: int, file: BinaryIO) -> str:
         """Make a written file a node, unless another one wrote the same node meanwhile; return its name."""
-        parent = None if head.parent is None else nodes.named(head.parent)
-        if parent is None and head.parent is not None:
+        node = _node_of(nodes, name, head, num_bytes)
+        if node is None:
             raise NodeNotFoundError(f"{self.path} has lost the tokens before the prompt that was being kept.")
-        node = node._replace(parent=None if parent is None else parent.id)
         if (same := nodes.same(node)) is not None:
             if self._files.has_its_size(same):
                 return same.name
             self._delete(nodes, nodes.with_descendants(same), by_force=True)
         file.close()  # Windows renames no open file
-        os.replace(self._files.unfinished / node.name, self._files.path_of(node.name))
+        os.replace(self._files.unfinished / name, self._files.path_of(name))
         sync_folder(self._files.path)
         nodes.add(node, head.description)
-        return node.name
+        return name
 
     def _make_room(self, nodes: Nodes, num_bytes: int) -> None:
         """Remove nodes until so many bytes fit; raise `PrefixStoreFullError` if that is not enough."""
@@ -446,19 +408,17 @@ class Folder:
         for name in names:
             try:
                 file, head = opened(self._files.path_of(name))
-                file.__exit__()
-                heads.append((name, head))
+                with file:
+                    heads.append((name, head))
             except CacheFileError as error:
                 require_damage(self._files.path_of(name), error)
                 self._remove_file(name, str(error))
         for name, head in sorted(heads, key=lambda each: each[1].start):
             path = self._files.path_of(name)
-            parent = None if head.parent is None else nodes.named(head.parent)
-            if head.parent is not None and (parent is None or not parent.start < head.start <= parent.end):
+            if (node := _node_of(nodes, name, head, os.stat(path).st_size)) is None:
                 self._remove_file(name, f"{path} continues a prompt that is gone.")
-                continue
-            parent_id, size = None if parent is None else parent.id, os.stat(path).st_size
-            nodes.add(Node(0, name, parent_id, head.prefix, head.start, head.keys, size), head.description)
+            else:
+                nodes.add(node, head.description)
 
     def _remove_file(self, name: str, reason: str) -> None:
         with contextlib.suppress(OSError):
@@ -467,87 +427,85 @@ class Folder:
 
     def _make(self) -> None:
         self.path.mkdir(0o700, parents=True, exist_ok=True)
-        database, names = self.path / _DATABASE, set(os.listdir(self.path))
-        if _is_old(self.path):
-            raise PrefixStoreFolderError(
-                self.path, "is a store of an earlier version, which this one does not read: give another folder."
-            )
+        names = set(os.listdir(self.path))
         if _DATABASE not in names:
+            if names >= _OLD_FILES:
+                raise PrefixStoreFolderError(
+                    self.path, "is a store of an earlier version, which this one does not read: give another folder."
+                )
             if others := sorted(names - _OURS):
                 raise PrefixStoreFolderError(
                     self.path, f"is no store and has other files ({others[0]}): give a folder of its own."
                 )
             self.path.chmod(0o700)
             with contextlib.suppress(FileExistsError):
-                open_file(database, "xb+").close()
-        status = os.lstat(database)
-        are_own = {_DATABASE: stat.S_ISREG(status.st_mode) and is_own(status)}
-        are_own |= {path.name: make_own_folder(path) for path in (self._files.path, self._files.unfinished)}
-        for name, is_ours in are_own.items():
-            if not is_ours:
+                open_file(self._database, "xb+").close()
+        for folder in (self._files.path, self._files.unfinished):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(0o700)
+        for path in (self._database, self._files.path, self._files.unfinished):
+            if not is_own(path, is_folder=path != self._database):
                 raise PrefixStoreFolderError(
                     self.path,
-                    f"has {name}, which is a link, something else, or of another user: give another folder, or remove "
-                    "it.",
+                    f"has {path.name}, which is a link, something else, or of another user: give another folder, or "
+                    "remove it.",
                 )
-
-    def _has_locks(self) -> bool:
-        if not hasattr(os, "O_DIRECTORY"):
-            return True  # those of SQLite
-        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            return try_lock(handle, False) is not Lock.NONE_HERE
-        finally:
-            os.close(handle)
 
     def _read(self, act: Callable[[Nodes], _T]) -> _T:
         """Do something with the nodes as they are now."""
-        with reported(self.path, "cannot be read"):
-            return self._done(self._database.reading, act)
+        return self._done(False, act)
 
     def _change(self, act: Callable[[Nodes], _T]) -> _T:
         """Do something that changes the nodes, or nothing."""
-        with reported(self.path, "cannot be changed"):
-            return self._done(self._database.changing, act)
+        return self._done(True, act)
 
-    def _done(self, transaction: Callable[[], AbstractContextManager[Nodes]], act: Callable[[Nodes], _T]) -> _T:
+    def _done(self, changes: bool, act: Callable[[Nodes], _T]) -> _T:
         """Act in a transaction, beside others; with a database that is damaged alone, when it has been made again."""
-        beside_others = locked_folder(self.path, False, self._lock_seconds)
-        with contextlib.suppress(DamagedDatabaseError), beside_others, transaction() as nodes:
-            return act(nodes)
-        with locked_folder(self.path, True, self._lock_seconds):
-            try:
-                with transaction() as nodes:  # another process may have made it again
-                    return act(nodes)
-            except DamagedDatabaseError as error:
-                self._make_database_again(error)
-            with transaction() as nodes:
+        with reported(self.path, f"cannot be {'changed' if changes else 'read'}"):
+            beside_others = locked_folder(self.path, False, self._lock_seconds)
+            with contextlib.suppress(DamagedDatabaseError), beside_others, self._transaction(changes) as nodes:
                 return act(nodes)
+            with locked_folder(self.path, True, self._lock_seconds):
+                try:
+                    with self._transaction(changes) as nodes:  # another process may have made it again
+                        return act(nodes)
+                except DamagedDatabaseError as error:
+                    self._make_database_again(error)
+                with self._transaction(changes) as nodes:
+                    return act(nodes)
 
     def _make_database_again(self, reason: DamagedDatabaseError) -> None:
         """Make the database again from the files. An empty one is new, and what its journal has does not count."""
         warnings.warn(f"{reason} It is made again from the files.", stacklevel=4)
         with contextlib.suppress(FileExistsError):
-            open_file(self._database.path, "xb+").close()
-        os.truncate(self._database.path, 0)
-        with self._database.changing() as nodes:
+            open_file(self._database, "xb+").close()
+        os.truncate(self._database, 0)
+        with self._transaction(True) as nodes:
             self._agree(nodes)
 
     def _damage(self, node: Node) -> str | None:
-        return damage(self._files.path_of(node.name), node, self._require_readable)
+        """Read all of the file of a node, and return what is wrong with it."""
+        path = self._files.path_of(node.name)
+        try:
+            file, head = opened(path, node)
+            with file:
+                for section in file.sections:
+                    file.read(section, {})
+            self._require_readable(head)
+        except CacheFileError as error:
+            require_damage(path, error)
+            return str(error)
+        except ValueError as error:
+            return f"{path} is of no use to this version: {error}."
+        return None
 
 
-def _end_of(node: Node, keys: bytes) -> int:
-    """Return up to which token of a prompt the run of a node goes."""
-    return node.start + num_common(node.keys, keys[node.start * KEY_BYTES :])
-
-
-def _is_old(path: Path) -> bool:
-    """Return whether a folder is a store of the format before."""
-    name, mark = _OLD_MARK
-    with contextlib.suppress(OSError), open_file(path / name) as file:
-        return file.read(len(mark)) == mark
-    return False
+def _node_of(nodes: Nodes, name: str, head: Head, num_bytes: int) -> Node | None:
+    """Return what a file is as a node; `None` if the one before it is gone."""
+    parent = None if head.parent is None else nodes.named(head.parent)
+    if head.parent is not None and (parent is None or not parent.start < head.start <= parent.end):
+        return None
+    return Node(0, name, None if parent is None else parent.id, head.prefix, head.start, head.keys, num_bytes)
 
 
 def _warn_removed(reason: str) -> None:

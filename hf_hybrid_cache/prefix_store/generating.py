@@ -1,22 +1,16 @@
-"""Generating with a store: `model.generate(**inputs, custom_generate=PrefixStore("prompts"))`."""
+"""The calls of `generate` with a store that can be served, and the caches that it then fills."""
 
-import copy
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from ..cache import DynamicHybridCache, HybridCache
-from ..cache_argument import CACHE_ARGUMENT, cache_argument, passed_cache
-from ..custom_generate import arguments_kept_back, loop_of
+from ..cache_argument import CACHE_ARGUMENT, passed_cache
 from .errors import PrefixStoreError
-from .prompt import require_text
-
-if TYPE_CHECKING:
-    from .prefix_store import PrefixStore
+from .prompt import require_decoder
 
 # Arguments on which states do not depend, or which are checked here.
 _TAKEN = {CACHE_ARGUMENT, "attention_mask", "logits_to_keep", "position_ids", "use_cache"}
@@ -25,51 +19,13 @@ _TAKEN |= {"assistant_model", "logits_processor", "stopping_criteria", "streamer
 _USUAL_CACHES = (None, "dynamic", "hybrid")
 
 
-def generate(
-    store: "PrefixStore",
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    prepared: dict[str, Any],
-    of_prefill: Mapping[str, Any],
-) -> Any:
-    """Read a prompt, `[sequences, tokens]`, through a store, and run the model's own decoding loop after it."""
-    given = arguments_kept_back() | prepared
-    require_text(model, input_ids)  # names the images, of which there may be encoded ones alone
-    _require_tokens_alone(model, generation_config, given)
-    _require_one_prompt(input_ids, given, of_prefill)
-    streamer, cache = given.get("streamer"), _cache_of(model, generation_config, given)
-    loop = loop_of(model, generation_config, streamer)
-    store.prefill(model, input_ids[:1], cache, **of_prefill)
-    if len(input_ids) > 1:  # recurrent states are read before attention would repeat them
-        cache.batch_repeat_interleave(len(input_ids))
-    config = copy.copy(generation_config)
-    config.prefill_chunk_size = None  # the prompt is read but for a token, and 5.17 would read it again
-    options = {**prepared, **cache_argument(cache), "generation_config": config}
-    if streamer is not None:
-        options["streamer"] = streamer
-    output = loop(model, input_ids, **options)
-    # Beams are not stored in the order in which they are returned: what is known of them is the prompt.
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    cache.note_tokens(sequences if config.num_beams == 1 else input_ids[:1])
-    return output
-
-
-def _require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> None:
+def require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> None:
     """Raise a `PrefixStoreError` if states depend on more than tokens, or the loop reads the whole prompt itself."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise PrefixStoreError(
-            f"{type(model).__name__} reads its prompt in the encoder, and a store keeps prompts of decoders. Leave out "
-            "custom_generate."
-        )
+    require_decoder(model)
     is_assisted = config.get_generation_mode(given.get("assistant_model")) is GenerationMode.ASSISTED_GENERATION
     others = ["assistant_model or prompt_lookup_num_tokens"] if is_assisted else []
     if given.get("use_cache") is False:
         others.append("use_cache=False")
-    # PEFT hands arguments of its own, such as adapter_names, to its layers by hooks that last as long as the call.
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    of_call = [each for each in hooks if isinstance(each, partial) and str(each.func.__module__).startswith("peft.")]
-    others += sorted({name for hook in of_call for name in hook.keywords})
     for name, value in given.items():
         if name in _TAKEN or name.startswith("output_") or value is None or value is False:
             continue
@@ -84,7 +40,7 @@ def _require_tokens_alone(model: PreTrainedModel, config: GenerationConfig, give
         )
 
 
-def _require_one_prompt(input_ids: torch.Tensor, given: Mapping[str, Any], of_prefill: Mapping[str, Any]) -> None:
+def require_one_prompt(input_ids: torch.Tensor, given: Mapping[str, Any], document_tokens: int) -> None:
     """Raise a `PrefixStoreError` unless all sequences are one prompt, without padding, that ends after its document."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     sequences, tokens = input_ids.shape
@@ -98,14 +54,14 @@ def _require_one_prompt(input_ids: torch.Tensor, given: Mapping[str, Any], of_pr
         counted = torch.arange(tokens, device=positions.device)
         if bool((positions[..., :tokens] != counted).any()):
             raise PrefixStoreError("A store counts positions from 0. Leave out position_ids, or custom_generate.")
-    if of_prefill["document_tokens"] == tokens:
+    if document_tokens == tokens:
         raise PrefixStoreError(
             f"All {tokens:,} tokens are those of the document (document_tokens), and generate needs one after it. Read "
             "a document alone with store.prefill."
         )
 
 
-def _cache_of(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> HybridCache:
+def cache_of(model: PreTrainedModel, config: GenerationConfig, given: Mapping[str, Any]) -> HybridCache:
     """Return the cache that the user has passed, whatever it is, or a new one."""
     cache = passed_cache(given)
     # transformers marks the caches of users.

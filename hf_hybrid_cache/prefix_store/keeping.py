@@ -3,25 +3,24 @@
 import contextlib
 import warnings
 
-import numpy as np
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..layers import tensors_of
 from ..storage import GRANULE
 from .errors import NodeInUseError, NodeNotFoundError, PrefixStoreError, PrefixStoreFolderError
-from .finding import Found
+from .finding import find_all
 from .folder import Folder
 from .keys import as_bytes, num_common, num_shared_tokens
 from .prompt import Prompt
-from .states import states_since
+from .states import NodeStates, states_since
 
 
 class Keeper:
-    """Keeps the states of a prompt, of which some are found, after each pass as long as there is room, or at once."""
+    """Keeps the states of a prompt after those of `end` tokens, pass by pass as long as there is room, or at once."""
 
-    def __init__(self, folder: Folder, prompt: Prompt, found: Found):
+    def __init__(self, folder: Folder, prompt: Prompt, end: int, before: NodeStates | None):
         self._folder, self._prompt = folder, prompt
-        self._end, self._before = found.num_tokens, found.states
+        self._end, self._before = end, before
         self._is_keeping = True
 
     def after_pass(self, reached: int, is_last: bool) -> None:
@@ -58,39 +57,29 @@ class Keeper:
         return name
 
 
-class Replaced:
-    """
-    A conversation as it was kept before, which is not to be listed beside what it has become.
+def keep_conversation(folder: Folder, conversation: Prompt, replaces: str | None) -> str:
+    """Keep a conversation, in place of a node where it ended before; return the name of the one where it ends now."""
+    keys = conversation.keys
+    try:
+        before = keys[:0] if replaces is None else folder.keys(replaces)
+    except NodeNotFoundError:
+        before = keys[:0]  # nothing is left to remove
+    common, shared_tokens = num_common(as_bytes(before), as_bytes(keys)), num_shared_tokens(before)
+    is_continued = common == len(before)
+    if replaces is not None and not is_continued:  # turns were taken back
+        _remove(folder, replaces, max(common, shared_tokens))
+    match, states = find_all(folder, conversation)
+    with match:
+        name = Keeper(folder, conversation, match.num_tokens, states).keep(len(keys))
+    # The new node may not follow the last one, but begin at the same block border, with more tokens.
+    if replaces is not None and is_continued and replaces != name:
+        _remove(folder, replaces, shared_tokens)
+    return name
 
-    Args:
-        folder: of its nodes.
-        name: of its last node.
-        keys: of what it has become, `[tokens]`.
-    """
 
-    def __init__(self, folder: Folder, name: str, keys: np.ndarray):
-        self._folder, self._name = folder, name
-        try:
-            before = folder.keys(name)
-        except NodeNotFoundError:
-            before = keys[:0]  # nothing is left to remove
-        self._common = num_common(as_bytes(before), as_bytes(keys))
-        self._shared_tokens = num_shared_tokens(before)
-        self._is_continued = self._common == len(before)
-
-    def remove_taken_back(self) -> None:
-        """Remove the turns that were taken back, before the conversation is kept without them."""
-        if not self._is_continued:
-            self._remove(max(self._common, self._shared_tokens))
-
-    def remove_continued(self, new_name: str) -> None:
-        """Remove its last node if the one with more tokens does not follow it, but begins at the same block border."""
-        if self._is_continued and new_name != self._name:
-            self._remove(self._shared_tokens)
-
-    def _remove(self, except_tokens: int) -> None:
-        with contextlib.suppress(NodeInUseError):
-            self._folder.remove_unshared(self._name, except_tokens)
+def _remove(folder: Folder, name: str, except_tokens: int) -> None:
+    with contextlib.suppress(NodeInUseError):
+        folder.remove_unshared(name, except_tokens)
 
 
 def _require_all_states(prompt: Prompt, reached: int) -> None:

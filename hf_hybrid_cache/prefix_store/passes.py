@@ -63,12 +63,9 @@ class Passes:
 
     def is_kept(self, start: int, end: int, are_read: bool = False) -> bool:
         """
-        Return whether a pass gives states that are those of any prompt with these tokens.
+        Return whether a pass, from `start` to `end`, gives states that are those of any prompt with these tokens.
 
-        Args:
-            start: first token of the pass.
-            end: of the pass.
-            are_read: attention has read the states of the cache, those of codes as they were at the end of the pass.
+        With `are_read` attention has read the states of the cache, those of codes as they were at the end of the pass.
         """
         if not self.can_end_anywhere:
             return True

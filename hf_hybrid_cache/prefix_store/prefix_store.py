@@ -1,5 +1,6 @@
 """A store of prompts on the disk, from which a cache gets what was read once."""
 
+import copy
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,23 +12,23 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..byte_sizes import parse_bytes
 from ..cache import HybridCache, contents_of
+from ..cache_argument import cache_argument
+from ..custom_generate import arguments_kept_back, loop_of
 from ..model_identity import RANK
 from ..processes import Agreement
 from ..prompt_reading import forget_images, read_passes, warn_beyond_context
 from ..token_ids import TokenIds
-from .description import Description
 from .errors import NodeNotFoundError, PrefixStoreError
 from .filling import fill
-from .finding import empty, find, find_all, obstacles, take_over
-from .generating import generate
-from .keeping import Keeper, Replaced
+from .finding import Reuse, empty, find, obstacles, take_over
+from .generating import cache_of, require_one_prompt, require_tokens_alone
+from .keeping import Keeper, keep_conversation
 from .keys import token_ids_of
-from .node_file import Head
+from .node_files import Head
 from .passes import Passes
-from .prompt import Prompt, identity_for, require_new
-from .reuse import Reuse
+from .prompt import Prompt, identity_for, require_new, require_text
 from .states import NodeStates
-from .stored_prompts import StoredPrompt, StoredPrompts
+from .stored_prompts import Description, StoredPrompt, StoredPrompts
 
 
 class PrefixStore(StoredPrompts):
@@ -72,7 +73,8 @@ class PrefixStore(StoredPrompts):
         identity: str | None = None,
     ):
         limit = None if max_bytes is None else parse_bytes(max_bytes)
-        super().__init__(path, limit, parse_bytes(min_free_bytes), _require_readable)
+        free = parse_bytes(min_free_bytes)
+        super().__init__(path, max_bytes=limit, min_free_bytes=free, require_readable=_require_readable)
         self._identity = identity
 
     def __call__(
@@ -117,8 +119,26 @@ class PrefixStore(StoredPrompts):
             >>> cache = QuantizedHybridCache(model.config, bits=4)
             >>> model.generate(**inputs, cache=cache, custom_generate=store, document_tokens=7680, num_beams=4)
         """
-        of_prefill = {"document_tokens": document_tokens, "title": title, "progress": progress}
-        return generate(self, model, input_ids, generation_config, prepared, of_prefill)
+        given = arguments_kept_back() | prepared
+        require_text(model, input_ids)  # names the images, of which there may be encoded ones alone
+        require_tokens_alone(model, generation_config, given)
+        require_one_prompt(input_ids, given, document_tokens)
+        streamer, cache = given.get("streamer"), cache_of(model, generation_config, given)
+        loop = loop_of(model, generation_config, streamer)
+        prompt = input_ids[:1]
+        self.prefill(model, prompt, cache, document_tokens=document_tokens, title=title, progress=progress)
+        if len(input_ids) > 1:  # recurrent states are read before attention would repeat them
+            cache.batch_repeat_interleave(len(input_ids))
+        config = copy.copy(generation_config)
+        config.prefill_chunk_size = None  # the prompt is read but for a token, and 5.17 would read it again
+        options = {**prepared, **cache_argument(cache), "generation_config": config}
+        if streamer is not None:
+            options["streamer"] = streamer
+        output = loop(model, input_ids, **options)
+        # Beams are not stored in the order in which they are returned: what is known of them is the prompt.
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        cache.note_tokens(sequences if config.num_beams == 1 else prompt)
+        return output
 
     def prefill(
         self,
@@ -171,14 +191,14 @@ class PrefixStore(StoredPrompts):
         warn_beyond_context(model, prompt.token_ids.shape[1], stacklevel=3)
         prompt.contents.stores.sees_as_alone = True
         forget_images(model)
-        found = take_over(self._folder, prompt, agreement)
-        keeper = Keeper(self._folder, prompt, found)
-        with found.match:
+        match, states, reuse = take_over(self._folder, prompt, agreement)
+        keeper = Keeper(self._folder, prompt, match.num_tokens, states)
+        with match:
             if callable(progress):
-                progress(found.num_tokens)
-            ends = prompt.passes.ends(found.num_tokens)
+                progress(match.num_tokens)
+            ends = prompt.passes.ends(match.num_tokens)
             read_passes(model, prompt.token_ids, cache, ends, None, progress, keeper.after_pass)
-        return found.reuse(prompt, self._folder)
+        return reuse
 
     def keep(
         self,
@@ -219,15 +239,7 @@ class PrefixStore(StoredPrompts):
 
         def keep_share() -> str:
             conversation = Prompt.conversation(model, token_ids, cache, self._identity, document_tokens, title, details)
-            replaced = None if replaces is None else Replaced(self._folder, replaces, conversation.keys)
-            if replaced is not None:
-                replaced.remove_taken_back()
-            found = find_all(self._folder, conversation)
-            with found.match:
-                name = Keeper(self._folder, conversation, found).keep(len(conversation.keys))
-            if replaced is not None:
-                replaced.remove_continued(name)
-            return name
+            return keep_conversation(self._folder, conversation, replaces)
 
         return _agreement_for(cache).together(keep_share)
 
@@ -294,9 +306,9 @@ class PrefixStore(StoredPrompts):
             PrefixStoreFolderError: the folder cannot be read.
         """
         prompt = Prompt.to_read(model, input_ids, cache, self._identity)
-        found = find(self._folder, prompt)
-        found.match.close()
-        return "\n".join([str(found.reuse(prompt, self._folder)), *obstacles(self.prompts(), prompt, found.num_tokens)])
+        match, reuse = find(self._folder, prompt)
+        match.close()
+        return "\n".join([str(reuse), *obstacles(self.prompts(), prompt, match.num_tokens)])
 
     def _wanted(self, model: PreTrainedModel, stored: StoredPrompt, cache: HybridCache) -> tuple[bytes, np.ndarray]:
         """Return the digest of this process's identity, and the keys of a prompt, `[tokens]`, to go on with."""

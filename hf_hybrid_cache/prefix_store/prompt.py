@@ -1,8 +1,13 @@
-"""A prompt, or a conversation, that is looked for in a store and kept there: checked, with the keys it is found by."""
+"""
+A prompt, or a conversation, that is looked for in a store and kept there: checked, with the keys it is found by.
+
+What cannot be kept raises `PrefixStoreError`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +18,10 @@ from ..cache import Contents, HybridCache, contents_of
 from ..model_identity import Identity, ModelIdentityError, identity_of, longest_text
 from ..prompt_reading import layer_that_begins_anew
 from ..token_ids import TokenIds, as_token_ids
-from .description import Description
 from .errors import PrefixStoreError
 from .keys import keys_as_they_came
 from .passes import Passes
+from .stored_prompts import Description
 
 # As in image_token_id, video_token_index and vision_start_token_id.
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)$")
@@ -54,12 +59,7 @@ class Prompt:
         title: str = "",
         details: Mapping[str, Any] | None = None,
     ) -> "Prompt":
-        """
-        Check all arguments of `PrefixStore.prefill`; the name is that of the model's identity.
-
-        Raises:
-            PrefixStoreError: the prompt, or one of this model or cache, cannot be kept.
-        """
+        """Check all arguments of `PrefixStore.prefill`; the name is that of the model's identity."""
         identity = identity_for(model, cache, name)
         require_new(cache)
         token_ids = as_token_ids("input_ids", input_ids).cpu()
@@ -77,7 +77,7 @@ class Prompt:
             raise PrefixStoreError(f"document_tokens must be 0 to {tokens:,}, got {document_tokens:,}.")
         read_tokens = tokens if document_tokens == tokens else tokens - 1
         passes = Passes.of(read_tokens, document_tokens, model, contents_of(cache))
-        text = _described(identity, model, title, details)
+        text = Description(identity, _name_of(model), title, details or {}).to_json()
         return cls(model, token_ids, cache, passes, identity, passes.keys(token_ids[0]), text)
 
     @classmethod
@@ -91,12 +91,7 @@ class Prompt:
         title: str,
         details: Mapping[str, Any] | None,
     ) -> "Prompt":
-        """
-        Check all arguments of `PrefixStore.keep`.
-
-        Raises:
-            PrefixStoreError: a conversation of this model or cache cannot be kept.
-        """
+        """Check all arguments of `PrefixStore.keep`."""
         identity = identity_for(model, cache, name)
         cache.require_prefix(all_ids := as_token_ids("token_ids", token_ids).cpu())
         require_text(model, all_ids)
@@ -112,8 +107,8 @@ class Prompt:
         shared = 0 if are_read else passes.shared_tokens
         keys = np.concatenate([passes.keys(tokens)[:shared], keys_as_they_came(tokens[shared:held])])
         rest = tuple(tokens[held:].tolist())
-        text = _described(identity, model, title, details, document_tokens, rest)
-        return cls(model, all_ids, cache, passes, identity, keys, text)
+        description = Description(identity, _name_of(model), title, details or {}, document_tokens, rest)
+        return cls(model, all_ids, cache, passes, identity, keys, description.to_json())
 
     @property
     def contents(self) -> Contents:
@@ -122,22 +117,13 @@ class Prompt:
 
 
 def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -> Identity:
-    """
-    Return the identity under which the states of a model in a cache are kept; the name is the user's, of the model.
-
-    Raises:
-        PrefixStoreError: they cannot be kept.
-    """
+    """Return the identity under which a model's states are kept, of a name of the user's, if they can be kept."""
     if not isinstance(cache, HybridCache):
         raise PrefixStoreError(
             f"Only caches of this package can be kept, such as DynamicHybridCache(model.config), got "
             f"{type(cache).__name__}."
         )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise PrefixStoreError(
-            "An encoder-decoder model reads its prompt in the encoder, at once, and no prompt begins like another one "
-            "there. Only prompts of decoders can be kept."
-        )
+    require_decoder(model)
     if not contents_of(cache).of_text:
         raise PrefixStoreError(
             f"No layer of {type(model).__name__} attends, so a cache does not tell how many tokens it holds. Within a "
@@ -154,6 +140,14 @@ def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -
             "last bits depend on how many there are, so states would not be those of a cold read. Pass the prompt to "
             "generate without a store."
         )
+    # PEFT hands arguments of its own, such as adapter_names, to its layers by hooks that last as long as a call.
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    of_call = [each for each in hooks if isinstance(each, partial) and str(each.func.__module__).startswith("peft.")]
+    if names := sorted({name for hook in of_call for name in hook.keywords}):
+        raise PrefixStoreError(
+            f"A store keeps states by the active adapters, and cannot with {', '.join(names)}, which PEFT hands to its "
+            "layers in this call. Leave that out, or the store."
+        )
     if layer := layer_that_begins_anew(model):
         raise PrefixStoreError(
             f"{layer} of transformers forgets what came before each forward pass of several tokens, so a prompt cannot "
@@ -165,13 +159,17 @@ def identity_for(model: PreTrainedModel, cache: HybridCache, name: str | None) -
         raise PrefixStoreError(str(error)) from error
 
 
-def _require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
-    """
-    Check that states do not depend on what comes after their tokens.
+def require_decoder(model: PreTrainedModel) -> None:
+    """Check that a model reads its prompt in the decoder."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise PrefixStoreError(
+            f"{type(model).__name__} reads its prompt in the encoder, at once, where no prompt begins like another "
+            "one. A store keeps prompts of decoders. Leave out custom_generate, or the store."
+        )
 
-    Raises:
-        PrefixStoreError: the text is so long that they do.
-    """
+
+def _require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
+    """Check that a text is not so long that states depend on what comes after their tokens."""
     limit = longest_text(model)
     if limit is not None and num_tokens > limit:
         raise PrefixStoreError(
@@ -181,12 +179,7 @@ def _require_short_enough(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def require_text(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
-    """
-    Check that tokens stand for text alone.
-
-    Raises:
-        PrefixStoreError: some are those of images, sound or video, by the config or one inside it.
-    """
+    """Check that no tokens are those of images, sound or video, by the config or one inside it."""
     present = set(token_ids.flatten().tolist())
     for name, token in _media_tokens(model.config):
         if token in present:
@@ -205,29 +198,12 @@ def _media_tokens(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 
 
 def require_new(cache: HybridCache) -> None:
-    """
-    Check that a cache holds nothing and has chosen nothing.
-
-    Raises:
-        PrefixStoreError: it does, or has.
-    """
+    """Check that a cache holds nothing and has chosen nothing."""
     if held := cache.get_seq_length():
         raise PrefixStoreError(f"The cache holds {held:,} tokens already: pass a new one.")
     if any(codec.is_fitted != cache.asked_codecs[index].is_fitted for index, codec in cache.codecs.items()):
         raise PrefixStoreError("The cache has chosen its codecs by another prompt, and keeps them: pass a new one.")
 
 
-def _described(
-    identity: Identity,
-    model: PreTrainedModel,
-    title: str,
-    details: Mapping[str, Any] | None,
-    document_tokens: int = 0,
-    rest: tuple[int, ...] = (),
-) -> str:
-    """Return the description of a prompt as text; raise `PrefixStoreError` if its details are none of JSON."""
-    name = str(model.config.name_or_path or type(model).__name__)
-    try:
-        return Description(identity, name, title, details or {}, document_tokens, rest).to_json()
-    except (TypeError, ValueError) as error:
-        raise PrefixStoreError(f"details must be values of JSON by name: {error}.") from error
+def _name_of(model: PreTrainedModel) -> str:
+    return str(model.config.name_or_path or type(model).__name__)

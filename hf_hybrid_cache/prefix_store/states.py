@@ -48,23 +48,14 @@ def states_since(
     start: int, before: NodeStates | None, layers: Sequence[Any], stores: LayerStores
 ) -> tuple[NodeStates, list[Section]]:
     """
-    Return the states of the tokens from `start` on, which with those before it make the cache as it is now.
+    Return the states of the tokens from `start` on, a block border, with which those before it make the cache as it is.
 
     Of a layer in full precision these are the blocks from `start` on; of a quantized one its blocks that were
     quantized since, and the tokens in full precision at the end; of a layer of transformers' own all that it holds.
     Where several processes share the cache they are those of the own shard.
 
-    Args:
-        start: number of tokens before it, whole blocks.
-        before: the node that ends there, or in the block after it; `None` for the first one.
-        layers: all of the cache, of one sequence.
-        stores: of the layers.
-
-    Returns:
-        the description, and the sections, whose bytes are made when they are written.
-
-    Raises:
-        ValueError: a layer of transformers' own, or a codec, cannot be described.
+    `before` is the node that ends there, or in the block after it. The bytes of sections are made when they are
+    written. A layer of transformers' own, or a codec, that cannot be described raises `ValueError`.
     """
     codecs, sections, first_rows = {}, list[Section](), dict[str, int]()
     for index, codec in stores.codecs.items():

@@ -1,7 +1,9 @@
 """The prompts and conversations that a store has, as lists show them."""
 
+import contextlib
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..model_identity import Identity
-from .description import Description
+from ..scalars import as_count
+from .database import Node, joined_keys, way_to
 from .errors import NodeInUseError, PrefixStoreError
 from .folder import Entry, Folder
-from .keys import KEY_BYTES, as_keys, token_ids_of
-from .node_file import Head
+from .keys import MOST_TOKEN_IDS, as_keys, token_ids_of
+
+
+@dataclass(frozen=True)
+class Description:
+    """
+    The description of a node, as its file has it.
+
+    Attributes:
+        document_tokens: of a conversation, those before the first question; 0 of a prompt.
+        rest: token ids of a conversation after those whose states are stored.
+    """
+
+    identity: Identity
+    model_name: str
+    title: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    document_tokens: int = 0
+    rest: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the description as text, which `from_json` reads; `PrefixStoreError` if JSON lacks some details."""
+        try:
+            tree = vars(self) | {"identity": self.identity.to_json(), "details": dict(self.details)}
+            return json.dumps(tree, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise PrefixStoreError(f"details must be values of JSON by name: {error}.") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> "Description":
+        """Read what `to_json` wrote; `ValueError` if it is something else."""
+        try:
+            tree = json.loads(text)
+            identity = Identity.from_json(str(tree["identity"]))
+            rest = tuple(as_count(token, MOST_TOKEN_IDS) for token in tree["rest"])
+            title, details = str(tree["title"]), dict(tree["details"])
+            return cls(identity, str(tree["model_name"]), title, details, as_count(tree["document_tokens"]), rest)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"does not describe a node ({type(error).__name__}: {error}).") from error
 
 
 @dataclass(frozen=True)
@@ -61,24 +101,14 @@ class StoredPrompts:
 
     Args:
         path: of the folder; it is made if there is none.
-        max_bytes: the most that it may take; `None` for no limit but the disk's.
-        min_free_bytes: what stays free on the disk.
-        require_readable: see `Folder`.
+        options: see `Folder`.
 
     Raises:
         PrefixStoreFolderError: the folder cannot be used, or has other files.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        max_bytes: int | None = None,
-        min_free_bytes: int = 2**30,
-        require_readable: Callable[[Head], object] = lambda head: None,
-    ):
-        self._folder = Folder(
-            path, max_bytes=max_bytes, min_free_bytes=min_free_bytes, require_readable=require_readable
-        )
+    def __init__(self, path: str | os.PathLike[str], **options: Any):
+        self._folder = Folder(path, **options)
 
     @property
     def path(self) -> Path:
@@ -93,9 +123,14 @@ class StoredPrompts:
             PrefixStoreFolderError: the folder cannot be read.
         """
         entries = self._folder.entries()
-        by_id, continued = {each.node.id: each for each in entries}, {each.node.parent for each in entries}
-        found = (_listed(entry, by_id) for entry in entries if entry.node.id not in continued)
-        return [prompt for prompt in found if prompt is not None]
+        by_id, continued = {each.node.id: each.node for each in entries}, {each.node.parent for each in entries}
+        prompts = []
+        for last in entries:
+            way = [] if last.node.id in continued else way_to(last.node, by_id.get)
+            if way:
+                with contextlib.suppress(ValueError):  # of a description that cannot be read
+                    prompts.append(_listed(last, way))
+        return prompts
 
     def remove(self, stored: StoredPrompt) -> None:
         """
@@ -111,21 +146,10 @@ class StoredPrompts:
             raise PrefixStoreError(f"{stored.name} is not removed: a process reads it now.") from error
 
 
-def _listed(last: Entry, by_id: Mapping[int, Entry]) -> StoredPrompt | None:
-    """Return a prompt by its last node; `None` if one is gone by now, or what describes it cannot be read."""
-    way = [last.node]
-    while (parent := by_id.get(way[-1].parent or 0)) is not None:
-        way.append(parent.node)
-    try:
-        described = Description.from_json(last.description)
-    except ValueError:
-        return None
-    keys = bytearray()
-    for node in reversed(way):
-        keys[node.start * KEY_BYTES :] = node.keys
-    if way[-1].start:
-        return None
-    token_ids = np.concatenate([token_ids_of(as_keys(bytes(keys))), np.array(described.rest, np.int64)])
+def _listed(last: Entry, way: Sequence[Node]) -> StoredPrompt:
+    """Return a prompt by the way to its last node; `ValueError` if its description cannot be read."""
+    described, keys = Description.from_json(last.description), as_keys(joined_keys(way))
+    token_ids = np.concatenate([token_ids_of(keys), np.array(described.rest, np.int64)])
     return StoredPrompt(
         last.node.name,
         described.identity,

@@ -132,6 +132,9 @@ def test_queries_when_they_cannot_be_those_of_a_layer_then_are_refused(tmp_path:
     header["codecs.1/squares"]["dtype"] = "I32"
     write(path, header, data)
     assert error_of(path) == "does not describe a cache (codecs.1: there are no means of squares of queries)."
+    header["codecs.1/squares"]["dtype"], header["codecs.0/number"]["dtype"] = "F32", "F64"
+    write(path, header, data)
+    assert error_of(path) == "does not describe a cache (codecs.0: there are no means of squares of queries)."
 
 
 def test_another_model_is_refused_with_what_differs(tmp_path: Path):

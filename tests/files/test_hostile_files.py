@@ -178,6 +178,12 @@ def test_file_when_altered_with_its_checksums_then_is_refused_or_harmless(
         ),
         (4, with_numbers({2}, full=60), "200 tokens of 1 in layer 1, 188 tokens of 1 in layer 2"),
         (None, with_numbers({1}, batch=2, prefixes=2), "200 tokens of 1 in layer 0, 200 tokens of 2 in layer 1"),
+        (
+            None,
+            in_turn(with_numbers(num_kv_heads=0, states=2**36), without_token_ids),
+            "there are no states in States(",
+        ),
+        (None, in_turn(with_numbers(batch=0, prefixes=0), without_token_ids), "there are no states in States("),
         (None, with_numbers(states=199), "199 tokens of 1 in layer 3, and 200 ids"),
     ],
 )
@@ -187,6 +193,15 @@ def test_numbers_when_they_do_not_fit_each_other_then_are_refused(
     rewrite(path := good_file(tmp_path, bits=bits), change)
     for options in PLACES.values():
         assert message in error_of(path, **options())
+
+
+def test_attributes_when_they_are_of_all_objects_then_are_refused(tmp_path: Path):
+    header, data = parts_of(path := good_file(tmp_path, "gemma3"))
+    cache = json.loads(header["__metadata__"]["cache"])
+    cache["layers"][0]["attributes"]["__dict__"] = {"dict": [["sliding_window", 3]]}
+    header["__metadata__"]["cache"] = json.dumps(cache)
+    write(path, header, data)
+    assert "layer 0 has __dict__, which is not an attribute" in error_of(path, tiny_model("gemma3").config)
 
 
 def test_quantized_blocks_when_sinks_are_incomplete_then_are_refused():

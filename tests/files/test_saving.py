@@ -178,10 +178,18 @@ def test_a_codec_without_a_description_is_refused_and_no_file_is_written(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [
+        (object(), "it holds a object"),
+        ({1: torch.ones(1), "1": torch.zeros(1)}, r"two of its tensors are named window\.1"),
+    ],
+    ids=["object", "two names"],
+)
+def test_a_layer_that_holds_what_cannot_be_saved_is_refused_by_name(window: object, reason: str, tmp_path: Path):
     cache = filled(tiny_model("gemma3"), DynamicHybridCache, 70)
-    cache.layers[2].window = object()
-    with pytest.raises(CacheFileError, match=r"DynamicSlidingWindowLayer has window, .*: it holds a object"):
+    cache.layers[2].window = window
+    with pytest.raises(CacheFileError, match=f"DynamicSlidingWindowLayer has window, .*: {reason}"):
         cache.save(tmp_path / "cache.kv")
     assert not list(tmp_path.iterdir())
 

@@ -1,6 +1,5 @@
 """Files of tensors are written as a stream, read without torch, and refused where a byte of them is another one."""
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from files.forged import write
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from hf_hybrid_cache.files import tensor_file
 from hf_hybrid_cache.files.tensor_file import CacheFileError, NewFile, Row, Section, TensorFile, TensorForm
 
 FORMS = {
@@ -143,6 +144,58 @@ def test_a_hostile_header_is_refused_in_a_sentence(header: str, tmp_path: Path):
     assert "\n" not in error_of(tmp_path / "file")
 
 
+TAIL = '"checksum": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}'
+AFTER = TAIL.replace("[0, 4]", "[4, 8]")
+OTHER = "is a safetensors file, but not of a cache."
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (f"{TENSOR.replace('[4]', f'[0, {2**62}, {2**62}]').replace('[0, 4]', '[0, 0]')}, {TAIL}", "is not the file"),
+        (f"{TENSOR.replace('[4]', str([0] * 99)).replace('[0, 4]', '[0, 0]')}, {TAIL}", "is not the file"),
+        (f"{TAIL}, {TENSOR.replace('[4]', '[0]').replace('[0, 4]', '[4, 4]')}", OTHER),
+        (TAIL.replace('U8", "shape": [4]', 'F32", "shape": [1]'), OTHER),
+        (f"{TENSOR}, {TENSOR}, {AFTER}", "was altered: a does"),
+        (f"{TENSOR.replace('a', 'a/padding.0', 1)}, {AFTER}", "was altered: a does"),
+        (f"{TENSOR.replace('a', chr(92) + 'n', 1)}, {AFTER}", "was altered: \N{REPLACEMENT CHARACTER} does"),
+        (TAIL.replace("checksum", r"\u001b[31m").replace("[0, 4]", "[1, 5]"), "is cut off, altered, or not"),
+        (TAIL.replace("checksum", "a" * 100_000).replace("[0, 4]", "[1, 5]"), "is cut off, altered, or not"),
+    ],
+)
+def test_a_forged_header_is_refused_in_printable_words(header: str, reason: str, tmp_path: Path):
+    write(tmp_path / "file", f"{{{header}}}".encode(), (b"1234" if AFTER in header else b"") + bytes(4))
+    told = error_of(tmp_path / "file")
+    assert told.startswith(reason)
+    assert told.isprintable()
+    assert len(told) <= 2000
+
+
+def test_a_tensor_whose_name_begins_like_padding_is_none(tmp_path: Path):
+    form = TensorForm("uint8", (2,))
+    new = NewFile({}, [Section("a", {"a/padding.x": form, "a/y": form}, lambda: [[b"12"], [b"34"]])])
+    with (tmp_path / "file").open("wb") as file:
+        new.write(file)
+    assert read(tmp_path / "file") == {"a/padding.x": b"12", "a/y": b"34"}
+
+
+def test_a_file_that_grows_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content, path = written(tmp_path / "file"), tmp_path / "file"
+    path.write_bytes(content[:10])
+
+    def grown(*arguments: str) -> object:
+        path.write_bytes(content)
+        return safe_open(*arguments)
+
+    monkeypatch.setattr(tensor_file, "safe_open", grown)
+    assert error_of(path) == "was altered while it was opened."
+
+
+def test_a_length_beyond_the_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    assert error_of(tmp_path / "file").startswith("is cut off, altered, or not a safetensors file (")
+
+
 def test_files_of_other_tensors_are_named_as_such(tmp_path: Path):
     save_file({"weight": np.ones(3)}, tmp_path / "weights")
     assert error_of(tmp_path / "weights") == "is a safetensors file, but not of a cache."
@@ -152,8 +205,8 @@ def test_files_of_other_tensors_are_named_as_such(tmp_path: Path):
 
 def test_types_without_a_name_in_a_file_are_refused():
     with pytest.raises(ValueError, match="complex64 cannot be saved; only float64, "):
-        TensorForm.of(np.ones(2, np.complex64))
-    assert TensorForm.of(np.ones((2, 3), np.int16)).num_bytes == math.prod((2, 3)) * 2
+        tensor_file.dtype_name(np.dtype(np.complex64))
+    assert TensorForm(tensor_file.dtype_name(np.dtype(np.int16)), (2, 3)).num_bytes == 2 * 3 * 2
 
 
 def test_files_are_read_without_torch(tmp_path: Path):

@@ -234,6 +234,14 @@ def test_digest_when_of_any_view_then_is_that_of_its_bytes(shape: tuple[int, ...
     assert tensor_digests(views) == [xxh3_128_digest(copy) for copy in copies]
 
 
+def test_digest_of_a_conjugate_is_that_of_its_numbers():
+    tensor = torch.complex(torch.ones(3), torch.arange(1.0, 4.0))
+    views = [tensor, tensor.conj(), tensor.conj()[::2], tensor.conj().imag]
+    digests = tensor_digests(views)
+    assert digests == tensor_digests([view.clone().resolve_conj().resolve_neg() for view in views])
+    assert digests[0] != digests[1]
+
+
 def test_model_when_loaded_by_a_process_with_more_threads_then_is_the_same(tmp_path: Path):
     model = new_llama(hidden_size=256, vocab_size=3000)
     model.save_pretrained(tmp_path)

@@ -1,6 +1,7 @@
 """`generate` with a store gives the tokens of `prefill` and `generate`, and those of transformers' own cache."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ def test_adapters_that_are_chosen_for_a_call_are_refused(
     ids = random_prompt(1, 200)
     with pytest.raises(PrefixStoreError, match=f"cannot with {name}"):
         adapted(**adapter).generate(input_ids=ids, custom_generate=PrefixStore(tmp_path), **options)
+
+
+@of_peft
+def test_states_are_not_kept_while_a_call_chooses_adapters(tmp_path: Path):
+    wrapper, ids, store = adapted(), random_prompt(1, 200), PrefixStore(tmp_path)
+    model = wrapper.get_base_model()
+    cache = DynamicHybridCache(model.config)
+    of_call = partial(wrapper._enable_peft_forward_hooks, adapter_names=["__base__"])
+    refused = partial(pytest.raises, PrefixStoreError, match="cannot with adapter_names")
+    with of_call(), refused():
+        store.prefill(model, ids, cache, progress=False)
+    assert store.prefill(model, ids, cache, progress=False).num_tokens == 0
+    with of_call(), refused():
+        store.keep(model, ids, cache, document_tokens=100)
+    assert len(store.keep(model, ids, cache, document_tokens=100)) == 32
 
 
 # What is told, the options, and the prompt if it is another one.

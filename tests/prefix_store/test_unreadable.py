@@ -2,7 +2,9 @@
 
 import math
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,14 @@ def test_conversation_when_its_states_are_unreadable_then_is_not_resumed(kept: K
         pytest.raises(PrefixStoreError, match="cannot be gone on with: "),
     ):
         store.resume(model, listed, DynamicHybridCache(model.config))
+
+
+def test_nodes_in_a_circle_are_no_prompt(tmp_path: Path):
+    model, prompt, store = tiny_model("llama"), random_prompt(1, 501), PrefixStore(tmp_path)
+    for tokens in (301, 401, 501):
+        store.prefill(model, prompt[:, :tokens], DynamicHybridCache(model.config), progress=False)
+    assert [len(each.token_ids) for each in store.prompts()] == [500]
+    with closing(sqlite3.connect(tmp_path / "prompts.sqlite")) as connection, connection:
+        first, second, _ = (row[0] for row in connection.execute("SELECT id FROM node ORDER BY start"))
+        connection.execute("UPDATE node SET parent = ? WHERE id = ?", (second, first))
+    assert store.prompts() == []

@@ -55,12 +55,7 @@ class Checkpoint:
         return cls(num_tokens, stock, lengths, recent, batch, torch.arange(batch))
 
     def put_back(self, layers: Sequence[Any]) -> None:
-        """
-        Make layers what they were; the checkpoint can be put back again.
-
-        Raises:
-            HostMemoryError: host memory would not suffice for what one of them needs.
-        """
+        """Make layers what they were; the checkpoint can be put back again."""
         twin = self._of_its_sequences()
         for index, num_tokens in twin.lengths.items():
             layers[index].go_back(num_tokens, twin.recent.get(index))
