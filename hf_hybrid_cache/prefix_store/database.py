@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from ..errors import HybridCacheError
 from .errors import PrefixStoreFolderError
 from .keys import BLOCK_BYTES, KEY_BYTES, num_common
 
@@ -73,7 +74,7 @@ class Node(NamedTuple):
         return self.start + len(self.keys) // KEY_BYTES
 
 
-class DamagedDatabaseError(ValueError):
+class DamagedDatabaseError(HybridCacheError, ValueError):
     """The database cannot be read; it is made again from the files."""
 
 
