@@ -10,6 +10,7 @@ It is one file of SQLite with a journal, because its log for writing ahead works
 a folder that cannot be written. A connection lives as long as a call.
 """
 
+import json
 import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ _SCHEMA = (
     id INTEGER PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
     parent INTEGER REFERENCES node (id),
-    prefix BLOB NOT NULL,
+    prefix TEXT NOT NULL,
     start INTEGER NOT NULL,
     keys BLOB NOT NULL,
     file_bytes INTEGER NOT NULL,
@@ -40,11 +41,13 @@ _SCHEMA = (
     # The node that goes furthest along a prompt is beside the place of the prompt in the order of keys.
     "CREATE INDEX node_prefix ON node (prefix, keys)",
     "CREATE INDEX node_parent ON node (parent)",
+    # What a search asks of all blocks of a prompt reads no keys, nor does it copy more of it than the longest run.
+    "CREATE INDEX node_follows ON node (prefix)",
+    "CREATE INDEX node_length ON node (length(keys))",
     "CREATE INDEX node_bytes ON node (file_bytes)",  # so that their sum reads no keys
 )
 _COLUMNS = "id, name, parent, prefix, start, keys, file_bytes"
-_ROWS = [(int, str, parent, bytes, int, bytes, int) for parent in (int, type(None))]
-_VARIABLES = 10_000  # that SQLite takes at a time, at least
+_ROWS = [(int, str, parent, str, int, bytes, int) for parent in (int, type(None))]
 
 
 class Node(NamedTuple):
@@ -55,7 +58,7 @@ class Node(NamedTuple):
         id: of its row.
         name: of its file, and of the node.
         parent: id of the node before it; `None` if it begins with the first token.
-        prefix: digest of the identity and the keys before it.
+        prefix: digest of the identity and the keys before it, see `prefix_digests`.
         start: number of tokens before it.
         keys: of its run, as bytes.
         file_bytes: size of its file.
@@ -64,7 +67,7 @@ class Node(NamedTuple):
     id: int
     name: str
     parent: int | None
-    prefix: bytes
+    prefix: str
     start: int
     keys: bytes
     file_bytes: int
@@ -169,9 +172,7 @@ class Nodes:
         condition = "WHERE prefix = ? AND keys = ? AND parent IS ?"
         return next(self._select(condition, node.prefix, node.keys, node.parent), None)
 
-    def longest(
-        self, digests: Sequence[bytes], keys: bytes, whole_nodes: bool, but: Collection[int] = ()
-    ) -> list[Node]:
+    def longest(self, digests: Sequence[str], keys: bytes, whole_nodes: bool, but: Collection[int] = ()) -> list[Node]:
         """
         Return the nodes, from the first token on, that have the longest beginning of a prompt; nothing if none has any.
 
@@ -179,14 +180,15 @@ class Nodes:
         has all tokens of each node, and each but the first begins at the last block border of its parent.
         """
         left_out = set(but)
+        (longest,) = self._connection.execute("SELECT coalesce(max(length(keys)), 0) FROM node").fetchone()
         while True:
             found: list[tuple[int, int, Node]] = []
             for index in self._known(digests):
-                rest = keys[index * BLOCK_BYTES :]
-                prefix = digests[index]
+                start, prefix = index * BLOCK_BYTES, digests[index]
+                rest = keys[start : start + longest]
                 near = self._whole(prefix, rest) if whole_nodes else self._beside(prefix, rest, left_out)
                 for node in near:
-                    if node.start * KEY_BYTES != index * BLOCK_BYTES:
+                    if node.start * KEY_BYTES != start:
                         raise DamagedDatabaseError(f"The node {node.name} has another prefix.")
                     if node.id not in left_out and (common := num_common(node.keys, rest)):
                         found.append((node.start + common, -node.start, node))
@@ -198,25 +200,22 @@ class Nodes:
                 return way
             left_out.add(node.id)
 
-    def _known(self, digests: Sequence[bytes]) -> list[int]:
+    def _known(self, digests: Sequence[str]) -> list[int]:
         """Return the indices of digests that a node follows."""
-        known: set[bytes] = set()
-        for start in range(0, len(digests), _VARIABLES):
-            some = digests[start : start + _VARIABLES]
-            # Ten thousand prompts may follow one of them, and are not looked at.
-            query = f"""WITH given (digest) AS (VALUES {", ".join(["(?)"] * len(some))})
-                SELECT digest FROM given WHERE EXISTS (SELECT 1 FROM node WHERE prefix = digest)"""
-            known.update(digest for (digest,) in self._connection.execute(query, some))
+        # Ten thousand prompts may follow one of them, and are not looked at.
+        query = """SELECT value FROM json_each(?)
+            WHERE EXISTS (SELECT 1 FROM node INDEXED BY node_follows WHERE prefix = value)"""
+        known = {digest for (digest,) in self._connection.execute(query, [json.dumps(digests)])}
         return [index for index, digest in enumerate(digests) if digest in known]
 
-    def _beside(self, prefix: bytes, rest: bytes, but: Collection[int]) -> Iterator[Node]:
+    def _beside(self, prefix: str, rest: bytes, but: Collection[int]) -> Iterator[Node]:
         """Yield the nodes after a prefix that are beside the rest of a prompt in the order of keys."""
         others = f"AND id NOT IN ({', '.join(map(str, but))})"
         for comparison, order in (("<=", "DESC"), (">", "ASC")):
             condition = f"WHERE prefix = ? AND keys {comparison} ? {others} ORDER BY keys {order} LIMIT 1"
             yield from self._select(condition, prefix, rest)
 
-    def _whole(self, prefix: bytes, rest: bytes) -> Iterator[Node]:
+    def _whole(self, prefix: str, rest: bytes) -> Iterator[Node]:
         """Yield the nodes after a prefix that the rest of a prompt has to the end, the longest first."""
         while rest:
             query = "SELECT max(keys) FROM node WHERE prefix = ? AND keys <= ?"
@@ -262,10 +261,10 @@ def joined_keys(way: Iterable[Node]) -> bytes:
     return bytes(keys)
 
 
-def _is_of(way: Sequence[Node], digests: Sequence[bytes], keys: bytes, whole_nodes: bool) -> bool:
+def _is_of(way: Sequence[Node], digests: Sequence[str], keys: bytes, whole_nodes: bool) -> bool:
     """Return whether a prompt has the identity and the keys of all nodes on a way, up to where the next one begins."""
     for node, following in zip(way, [*way[1:], None], strict=True):
-        rest = keys[node.start * KEY_BYTES :]
+        rest = keys[node.start * KEY_BYTES : node.start * KEY_BYTES + len(node.keys)]
         needed = len(node.keys) // KEY_BYTES
         if not whole_nodes:
             needed = 1 if following is None else following.start - node.start

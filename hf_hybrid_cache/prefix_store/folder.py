@@ -266,7 +266,7 @@ class Folder:
             _warn_removed(reason)
         return reason is not None
 
-    def _find(self, digests: Sequence[bytes], data: bytes, whole_nodes: bool) -> Match:
+    def _find(self, digests: Sequence[str], data: bytes, whole_nodes: bool) -> Match:
         left_out: set[int] = set()
         while True:
             way = self._read(lambda nodes: nodes.longest(digests, data, whole_nodes, left_out))
@@ -281,7 +281,8 @@ class Folder:
                 # What is gone by now, the next search does not find.
             elif not self._is_dropped(damaged):
                 left_out.add(damaged.id)
-        last = way[-1].start + num_common(way[-1].keys, data[way[-1].start * KEY_BYTES :])
+        start, run = way[-1].start, way[-1].keys
+        last = start + num_common(run, data[start * KEY_BYTES :][: len(run)])
         ends = [*(node.start for node in way[1:]), last]
         parts = [Part(self._files.path_of(node.name), node, end) for node, end in zip(way, ends, strict=True)]
         for node in way:

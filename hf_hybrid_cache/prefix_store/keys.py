@@ -19,7 +19,6 @@ BLOCK_TOKENS, KEY_BYTES = 64, 4
 BLOCK_BYTES = BLOCK_TOKENS * KEY_BYTES
 # Beyond any context.
 MOST_TOKENS = 2**26
-DIGEST_BYTES = 16
 
 
 def keys_as_they_came(token_ids: "torch.Tensor") -> np.ndarray:
@@ -63,15 +62,16 @@ def num_common(keys: bytes, others: bytes) -> int:
     return int((one != other).argmax())
 
 
-def prefix_digests(identity: bytes, keys: bytes) -> list[bytes]:
+def prefix_digests(identity: bytes, keys: bytes) -> list[str]:
     """
     Return the digests of what is before each block of a prompt, the one that follows the last whole block included.
 
-    Each is computed from the one before it and the keys of the block, the first from `identity`, so that equal digests
-    mean an equal identity and equal keys from the first on.
+    Each, of 32 hexadecimal digits, is computed from the one before it and the keys of the block, the first from
+    `identity`, so that equal digests mean an equal identity and equal keys from the first on.
     """
-    digests = [blake2b(identity, digest_size=DIGEST_BYTES, person=b"identity").digest()]
+    digest = blake2b(identity, digest_size=16, person=b"identity").digest()
+    digests = [digest.hex()]
     for start in range(0, len(keys) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        block = keys[start : start + BLOCK_BYTES]
-        digests.append(blake2b(digests[-1] + block, digest_size=DIGEST_BYTES).digest())
+        digest = blake2b(digest + keys[start : start + BLOCK_BYTES], digest_size=16).digest()
+        digests.append(digest.hex())
     return digests

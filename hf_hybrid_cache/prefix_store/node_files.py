@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 from ..files.tensor_file import CacheFileError, NewFile, Section, TensorFile, TensorForm
 from .database import NAME, Node
 from .errors import PrefixStoreFolderError
-from .keys import BLOCK_TOKENS, DIGEST_BYTES, KEY_BYTES, MOST_TOKENS
+from .keys import BLOCK_TOKENS, KEY_BYTES, MOST_TOKENS
 from .private_files import Lock, open_file, try_lock, wait_for_lock
 
 _SUFFIX = ".safetensors"
@@ -39,7 +39,7 @@ class Head(NamedTuple):
     """
 
     parent: str | None
-    prefix: bytes
+    prefix: str
     start: int
     keys: bytes
     description: str
@@ -48,7 +48,7 @@ class Head(NamedTuple):
 
 def new_file(head: Head, sections: Sequence[Section]) -> NewFile:
     """Return the file of a node, whose states are in sections, to be written."""
-    node = {"parent": head.parent, "prefix": head.prefix.hex(), "start": head.start}
+    node = {"parent": head.parent, "prefix": head.prefix, "start": head.start}
     metadata = {"format": _FORMAT, "format_version": _VERSION, "node": json.dumps(node)}
     metadata |= {"description": head.description, "states": head.states}
     form = TensorForm("uint8", (len(head.keys) // KEY_BYTES, KEY_BYTES))
@@ -203,8 +203,8 @@ def _head_of(file: TensorFile) -> Head:
     file.read(_KEYS, {_KEYS: memoryview(data)})
     try:
         tree = json.loads(metadata["node"])
-        parent, prefix, start = tree["parent"], bytes.fromhex(tree["prefix"]), tree["start"]
-        is_right = len(prefix) == DIGEST_BYTES and type(start) is int and start >= 0 and not start % BLOCK_TOKENS
+        parent, prefix, start = tree["parent"], tree["prefix"], tree["start"]
+        is_right = NAME.fullmatch(prefix) and type(start) is int and start >= 0 and not start % BLOCK_TOKENS
         if not is_right or (parent is None) != (start == 0) or not isinstance(parent, str | None):
             raise ValueError(f"it is no place of a node: {tree}")
         return Head(parent, prefix, start, bytes(data), metadata["description"], metadata["states"])

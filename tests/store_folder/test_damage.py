@@ -260,7 +260,7 @@ def test_folder_when_harmed_at_random_then_finds_nothing_wrong(path: Path):
 
 # Heads of nodes, which say in their metadata who they are
 
-PREFIX = prefix_digests(IDENTITY, b"")[0].hex()
+PREFIX = prefix_digests(IDENTITY, b"")[0]
 NODE = {"parent": None, "prefix": PREFIX, "start": 0}
 METADATA = {"format": "hf_hybrid_cache.prefix_store", "format_version": "2", "description": "Dear", "states": ""}
 FORM = TensorForm("uint8", (100, 4))

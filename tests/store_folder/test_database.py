@@ -124,7 +124,7 @@ def test_database_of_before_when_put_back_then_agrees_with_the_files(database: P
 def test_rows_when_parents_are_in_no_order_then_nothing_hangs(parents: dict[int, tuple[int, int]], database: Path):
     digests = prefix_digests(IDENTITY, keys := as_bytes(keys_of(PROMPTS[4])))
     rows = [
-        f"INSERT INTO node SELECT {own_id}, '{own_id:032x}', {parent or 'NULL'}, x'{digests[start // BLOCK].hex()}', "
+        f"INSERT INTO node SELECT {own_id}, '{own_id:032x}', {parent or 'NULL'}, '{digests[start // BLOCK]}', "
         f"{start}, x'{keys[4 * start :].hex()}', file_bytes, '' FROM node WHERE id = 1"
         for own_id, (parent, start) in parents.items()
     ]
