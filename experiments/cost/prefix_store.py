@@ -76,12 +76,15 @@ def second_question(model: PreTrainedModel, form: str, ids: torch.Tensor, folder
 
 
 def conversation(model: PreTrainedModel, form: str, num_tokens: int, drops: bool, folder: Path) -> dict[str, Any]:
-    """Keep random states as a conversation, then 200 tokens more, and resume it."""
+    """Keep random states after those of a pass as a conversation, then 200 tokens more, and resume it."""
     store, cache = PrefixStore(folder), CACHES[form](model.config)
     ids = torch.randint(5, 40_000, (1, num_tokens + TURN_TOKENS), generator=torch.Generator().manual_seed(0))
     keep_seconds = 0.0
     for end in range(PASS_TOKENS, num_tokens + 1, PASS_TOKENS):
-        fill(cache, model.config, PASS_TOKENS, model.dtype)
+        if end == PASS_TOKENS:  # whose attention chooses the codecs
+            first_logits(model, cache, ids[:, :end])
+        else:
+            fill(cache, model.config, PASS_TOKENS, model.dtype)
         keep_seconds += seconds_of(partial(store.keep, model, ids[:, :end], cache, document_tokens=PASS_TOKENS))
     before = _num_bytes(folder)
     fill(cache, model.config, TURN_TOKENS, model.dtype, chunk=1)
