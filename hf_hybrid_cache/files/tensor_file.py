@@ -213,7 +213,6 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], file: BinaryIO):
         self.path, self._file = path, file
-        self._scratch = memoryview(bytearray(_PIECE_BYTES))
         try:
             self._read_header()
         except BaseException as error:
@@ -273,11 +272,8 @@ class TensorFile:
                     checksum = zlib.crc32(piece, checksum) if verify else 0
                 at += len(row.data)
                 self._file.seek(at)
-            while verify and at < end:
-                piece = self._scratch[: end - at]
-                self._fill(piece)
-                checksum = zlib.crc32(piece, checksum)
-                at += len(piece)
+            if verify and at < end:
+                checksum = self._summed_up(end - at, checksum)
         if verify and self.metadata.get(f"checksum {section}", _NO_CHECKSUM) != f"{checksum:08x}":
             raise CacheFileError(self.path, f"was altered: {section} does not fit its checksum.")
 
@@ -318,6 +314,16 @@ class TensorFile:
         if checksum != _checksum_of(header):
             raise CacheFileError(self.path, "was altered: its header does not fit its checksum.")
         self.sections.pop(_HEADER_CHECKSUM, None)
+
+    def _summed_up(self, num_bytes: int, checksum: int) -> int:
+        """Read on without keeping it, and return the checksum continued over it."""
+        scratch = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
+        while num_bytes:
+            piece = scratch[:num_bytes]
+            self._fill(piece)
+            checksum = zlib.crc32(piece, checksum)
+            num_bytes -= len(piece)
+        return checksum
 
     def _fill(self, data: memoryview) -> None:
         """Fill memory from where the file stands."""

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionCacheLayerMixin
 
-# Attributes whose tensors have sequences along their first dimension.
-_BY_SEQUENCE = {"keys", "values", "conv_states", "recurrent_states"}
-
 
 def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that a layer of transformers' own keeps, in attributes or in dicts of them."""

@@ -3,31 +3,20 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Protocol
 
 from ..cache import Contents
 from ..files.description import States
 from ..files.filling import Filling, Targets, read_codecs
 from ..files.tensor_file import TensorFile, TensorForm
 from ..layers import LayerStores
+from .folder import Part
 from .states import NodeStates
 
 # Two readers: one sums up while the other one copies.
 _READERS = 2
 
 
-class StoredPart(Protocol):
-    """A node on the way to a prompt's last stored token, which opens its file."""
-
-    @property
-    def end(self) -> int:
-        """Number of tokens up to its end, or up to the last one that is used of the last node."""
-
-    def open(self) -> TensorFile:
-        """Open the file, or raise `CacheFileError`."""
-
-
-def fill(contents: Contents, parts: Sequence[StoredPart]) -> NodeStates:
+def fill(contents: Contents, parts: Sequence[Part]) -> NodeStates:
     """
     Put the states of nodes into the empty layers of a cache, and return what the last one says of them.
 
@@ -106,7 +95,7 @@ def _take_codecs(file: TensorFile, states: NodeStates, stores: LayerStores) -> N
     stores.take_seen_queries(queries)
 
 
-def _read(part: StoredPart, targets: Mapping) -> None:
+def _read(part: Part, targets: Mapping) -> None:
     """Read all of a node, what is wanted into `targets`, and compare it with its checksums."""
     with part.open() as file:
         for section in file.sections:
