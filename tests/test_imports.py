@@ -196,9 +196,8 @@ INNER = {
     "storage": {
         "memory": {"memory"},
         "buffers": {"buffers", "memory"},
-        "segments": {"buffers", "memory", "segments"},
-        "streaming": {"buffers", "memory", "segments", "streaming"},
-        "stores": {"buffers", "memory", "segments", "stores", "streaming"},
+        "streaming": {"buffers", "memory", "runs", "streaming"},
+        "runs": {"buffers", "memory", "runs", "streaming"},
     },
     "cache": {
         "contents": {"contents"},

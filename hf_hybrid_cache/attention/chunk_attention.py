@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..storage import LayerStore, middle_in_pieces
+from ..storage import Store, middle_in_pieces
 from .merging import MergedAttention, PartialAttention
 from .segment import rows_of_mask
 from .torch_attention import attend_by_torch
@@ -13,7 +13,7 @@ PIECE_TOKENS = 4096
 
 
 def attend_to_chunk(
-    query: torch.Tensor, store: LayerStore, group: int, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, store: Store, group: int, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """
     Attend with many queries, the last tokens of `store`, to all of its tokens.
@@ -30,14 +30,14 @@ def attend_to_chunk(
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
-def has_lse(store: LayerStore, mask: torch.Tensor | None) -> bool:
+def has_lse(store: Store, mask: torch.Tensor | None) -> bool:
     """Return whether torch's fast attention returns the lse of the rows of `attend_in_pieces`."""
     return store.shape.key_dim == store.shape.value_dim and (mask is None or mask.dtype == torch.bool)
 
 
 def attend_in_pieces(
     query: torch.Tensor,
-    store: LayerStore,
+    store: Store,
     group: int,
     mask: torch.Tensor | None,
     scale: float | None,

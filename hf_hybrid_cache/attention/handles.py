@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ..codecs import as_written
 from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
-from ..storage import Store
+from ..storage import AnyStore
 from .layer_selection import LayerSelection
 from .observed_keys import OBSERVED, observed
 
@@ -32,7 +32,7 @@ class HandledAttention(Protocol):
     def __call__(
         self,
         query: torch.Tensor,
-        store: Store,
+        store: AnyStore,
         group: int,
         mask: torch.Tensor | None,
         scale: float | None,
@@ -41,7 +41,7 @@ class HandledAttention(Protocol):
     ) -> torch.Tensor:
         """See `StoredAttention`."""
 
-    def takes_prompts(self, store: Store) -> bool:
+    def takes_prompts(self, store: AnyStore) -> bool:
         """Return whether queries may be causal."""
 
     def decline(self, what: str, num_tokens: int) -> None:
@@ -61,7 +61,7 @@ class LayerView:
         shape: of the stored states.
     """
 
-    def __init__(self, store: Store, attention: HandledAttention, selection: LayerSelection | None = None):
+    def __init__(self, store: AnyStore, attention: HandledAttention, selection: LayerSelection | None = None):
         self.attention = attention
         self.selection = selection
         self.shape = store.shape
@@ -70,7 +70,7 @@ class LayerView:
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
-    def store(self) -> Store:
+    def store(self) -> AnyStore:
         """
         The layer's store.
 
@@ -177,7 +177,7 @@ class KVHandle(torch.Tensor):
 
 
 def handles_of(
-    store: Store, attention: HandledAttention, selection: LayerSelection | None = None
+    store: AnyStore, attention: HandledAttention, selection: LayerSelection | None = None
 ) -> tuple[KVHandle, KVHandle]:
     """Make handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
     layer, shape = LayerView(store, attention, selection), store.shape

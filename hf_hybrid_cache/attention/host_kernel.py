@@ -19,7 +19,7 @@ from ..kernels import (
     compile_and_wait,
     uses_prefill_kernel,
 )
-from ..storage import GRANULE, BlockSegment, CacheStats, KVShape, LayerStore, kernel_element
+from ..storage import GRANULE, CacheStats, HostBlocks, KVShape, Store, kernel_element
 from .kernel_thread import KernelThread
 from .layer_selection import LayerSelection
 from .masks import Arrays, LastMask, SeenTokens, mask_arrays, seen_tokens
@@ -78,7 +78,7 @@ class HostKernel:
     def attend(
         self,
         queries: Queries,
-        store: LayerStore,
+        store: Store,
         mask: Arrays,
         selection: LayerSelection | None = None,
         elsewhere: tuple[int, int] | None = None,
@@ -107,7 +107,7 @@ class HostKernel:
         sequence_stride, head_stride, query_stride, _ = query.stride()
         written = out.data_ptr() if out is not None and out.dtype == query.dtype else 0
         num_elsewhere = 0 if elsewhere is None else elsewhere[1] - elsewhere[0]
-        keys, values, quantized = _arrays_of(store, 0 if store.quantized is None else num_elsewhere // GRANULE)
+        keys, values, quantized = _arrays_of(store, 0 if store.packed is None else num_elsewhere // GRANULE)
         num_tokens = store.middle_tokens - num_elsewhere
         top_p, most = (1.0, 1.0) if selection is None else (selection.top_p_for(group * query_length), selection.most)
         indexed = selection.index.of(store) if selection is not None and top_p < 1 else None
@@ -136,9 +136,7 @@ class HostKernel:
             selection.note(tokens - skipped, tokens, has_rated=indexed is not None)
         return workspace
 
-    def attend_many(
-        self, queries: Queries, store: LayerStore, seen: SeenTokens, dtype: torch.dtype
-    ) -> PartialAttention:
+    def attend_many(self, queries: Queries, store: Store, seen: SeenTokens, dtype: torch.dtype) -> PartialAttention:
         """
         Attend to the tokens of `store`, which are in host memory, with any number of queries.
 
@@ -220,20 +218,22 @@ def _strided(states: torch.Tensor) -> Strided:
     return Strided(states.data_ptr(), (sequence, head, token))
 
 
-def _arrays_of(store: LayerStore, num_left_out: int = 0) -> tuple[np.ndarray, np.ndarray, QuantizedBlocks | None]:
+def _arrays_of(store: Store, num_left_out: int = 0) -> tuple[np.ndarray, np.ndarray, QuantizedBlocks | None]:
     """Return blocks of keys and values in full precision, and the quantized ones, if any, without the last ones."""
-    full = store.full
-    assert isinstance(full, BlockSegment)
+    full = store.dense
+    assert isinstance(full, HostBlocks)
     arrays = full.keys.array(), full.values.array()
-    if store.quantized is None or store.quantized.num_blocks == num_left_out:
+    packed = store.packed
+    if packed is None or packed.num_entries == num_left_out:
         return *arrays, None
-    packed, (keys, values) = store.bulk, folded_codecs(store.quantized.codec)
-    assert isinstance(packed, BlockSegment)
+    assert isinstance(packed, HostBlocks)
+    assert store.codec is not None
+    keys, values = folded_codecs(store.codec)
     return *arrays, QuantizedBlocks(
         packed.keys.array(),
         packed.values.array(),
         store.sink_tokens // GRANULE,
-        packed.num_tokens - num_left_out,
+        packed.num_entries - num_left_out,
         keys.layout(store.shape.key_dim),
         values.layout(store.shape.value_dim),
         None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,

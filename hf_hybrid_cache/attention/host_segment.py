@@ -5,7 +5,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from ..storage import Issued, LayerStore, can_page_lock
+from ..storage import Issued, Store, can_page_lock
 from .chunk_attention import attend_in_pieces, attend_to_chunk
 from .host_kernel import MAX_QUERIES, HostKernel, TorchWorkspace, has_kernel_for_many
 from .layer_selection import LayerSelection
@@ -37,7 +37,7 @@ class HostSegment(AttentionSegment):
         self,
         queries: Queries,
         mask: torch.Tensor | None,
-        store: LayerStore,
+        store: Store,
         kernel: HostKernel,
         selection: LayerSelection | None = None,
         first_of_chunk: int = 0,

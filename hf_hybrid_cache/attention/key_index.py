@@ -11,8 +11,8 @@ from ..storage import (
     GRANULE,
     HostBudget,
     InitialCapacity,
-    LayerStore,
     PackedBuffer,
+    Store,
     TokenBuffer,
     block_keys,
     grown_capacity,
@@ -43,7 +43,7 @@ class KeyIndex:
         """Return an empty index, which is made again when attention asks for it."""
         return KeyIndex(copy.deepcopy(self._budget, memo), self._capacity)
 
-    def of(self, store: LayerStore) -> IndexedBlocks | None:
+    def of(self, store: Store) -> IndexedBlocks | None:
         """
         Return the index of the blocks that are stored now; `None` if none is to be indexed.
 
@@ -59,16 +59,16 @@ class KeyIndex:
         assert self._packed is not None
         return IndexedBlocks(self._packed.array(), first, count)
 
-    def form(self, store: LayerStore) -> torch.Size:
+    def form(self, store: Store) -> torch.Size:
         """Return the shape of rows in a file, uint8 `[blocks, batch, num_kv_heads, bytes]`."""
         return self._made(store).stored_shape(len(store.indexed_blocks))
 
-    def rows(self, store: LayerStore) -> torch.Tensor:
+    def rows(self, store: Store) -> torch.Tensor:
         """Return a view of all packed blocks, as a file stores them."""
         indexed = self.of(store)
         return self._made(store).stored_rows(0 if indexed is None else indexed.num_blocks)
 
-    def map_rows(self, store: LayerStore, file: int, offset: int) -> bool:
+    def map_rows(self, store: Store, file: int, offset: int) -> bool:
         """
         Map the rows to an open file, from `offset` on.
 
@@ -84,7 +84,7 @@ class KeyIndex:
         self._budget.note(self, count, packed.bytes_per_token)
         return True
 
-    def make_rows(self, store: LayerStore) -> torch.Tensor:
+    def make_rows(self, store: Store) -> torch.Tensor:
         """
         Make rows for all blocks, to be written to.
 
@@ -111,7 +111,7 @@ class KeyIndex:
         blocks, self._blocks = self._blocks, 0
         yield
         if self._packed is not None:
-            self._packed, self._blocks = self._packed.select_batch(indices.cpu(), blocks), blocks
+            self._packed, self._blocks = self._packed.select(indices.cpu(), blocks), blocks
             self._budget.note(self, self._approved_blocks, self._packed.bytes_per_token)
 
     def clear(self) -> None:
@@ -123,7 +123,7 @@ class KeyIndex:
         """Return the buffers that hold memory."""
         return [] if self._packed is None else [self._packed]
 
-    def _extend(self, store: LayerStore, first: int, count: int) -> None:
+    def _extend(self, store: Store, first: int, count: int) -> None:
         """Index the blocks that are still to be, up to `count` of them."""
         packed, self._first = self._made(store), first
         while self._blocks < count:
@@ -133,7 +133,7 @@ class KeyIndex:
             quantize_index(keys, packed.array()[self._blocks : end])
             self._blocks = end
 
-    def _made(self, store: LayerStore) -> PackedBuffer:
+    def _made(self, store: Store) -> PackedBuffer:
         shape = store.shape
         wanted = (shape.batch, shape.num_kv_heads, index_bytes(shape.key_dim))
         if self._packed is None or self._packed.shape != wanted:

@@ -4,7 +4,7 @@ import torch
 
 from ..codecs import as_written, folded_codecs, is_foldable, map_to_states
 from ..device_kernels import LONGEST_HEAD, Codes, attend_in_splits, merged, runs_on
-from ..storage import KVCodec, KVShape, LayerStore, Store
+from ..storage import AnyStore, KVCodec, KVShape, Store
 from .layer_selection import LayerSelection
 
 
@@ -34,14 +34,14 @@ class QuantizedAttention:
         self._query_map: torch.Tensor | None = None
         self._result_map: torch.Tensor | None = None
 
-    def takes_prompts(self, store: Store) -> bool:
+    def takes_prompts(self, store: AnyStore) -> bool:
         """Return false, because the states of a prompt are there in full precision."""
         return False
 
     def __call__(
         self,
         query: torch.Tensor,
-        store: Store,
+        store: AnyStore,
         group: int,
         mask: torch.Tensor | None,
         scale: float | None,
@@ -54,14 +54,15 @@ class QuantizedAttention:
         Arguments and result are those of `StoredAttention`; the query and what is stored are on one device.
         """
         assert not store.is_continued
-        assert store.on_device is None
+        assert store.ends is None
         assert not are_causal
         if store.wants_queries:
             store.observe(query)
-        store.take_pending()
-        assert store.quantized is not None
-        (keys, values), packed = store.full.read(), store.bulk.read()
-        codec, shape = store.quantized.codec, store.shape
+        store.settle()
+        assert store.packed is not None
+        assert store.codec is not None
+        (keys, values), packed = store.dense.read(), store.packed.read()
+        codec, shape = store.codec, store.shape
         of_keys, of_values = folded_codecs(codec)
         self._follow(codec, store)
         batch, query_heads, length, key_dim = query.shape
@@ -91,7 +92,7 @@ class QuantizedAttention:
         with as_written(rows.device):
             return rows.float() @ self._query_map
 
-    def _follow(self, codec: KVCodec, store: LayerStore) -> None:
+    def _follow(self, codec: KVCodec, store: Store) -> None:
         """Copy the maps of `codec` to the device; it changes once, when it is chosen."""
         device = store.shape.device
         if self._codec is codec and self._device == device:

@@ -10,15 +10,15 @@ import torch
 from ..codecs import is_foldable
 from ..kernels import compile_in_background
 from ..storage import (
-    BlockSegment,
+    AnyStore,
     CacheStats,
     ChunkStore,
+    HostBlocks,
     KVCodec,
     KVShape,
-    LayerStore,
     Shard,
     ShardedStore,
-    SharedPrefixStore,
+    SharedPrefix,
     Store,
 )
 from .device_segment import DeviceSegment
@@ -72,12 +72,12 @@ class StoredAttention:
         """Return whether many queries attend to states of this shape by a kernel on the CPU."""
         return has_kernel_for_many(shape)
 
-    def takes_prompts(self, store: Store) -> bool:
+    def takes_prompts(self, store: AnyStore) -> bool:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         return (
             not store.is_continued
             and store.has_one_segment
-            and isinstance(store.full, BlockSegment)
+            and isinstance(store.dense, HostBlocks)
             and store.streamed is None
             and store.layout.shard.is_all
             and store.shape.device.type == "cpu"
@@ -91,7 +91,7 @@ class StoredAttention:
     def __call__(
         self,
         query: torch.Tensor,
-        store: Store,
+        store: AnyStore,
         group: int,
         mask: torch.Tensor | None,
         scale: float | None,
@@ -117,7 +117,7 @@ class StoredAttention:
         self._has_attended = True
         if store.wants_queries:
             store.observe(query)
-        store.take_pending()
+        store.settle()
         queries = Queries(query, group, scale, are_causal)
         if isinstance(store, ChunkStore) and store.tokens_before:
             if is_later_chunk(store, query.shape[2]):
@@ -130,7 +130,7 @@ class StoredAttention:
         return segments[0].attend() if len(segments) == 1 else _merged(segments, mask is not None).to(query.dtype)
 
     def _segments_of_continuations(
-        self, store: SharedPrefixStore, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
+        self, store: SharedPrefix, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
     ) -> list[AttentionSegment]:
         """Put segments on the device first here, too."""
         shared, own = store.prefix.num_tokens, store.tails.num_tokens
@@ -161,7 +161,7 @@ class StoredAttention:
 
     def _segments_of(
         self,
-        store: LayerStore,
+        store: Store,
         queries: Queries,
         mask: torch.Tensor | None,
         selection: LayerSelection | None,
@@ -170,7 +170,7 @@ class StoredAttention:
         """Put segments on the device first: merging writes to the first partial result."""
         if isinstance(store, ShardedStore) and not store.shard.is_all:
             return [ShardedSegment(queries, mask, store, kernel, self._own_masks)]
-        if store.on_device is None:
+        if store.ends is None:
             return [HostSegment(queries, mask, store, kernel, selection)]
         on_host = store.middle_tokens
         first, last = store.first_tokens, store.first_tokens + on_host
@@ -179,8 +179,8 @@ class StoredAttention:
             of_ends = torch.cat([mask[..., :first], mask[..., last:]], dim=-1)
             of_middle = mask[..., first:last]
         segments: list[AttentionSegment] = []
-        if store.on_device.num_tokens:
-            segments.append(DeviceSegment(queries, of_ends, store.on_device.read))
+        if store.ends.num_entries:
+            segments.append(DeviceSegment(queries, of_ends, store.ends.read))
         if not on_host:
             return segments
         on_end = store.note_ended if store.cpu_fraction is not None and store.cpu_fraction.adapts else None

@@ -8,7 +8,7 @@ import torch
 
 from ..codecs import described_codec
 from ..layers import HybridLayer
-from ..storage import BlockSegment, KVCodec, Part, SeenQueries, Segment, ShardedStore, require_host_bytes
+from ..storage import HostBlocks, KVCodec, Part, Run, SeenQueries, ShardedStore, require_host_bytes
 from .description import DTYPES, TAILS, SavedLayers, States
 from .layers import bytes_of, forms_of, role_names
 from .tensor_file import Row, TensorFile, TensorForm
@@ -147,15 +147,15 @@ class Filling:
 
         return take
 
-    def _place_part(self, index: int, layer: HybridLayer, name: str, part: Part, num_entries: int) -> Segment:
+    def _place_part(self, index: int, layer: HybridLayer, name: str, part: Part, num_entries: int) -> Run:
         """Make the segment of a part, and let its rows be targets."""
         store, names, are_kept = layer.store, role_names(index, name), None
-        host = part.own_segment or BlockSegment.like(part.form, num_entries)
+        host = part.own_segment or HostBlocks.like(part.form, num_entries)
         is_made = isinstance(store, ShardedStore)
         if isinstance(store, ShardedStore) and not self.are_shards:
             are_kept = store.own_rows(store.shared_parts()[name])
         # Shapes are compared before memory is taken.
-        forms = forms_of(host, host.num_tokens if is_made and self.are_shards else num_entries)
+        forms = forms_of(host, host.num_entries if is_made and self.are_shards else num_entries)
         shares = [self.shares(index, name, *each) for each in zip(names, forms, strict=True)]
         if self._mmap:
             placed = self._file.tensors(f"layers.{index}")

@@ -15,7 +15,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer, LayerStores
-from ..storage import BlockSegment, Part, ShardedStore, Store
+from ..storage import AnyStore, HostBlocks, Part, ShardedStore
 from .description import TAILS, LayerDescription, States
 from .tensor_file import Section, TensorForm, dtype_name
 
@@ -33,7 +33,7 @@ def role_names(index: int, part: str) -> list[str]:
     return [f"layers.{index}/{part}.{role}" for role in ROLES]
 
 
-def forms_of(segment: BlockSegment, num_entries: int) -> list[TensorForm]:
+def forms_of(segment: HostBlocks, num_entries: int) -> list[TensorForm]:
     """Return the forms of keys and values in a file, as a segment in host memory has them."""
     buffers = segment.keys, segment.values
     return [_form_of(each.dtype, each.stored_shape(num_entries)) for each in buffers]
@@ -74,7 +74,7 @@ def rows_section(index: int, parts: Mapping[str, Part], firsts: Mapping[str, int
     """Return the section of a layer's parts, each from its first entry in `firsts` on, which begins a row."""
     forms: dict[str, TensorForm] = {}
     for name, part in parts.items():
-        segment = part.form if isinstance(part.form, BlockSegment) else BlockSegment.like(part.form)
+        segment = part.form if isinstance(part.form, HostBlocks) else HostBlocks.like(part.form)
         num_entries = part.num_entries - firsts.get(name, 0)
         forms |= zip(role_names(index, name), forms_of(segment, num_entries), strict=True)
 
@@ -107,7 +107,7 @@ def index_of(layer: Any) -> tuple[Any, Any, TensorForm] | None:
     """Return a layer's key index, the store that it is of, and its form in a file; `None` where there is none."""
     of_keys = layer.index if isinstance(layer, HybridLayer) and layer.store is not None else None
     # The index of the middle is not that of the whole.
-    if of_keys is None or layer.store.indexed.on_device is not None:
+    if of_keys is None or layer.store.indexed.ends is not None:
         return None
     store = layer.store.indexed
     return of_keys, store, _form_of(torch.uint8, of_keys.form(store))
@@ -130,7 +130,7 @@ def _form_of(dtype: torch.dtype, shape: Iterable[int]) -> TensorForm:
     return TensorForm(dtype_name(dtype), tuple(shape))
 
 
-def _parts_of(store: Store) -> dict[str, Part]:
+def _parts_of(store: AnyStore) -> dict[str, Part]:
     """Return the parts of a store that one process has, by their names in a file."""
     if not store.is_continued:
         return store.parts()

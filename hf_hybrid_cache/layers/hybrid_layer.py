@@ -9,12 +9,12 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention import MAX_QUERIES, KeyIndex, QuantizedAttention, handles_of, observed
 from ..storage import (
     GRANULE,
+    AnyStore,
     ChunkStore,
     KVShape,
-    LayerStore,
     Pair,
     RecentStates,
-    SharedPrefixStore,
+    SharedPrefix,
     Store,
     TokenBuffer,
 )
@@ -54,11 +54,11 @@ class HybridLayer(CacheLayerMixin):
         self._selection = stores.selection_of(layer_idx)
         self._quantized_attention = QuantizedAttention()
         self.is_attended_on_cpu = self.is_attended_quantized = False
-        self._store: Store | None = None
+        self._store: AnyStore | None = None
         self._lent: LentStates | None = None
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> AnyStore | None:
         """The layer's store, with the edits that a caller has made; `None` before the first states."""
         self.take_edits()
         return self._store
@@ -155,7 +155,7 @@ class HybridLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
 
-    def start(self, shape: KVShape) -> LayerStore:
+    def start(self, shape: KVShape) -> Store:
         """Make the layer's store, empty, for states of this shape."""
         store, is_attended_on_cpu = self._make_store(shape)
         self._adopt(store, is_attended_on_cpu)
@@ -230,16 +230,16 @@ class HybridLayer(CacheLayerMixin):
         except torch.OutOfMemoryError as error:
             raise self._device_memory_error(key_states.shape[2], error) from error
 
-    def _is_attended_quantized_now(self, store: Store) -> bool:
+    def _is_attended_quantized_now(self, store: AnyStore) -> bool:
         """Return whether a kernel on the device attends to all of the store, quantized as it is."""
-        in_one_place = not store.is_continued and store.on_device is None
+        in_one_place = not store.is_continued and store.ends is None
         return in_one_place and self.is_attended_quantized and not self._quantized_attention.is_declined
 
-    def _takes_prompts(self, store: Store) -> bool:
+    def _takes_prompts(self, store: AnyStore) -> bool:
         """Return whether attention of the first tokens runs over the store, too."""
         return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
 
-    def _chunk_to_quantize(self, store: Store, keys: torch.Tensor, values: torch.Tensor) -> ChunkStore | None:
+    def _chunk_to_quantize(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> ChunkStore | None:
         """Return new tokens to attend to in full precision, if `store`, which takes them next, quantizes them."""
         if store.is_continued or (store.num_tokens and not self._stores.sees_as_alone):
             return None
@@ -249,7 +249,7 @@ class HybridLayer(CacheLayerMixin):
             and keys.shape[2] > fewest
             and store.quantized is not None
             and not store.pending_bytes
-            and store.on_device is None
+            and store.ends is None
             and store.streamed is None
             and self._stores.peers is None
             and store.shape.device.type == "cpu"
@@ -257,7 +257,7 @@ class HybridLayer(CacheLayerMixin):
         )
         return ChunkStore(store, keys, values) if takes_chunks else None
 
-    def _store_for_cpu(self, store: Store, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _store_for_cpu(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new states for attention on the CPU to all or a part of the tokens in host memory."""
         held = store.num_tokens
         has_middle = store.layout.after(held + keys.shape[2]).host_tokens > 0
@@ -352,17 +352,17 @@ class HybridLayer(CacheLayerMixin):
         if repeats > 1 and not store.is_continued and self.shares_copies:
             self._lent = None
             tails = self.make_tails(repeats * store.shape.batch)
-            self._adopt(SharedPrefixStore.continuing(store, tails), self.is_attended_on_cpu)
+            self._adopt(SharedPrefix.continuing(store, tails), self.is_attended_on_cpu)
         else:
             self._select_batch(torch.arange(store.shape.batch).repeat_interleave(repeats))
 
-    def make_tails(self, batch: int) -> LayerStore:
+    def make_tails(self, batch: int) -> Store:
         """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
         assert self._store is not None
         shape = self._store.shape._replace(batch=batch)
         return self._stores.make(self.layer_idx, self._ordinal, shape, after_prefix=True)
 
-    def continue_with(self, tails: LayerStore) -> None:
+    def continue_with(self, tails: Store) -> None:
         """
         Make the stored sequences prefixes of the sequences in `tails`, several for each.
 
@@ -375,7 +375,7 @@ class HybridLayer(CacheLayerMixin):
         assert not store.is_continued
         if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
             raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
-        shared = SharedPrefixStore(store, tails)
+        shared = SharedPrefix(store, tails)
         if self.shares_copies:
             self._adopt(shared, self.is_attended_on_cpu)
         else:
@@ -501,7 +501,7 @@ class HybridLayer(CacheLayerMixin):
             lent.forget_edits()
             self._lent = lent
 
-    def _require_own(self, store: Store | None) -> None:
+    def _require_own(self, store: AnyStore | None) -> None:
         if store is not None and self._stores.peers is not None:
             self._lent = None
             raise RuntimeError(
@@ -509,7 +509,7 @@ class HybridLayer(CacheLayerMixin):
                 "set, or edited in place. Edit a cache without group=, save it, and load it with group=."
             )
 
-    def _truncate(self, store: Store, num_tokens: int) -> None:
+    def _truncate(self, store: AnyStore, num_tokens: int) -> None:
         if store.is_continued and num_tokens < store.least_tokens:
             states = store.read_prefix(num_tokens)
             self._replace_store(store.shape, lambda new: new.extend(*states))
@@ -525,7 +525,7 @@ class HybridLayer(CacheLayerMixin):
         assert old is not None
         self._replace_store(shape, lambda new: new.take_from(old))
 
-    def _replace_store(self, shape: KVShape, fill: Callable[[LayerStore], None]) -> None:
+    def _replace_store(self, shape: KVShape, fill: Callable[[Store], None]) -> None:
         """Replace the store, if there is one, by a store for `shape` that `fill` fills."""
         old = self._store
         new, is_attended_on_cpu = self._make_store(shape)
@@ -541,7 +541,7 @@ class HybridLayer(CacheLayerMixin):
         if old is not None:
             old.close()
 
-    def _make_store(self, shape: KVShape) -> tuple[LayerStore, bool]:
+    def _make_store(self, shape: KVShape) -> tuple[Store, bool]:
         """Make a store; return it, and whether attention to it runs on the CPU."""
         on_cpu = self._stores.attends_on_cpu(self.layer_idx, self._ordinal, shape)
         if on_cpu:
@@ -550,14 +550,14 @@ class HybridLayer(CacheLayerMixin):
             self._stores.attention.prepare(shape.element, is_quantized, is_selected)
         return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
 
-    def _adopt(self, store: Store, is_attended_on_cpu: bool) -> None:
+    def _adopt(self, store: AnyStore, is_attended_on_cpu: bool) -> None:
         is_attended_quantized = self._stores.attends_quantized(self.layer_idx, self._ordinal, store.shape)
         # Nothing is called between these, so that no interruption comes between them.
         self._store = store
         self.is_attended_on_cpu = is_attended_on_cpu
         self.is_attended_quantized = is_attended_quantized
 
-    def _usable_store(self) -> Store | None:
+    def _usable_store(self) -> AnyStore | None:
         """Return the store if it is whole."""
         self.take_edits()
         store = self._store
@@ -568,7 +568,7 @@ class HybridLayer(CacheLayerMixin):
             )
         return store
 
-    def _is_attended_in_segments(self, store: Store, new_tokens: int) -> bool:
+    def _is_attended_in_segments(self, store: AnyStore, new_tokens: int) -> bool:
         """Return whether the device attends in segments: to its own tokens, and to those streamed from host memory."""
         attends_elsewhere = self.is_attended_on_cpu or self._stores.attention.is_declined
         return not attends_elsewhere and store.layout.after(store.num_tokens + new_tokens).host_tokens > 0

@@ -13,26 +13,26 @@ from ..processes import Peers
 from ..storage import (
     GRANULE,
     Allowance,
-    BlockSegment,
     CacheStats,
     CodecChoice,
     CpuFraction,
     ExpectedLength,
+    HostBlocks,
     HostBudget,
     InitialCapacity,
     KVCodec,
     KVShape,
-    LayerStore,
     Layout,
     QuantizedSegment,
-    ResidentSegment,
+    Resident,
+    Run,
     Scratch,
     SeenQueries,
-    Segment,
     Shard,
     ShardedStore,
     Staging,
-    StreamedSegment,
+    Store,
+    Streamed,
     can_page_lock,
     grown_capacity,
     streams_for,
@@ -218,7 +218,7 @@ class LayerStores:
                 "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
             )
 
-    def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> LayerStore:
+    def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> Store:
         """
         Make the store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
 
@@ -247,13 +247,13 @@ class LayerStores:
         if self.peers is not None:
             return ShardedStore(shape, layout, full, scratch, quantized, self.peers, is_compared=ordinal == 0)
         if not device_tokens:
-            return LayerStore(shape, layout, full, scratch, quantized)
+            return Store(shape, layout, full, scratch, quantized)
         capacity = InitialCapacity(min(self.capacity.device_tokens, device_tokens), device_tokens)
-        on_device = ResidentSegment(shape, capacity, self.device_budget)
+        on_device = Resident(shape, capacity, self.device_budget)
         cpu_fraction = self._cpu_fraction_for(shape) if on_cpu else None
-        return LayerStore(shape, layout, full, scratch, quantized, on_device, cpu_fraction, self.stats)
+        return Store(shape, layout, full, scratch, quantized, on_device, cpu_fraction, self.stats)
 
-    def can_be_continued(self, store: LayerStore, num_shareable: int, on_cpu: bool) -> bool:
+    def can_be_continued(self, store: Store, num_shareable: int, on_cpu: bool) -> bool:
         """
         Return whether several sequences can share the first tokens of `store`, and it saves enough.
 
@@ -273,24 +273,24 @@ class LayerStores:
         is_all = self.cpu_fraction is not None and self.cpu_fraction.adapts and shape.device.type == "cpu"
         return None if is_all else self.cpu_fraction
 
-    def _full_segment(self, ordinal: int, shape: KVShape, on_cpu: bool, layout: Layout, after_prefix: bool) -> Segment:
+    def _full_segment(self, ordinal: int, shape: KVShape, on_cpu: bool, layout: Layout, after_prefix: bool) -> Run:
         """Make the segment of the tokens in full precision that are not kept on the device as ends of a layer."""
         if layout.is_quantized:
             most = layout.most_full_tokens
             # Host memory is asked for a chunk ahead, and page-locked with it.
             of_ends = InitialCapacity(most, grown_capacity(most)), self.ends_budget
             # Tokens in full precision are few: without attention on the CPU they stay on the device.
-            return self._segment(ordinal, shape, on_cpu, *of_ends) if on_cpu else ResidentSegment(shape, *of_ends)
+            return self._segment(ordinal, shape, on_cpu, *of_ends) if on_cpu else Resident(shape, *of_ends)
         if after_prefix and not on_cpu and not layout.device_tokens:
             # Tails are short beside the prefix, so they stay on the device that uses them.
-            return ResidentSegment(shape, self.capacity, self.budget)
+            return Resident(shape, self.capacity, self.budget)
         return self._segment(ordinal, shape, on_cpu, self.capacity, self.budget)
 
-    def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> Segment:
+    def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> Run:
         """Make a segment for packed blocks of this shape."""
         return self._segment(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
 
-    def note_holding(self, store: LayerStore) -> None:
+    def note_holding(self, store: Store) -> None:
         """
         Note that a layer may hold pending states, and let those be stored that have waited longest.
 
@@ -306,36 +306,36 @@ class LayerStores:
         capacity: InitialCapacity,
         budget: HostBudget,
         packed: bool = False,
-    ) -> Segment:
+    ) -> Run:
         """Make a segment where the placement says."""
         stays_on_host = shape.device.type == "cpu" or self.peers is not None
         if on_cpu and stays_on_host and self._cpu_fraction_for(shape) is None:
-            return BlockSegment(shape, capacity, budget, packed)
+            return HostBlocks(shape, capacity, budget, packed)
         if not on_cpu and not self.placement.offload:
-            return ResidentSegment(shape, capacity, budget, packed)
+            return Resident(shape, capacity, budget, packed)
         if shape.device not in self.stagings:
             streams = streams_for(shape.device)
             self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
         pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
         resident = ordinal in self._resident and not on_cpu
-        return StreamedSegment(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
+        return Streamed(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
 
 
 class _Holding:
     """Stores that may hold pending states, in the order of their last use; they stay no longer for it."""
 
     def __init__(self) -> None:
-        self._stores: list[weakref.ref[LayerStore]] = []
+        self._stores: list[weakref.ref[Store]] = []
 
     def __deepcopy__(self, memo: dict) -> "_Holding":
         """Return an empty one: the stores of a copy are noted at their next use."""
         return _Holding()
 
-    def note(self, store: LayerStore) -> None:
+    def note(self, store: Store) -> None:
         alive = (reference() for reference in self._stores)
         holding = [each for each in alive if each is not None and each is not store and each.pending_bytes]
         while holding and sum(each.pending_bytes for each in holding) > MOST_HELD_BYTES:
-            holding.pop(0).take_pending()
+            holding.pop(0).settle()
         self._stores = [weakref.ref(each) for each in (*holding, store)]
 
 
@@ -347,5 +347,5 @@ class PackedSegments:
     ordinal: int
     on_cpu: bool
 
-    def __call__(self, shape: KVShape) -> Segment:
+    def __call__(self, shape: KVShape) -> Run:
         return self.stores.make_packed(self.ordinal, shape, self.on_cpu)

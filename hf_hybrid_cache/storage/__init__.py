@@ -3,32 +3,32 @@
 from .buffers.block_buffer import kernel_array, kernel_element
 from .buffers.packed_buffer import PackedBuffer
 from .buffers.token_buffer import TokenBuffer
+from .chunk_store import ChunkStore
+from .codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries
+from .kv_store import KVShape, KVStore, Pair
+from .layer_reading import block_keys, middle_in_pieces
+from .layout import Layout
 from .memory.address_space import huge_page_memory
 from .memory.file_pages import give_back_file_pages
 from .memory.growth import GRANULE, InitialCapacity, grown_capacity
 from .memory.host_memory import ExpectedLength, HostBudget, HostMemoryError, available_host_bytes, require_host_bytes
 from .memory.memory_limits import address_space_is_limited
 from .memory.page_lock import can_page_lock
-from .segments.block_segment import BlockSegment
-from .segments.codec import Allowance, Codec, CodecChoice, KVCodec, SeenQueries
-from .segments.kv_store import KVShape, KVStore, Pair
-from .segments.part import Part
-from .segments.quantized_segment import QuantizedSegment
-from .segments.resident_segment import ResidentSegment
-from .segments.segment import Segment
-from .stores.chunk_store import ChunkStore
-from .stores.layer_reading import block_keys, middle_in_pieces
-from .stores.layer_store import LayerStore
-from .stores.layout import Layout
-from .stores.recent_states import RecentStates
-from .stores.scratch import Scratch
-from .stores.shard import Shard
-from .stores.sharded_store import MARK_SIZE, ShardedStore
-from .stores.shared_prefix_store import SharedPrefixStore, Store
+from .part import Part
+from .quantized_segment import QuantizedSegment
+from .recent_states import RecentStates
+from .runs.host_blocks import HostBlocks
+from .runs.resident import Resident
+from .runs.run import Run
+from .runs.streamed import Streamed
+from .scratch import Scratch
+from .shard import Shard
+from .sharded_store import MARK_SIZE, ShardedStore
+from .shared_prefix import AnyStore, SharedPrefix
+from .store import Store
 from .streaming.cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
 from .streaming.staging import Staging
 from .streaming.stats import CacheStats, Decision
-from .streaming.streamed_segment import StreamedSegment
 from .streaming.streams import Issued, Streams, is_accelerator, streams_for
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "LEAST_CPU_FRACTION",
     "MARK_SIZE",
     "Allowance",
-    "BlockSegment",
+    "AnyStore",
     "CacheStats",
     "ChunkStore",
     "Codec",
@@ -44,6 +44,7 @@ __all__ = [
     "CpuFraction",
     "Decision",
     "ExpectedLength",
+    "HostBlocks",
     "HostBudget",
     "HostMemoryError",
     "InitialCapacity",
@@ -51,23 +52,22 @@ __all__ = [
     "KVCodec",
     "KVShape",
     "KVStore",
-    "LayerStore",
     "Layout",
     "PackedBuffer",
     "Pair",
     "Part",
     "QuantizedSegment",
     "RecentStates",
-    "ResidentSegment",
+    "Resident",
+    "Run",
     "Scratch",
     "SeenQueries",
-    "Segment",
     "Shard",
     "ShardedStore",
-    "SharedPrefixStore",
+    "SharedPrefix",
     "Staging",
     "Store",
-    "StreamedSegment",
+    "Streamed",
     "Streams",
     "TokenBuffer",
     "address_space_is_limited",

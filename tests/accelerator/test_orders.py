@@ -17,7 +17,7 @@ from hf_hybrid_cache.storage import (
     InitialCapacity,
     KVShape,
     Staging,
-    StreamedSegment,
+    Streamed,
     streams_for,
 )
 from hf_hybrid_cache.storage.streaming.staging import Slot
@@ -37,11 +37,11 @@ all_orders = pytest.mark.parametrize("order", ORDERS)
 needs_simulation = pytest.mark.skipif(not IS_SIMULATED, reason="needs the simulated accelerator")
 
 
-def make_stores(num_layers: int, prefetch_layers: int) -> list[StreamedSegment]:
+def make_stores(num_layers: int, prefetch_layers: int) -> list[Streamed]:
     shape = KVShape.of(sent(states(1, 0)), sent(states(1, 0)))
     staging = Staging(streams_for(shape.device), prefetch_layers, CacheStats())
     budget = HostBudget(num_layers)
-    return [StreamedSegment(shape, InitialCapacity(), budget, staging, pinned=True) for _ in range(num_layers)]
+    return [Streamed(shape, InitialCapacity(), budget, staging, pinned=True) for _ in range(num_layers)]
 
 
 def make_cache(name: str, host_tokens: int = 131_072) -> HybridCache:
@@ -98,7 +98,7 @@ def test_a_copy_of_a_cache_has_streams_of_its_own():
     """PyTorch may store on the stream the state that `with stream` restores, which two threads would mix up."""
     cache = make_cache("prefetch")
     fill(cache, (70,))
-    all_streams = [each.layers[0].store.full.staging.streams for each in (cache, copy.deepcopy(cache))]
+    all_streams = [each.layers[0].store.dense.staging.streams for each in (cache, copy.deepcopy(cache))]
     together, left = threading.Barrier(2, timeout=30), []
 
     def copy_together(streams: AcceleratorStreams) -> None:
@@ -239,7 +239,7 @@ def test_a_forked_child_drops_its_cache_without_asking_the_device():
     with simulated.schedule("all late"):
         cache = make_cache("prefetch")
         fill(cache, (70, 1))
-        saved = [layer.store.full.copies.saved for layer in cache.layers]
+        saved = [layer.store.dense.copies.saved for layer in cache.layers]
         child = os.fork()
         if child == 0:
             del cache

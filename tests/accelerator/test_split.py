@@ -13,7 +13,7 @@ from hf_hybrid_cache.attention.device_segment import DeviceSegment
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.host_segment import HostSegment
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import LayerStore
+from hf_hybrid_cache.storage import Store
 from hf_hybrid_cache.storage.streaming import cpu_fraction
 
 from accelerator.decoding import decode
@@ -74,7 +74,7 @@ def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device begins when the kernel has ended."""
-    ended, note, note_issued = threading.Event(), LayerStore.note_ended, HostSegment.note_issued
+    ended, note, note_issued = threading.Event(), Store.note_ended, HostSegment.note_issued
 
     def noting(*arguments):
         note(*arguments)
@@ -85,7 +85,7 @@ def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.clear()
         note_issued(part)
 
-    monkeypatch.setattr(LayerStore, "note_ended", noting)
+    monkeypatch.setattr(Store, "note_ended", noting)
     monkeypatch.setattr(HostSegment, "note_issued", waiting)
 
 

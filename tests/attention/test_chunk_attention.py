@@ -14,7 +14,7 @@ from hf_hybrid_cache.attention import chunk_attention
 from hf_hybrid_cache.attention.chunk_attention import attend_to_chunk
 from hf_hybrid_cache.attention.host_kernel import HostKernel
 from hf_hybrid_cache.attention.segment import Queries
-from hf_hybrid_cache.storage import CacheStats, LayerStore, middle_in_pieces
+from hf_hybrid_cache.storage import CacheStats, Store, middle_in_pieces
 
 from common.soak import count, search_at_random
 
@@ -29,7 +29,7 @@ BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
 def attend_by_kernel(
-    query: torch.Tensor, store: LayerStore, group: int, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, store: Store, group: int, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     kernel = HostKernel(CacheStats())
     return kernel.attend_many(Queries(query, group, scale), store, kernel.seen.of(mask), query.dtype).out
@@ -50,12 +50,12 @@ def filled(cache: HybridCache, tokens: int, dims: tuple[int, int], dtype: torch.
     keys, values = (torch.randn(*shape, dim, generator=generator).to(dtype) for dim in dims)
     cache.update(keys, values, 0)
     store = cache.layers[0].store
-    assert isinstance(store, LayerStore)
-    store.take_pending()
+    assert isinstance(store, Store)
+    store.settle()
     return store, [states.double().numpy() for states in store.read()]
 
 
-def check(way: str, store: LayerStore, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks) -> None:
+def check(way: str, store: Store, case: Case, dtype: torch.dtype, scale: float = 0.3, **masks) -> None:
     causal, visible, bias = masks.get("causal", False), masks.get("visible"), masks.get("bias")
     mask = None
     if bias is not None:

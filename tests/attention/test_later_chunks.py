@@ -18,7 +18,7 @@ from hf_hybrid_cache.attention.merging import PartialAttention, merged_in_place
 from hf_hybrid_cache.cache import contents_of
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.prefill_chunks import FEWEST_TOKENS_OF_SAME_BITS
-from hf_hybrid_cache.storage import LayerStore
+from hf_hybrid_cache.storage import Store
 
 from common.soak import count, search_at_random
 from models.tiny_models import random_prompt, tiny_model
@@ -94,9 +94,9 @@ def read_in_chunks(cache: HybridCache, prompt: Prompt, ends: Sequence[int], remo
 def stored(cache: HybridCache) -> list[torch.Tensor]:
     """Keys and values as they are stored, codes too."""
     store = cache.layers[0].store
-    assert isinstance(store, LayerStore)
-    packed = () if store.quantized is None else store.quantized.packed.read()
-    return [*store.full.read(), *packed]
+    assert isinstance(store, Store)
+    packed = () if store.packed is None else store.packed.read()
+    return [*store.dense.read(), *packed]
 
 
 def check_same_bits(name: str, prompt: Prompt, first: int, cuts: Sequence[int], removed: int = 0) -> None:

@@ -80,7 +80,7 @@ def test_host_memory_when_within_model_context_then_never_moves(make: type[Hybri
         states = torch.ones(1, 1, num_tokens, 16)
         cache.update(states, states, 0)
         store = cache.layers[0].store
-        places.append([buffer.stored_rows(1).data_ptr() for buffer in store.bulk.buffers()])
+        places.append([buffer.stored_rows(1).data_ptr() for buffer in (store.packed or store.dense).buffers()])
     assert cache.get_seq_length() == 131_073
     assert places[0] == places[1] == places[2]
 
@@ -222,10 +222,10 @@ def test_copied_cache_when_changed_then_original_stays(cache: HybridCache):
 
 def test_a_copy_does_not_ask_again_for_what_it_holds(cache: HybridCache):
     twin = copy.deepcopy(fill(cache))
-    are_split = [layer.store.on_device is not None for layer in twin.layers]
+    are_split = [layer.store.ends is not None for layer in twin.layers]
     for kind, budget in ((True, twin._stores.device_budget), (False, twin._stores.budget)):
         stores = [layer.store for layer, is_split in zip(twin.layers, are_split, strict=True) if is_split == kind]
-        parts = [store.on_device if kind else store.full for store in stores]
+        parts = [store.ends if kind else store.dense for store in stores]
         assert all(part._budget is budget for part in parts)
         assert [budget._held[part] for part in parts] == [(5, TOKEN_BYTES)] * len(parts)
 
@@ -429,7 +429,7 @@ def test_a_context_that_cannot_fit_is_refused_before_anything_is_stored(cache: H
     endless = torch.ones(1).expand(2, 2, 2**40, 16)
     with pytest.raises(HostMemoryError, match=r"tokens need [\d.]+ GiB more host memory and [\d.]+ GiB are free"):
         cache.update(endless, endless, 0)
-    is_split = cache.layers[0].store.on_device is not None  # capacity on the device is taken first, and stays
+    is_split = cache.layers[0].store.ends is not None  # capacity on the device is taken first, and stays
     assert cache.memory() == before or (is_split and cache.get_seq_length() == 5)
     assert fill(cache).get_seq_length() == 10
 

@@ -341,11 +341,11 @@ def test_a_chosen_codec_says_so_and_equals_itself():
     fill(cache, 300)
     store = cache.layers[0].store
     assert store is not None
-    assert store.quantized is not None
+    assert store.packed is not None
     code(cache)
     assert isinstance(cache.codecs[0], KVCodec)
-    assert cache.codecs[0] == store.quantized.codec
-    assert store.quantized.codec.keys.channel_scaling is not None
+    assert cache.codecs[0] == store.codec
+    assert store.codec.keys.channel_scaling is not None
 
 
 def test_printing_a_cache_tells_how_its_layers_are_coded():

@@ -129,7 +129,7 @@ def test_states_of_several_layers_can_be_held_at_once():
 def test_layers_that_are_not_named_stay_in_full_precision():
     cache = QuantizedHybridCache(CONFIG, bits={1: (4, 2)}, cpu_decode=False)
     fill_and_attend(cache, 300)
-    assert [layer.store.quantized is not None for layer in cache.layers] == [False, True]
+    assert [layer.store.packed is not None for layer in cache.layers] == [False, True]
     assert torch.equal(cache.layers[0].keys, states(300, 0))
     assert not torch.equal(cache.layers[1].keys, states(300, 1))
 
@@ -205,10 +205,10 @@ def test_codes_when_cache_moves_then_stay_the_same():
     cache = QuantizedHybridCache(model.config, bits=2, cpu_decode=False)
     with torch.no_grad():
         model(ids, **cache_argument(cache))
-    before = [layer.store.bulk.read()[0].clone() for layer in cache.layers]
+    before = [layer.store.packed.read()[0].clone() for layer in cache.layers]
     cache.to("cpu", torch.bfloat16)
     assert cache.layers[0].store.shape.key_dtype == torch.bfloat16
-    after = [layer.store.bulk.read()[0] for layer in cache.layers]
+    after = [layer.store.packed.read()[0] for layer in cache.layers]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
@@ -228,7 +228,7 @@ def test_what_is_cropped_into_a_coded_block_keeps_what_the_codes_stand_for():
     before = cache.layers[0].keys.clone()
     cache.crop(-250)
     assert torch.equal(cache.layers[0].keys, before[:, :, :150])
-    assert cache.layers[0].store.bulk.num_tokens == 1
+    assert cache.layers[0].store.packed.num_entries == 1
     fill(cache, 1)
     assert torch.equal(cache.layers[0].keys[:, :, :150], before[:, :, :150])
 

@@ -6,7 +6,7 @@ import torch
 
 from hf_hybrid_cache import HybridCache
 from hf_hybrid_cache.layers import LayerStores
-from hf_hybrid_cache.storage import HostBudget, InitialCapacity, KVShape, Segment, Staging, StreamedSegment, Streams
+from hf_hybrid_cache.storage import HostBudget, InitialCapacity, KVShape, Run, Staging, Streamed, Streams
 
 
 class Job:
@@ -70,10 +70,10 @@ class StreamsOnCpu(LayerStores):
         capacity: InitialCapacity,
         budget: HostBudget,
         packed: bool = False,
-    ) -> Segment:
+    ) -> Run:
         if not on_cpu:
             return super()._segment(ordinal, shape, on_cpu, capacity, budget, packed)
-        return StreamedSegment(shape, capacity, budget, self.stagings[shape.device], packed=packed)
+        return Streamed(shape, capacity, budget, self.stagings[shape.device], packed=packed)
 
 
 def copy_late(cache: HybridCache) -> None:

@@ -80,7 +80,7 @@ class BufferContract(ABC):
         # A few tokens at a time, so that several pieces are needed.
         monkeypatch.setattr("hf_hybrid_cache.storage.buffers.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
         states = random_states(300)
-        selected = self.filled(states).select_batch(torch.tensor(indices), 300)
+        selected = self.filled(states).select(torch.tensor(indices), 300)
         assert torch.equal(selected.read(300), states[indices])
         selected.ensure(400, keep=300)
         assert torch.equal(selected.read(300), states[indices])

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from hf_hybrid_cache import HybridCache, KVCodec, Placement
-from hf_hybrid_cache.storage import KVShape, LayerStore
+from hf_hybrid_cache.storage import KVShape, Store
 
 from common.interruptions import Interruption
 from common.quantized_reference import QuantizedDynamicLayer
@@ -45,14 +45,14 @@ class StoreContract(ABC):
     codec: ClassVar[KVCodec | None] = None
 
     @abstractmethod
-    def in_memory(self, store: LayerStore) -> Pair:
+    def in_memory(self, store: Store) -> Pair:
         """Return all keys and values, `[batch, num_kv_heads, tokens, head_dim]`, from the buffers of the store."""
 
     def cache(self) -> HybridCache:
         """Make a cache whose only layer has such a store."""
         return HybridCache(CONFIG, self.placement, codec=self.codec)
 
-    def make(self) -> LayerStore:
+    def make(self) -> Store:
         """Make an empty store."""
         return self.cache()._stores.make(0, 0, KVShape.of(*random_states(1)))
 
@@ -60,7 +60,7 @@ class StoreContract(ABC):
         """Make an empty layer of transformers' own as a reference."""
         return DynamicLayer() if self.codec is None else QuantizedDynamicLayer(self.codec, self.placement.device_tokens)
 
-    def both(self, pieces: Sequence[int] = (300,)) -> tuple[LayerStore, DynamicLayer]:
+    def both(self, pieces: Sequence[int] = (300,)) -> tuple[Store, DynamicLayer]:
         """Make a store and its reference with so many tokens, added in pieces."""
         store, reference = self.make(), self.reference()
         for seed, count in enumerate(pieces):
@@ -69,7 +69,7 @@ class StoreContract(ABC):
             reference.update(*states)
         return store, reference
 
-    def assert_same(self, store: LayerStore, reference: DynamicLayer) -> None:
+    def assert_same(self, store: Store, reference: DynamicLayer) -> None:
         assert store.is_intact
         assert store.num_tokens == reference.get_seq_length()
         for mine, theirs in zip(store.read(), (reference.keys, reference.values), strict=True):
@@ -204,7 +204,7 @@ class StoreContract(ABC):
             "select_batch": (torch.tensor([1]),),
         }[operation]
 
-        def trial(at_line: int | None) -> tuple[Interruption, LayerStore]:
+        def trial(at_line: int | None) -> tuple[Interruption, Store]:
             store, _ = self.both()
             fault = Interruption(at_line=at_line, folder="storage")
             fault.run(lambda: getattr(store, operation)(*arguments))

@@ -96,7 +96,7 @@ def test_file_when_saved_from_any_placement_then_is_loaded_into_any(before: str,
     original = filled(model, lambda config: HybridCache(config, PLACEMENTS[before], codec=codec), 500, batch=2)
     original.save(path)
     caches = {name: HybridCache.load(path, model.config, each, device="cpu") for name, each in PLACEMENTS.items()}
-    assert caches["split"].layers[0].store.on_device.num_tokens <= 192
+    assert caches["split"].layers[0].store.ends.num_entries <= 192
     for cache in caches.values():
         for ours, theirs in zip(cache.layers, original.layers, strict=True):
             assert torch.equal(ours.keys, theirs.keys)

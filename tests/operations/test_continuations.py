@@ -19,7 +19,7 @@ from hf_hybrid_cache import (
     minmax,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import SharedPrefixStore
+from hf_hybrid_cache.storage import SharedPrefix
 
 from common.caches import stock
 from common.modes import generate
@@ -79,7 +79,7 @@ def continued(kind: str, batch: int = 1, repeats: int = 3) -> tuple[HybridCache,
 
 
 def is_shared(cache: HybridCache) -> bool:
-    return isinstance(cache.layers[0].store, SharedPrefixStore)
+    return isinstance(cache.layers[0].store, SharedPrefix)
 
 
 def require_same(ours: HybridCache, reference: Cache) -> None:
@@ -311,7 +311,7 @@ def test_attention_reads_the_prompt_once_for_all_sequences():
     ours, _ = filled("streamed", num_tokens=2_000)
     ours.batch_repeat_interleave(8)
     ours.stats.clear()
-    ours.layers[0].store.prefix.full.staging.slots.clear()
+    ours.layers[0].store.prefix.dense.staging.slots.clear()
     add((ours,), 8, 1, seed=1)
     of_the_prompt = 2 * 2 * 16 * 4 * 1_984
     assert ours.stats.bytes_to_device == of_the_prompt

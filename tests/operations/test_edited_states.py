@@ -203,11 +203,11 @@ def test_memory_of_states_that_nobody_holds_then_is_used_again():
 
 def test_crop_when_nobody_holds_a_slice_then_copies_nothing():
     cache = filled(lambda config: DynamicHybridCache(config, cpu_decode=False))
-    places = [layer.store.full.keys._data.data_ptr() for layer in cache.layers]
+    places = [layer.store.dense.keys._data.data_ptr() for layer in cache.layers]
     for _ in range(3):
         cache.crop(-5)
         next_logits(cache)
-    assert [layer.store.full.keys._data.data_ptr() for layer in cache.layers] == places
+    assert [layer.store.dense.keys._data.data_ptr() for layer in cache.layers] == places
 
 
 def test_edit_after_the_next_step_then_changes_nothing_as_with_stock():

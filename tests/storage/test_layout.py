@@ -11,17 +11,17 @@ from hf_hybrid_cache import minmax
 from hf_hybrid_cache.storage import (
     GRANULE,
     Allowance,
-    BlockSegment,
     CodecChoice,
+    HostBlocks,
     HostBudget,
     InitialCapacity,
     KVShape,
-    LayerStore,
     Layout,
     QuantizedSegment,
-    ResidentSegment,
+    Resident,
     Scratch,
     Shard,
+    Store,
 )
 
 CPU = torch.device("cpu")
@@ -39,33 +39,33 @@ COUNTS = st.sampled_from([1, 2, 63, 64, 65, 130, 257]) | st.integers(1, 600)
 HISTORIES = st.lists(st.one_of(COUNTS, COUNTS, COUNTS.map(lambda count: -count), st.just(-10_000)), max_size=12)
 
 
-def in_host_memory(shape: KVShape = SHAPE, packed: bool = False) -> BlockSegment:
-    return BlockSegment(shape, InitialCapacity(0, 4096), HostBudget(1), packed)
+def in_host_memory(shape: KVShape = SHAPE, packed: bool = False) -> HostBlocks:
+    return HostBlocks(shape, InitialCapacity(0, 4096), HostBudget(1), packed)
 
 
-def packed_in_host_memory(shape: KVShape) -> BlockSegment:
+def packed_in_host_memory(shape: KVShape) -> HostBlocks:
     return in_host_memory(shape, packed=True)
 
 
-def store_of(layout: Layout) -> LayerStore:
+def store_of(layout: Layout) -> Store:
     quantized = on_device = None
     if layout.is_quantized:
         choice = CodecChoice(minmax(8, sink_tokens=layout.sink_tokens, rotate=True), Allowance(1))
         quantized = QuantizedSegment(SHAPE, choice, packed_in_host_memory)
     if layout.device_tokens:
-        on_device = ResidentSegment(SHAPE, InitialCapacity(0, 1024), HostBudget(1))
-    return LayerStore(SHAPE, layout, in_host_memory(), Scratch(CPU), quantized, on_device)
+        on_device = Resident(SHAPE, InitialCapacity(0, 1024), HostBudget(1))
+    return Store(SHAPE, layout, in_host_memory(), Scratch(CPU), quantized, on_device)
 
 
-def assert_kept_by(layout: Layout, store: LayerStore) -> None:
+def assert_kept_by(layout: Layout, store: Store) -> None:
     assert store.is_intact
     assert store.layout == layout
     assert store.sink_tokens == layout.middle.own_sink_tokens
     own = layout.shard.tokens(store.num_tokens)
     assert store.middle_tokens == (layout.host_tokens if layout.device_tokens else own)
     assert store.first_tokens == (min(store.num_tokens, layout.first_tokens) if layout.device_tokens else 0)
-    if store.quantized is not None:
-        assert store.quantized.num_blocks == layout.own_quantized_blocks
+    if store.packed is not None:
+        assert store.packed.num_entries == layout.own_quantized_blocks
 
 
 def plainly(layout: Layout, num_tokens: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from hf_hybrid_cache.attention.host_segment import HostSegment
 from hf_hybrid_cache.attention.segment import Queries
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.storage import LayerStore, ResidentSegment, Scratch, Staging, StreamedSegment
+from hf_hybrid_cache.storage import Resident, Scratch, Staging, Store
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.memory_limits import Limit
 
@@ -46,12 +46,12 @@ def step_through(cache: HybridCache, num_tokens: int) -> None:
         torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
 
-def store_of(placement: Placement, bits: int | None = None) -> LayerStore:
+def store_of(placement: Placement, bits: int | None = None) -> Store:
     cache = HybridCache(CONFIG, placement, codec=None if bits is None else minmax(bits, sink_tokens=64))
     cache.update(*states(1), 0)
     store = cache.layers[0].store
-    assert isinstance(store, LayerStore)
-    assert store.on_device is not None
+    assert isinstance(store, Store)
+    assert store.ends is not None
     store.truncate(0)
     return store
 
@@ -69,9 +69,9 @@ def test_split_layer_when_filled_then_has_ends_on_device_rest_on_host(device_tok
         assert middle % 64 == 0
         # An eighth leaves at once, so that the others are moved seldom.
         most_missing = max(64, device_tokens // 8)
-        assert min(end, device_tokens - most_missing) <= store.on_device.num_tokens <= device_tokens
+        assert min(end, device_tokens - most_missing) <= store.ends.num_entries <= device_tokens
         for role, whole in enumerate((keys, values)):
-            on_device, on_host = store.on_device.read()[role], store.read_middle()[role]
+            on_device, on_host = store.ends.read()[role], store.read_middle()[role]
             assert torch.equal(on_device[:, :, :64], whole[:, :, : min(64, end)])
             assert torch.equal(on_host, whole[:, :, 64 : 64 + middle])
             assert torch.equal(on_device[:, :, 64:], whole[:, :, 64 + middle : end])
@@ -80,13 +80,14 @@ def test_split_layer_when_filled_then_has_ends_on_device_rest_on_host(device_tok
 def test_every_token_leaves_the_device_once():
     cache = OffloadedHybridCache(CONFIG, device_tokens=256, cpu_decode=True)
     keys, values = states(2000)
+    lengths = set()
     for at in range(2000):
         cache.update(keys[:, :, at : at + 1], values[:, :, at : at + 1], 0)
-    store = cache.layers[0].store
-    written = store.full.version
-    assert store.middle_tokens == 2000 - store.on_device.num_tokens
-    # The codec is called as often as 64 tokens leave, and for no other tokens.
-    assert written == store.middle_tokens // 64
+        store = cache.layers[0].store
+        lengths.add(store.middle_tokens)
+        assert store.middle_tokens == at + 1 - store.ends.num_entries
+    # 64 tokens leave at a time.
+    assert lengths == set(range(0, store.middle_tokens + 1, 64))
 
 
 def test_tokens_when_copied_to_host_then_are_not_overwritten_first():
@@ -119,7 +120,7 @@ def test_what_the_cpu_attends_to_does_not_cross_the_bus(share: float, bits: int 
     before = cache.stats.bytes_to_device
     step(1, 9)
     store = cache.layers[indices[0]].store
-    entries = store.bulk
+    entries = store.streamed
     blocks = entries.num_blocks
     row_bytes = entries.bytes_per_token * (64 if bits is None else 1)
     assert cache.stats.bytes_to_device - before == len(indices) * row_bytes * (blocks - int(share * blocks))
@@ -131,7 +132,7 @@ def test_cpu_fraction_when_model_is_on_cpu_then_does_not_adapt():
         cache.update(*states(300), 0)
     store = cache.layers[0].store
     assert store.cpu_fraction is None
-    assert not isinstance(store.bulk, StreamedSegment)
+    assert store.streamed is None
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -140,8 +141,8 @@ def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, m
     cache = with_lazy_streams(1, 0, cpu_decode=0.5, device_tokens=128, codec=codec)
     under_way, attend = [], HostKernel.attend
 
-    def noted(kernel: HostKernel, queries: Queries, store: LayerStore, *arguments: object) -> TorchWorkspace:
-        fetched = store.bulk.copies.fetched
+    def noted(kernel: HostKernel, queries: Queries, store: Store, *arguments: object) -> TorchWorkspace:
+        fetched = store.streamed.copies.fetched
         workspace = attend(kernel, queries, store, *arguments)
         under_way.append(fetched.copy is not None)
         return workspace
@@ -235,17 +236,17 @@ def test_what_does_not_fit_into_host_memory_stays_on_the_device(monkeypatch: pyt
 @pytest.mark.parametrize("steps", [[100] * 20, [2000], [1] * 600], ids=len)
 def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int], monkeypatch: pytest.MonkeyPatch):
     store = store_of(Placement(cpu_decode=True, device_tokens=1024))
-    granted, reserve = [0], ResidentSegment.reserve
+    granted, reserve = [0], Resident.reserve
 
-    def refusing(buffered: ResidentSegment, num_tokens: int) -> None:
+    def refusing(buffered: Resident, num_tokens: int) -> None:
         if num_tokens > 320:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         granted.append(num_tokens)
         reserve(buffered, num_tokens)
 
     # An accelerator refuses; the host's address space has no end.
-    monkeypatch.setattr(ResidentSegment, "reserve", refusing)
-    monkeypatch.setattr(ResidentSegment, "capacity", property(lambda buffered: max(granted)))
+    monkeypatch.setattr(Resident, "reserve", refusing)
+    monkeypatch.setattr(Resident, "capacity", property(lambda buffered: max(granted)))
     keys, values = states(sum(steps))
 
     def extend_all() -> None:
@@ -256,7 +257,7 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
 
     with pytest.warns(UserWarning, match="The device ran out of memory: of some layers it keeps .* tokens from now on"):
         extend_all()
-    assert 128 <= store.on_device.num_tokens <= 320
+    assert 128 <= store.ends.num_entries <= 320
     assert store.is_intact
     decision = store._stats.decisions[-1]
     assert (decision.option, decision.value) == ("device_tokens", store.layout.device_tokens)
@@ -268,10 +269,10 @@ def test_a_device_without_memory_when_any_is_needed_leaves_all_as_it_was(monkeyp
     store = store_of(Placement(cpu_decode=True, device_tokens=128))  # the fewest there can be
     store.extend(*states(100))
 
-    def refusing(buffered: ResidentSegment, num_tokens: int) -> None:
+    def refusing(buffered: Resident, num_tokens: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(ResidentSegment, "reserve", refusing)
+    monkeypatch.setattr(Resident, "reserve", refusing)
     with pytest.raises(torch.OutOfMemoryError):
         store.extend(*states(2000, seed=1))
     assert (store.is_intact, store.num_tokens, store.middle_tokens) == (True, 100, 0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hybrid_cache.storage import CacheStats, HostBudget, InitialCapacity, KVShape, Staging, StreamedSegment
+from hf_hybrid_cache.storage import CacheStats, HostBudget, InitialCapacity, KVShape, Staging, Streamed
 from hf_hybrid_cache.storage.streaming.streams import SynchronousStreams
 
 from common.lazy_streams import LazyStreams
@@ -19,12 +19,10 @@ def make_stores(num_layers: int, prefetch_layers: int, resident: set[int] = froz
     staging = Staging(streams(), prefetch_layers, CacheStats())
     shape = KVShape.of(states(0, 1), states(0, 1))
     budget = HostBudget(num_layers)
-    return staging, [
-        StreamedSegment(shape, InitialCapacity(), budget, staging, i in resident) for i in range(num_layers)
-    ]
+    return staging, [Streamed(shape, InitialCapacity(), budget, staging, i in resident) for i in range(num_layers)]
 
 
-def step(stores: list[StreamedSegment], num_tokens: int) -> None:
+def step(stores: list[Streamed], num_tokens: int) -> None:
     for layer, store in enumerate(stores):
         store.append(states(layer, num_tokens), states(layer, num_tokens))
 
@@ -73,8 +71,8 @@ def test_a_resident_layer_keeps_its_slot_when_its_sequences_are_reordered():
     step(stores, 5)
     for _ in range(3):
         for store in stores:
-            store.select_batch(torch.tensor([0, 0]))
-            store.select_batch(torch.tensor([1]))
+            store.select(torch.tensor([0, 0]))
+            store.select(torch.tensor([1]))
         step(stores, 1)
     assert len(staging.slots) <= 3
 
@@ -139,9 +137,9 @@ def test_released_stores_leave_nothing_on_the_device():
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
 def test_slot_when_tokens_were_cropped_on_host_then_is_not_stale(streams):
     _, stores = make_stores(1, prefetch_layers=0, streams=streams)
-    stores[0].extend(states(0, 5), states(0, 5))
+    stores[0].write(states(0, 5), states(0, 5))
     stores[0].read()
     stores[0].truncate(3)
-    stores[0].extend(states(7, 2), states(7, 2))
+    stores[0].write(states(7, 2), states(7, 2))
     for part in stores[0].read():
         assert torch.equal(part, torch.cat([states(0, 3), states(7, 2)], dim=2))

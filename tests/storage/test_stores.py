@@ -7,7 +7,7 @@ from contracts.stores import CONFIG, Pair, StoreContract
 from torch import distributed
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
-from hf_hybrid_cache.storage import LayerStore, Segment
+from hf_hybrid_cache.storage import Run, Store
 from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
 
 from common.caches import group_of_one
@@ -19,16 +19,16 @@ def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
     return torch.stack(found, 2) if found else buffer._data.new_empty(*buffer.shape[:2], 0, buffer.shape[2])
 
 
-def plain(segment: Segment) -> Pair:
-    return entries(segment.keys, segment.num_tokens), entries(segment.values, segment.num_tokens)
+def plain(segment: Run) -> Pair:
+    return entries(segment.keys, segment.num_entries), entries(segment.values, segment.num_entries)
 
 
-def middle(store: LayerStore) -> Pair:
+def middle(store: Store) -> Pair:
     """Decode the packed blocks by the codec, which has tests of its own."""
-    if store.quantized is None:
-        return plain(store.full)
-    codec, whole = store.quantized.codec, []
-    for each, full, packed in zip((codec.keys, codec.values), plain(store.full), plain(store.bulk), strict=True):
+    if store.packed is None:
+        return plain(store.dense)
+    codec, whole = store.codec, []
+    for each, full, packed in zip((codec.keys, codec.values), plain(store.dense), plain(store.packed), strict=True):
         decoded = full.new_empty(*full.shape[:2], packed.shape[2] * 64, full.shape[3])
         each.decode(packed, decoded)
         first = min(store.sink_tokens, full.shape[2])
@@ -36,7 +36,7 @@ def middle(store: LayerStore) -> Pair:
     return whole[0], whole[1]
 
 
-def around(device: Segment, middle: Pair, first: int) -> Pair:
+def around(device: Run, middle: Pair, first: int) -> Pair:
     """The last tokens on a device follow the first ones there."""
     keys, values = (
         torch.cat([ends[:, :, :first], between, ends[:, :, first:]], 2)
@@ -46,9 +46,9 @@ def around(device: Segment, middle: Pair, first: int) -> Pair:
 
 
 class EverySegment(StoreContract):
-    def in_memory(self, store: LayerStore) -> Pair:
+    def in_memory(self, store: Store) -> Pair:
         found = middle(store)
-        return found if store.on_device is None else around(store.on_device, found, store.first_tokens)
+        return found if store.ends is None else around(store.ends, found, store.first_tokens)
 
 
 class TestOnTheDevice(EverySegment):

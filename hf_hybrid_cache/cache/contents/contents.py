@@ -59,7 +59,7 @@ class Contents:
         """Choose the codecs of states that wait for them, by what is known now."""
         for layer in self.ours:
             if layer.store is not None:
-                layer.store.take_pending()
+                layer.store.settle()
 
     def require_whole(self) -> None:
         """Raise `IncompleteCacheError` if something has ended a change half-way."""

@@ -152,7 +152,7 @@ class BlockBuffer(RunBuffer):
             for begin, stop in self._copies(first, last):
                 self._data[begin:stop].copy_(piece[begin - first : stop - first], non_blocking=True)
 
-    def select_batch(self, indices: torch.Tensor, num_tokens: int) -> Self:
+    def select(self, indices: torch.Tensor, num_tokens: int) -> Self:
         batch, heads, head_dim = self.shape
         target = self
         if len(indices) != batch:

@@ -82,7 +82,7 @@ class TokenBuffer:
         return capacity * self.bytes_per_token
 
     def write(self, start: int, states: torch.Tensor) -> None:
-        """Store `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, within the capacity."""
+        """AnyStore `states`, `[batch, heads, tokens, head_dim]`, from token `start` on, within the capacity."""
         self._seen.narrow(2, start, states.shape[2]).copy_(states)
 
     def read_range(self, start: int, end: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ class TokenBuffer:
         if self.is_lent:
             self._take_other_memory(keep)
 
-    def select_batch(self, indices: torch.Tensor, num_tokens: int) -> Self:
+    def select(self, indices: torch.Tensor, num_tokens: int) -> Self:
         """
         Return a buffer of the first `num_tokens`, whose sequence `i` is sequence `indices[i]` of this one.
 

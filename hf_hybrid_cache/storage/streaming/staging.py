@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..buffers.token_buffer import TokenBuffer
-from ..segments.kv_store import KVShape
+from ..kv_store import KVShape
 from .stats import CacheStats
 from .streams import Event, Streams
 
 if TYPE_CHECKING:
-    from .streamed_segment import StreamedSegment
+    from ..runs.streamed import Streamed
 
 
 class HostCopies:
@@ -59,17 +59,17 @@ class Slot:
 
     def __init__(self, shape: KVShape, streams: Streams):
         self._streams = streams
-        self._owner: weakref.ref[StreamedSegment] | None = None
+        self._owner: weakref.ref[Streamed] | None = None
         self.first = self.num_tokens = 0
         self._build(shape)
 
     @property
-    def owner(self) -> "StreamedSegment | None":
+    def owner(self) -> "Streamed | None":
         """The layer whose tokens are here, or on their way."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
-    def owner(self, store: "StreamedSegment | None") -> None:
+    def owner(self, store: "Streamed | None") -> None:
         # Weak, so that a cache that is dropped gives its memory back at once.
         self._owner = None if store is None else weakref.ref(store)
 
@@ -85,9 +85,9 @@ class Slot:
         values = TokenBuffer(shape.values, shape.value_dtype, shape.device, token_major=True)
         self.shape, self.keys, self.values = shape, keys, values
 
-    def holds_past_of(self, store: "StreamedSegment") -> bool:
+    def holds_past_of(self, store: "Streamed") -> bool:
         """Return whether all tokens of `store` that are used on the device are here, or on their way."""
-        return self.first <= store.streamed_from and self.num_tokens >= store.num_tokens
+        return self.first <= store.streamed_from and self.num_tokens >= store.num_entries
 
     def ensure_capacity(self, shape: KVShape, num_tokens: int, keep: int) -> None:
         """Grow the slot for tokens of `shape` up to `num_tokens`; those before `keep` are here and stay."""
@@ -141,7 +141,7 @@ class Staging:
         self.stats = stats
         self.slots: list[Slot] = []
         # All stores in the order of their first use, which is the order of the model's layers.
-        self._registered: list[weakref.ref[StreamedSegment]] = []
+        self._registered: list[weakref.ref[Streamed]] = []
 
     def __deepcopy__(self, memo: dict) -> "Staging":
         streams, stats = copy.deepcopy((self.streams, self.stats), memo)
@@ -152,13 +152,13 @@ class Staging:
         return twin
 
     @property
-    def _stores(self) -> list["StreamedSegment"]:
+    def _stores(self) -> list["Streamed"]:
         return [store for reference in self._registered if (store := reference()) is not None]
 
-    def register(self, store: "StreamedSegment") -> None:
+    def register(self, store: "Streamed") -> None:
         self._registered.append(weakref.ref(store))
 
-    def release(self, store: "StreamedSegment") -> None:
+    def release(self, store: "Streamed") -> None:
         """Forget `store`; its slot is free, and gone when it was resident or the last."""
         self._registered.remove(weakref.ref(store))
         slot = self._slot_of(store)
@@ -169,15 +169,15 @@ class Staging:
         if not self._registered:
             self.slots.clear()
 
-    def count_use(self, store: "StreamedSegment") -> None:
+    def count_use(self, store: "Streamed") -> None:
         """Note whether the past of `store` is here, or on its way, now that it is needed."""
         slot = self._slot_of(store)
         if slot is None or not slot.holds_past_of(store):
-            self.stats.prefetch_misses += store.num_tokens > 0
-        elif store.num_tokens > 0 and not store.resident:
+            self.stats.prefetch_misses += store.num_entries > 0
+        elif store.num_entries > 0 and not store.resident:
             self.stats.prefetch_hits += 1
 
-    def slot_with_past(self, store: "StreamedSegment", num_tokens: int, orders_computation: bool = True) -> Slot:
+    def slot_with_past(self, store: "Streamed", num_tokens: int, orders_computation: bool = True) -> Slot:
         """
         Return a slot with the past tokens of `store`, fetched if they are not there, and memory up to `num_tokens`.
 
@@ -186,14 +186,14 @@ class Staging:
         """
         slot = self._slot_of(store)
         if slot is None or not slot.holds_past_of(store):
-            fetch = self._fetch if store.num_tokens > 0 else self._claim
+            fetch = self._fetch if store.num_entries > 0 else self._claim
             slot = fetch(store, current=store)
-        slot.ensure_capacity(store.shape, num_tokens, keep=store.num_tokens)
+        slot.ensure_capacity(store.shape, num_tokens, keep=store.num_entries)
         if orders_computation:
             self.streams.compute_after(slot.arrived)
         return slot
 
-    def save(self, store: "StreamedSegment", slot: Slot, start: int, end: int) -> None:
+    def save(self, store: "Streamed", slot: Slot, start: int, end: int) -> None:
         """Copy the whole blocks with tokens `start` to `end` from the slot to the host."""
 
         def copy_both() -> None:
@@ -207,7 +207,7 @@ class Staging:
         row = store.keys.row_entries
         self.stats.bytes_to_host += (store.keys.rows(end) - start // row) * row * store.bytes_per_token
 
-    def prefetch_after(self, store: "StreamedSegment") -> None:
+    def prefetch_after(self, store: "Streamed") -> None:
         """Start fetching the layers that follow `store` and are not on the device yet."""
         stores = self._stores
         position = stores.index(store)
@@ -215,7 +215,7 @@ class Staging:
         upcoming = [other for other in following if other.is_streamed and not other.resident]
         for other in upcoming[: self.prefetch_layers]:
             slot = self._slot_of(other)
-            if other.num_tokens > 0 and (slot is None or not slot.holds_past_of(other)):
+            if other.num_entries > 0 and (slot is None or not slot.holds_past_of(other)):
                 try:
                     self._fetch(other, current=store)
                 except torch.OutOfMemoryError:
@@ -228,7 +228,7 @@ class Staging:
         num_slots = min(self.prefetch_layers + 1, num_layers)
         return num_slots * (slot.keys.planned_bytes(sizes) + slot.values.planned_bytes(sizes))
 
-    def invalidate(self, store: "StreamedSegment") -> None:
+    def invalidate(self, store: "Streamed") -> None:
         """Note that the device copy of `store` differs from host memory."""
         slot = self._slot_of(store)
         if slot is not None:
@@ -236,19 +236,19 @@ class Staging:
             if slot.is_lent:
                 self._let_go(slot)
 
-    def truncate(self, store: "StreamedSegment") -> None:
+    def truncate(self, store: "Streamed") -> None:
         """Cut the device copy of `store` to its length: other tokens may follow on the host alone."""
         slot = self._slot_of(store)
-        if slot is not None and slot.num_tokens > store.num_tokens:
-            slot.num_tokens = store.num_tokens
+        if slot is not None and slot.num_tokens > store.num_entries:
+            slot.num_tokens = store.num_entries
             if slot.is_lent:
                 self._let_go(slot)
 
-    def vacate(self, store: "StreamedSegment") -> None:
+    def vacate(self, store: "Streamed") -> None:
         """Give up the device copy of `store`, and the memory it is in, with slots that were left to callers."""
         self.slots = [slot for slot in self.slots if slot.owner is not store and slot.owner is not None]
 
-    def give_up_others(self, current: "StreamedSegment") -> bool:
+    def give_up_others(self, current: "Streamed") -> bool:
         """
         Give up the device copies of all layers but `current`, resident ones too, after the device ran out of memory.
 
@@ -276,11 +276,11 @@ class Staging:
             self.slots.remove(slot)
         slot.owner = None
 
-    def _slot_of(self, store: "StreamedSegment") -> Slot | None:
+    def _slot_of(self, store: "Streamed") -> Slot | None:
         return next((slot for slot in self.slots if slot.owner is store), None)
 
-    def _fetch(self, store: "StreamedSegment", current: "StreamedSegment") -> Slot:
-        first, end = store.streamed_from, store.num_tokens
+    def _fetch(self, store: "Streamed", current: "Streamed") -> Slot:
+        first, end = store.streamed_from, store.num_entries
         slot = self._claim(store, current)
         slot.first = first
         slot.ensure_capacity(store.shape, end, keep=0)
@@ -296,7 +296,7 @@ class Staging:
         self.stats.bytes_to_device += (end - first) * store.bytes_per_token
         return slot
 
-    def _claim(self, store: "StreamedSegment", current: "StreamedSegment") -> Slot:
+    def _claim(self, store: "Streamed", current: "Streamed") -> Slot:
         """Return the slot of `store`, else a free one, else that of the layer needed last, counted from `current`."""
         slot = self._slot_of(store)
         if slot is not None:
@@ -313,7 +313,7 @@ class Staging:
         slot.owner, slot.first, slot.num_tokens = store, 0, 0
         return slot
 
-    def _steps_until(self, owner: "StreamedSegment | None", current: "StreamedSegment") -> int:
+    def _steps_until(self, owner: "Streamed | None", current: "Streamed") -> int:
         """Return the number of layers until `owner` is used; a slot without an owner is never used."""
         stores = self._stores
         if owner is None:

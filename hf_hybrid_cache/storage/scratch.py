@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..memory.host_memory import require_host_bytes
-from ..memory.storage_uses import StorageUses
-from ..segments.kv_store import KVShape, Pair
+from .kv_store import KVShape, Pair
+from .memory.host_memory import require_host_bytes
+from .memory.storage_uses import StorageUses
 
 
 class _Piece:

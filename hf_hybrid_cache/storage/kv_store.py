@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..buffers.block_buffer import kernel_element
-from ..buffers.token_buffer import TokenBuffer
+from .buffers.block_buffer import kernel_element
+from .buffers.token_buffer import TokenBuffer
 
 # Tensors of keys and of values.
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...processes import OutOfStepError, Peers
-from ..memory.growth import GRANULE
-from ..segments.block_segment import BlockSegment
-from ..segments.kv_store import KVShape, Pair
-from ..segments.quantized_segment import QuantizedSegment
-from ..segments.segment import Segment
-from .layer_store import LayerStore
+from ..processes import OutOfStepError, Peers
+from .kv_store import KVShape, Pair
 from .layout import Layout
+from .memory.growth import GRANULE
+from .quantized_segment import QuantizedSegment
+from .runs.host_blocks import HostBlocks
+from .runs.run import Run
 from .scratch import Scratch
 from .shard import Shard
+from .store import Store
 
 if TYPE_CHECKING:
-    from .shared_prefix_store import Store
+    from .shared_prefix import AnyStore
 
 # Largest message of a process to the others.
 _MESSAGE_BYTES = 16 * 2**20
@@ -39,12 +39,12 @@ class SharedPart(NamedTuple):
         runs: numbers of the blocks of the whole sequence, in the order of rows.
     """
 
-    segment: BlockSegment
+    segment: HostBlocks
     entries: int
     runs: tuple[range, ...]
 
 
-class ShardedStore(LayerStore):
+class ShardedStore(Store):
     """
     A sequence whose blocks are distributed over the processes of a group.
 
@@ -65,7 +65,7 @@ class ShardedStore(LayerStore):
         self,
         shape: KVShape,
         layout: Layout,
-        full: Segment,
+        full: Run,
         scratch: Scratch,
         quantized: QuantizedSegment | None,
         peers: Peers,
@@ -88,7 +88,7 @@ class ShardedStore(LayerStore):
         return (keys, values) if only_these else self.read()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.take_pending()
+        self.settle()
         super().extend(keys, values)
         if self._is_compared:
             total, magnitude = self._likeness
@@ -105,7 +105,7 @@ class ShardedStore(LayerStore):
         keys, values = (each.to(self.shape.device) for each in states)
         return keys, values
 
-    def take_from(self, other: "Store") -> None:
+    def take_from(self, other: "AnyStore") -> None:
         assert isinstance(other, ShardedStore)
         super().take_from(other)
         self.layout, self._likeness = other.layout, other._likeness
@@ -167,7 +167,7 @@ class ShardedStore(LayerStore):
         self.layout.require_entries(full, quantized)
         layout = replace(self.layout, quantized_blocks=quantized)
         num_tokens = full + quantized * GRANULE
-        self.full.make_rows(layout.shard.tokens(num_tokens) - layout.own_quantized_blocks * GRANULE)
+        self.dense.make_rows(layout.shard.tokens(num_tokens) - layout.own_quantized_blocks * GRANULE)
         if self.quantized is not None:
             self.quantized.fit()
             self.quantized.packed.make_rows(layout.own_quantized_blocks)

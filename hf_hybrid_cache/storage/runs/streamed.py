@@ -7,17 +7,17 @@ from typing import TypeVar
 
 import torch
 
+from ..kv_store import KVShape, Pair
 from ..memory.growth import InitialCapacity
 from ..memory.host_memory import HostBudget
 from ..memory.page_lock import can_page_lock
-from ..segments.block_segment import BlockSegment
-from ..segments.kv_store import KVShape, Pair
-from .staging import HostCopies, Staging
+from ..streaming.staging import HostCopies, Staging
+from .host_blocks import HostBlocks
 
 Used = TypeVar("Used")
 
 
-class StreamedSegment(BlockSegment):
+class Streamed(HostBlocks):
     """
     Keys and values in host memory, which is the truth about them; the device holds copies in staging slots.
 
@@ -59,7 +59,7 @@ class StreamedSegment(BlockSegment):
         self._arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         staging.register(self)
 
-    def __deepcopy__(self, memo: dict) -> "StreamedSegment":
+    def __deepcopy__(self, memo: dict) -> "Streamed":
         self.wait_for_copies()
         twin = self._duplicate(memo)
         twin._arriving = []
@@ -81,7 +81,7 @@ class StreamedSegment(BlockSegment):
         self._retried_with_less_on_device(lambda: self._stage(keys, values))
 
     def _stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        start, end = self.num_tokens, self.num_tokens + keys.shape[2]
+        start, end = self.num_entries, self.num_entries + keys.shape[2]
         if self._arriving or end > min(self.keys.capacity, self.values.capacity):
             # Growing copies host memory on this thread, so the newest tokens must have arrived there.
             self.wait_for_copies()
@@ -96,14 +96,14 @@ class StreamedSegment(BlockSegment):
         self._set_length(end)
         self.staging.prefetch_after(self)
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.wait_for_copies()
         self.is_streamed = False
         self.staging.vacate(self)  # also after a read, which fetched what is here
         if keys.device.type == "cpu":  # nothing to wait for, and the caller may write to them afterwards
-            super().extend(keys, values)
+            super().write(keys, values)
             return
-        start, end = self.num_tokens, self.num_tokens + keys.shape[2]
+        start, end = self.num_entries, self.num_entries + keys.shape[2]
         self.reserve(end)
         # torch copies to page-locked memory here, which it uses again once the copy is done.
         is_locked = can_page_lock(keys.device.type)
@@ -119,14 +119,14 @@ class StreamedSegment(BlockSegment):
     @property
     def num_blocks(self) -> int:
         """Number of whole blocks that are stored, packed or not."""
-        return self.num_tokens // self.keys.row_entries
+        return self.num_entries // self.keys.row_entries
 
     def stream_from(self, block: int) -> None:
         """Let the next use on the device need tokens, or packed blocks, only from `block` on."""
         self.streamed_from = block * self.keys.row_entries
 
     def staged_range(self) -> tuple[int, int]:
-        return self.streamed_from, self.num_tokens
+        return self.streamed_from, self.num_entries
 
     def read_staged(self) -> Pair:
         if self._arriving:
@@ -139,14 +139,14 @@ class StreamedSegment(BlockSegment):
         self.streamed_from = min(self.streamed_from, self.num_blocks * self.keys.row_entries)
         self.staging.truncate(self)
 
-    def select_batch(self, indices: torch.Tensor) -> None:
+    def select(self, indices: torch.Tensor) -> None:
         indices = indices.to("cpu")
         if torch.equal(indices, torch.arange(self.shape.batch)):
             return
         self.wait_for_copies()
         # First: after an interruption, the device copy is stale.
         self.staging.invalidate(self)
-        super().select_batch(indices)
+        super().select(indices)
 
     def wait_for_copies(self) -> None:
         self.copies.wait()
@@ -167,11 +167,11 @@ class StreamedSegment(BlockSegment):
 
     def _retried_with_less_on_device(self, use: Callable[[], Used]) -> Used:
         """Return the result of `use`; if the device has no memory, give up others' device copies and try again."""
-        held = self.num_tokens
+        held = self.num_entries
         try:
             return use()
         except torch.OutOfMemoryError:
-            if self.num_tokens != held or not self.is_intact or not self.staging.give_up_others(self):
+            if self.num_entries != held or not self.is_intact or not self.staging.give_up_others(self):
                 raise
         return use()
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..memory.growth import GRANULE
-from ..segments.joined_states import JoinedStates
-from ..segments.kv_store import Pair
+from .joined_states import JoinedStates
+from .kv_store import Pair
 from .layout import Layout
+from .memory.growth import GRANULE
 
 if TYPE_CHECKING:
-    from .layer_store import LayerStore
+    from .store import Store
 
 
 class Arrival(NamedTuple):
@@ -41,11 +41,11 @@ class Arrival(NamedTuple):
     recent: Pair | None = None
     pending: Pair | None = None
 
-    def through_device(self, store: "LayerStore", keys: torch.Tensor, values: torch.Tensor) -> "Arrival":
+    def through_device(self, store: "Store", keys: torch.Tensor, values: torch.Tensor) -> "Arrival":
         """Let new states go to the device, and those that leave it go to the middle."""
-        on_device = store.on_device
+        on_device = store.ends
         assert on_device is not None
-        count, held = self.layout.host_tokens - store.layout.host_tokens, on_device.num_tokens
+        count, held = self.layout.host_tokens - store.layout.host_tokens, on_device.num_entries
         first, missing = store.first_tokens, min(self.layout.first_tokens - store.first_tokens, self.new_tokens)
         leaving = [
             JoinedStates(old[:, :, first:], new[:, :, missing:])[:count]
@@ -59,26 +59,26 @@ class Arrival(NamedTuple):
         staying = [(keys[:, :, start:end], values[:, :, start:end]) for start, end in ranges]
         return self._replace(bulk=(leaving[0], leaving[1]), moves=count > 0, removed=removed, staying=staying)
 
-    def waiting(self, store: "LayerStore") -> "Arrival":
+    def waiting(self, store: "Store") -> "Arrival":
         """Let states that are due wait until the codec is chosen; all checks come first."""
         quantized = store.quantized
         assert quantized is not None
         count = self.layout.own_quantized_blocks - quantized.num_blocks
-        store.full.reserve(store.layout.most_full_tokens)
+        store.dense.reserve(store.layout.most_full_tokens)
         quantized.packed.reserve(quantized.num_blocks + count)
         _require_finite(store, self.bulk, count)
         layout = replace(self.layout, quantized_blocks=store.layout.quantized_blocks)
         keys, values = self.bulk  # the caller's, who may write to them while they wait
         return self._replace(layout=layout, pending=(keys.clone(), values.clone()))
 
-    def with_quantized(self, store: "LayerStore") -> "Arrival":
+    def with_quantized(self, store: "Store") -> "Arrival":
         """
         Quantize the blocks that are due, on the device of the new states.
 
         Raises:
             ValueError: there are no codes for some of them.
         """
-        quantized, full, (keys, values) = store.quantized, store.full, self.bulk
+        quantized, full, (keys, values) = store.quantized, store.dense, self.bulk
         assert quantized is not None
         count = (self.layout.own_quantized_blocks - quantized.num_blocks) * GRANULE
         full.wait_for_copies()
@@ -86,13 +86,13 @@ class Arrival(NamedTuple):
         if not count:
             # 63 of 64 steps quantize nothing, and a call of the codec would wait for the device.
             nothing = quantized.no_blocks(keys)
-            return self._replace(bulk=nothing, moves=False, kept=full.num_tokens, recent=self.bulk)
+            return self._replace(bulk=nothing, moves=False, kept=full.num_entries, recent=self.bulk)
         if not quantized.is_chosen:
             choose_codec(store, keys, values)
         if not quantized.num_blocks:  # something may have ended the choice before it did so
             quantized.fit()
         # The sinks are followed by the other tokens in full precision so far, and then by the new ones.
-        first, num_full = store.sink_tokens, full.num_tokens
+        first, num_full = store.sink_tokens, full.num_entries
         missing = max(0, first - num_full)
         sequences = _after_sinks(store, keys, values)
         try:
@@ -107,7 +107,7 @@ class Arrival(NamedTuple):
         return self._replace(bulk=packed, moves=True, kept=min(first, num_full), recent=(recent[0], recent[1]))
 
 
-def choose_codec(store: "LayerStore", keys: torch.Tensor, values: torch.Tensor) -> None:
+def choose_codec(store: "Store", keys: torch.Tensor, values: torch.Tensor) -> None:
     """
     Choose the codec by all states from the first block to quantize on, new ones included.
 
@@ -120,10 +120,10 @@ def choose_codec(store: "LayerStore", keys: torch.Tensor, values: torch.Tensor) 
     store.quantized.choose(*sequences)
 
 
-def _after_sinks(store: "LayerStore", keys: torch.Tensor, values: torch.Tensor) -> tuple[JoinedStates, JoinedStates]:
+def _after_sinks(store: "Store", keys: torch.Tensor, values: torch.Tensor) -> tuple[JoinedStates, JoinedStates]:
     """Return the states in full precision after the sinks, followed by new states."""
-    first, num_full = store.sink_tokens, store.full.num_tokens
-    olds = store.full.read_range(min(first, num_full), num_full)
+    first, num_full = store.sink_tokens, store.dense.num_entries
+    olds = store.dense.read_range(min(first, num_full), num_full)
     of_keys, of_values = (
         JoinedStates(old.to(new.device), new[:, :, max(0, first - num_full) :])
         for old, new in zip(olds, (keys, values), strict=True)
@@ -131,14 +131,14 @@ def _after_sinks(store: "LayerStore", keys: torch.Tensor, values: torch.Tensor) 
     return of_keys, of_values
 
 
-def _require_finite(store: "LayerStore", states: Pair, num_blocks: int) -> None:
+def _require_finite(store: "Store", states: Pair, num_blocks: int) -> None:
     for each in states:
         # A sum is quick, but may be infinite although all numbers are finite.
         if not torch.isfinite(each.sum()) and not torch.isfinite(each).all():
             raise _not_finite(store, num_blocks, "infinite, or not a number")
 
 
-def _not_finite(store: "LayerStore", num_blocks: int, reason: str) -> ValueError:
+def _not_finite(store: "Store", num_blocks: int, reason: str) -> ValueError:
     assert store.quantized is not None
     count = num_blocks * GRANULE
     end = store.layout.sink_tokens + store.quantized.num_blocks * GRANULE + count

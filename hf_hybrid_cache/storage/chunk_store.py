@@ -2,13 +2,13 @@
 
 import torch
 
-from ..memory.growth import InitialCapacity
-from ..memory.host_memory import HostBudget
-from ..segments.block_segment import BlockSegment
-from ..segments.kv_store import Pair
-from .layer_store import LayerStore
+from .kv_store import Pair
 from .layout import Layout
+from .memory.growth import InitialCapacity
+from .memory.host_memory import HostBudget
+from .runs.host_blocks import HostBlocks
 from .scratch import Scratch
+from .store import Store
 
 
 class _Unlimited(HostBudget):
@@ -18,7 +18,7 @@ class _Unlimited(HostBudget):
         return num_tokens
 
 
-class ChunkStore(LayerStore):
+class ChunkStore(Store):
     """
     Keys and values of a chunk in full precision, in host memory, in the blocks that the kernels read.
 
@@ -40,18 +40,18 @@ class ChunkStore(LayerStore):
             one by one.
     """
 
-    def __init__(self, store: LayerStore, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, store: Store, keys: torch.Tensor, values: torch.Tensor):
         # First, because the version of this store is read from it.
         self.stored = store
         self.tokens_before, layout = store.num_tokens, store.layout
         self.first = layout.quantized_end if self.tokens_before else 0
         end = self.tokens_before + keys.shape[2]
         self.quantized_ends = layout.quantized_ends(self.tokens_before, end)
-        full = BlockSegment(store.shape, InitialCapacity(0, end - self.first), _Unlimited(1))
+        full = HostBlocks(store.shape, InitialCapacity(0, end - self.first), _Unlimited(1))
         super().__init__(store.shape, Layout(), full, Scratch(store.shape.device))
-        full.extend(*store.full.read_range(min(store.sink_tokens, store.full.num_tokens), store.full.num_tokens))
+        full.write(*store.dense.read_range(min(store.sink_tokens, store.dense.num_entries), store.dense.num_entries))
         sinks = max(0, self.first - self.tokens_before)
-        full.extend(keys[:, :, sinks:], values[:, :, sinks:])
+        full.write(keys[:, :, sinks:], values[:, :, sinks:])
         self.num_tokens = end
 
     @property

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..segments.kv_store import Pair
+from .kv_store import Pair
 
 
 class RecentStates(NamedTuple):

@@ -8,33 +8,34 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
-from ..buffers.token_buffer import TokenBuffer
-from ..memory.growth import GRANULE
-from ..segments.block_segment import BlockSegment
-from ..segments.kv_store import KVShape, KVStore, Pair
-from ..segments.part import Part, Run
-from ..segments.quantized_segment import QuantizedSegment
-from ..segments.resident_segment import ResidentSegment
-from ..segments.segment import Segment
-from ..streaming.cpu_fraction import CpuFraction
-from ..streaming.stats import CacheStats
-from ..streaming.streamed_segment import StreamedSegment
 from .arrival import Arrival, choose_codec
+from .buffers.token_buffer import TokenBuffer
+from .codec import KVCodec
+from .kv_store import KVShape, KVStore, Pair
 from .layer_reading import put_middle_together, put_together
 from .layout import Layout
+from .memory.growth import GRANULE
+from .part import Part, Piece
+from .quantized_segment import QuantizedSegment
 from .recent_states import RecentStates
+from .runs.host_blocks import HostBlocks
+from .runs.resident import Resident
+from .runs.run import Run
+from .runs.streamed import Streamed
 from .scratch import Scratch
 from .shard import Shard
+from .streaming.cpu_fraction import CpuFraction
+from .streaming.stats import CacheStats
 
 if TYPE_CHECKING:
-    from .shared_prefix_store import Store
+    from .shared_prefix import AnyStore
 
 _Result = TypeVar("_Result")
 # Adds keys and values to a segment.
 _Add = Callable[[torch.Tensor, torch.Tensor], _Result]
 
 
-class LayerStore(KVStore):
+class Store(KVStore):
     """
     Keys and values of one layer, in one to three segments.
 
@@ -65,15 +66,15 @@ class LayerStore(KVStore):
         self,
         shape: KVShape,
         layout: Layout,
-        full: Segment,
+        full: Run,
         scratch: Scratch,
         quantized: QuantizedSegment | None = None,
-        on_device: ResidentSegment | None = None,
+        on_device: Resident | None = None,
         cpu_fraction: CpuFraction | None = None,
         stats: CacheStats | None = None,
     ):
         super().__init__(shape)
-        self.full, self.quantized, self.on_device = full, quantized, on_device
+        self.dense, self.quantized, self.ends = full, quantized, on_device
         # Until the codec is chosen every process keeps all tokens, so that all choose by the same states.
         self._own = layout.shard
         self.layout = layout if quantized is None or quantized.is_chosen else replace(layout, shard=Shard.ALL)
@@ -82,27 +83,27 @@ class LayerStore(KVStore):
         self._scratch = scratch
         self._stats = stats
 
-    def __deepcopy__(self, memo: dict) -> "LayerStore":
+    def __deepcopy__(self, memo: dict) -> "Store":
         self.wait_for_copies()
         twin = copy.copy(self)
         memo[id(self)] = twin
         memo |= {
             id(states): states.clone() for pair in self.pending for states in pair
         }  # without what they are views of
-        twin.full, twin.quantized, twin.on_device = copy.deepcopy((self.full, self.quantized, self.on_device), memo)
+        twin.dense, twin.quantized, twin.ends = copy.deepcopy((self.dense, self.quantized, self.ends), memo)
         twin.cpu_fraction = copy.deepcopy(self.cpu_fraction, memo)
         twin._scratch, twin._stats = copy.deepcopy((self._scratch, self._stats), memo)
         return twin
 
     @property
     def is_intact(self) -> bool:
-        if self._is_changing or not self.full.is_intact:
+        if self._is_changing or not self.dense.is_intact:
             return False
-        middle, held = self.num_tokens, self.full.num_tokens
-        on_device, quantized = self.on_device, self.quantized
+        middle, held = self.num_tokens, self.dense.num_entries
+        on_device, quantized = self.ends, self.quantized
         if on_device is not None:
             middle = self.layout.host_tokens
-            if not on_device.is_intact or on_device.num_tokens + middle != self.num_tokens:
+            if not on_device.is_intact or on_device.num_entries + middle != self.num_tokens:
                 return False
         if quantized is not None:
             if not quantized.packed.is_intact or quantized.num_blocks != self.layout.own_quantized_blocks:
@@ -111,37 +112,47 @@ class LayerStore(KVStore):
         return held == self.layout.shard.tokens(middle)
 
     @property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[Run]:
         """The segments, that of packed blocks among them."""
         packed = None if self.quantized is None else self.quantized.packed
-        return [segment for segment in (self.on_device, self.full, packed) if segment is not None]
+        return [segment for segment in (self.ends, self.dense, packed) if segment is not None]
 
     @property
     def has_one_segment(self) -> bool:
         """Whether all tokens are in one segment, so that nothing is put together."""
-        return self.quantized is None and self.on_device is None
+        return self.quantized is None and self.ends is None
 
     @property
-    def bulk(self) -> Segment:
+    def bulk(self) -> Run:
         """The segment that grows with the sequence, which is streamed if any is."""
-        return self.full if self.quantized is None else self.quantized.packed
+        return self.dense if self.quantized is None else self.quantized.packed
 
     @property
-    def streamed(self) -> StreamedSegment | None:
+    def packed(self) -> Run | None:
+        """The run of packed blocks; `None` if the layer is not quantized."""
+        return None if self.quantized is None else self.quantized.packed
+
+    @property
+    def codec(self) -> KVCodec | None:
+        """The codec, asked for or chosen; `None` if the layer is not quantized."""
+        return None if self.quantized is None else self.quantized.codec
+
+    @property
+    def streamed(self) -> Streamed | None:
         """The segment of the tokens, or packed blocks, that are streamed to the device."""
-        return self.bulk if isinstance(self.bulk, StreamedSegment) else None
+        return self.bulk if isinstance(self.bulk, Streamed) else None
 
     @property
     def middle_tokens(self) -> int:
         """Number of own tokens that are not in `on_device`."""
         quantized = self.quantized
         others = 0 if quantized is None else quantized.num_blocks * GRANULE + quantized.pending_tokens
-        return self.full.num_tokens + others
+        return self.dense.num_entries + others
 
     @property
     def first_tokens(self) -> int:
         """Number of tokens in `on_device` that come before all others."""
-        return 0 if self.on_device is None else min(self.layout.first_tokens, self.on_device.num_tokens)
+        return 0 if self.ends is None else min(self.layout.first_tokens, self.ends.num_entries)
 
     @property
     def sink_tokens(self) -> int:
@@ -167,9 +178,9 @@ class LayerStore(KVStore):
         """Take note of queries that attend to these states, `[batch, query_heads, query_length, head_dim]`."""
         if self.quantized is not None:
             self.quantized.observe(query)
-            self.take_pending()
+            self.settle()
 
-    def take_pending(self) -> None:
+    def settle(self) -> None:
         """
         Store the pending states, if there are any; choose the codec first.
 
@@ -187,30 +198,30 @@ class LayerStore(KVStore):
         states = quantized.pending_states()
         with self._changing():
             quantized.pending = ()
-            if self.on_device is None:
+            if self.ends is None:
                 self.num_tokens -= pending_tokens
-        back = pending_tokens if self.on_device is None else 0
+        back = pending_tokens if self.ends is None else 0
         layout = self.layout.with_due_blocks(self.num_tokens + back)
         arrival = Arrival(layout, back, states).with_quantized(self)
-        self._store(arrival, quantized.packed.extend)
+        self._store(arrival, quantized.packed.write)
         self.version = version  # handles still stand for the same tokens
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states and return all, put together; return the new ones as they are if there are no others."""
-        self.take_pending()
+        self.settle()
         only_these, num_tokens = self.num_tokens == 0, self.num_tokens + keys.shape[2]
         if self.has_one_segment:
             self.is_staged = True
-            everything = _add_to(self.full, self.full.append, self._own_part(keys, values))
+            everything = _add_to(self.dense, self.dense.append, self._own_part(keys, values))
             self._set_length(num_tokens)
             return everything
         layout = self._make_room(keys.shape[2])
-        if self.on_device is not None and not layout.host_tokens:
-            self._extend_newest(self.on_device, keys, values)
-            return (keys, values) if only_these else self.on_device.read()
+        if self.ends is not None and not layout.host_tokens:
+            self._extend_newest(self.ends, keys, values)
+            return (keys, values) if only_these else self.ends.read()
         self.is_staged = True
         arrival: Arrival | None = None
-        if self.on_device is None or layout is not self.layout:
+        if self.ends is None or layout is not self.layout:
             arrival = self._arrival(layout, keys, values, may_wait=self.middle_tokens == 0)
         # Memory that may be refused is taken before anything changes.
         states: Pair | None = None
@@ -218,17 +229,17 @@ class LayerStore(KVStore):
             states = self._scratch.lend_states(self.shape, layout.shard.tokens(num_tokens))
         bulk: Pair | None = None
         if arrival is None:
-            assert self.on_device is not None
-            self._extend_newest(self.on_device, keys, values)
+            assert self.ends is not None
+            self._extend_newest(self.ends, keys, values)
         else:
-            is_added = arrival.pending is None and (arrival.moves or self.on_device is None)
+            is_added = arrival.pending is None and (arrival.moves or self.ends is None)
             bulk = self._store(arrival, self.bulk.append if is_added else None)
         return (keys, values) if states is None else put_together(self, states, bulk)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._release_scratch()
         was_staged, self.is_staged = self.is_staged, False
-        self._add(keys, values, lambda: self.bulk.extend, in_any_case=was_staged)
+        self._add(keys, values, lambda: self.bulk.write, in_any_case=was_staged)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._release_scratch()
@@ -254,7 +265,7 @@ class LayerStore(KVStore):
         if self.cpu_fraction is None or streamed is None:
             return self.read_middle()
         if self.quantized is None:
-            states = self.full.read_staged()
+            states = self.dense.read_staged()
         else:
             states = self._scratch.lend_states(self.shape, end - start)
             self.quantized.decode(self.quantized.packed.read_staged(), states)
@@ -269,27 +280,27 @@ class LayerStore(KVStore):
 
     def read(self) -> Pair:
         if self.has_one_segment:
-            return self.full.read()
-        if self.on_device is not None and not self.middle_tokens:
-            return self.on_device.read()
-        on_device = 0 if self.on_device is None else self.on_device.num_tokens
+            return self.dense.read()
+        if self.ends is not None and not self.middle_tokens:
+            return self.ends.read()
+        on_device = 0 if self.ends is None else self.ends.num_entries
         return put_together(self, self._scratch.lend_states(self.shape, on_device + self.middle_tokens))
 
     def read_copy(self) -> Pair:
-        if self.quantized is None or self.on_device is not None or not self.layout.shard.is_all:
+        if self.quantized is None or self.ends is not None or not self.layout.shard.is_all:
             return super().read_copy()
         return put_together(self, Scratch(self.shape.device).lend_states(self.shape, self.middle_tokens))
 
     def read_middle(self) -> Pair:
         """Return the states that are not in `on_device`, on the compute device."""
         if self.quantized is None:
-            return self.full.read()
+            return self.dense.read()
         states = self._scratch.lend_states(self.shape, self.middle_tokens)
         put_middle_together(self, states)
         return states
 
     @property
-    def indexed(self) -> "LayerStore":
+    def indexed(self) -> "Store":
         """The store whose keys a key index covers."""
         return self
 
@@ -313,9 +324,9 @@ class LayerStore(KVStore):
         start = self.layout.settled_tokens(self.num_tokens)
         self.wait_for_copies()
         before = self.layout.cropped(start)
-        middle = start if self.on_device is None else before.host_tokens
-        first, num_full = middle - before.quantized_blocks * GRANULE, self.full.num_tokens
-        keys, values = self.full.read_range(min(first, num_full), num_full)
+        middle = start if self.ends is None else before.host_tokens
+        first, num_full = middle - before.quantized_blocks * GRANULE, self.dense.num_entries
+        keys, values = self.dense.read_range(min(first, num_full), num_full)
         skipped = max(0, first - num_full)
         for pair in self.pending:
             keys, values = (
@@ -323,9 +334,9 @@ class LayerStore(KVStore):
                 for old, new in zip((keys, values), pair, strict=True)
             )
             skipped = max(0, skipped - pair[0].shape[2])
-        if self.on_device is None:
+        if self.ends is None:
             return RecentStates(start, None, keys.clone(), values.clone())
-        on_device = self.on_device.read_range(min(start, self.layout.first_tokens), self.on_device.num_tokens)
+        on_device = self.ends.read_range(min(start, self.layout.first_tokens), self.ends.num_entries)
         keys, values = (
             torch.cat([old.cpu(), new.cpu()], dim=2) for old, new in zip((keys, values), on_device, strict=True)
         )
@@ -333,32 +344,32 @@ class LayerStore(KVStore):
 
     def extend_recent(self, recent: RecentStates) -> None:
         """Store recent states again after the tokens that were before them, where the layout had them."""
-        if self.on_device is None or recent.host_tokens is None:
+        if self.ends is None or recent.host_tokens is None:
             self.extend(*recent.states)
             return
         self._release_scratch()
         in_host = recent.host_tokens - self.layout.host_tokens
-        self.on_device.reserve(self.on_device.num_tokens + recent.keys.shape[2] - in_host)
+        self.ends.reserve(self.ends.num_entries + recent.keys.shape[2] - in_host)
         with self._changing():
-            self.full.extend(*(states[:, :, :in_host] for states in recent.states))
-            self.on_device.extend(*(states[:, :, in_host:] for states in recent.states))
+            self.dense.write(*(states[:, :, :in_host] for states in recent.states))
+            self.ends.write(*(states[:, :, in_host:] for states in recent.states))
             self.layout = replace(self.layout, host_tokens=recent.host_tokens)
             self._set_length(self.num_tokens + recent.keys.shape[2])
 
     def parts(self) -> dict[str, Part]:
         """Return the stored entries by their names in a file, the same for stores of the same states and codes."""
-        full = Part.whole(self.full)
+        full = Part.whole(self.dense)
         if self.pending:
-            held = BlockSegment.like(self.full, sum(keys.shape[2] for keys, _ in self.pending))
+            held = HostBlocks.like(self.dense, sum(keys.shape[2] for keys, _ in self.pending))
             for keys, values in self.pending:
-                held.extend(keys.cpu(), values.cpu())
-            full = Part(self.full, (*full.runs, *Part.whole(held).runs))
-        if self.on_device is not None:
-            first, end = self.first_tokens, self.on_device.num_tokens
-            full = Part(self.full, (Run(self.on_device, 0, first), *full.runs, Run(self.on_device, first, end)))
+                held.write(keys.cpu(), values.cpu())
+            full = Part(self.dense, (*full.runs, *Part.whole(held).runs))
+        if self.ends is not None:
+            first, end = self.first_tokens, self.ends.num_entries
+            full = Part(self.dense, (Piece(self.ends, 0, first), *full.runs, Piece(self.ends, first, end)))
         return {"states": full} if self.quantized is None else {"full": full, "packed": Part.whole(self.bulk)}
 
-    def take_parts(self, parts: Mapping[str, Segment]) -> None:
+    def take_parts(self, parts: Mapping[str, Run]) -> None:
         """
         Store the entries of `parts` in this empty store; its own segments may be among them, already filled.
 
@@ -367,32 +378,32 @@ class LayerStore(KVStore):
         """
         states, blocks = parts["states" if self.quantized is None else "full"], 0
         if self.quantized is not None:
-            blocks = parts["packed"].num_tokens
-            self.layout.require_entries(states.num_tokens, blocks)
+            blocks = parts["packed"].num_entries
+            self.layout.require_entries(states.num_entries, blocks)
             self.quantized.fit()
             if parts["packed"] is not self.quantized.packed:
                 self.quantized.packed.extend_from(parts["packed"], 0, blocks)
-        num_tokens = states.num_tokens + blocks * GRANULE
-        self.layout = self.layout.holding(states.num_tokens, blocks)
-        first, end = 0, states.num_tokens
-        if self.on_device is not None:
-            first = min(self.layout.first_tokens, states.num_tokens)
+        num_tokens = states.num_entries + blocks * GRANULE
+        self.layout = self.layout.holding(states.num_entries, blocks)
+        first, end = 0, states.num_entries
+        if self.ends is not None:
+            first = min(self.layout.first_tokens, states.num_entries)
             end = first + self.layout.host_tokens - blocks * GRANULE
-            self.on_device.extend_from(states, 0, first)
-            self.on_device.extend_from(states, end, states.num_tokens)
-        if states is not self.full:
-            self.full.extend_from(states, first, end)
+            self.ends.extend_from(states, 0, first)
+            self.ends.extend_from(states, end, states.num_entries)
+        if states is not self.dense:
+            self.dense.extend_from(states, first, end)
         self._set_length(num_tokens)
         if not self.wants_queries or self.layout.with_due_blocks(num_tokens) is self.layout:
             return
         assert self.quantized is not None
-        keys, values = self.full.read()
+        keys, values = self.dense.read()
         self.quantized.pending = ((keys.clone(), values.clone()),)
-        self.full.truncate(0)
+        self.dense.truncate(0)
 
-    def take_from(self, other: "Store") -> None:
+    def take_from(self, other: "AnyStore") -> None:
         """Store the states of another store of the same kind, for another device or type, in this empty one."""
-        other.take_pending()
+        other.settle()
         self.take_parts({name: part.in_one_segment() for name, part in other.parts().items()})
 
     def buffers(self) -> Iterable[TokenBuffer]:
@@ -402,35 +413,35 @@ class LayerStore(KVStore):
         """Return the device and bytes of each buffer after this empty store had grown to each of `lengths`."""
         layouts = self.layout.growing(lengths)
         middle = lengths
-        if self.on_device is not None:
+        if self.ends is not None:
             middle = [each.host_tokens for each in layouts]
-            yield from self.on_device.planned_bytes([n - there for n, there in zip(lengths, middle, strict=True)])
+            yield from self.ends.planned_bytes([n - there for n, there in zip(lengths, middle, strict=True)])
         if self.quantized is None:
-            yield from self.full.planned_bytes([self.layout.shard.tokens(n) for n in middle])
+            yield from self.dense.planned_bytes([self.layout.shard.tokens(n) for n in middle])
         else:
-            yield from self.full.planned_bytes([self.layout.most_full_tokens])
+            yield from self.dense.planned_bytes([self.layout.most_full_tokens])
             yield from self.quantized.packed.planned_bytes([each.own_quantized_blocks for each in layouts])
 
     def truncate(self, num_tokens: int) -> None:
         layout = self.layout.cropped(num_tokens)
-        if self.on_device is None or layout.host_tokens < self.layout.host_tokens:
-            self.take_pending()
+        if self.ends is None or layout.host_tokens < self.layout.host_tokens:
+            self.settle()
             layout = self.layout.cropped(num_tokens)
-            self._truncate_middle(num_tokens if self.on_device is None else layout.host_tokens, layout)
+            self._truncate_middle(num_tokens if self.ends is None else layout.host_tokens, layout)
         with self._changing():
-            if self.on_device is not None:
-                self.on_device.truncate(num_tokens - layout.host_tokens)
+            if self.ends is not None:
+                self.ends.truncate(num_tokens - layout.host_tokens)
             self.layout = layout
             self._set_length(num_tokens)
 
     def select_batch(self, indices: torch.Tensor) -> None:
-        self.take_pending()
+        self.settle()
         with self._changing():
-            if self.on_device is not None:
-                self.on_device.select_batch(indices)
-            self.full.select_batch(indices)
+            if self.ends is not None:
+                self.ends.select(indices)
+            self.dense.select(indices)
             if self.quantized is not None:
-                self.quantized.select_batch(indices)
+                self.quantized.select(indices)
             self.shape = self.shape._replace(batch=len(indices))
             self.version += 1
 
@@ -468,8 +479,8 @@ class LayerStore(KVStore):
         chosen replaces the segment.
         """
         if self.quantized is not None and self.quantized.is_chosen:  # something ended the update that chose it
-            self.take_pending()
-        newest = self.full if self.on_device is None else self.on_device
+            self.settle()
+        newest = self.dense if self.ends is None else self.ends
         if newest is self.bulk:
             self._extend_newest(newest, keys, values, add_to_bulk())
             return
@@ -484,10 +495,10 @@ class LayerStore(KVStore):
         self._store(arrival, add_to_bulk() if is_added else None)
 
     def _extend_newest(
-        self, newest: Segment, keys: torch.Tensor, values: torch.Tensor, extend: _Add[None] | None = None
+        self, newest: Run, keys: torch.Tensor, values: torch.Tensor, extend: _Add[None] | None = None
     ) -> None:
         """Store new states in the segment of the newest tokens, where nothing else moves."""
-        _add_to(newest, extend or newest.extend, self._own_part(keys, values))
+        _add_to(newest, extend or newest.write, self._own_part(keys, values))
         self._set_length(self.num_tokens + keys.shape[2])
 
     def _arrival(self, layout: Layout, keys: torch.Tensor, values: torch.Tensor, may_wait: bool) -> Arrival:
@@ -497,7 +508,7 @@ class LayerStore(KVStore):
         With `may_wait` states that are due wait for the choice of the codec.
         """
         arrival = Arrival(layout, keys.shape[2], self._own_part(keys, values))
-        if self.on_device is not None:
+        if self.ends is not None:
             arrival = arrival.through_device(self, keys, values)
         if self.quantized is None:
             return arrival
@@ -516,14 +527,14 @@ class LayerStore(KVStore):
         num_tokens = self.num_tokens + new_tokens
         while True:
             layout = self.layout.after(num_tokens)
-            if self.on_device is None:
+            if self.ends is None:
                 return layout
             try:
-                self.on_device.reserve(num_tokens - layout.host_tokens)
+                self.ends.reserve(num_tokens - layout.host_tokens)
                 return layout
             except torch.OutOfMemoryError:
                 device_tokens = self.layout.device_tokens
-                fewer = max(self.on_device.capacity, device_tokens // 2) // GRANULE * GRANULE
+                fewer = max(self.ends.capacity, device_tokens // 2) // GRANULE * GRANULE
                 if not self.layout.first_tokens + GRANULE <= fewer < device_tokens:
                     raise
                 warnings.warn(
@@ -544,14 +555,14 @@ class LayerStore(KVStore):
                 assert self.quantized is not None
                 self.quantized.pending = (*self.quantized.pending, arrival.pending)
             elif arrival.recent is not None:
-                self.full.truncate(arrival.kept)
-                self.full.extend(*arrival.recent)
-            if self.on_device is not None:
+                self.dense.truncate(arrival.kept)
+                self.dense.write(*arrival.recent)
+            if self.ends is not None:
                 if arrival.removed:
                     first = self.first_tokens
-                    self.on_device.remove(first, first + arrival.removed)
+                    self.ends.remove(first, first + arrival.removed)
                 for states in arrival.staying:
-                    self.on_device.extend(*states)
+                    self.ends.write(*states)
             self.layout = arrival.layout
             self._set_length(self.num_tokens + arrival.new_tokens)
         return bulk
@@ -561,19 +572,19 @@ class LayerStore(KVStore):
         if self._own.is_all:
             return
         assert self.quantized is not None
-        own, start, version = self._own, self.full.num_tokens, self.version
+        own, start, version = self._own, self.dense.num_entries, self.version
         with self._changing():
-            keys, values = (own.part(states, 0) for states in self.full.read_range(0, start))
+            keys, values = (own.part(states, 0) for states in self.dense.read_range(0, start))
             of_keys, of_values = (own.part(states, start) for states in self.quantized.pending_states())
             self.quantized.pending = ((of_keys, of_values),)
-            self.full.truncate(0)
-            self.full.extend(keys, values)
+            self.dense.truncate(0)
+            self.dense.write(keys, values)
             self.layout = replace(self.layout, shard=own)
             self.version = version  # handles still stand for the whole layer
 
     def _room_for_staged(self, new_tokens: int) -> Pair | None:
         """Lend memory in which streamed blocks will be dequantized; return `None` if none are."""
-        if self.on_device is None or self.quantized is None or self.pending_bytes:
+        if self.ends is None or self.quantized is None or self.pending_bytes:
             return None
         start, end = self.staged_range()
         more = self.layout.after(self.num_tokens + new_tokens).host_tokens - self.middle_tokens
@@ -583,23 +594,23 @@ class LayerStore(KVStore):
         """Keep the own part of the first tokens of the middle."""
         own = layout.shard.tokens(num_tokens)
         if self.quantized is None:
-            self.full.truncate(own)
+            self.dense.truncate(own)
             return
         first, kept = min(own, self.sink_tokens), layout.own_quantized_blocks
         if kept == self.quantized.num_blocks:
-            self.full.truncate(own - kept * GRANULE)
+            self.dense.truncate(own - kept * GRANULE)
             return
         self.wait_for_copies()
         rest = [states[:, :, : own - first - kept * GRANULE] for states in self.quantized.dequantized(kept, kept + 1)]
         with self._changing():
-            self.full.truncate(first)
-            self.full.extend(*rest)
+            self.dense.truncate(first)
+            self.dense.write(*rest)
             self.quantized.packed.truncate(kept)
 
 
-def _add_to(segment: Segment, add: _Add[_Result], states: Pair) -> _Result:
+def _add_to(segment: Run, add: _Add[_Result], states: Pair) -> _Result:
     """Let `add` store states in a segment, and remove them if something ends it half-way."""
-    before = segment.num_tokens
+    before = segment.num_entries
     try:
         return add(*states)
     except BaseException:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..memory.growth import GRANULE
-from ..segments.kv_store import Pair
+from .kv_store import Pair
+from .memory.growth import GRANULE
 
 if TYPE_CHECKING:
-    from .layer_store import LayerStore
+    from .store import Store
 
 
-def put_together(store: "LayerStore", states: Pair, bulk: Pair | None = None) -> Pair:
+def put_together(store: "Store", states: Pair, bulk: Pair | None = None) -> Pair:
     """
     Write all own states of a layer into `states`, which were lent, and return them.
 
@@ -21,42 +21,42 @@ def put_together(store: "LayerStore", states: Pair, bulk: Pair | None = None) ->
         states: `[batch, num_kv_heads, tokens, head_dim]` on the compute device.
         bulk: entries of the bulk segment on the compute device; `None` to read them.
     """
-    on_device, first = store.on_device, store.first_tokens
-    last = first + states[0].shape[2] - (0 if on_device is None else on_device.num_tokens)
+    on_device, first = store.ends, store.first_tokens
+    last = first + states[0].shape[2] - (0 if on_device is None else on_device.num_entries)
     put_middle_together(store, _range_of(states, first, last), bulk)
     if on_device is not None:
         _put_ends(on_device.read(), states, first, last)
     return states
 
 
-def put_middle_together(store: "LayerStore", states: Pair, bulk: Pair | None = None) -> None:
+def put_middle_together(store: "Store", states: Pair, bulk: Pair | None = None) -> None:
     """Write the states of the middle into `states`; arguments are those of `put_together`."""
     quantized = store.quantized
     if quantized is None or quantized.pending:  # then nothing is quantized
-        pieces = bulk or store.full.read(), *store.pending
+        pieces = bulk or store.dense.read(), *store.pending
         for target, *sources in zip(states, *pieces, strict=True):
             torch.cat([source.to(target.device) for source in sources], dim=2, out=target)
         return
     first, last = _quantized_range(store)
     quantized.decode(quantized.packed.read() if bulk is None else bulk, _range_of(states, first, last))
-    _put_ends(store.full.read(), states, first, last)
+    _put_ends(store.dense.read(), states, first, last)
 
 
-def copy_from(store: "LayerStore", start: int) -> Pair:
+def copy_from(store: "Store", start: int) -> Pair:
     """Copy the states from token `start`, which is not quantized, to memory of the compute device or the host."""
     store.wait_for_copies()
     first, last = _quantized_range(store)
-    keys, values = store.full.read_range(start - store.first_tokens - (last - first), store.full.num_tokens)
-    if store.on_device is None:
+    keys, values = store.dense.read_range(start - store.first_tokens - (last - first), store.dense.num_entries)
+    if store.ends is None:
         return keys.clone(), values.clone()
-    recent = store.on_device.read_range(store.first_tokens, store.on_device.num_tokens)
+    recent = store.ends.read_range(store.first_tokens, store.ends.num_entries)
     keys, values = (
         torch.cat([old.to(new.device), new], dim=2) for old, new in zip((keys, values), recent, strict=True)
     )
     return keys, values
 
 
-def middle_in_pieces(store: "LayerStore", size: int, cut: int) -> Iterator[tuple[int, Pair]]:
+def middle_in_pieces(store: "Store", size: int, cut: int) -> Iterator[tuple[int, Pair]]:
     """
     Yield the states of the middle in pieces, on their own device, with the first token of each.
 
@@ -67,17 +67,17 @@ def middle_in_pieces(store: "LayerStore", size: int, cut: int) -> Iterator[tuple
     """
     first, last = _quantized_range(store)
     if first:
-        yield 0, store.full.read_range(0, first)
+        yield 0, store.dense.read_range(0, first)
     if store.quantized is not None:
         for start, end in _ranges(first, last, size, cut):
             yield start, store.quantized.dequantized((start - first) // GRANULE, (end - first) // GRANULE)
     skipped, num_tokens = last - first, store.middle_tokens
     rest = (num_tokens, 0) if store.quantized is not None else (size, cut)
     for start, end in _ranges(last, num_tokens, *rest):
-        yield start, store.full.read_range(start - skipped, end - skipped)
+        yield start, store.dense.read_range(start - skipped, end - skipped)
 
 
-def block_keys(store: "LayerStore", first: int, last: int) -> torch.Tensor:
+def block_keys(store: "Store", first: int, last: int) -> torch.Tensor:
     """
     Return the keys of some blocks of the middle, by number, all quantized or none; its copies are done.
 
@@ -85,16 +85,16 @@ def block_keys(store: "LayerStore", first: int, last: int) -> torch.Tensor:
         `[batch, num_kv_heads, tokens, key_dim]`, dequantized.
     """
     if store.quantized is None:
-        return store.full.keys.read_range(first * GRANULE, last * GRANULE)
+        return store.dense.keys.read_range(first * GRANULE, last * GRANULE)
     sinks = store.sink_tokens // GRANULE
     return store.quantized.dequantized_keys(first - sinks, last - sinks)
 
 
-def _quantized_range(store: "LayerStore") -> tuple[int, int]:
+def _quantized_range(store: "Store") -> tuple[int, int]:
     """Return the first token of the middle that is quantized, and the one after the last."""
     if store.quantized is None:
         return 0, 0
-    first = min(store.full.num_tokens, store.sink_tokens)
+    first = min(store.dense.num_entries, store.sink_tokens)
     return first, first + store.quantized.num_blocks * GRANULE
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ..memory.growth import GRANULE
+from .memory.growth import GRANULE
 from .shard import Shard
 
 # Least number of recent tokens in full precision: assisted decoding may take them back.

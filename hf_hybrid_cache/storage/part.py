@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from .block_segment import BlockSegment
 from .kv_store import Pair
-from .segment import Segment
+from .runs.host_blocks import HostBlocks
+from .runs.run import Run
 
 
-class Run(NamedTuple):
+class Piece(NamedTuple):
     """
     Entries of a segment, one after the other.
 
@@ -18,7 +18,7 @@ class Run(NamedTuple):
         repeats: how often each sequence counts, side by side.
     """
 
-    segment: Segment
+    segment: Run
     start: int
     end: int
     repeats: int = 1
@@ -33,13 +33,13 @@ class Part(NamedTuple):
         runs: in order.
     """
 
-    form: Segment
-    runs: tuple[Run, ...]
+    form: Run
+    runs: tuple[Piece, ...]
 
     @classmethod
-    def whole(cls, segment: Segment) -> "Part":
+    def whole(cls, segment: Run) -> "Part":
         """Return all entries of a segment."""
-        return cls(segment, (Run(segment, 0, segment.num_tokens),))
+        return cls(segment, (Piece(segment, 0, segment.num_entries),))
 
     @property
     def num_entries(self) -> int:
@@ -47,23 +47,23 @@ class Part(NamedTuple):
         return sum(run.end - run.start for run in self.runs)
 
     @property
-    def own_segment(self) -> BlockSegment | None:
+    def own_segment(self) -> HostBlocks | None:
         """The segment in host memory that holds these entries and no others, if there is one."""
-        return self.form if self._is_one_run and isinstance(self.form, BlockSegment) else None
+        return self.form if self._is_one_run and isinstance(self.form, HostBlocks) else None
 
     def repeated(self, repeats: int) -> "Part":
         """Return the same entries with each sequence so often, side by side."""
         return Part(self.form, tuple(run._replace(repeats=repeats) for run in self.runs))
 
-    def in_one_segment(self) -> Segment:
+    def in_one_segment(self) -> Run:
         """Return a segment with these entries and no others: the one that holds them, or a copy in host memory."""
         return self.form if self._is_one_run else self.in_host_memory()
 
-    def in_host_memory(self) -> BlockSegment:
+    def in_host_memory(self) -> HostBlocks:
         """Return a segment in host memory with these entries and no others: the own one, or a copy."""
         if self.own_segment is not None:
             return self.own_segment
-        made = BlockSegment.like(self.form, self.num_entries)
+        made = HostBlocks.like(self.form, self.num_entries)
         for segment, start, end, repeats in self.runs:
             made.extend_from(segment, start, end, repeats)
         return made
@@ -72,7 +72,7 @@ class Part(NamedTuple):
         """Return the rows from entry `start` on, the first one of a row, as they are stored in host memory."""
         segment, first = self.own_segment, start
         if segment is None:
-            segment, first, place = BlockSegment.like(self.form, self.num_entries - start), 0, 0
+            segment, first, place = HostBlocks.like(self.form, self.num_entries - start), 0, 0
             for run in self.runs:
                 begin = run.start + max(start - place, 0)
                 if begin < run.end:

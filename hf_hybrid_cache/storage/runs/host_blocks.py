@@ -4,13 +4,13 @@ import torch
 
 from ..buffers.block_buffer import BlockBuffer
 from ..buffers.packed_buffer import PackedBuffer
+from ..kv_store import KVShape, Pair
 from ..memory.growth import GRANULE, InitialCapacity
 from ..memory.host_memory import HostBudget
-from .kv_store import KVShape, Pair
-from .segment import Segment
+from .run import Run
 
 
-class BlockSegment(Segment):
+class HostBlocks(Run):
     """
     Keys and values in host memory, in the blocks that the kernels read, for attention on the CPU.
 
@@ -44,34 +44,34 @@ class BlockSegment(Segment):
         super().__init__(shape, keys, values, budget)
 
     @classmethod
-    def like(cls, segment: Segment, num_tokens: int = 0) -> "BlockSegment":
+    def like(cls, segment: Run, num_tokens: int = 0) -> "HostBlocks":
         """Make an empty segment for the entries of `segment`, or for `num_tokens`, with a budget of its own."""
         entry_tokens = segment.keys.entry_tokens
         shape = segment.shape._replace(device=torch.device("cpu"))
-        return BlockSegment(
+        return HostBlocks(
             shape,
-            InitialCapacity(0, max(num_tokens, segment.num_tokens)),
+            InitialCapacity(0, max(num_tokens, segment.num_entries)),
             HostBudget(1, entry_tokens),
             entry_tokens == GRANULE,
         )
 
-    def __deepcopy__(self, memo: dict) -> "BlockSegment":
+    def __deepcopy__(self, memo: dict) -> "HostBlocks":
         return self._duplicate(memo)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states and return all, copied out of the blocks unless there are no others."""
-        only_these = self.num_tokens == 0
-        self.extend(keys, values)
+        only_these = self.num_entries == 0
+        self.write(keys, values)
         return (keys, values) if only_these else self.read()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return writable views of keys and values in whole rows, as they are stored; call `wait_for_copies` first."""
-        return self.keys.stored_rows(self.num_tokens), self.values.stored_rows(self.num_tokens)
+        return self.keys.stored_rows(self.num_entries), self.values.stored_rows(self.num_entries)
 
     def clear_rest(self) -> None:
         """Zero the last row after the last entry, where removed tokens may be."""
         for buffer in (self.keys, self.values):
-            buffer.clear_rest(self.num_tokens)
+            buffer.clear_rest(self.num_entries)
 
     def map_rows(self, file: int, offsets: tuple[int, int], num_entries: int, in_part: bool) -> bool:
         """

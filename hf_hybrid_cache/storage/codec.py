@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...scalars import as_integer
-from ..memory.growth import GRANULE
+from ..scalars import as_integer
+from .memory.growth import GRANULE
 
 
 class Codec(ABC):

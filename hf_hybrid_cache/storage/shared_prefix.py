@@ -8,19 +8,19 @@ from typing import Literal
 
 import torch
 
-from ..buffers.token_buffer import TokenBuffer
-from ..memory.growth import GRANULE
-from ..segments.kv_store import KVStore, Pair
-from ..segments.part import Part
-from ..segments.segment import repeated
-from ..streaming.streamed_segment import StreamedSegment
+from .buffers.token_buffer import TokenBuffer
+from .kv_store import KVStore, Pair
 from .layer_reading import copy_from
-from .layer_store import LayerStore
 from .layout import Layout
+from .memory.growth import GRANULE
+from .part import Part
 from .recent_states import RecentStates
+from .runs.run import repeated
+from .runs.streamed import Streamed
+from .store import Store
 
 
-class SharedPrefixStore(KVStore):
+class SharedPrefix(KVStore):
     """
     Groups of sequences that begin with the same tokens, with a prefix for each group and a tail for each sequence.
 
@@ -42,14 +42,14 @@ class SharedPrefixStore(KVStore):
     wants_queries: Literal[False] = False
     pending_bytes = 0
 
-    def __init__(self, prefix: LayerStore, tails: LayerStore):
+    def __init__(self, prefix: Store, tails: Store):
         super().__init__(prefix.shape._replace(batch=tails.shape.batch))
         self.prefix, self.tails = prefix, tails
         self.is_staged = False
         self._set_length(prefix.num_tokens + tails.num_tokens)
 
     @classmethod
-    def continuing(cls, store: LayerStore, tails: LayerStore) -> "SharedPrefixStore":
+    def continuing(cls, store: Store, tails: Store) -> "SharedPrefix":
         """
         Make `store` the prefix, and let several sequences continue each of its sequences; copy its last tokens.
 
@@ -60,7 +60,7 @@ class SharedPrefixStore(KVStore):
         Raises:
             HostMemoryError: the host has no room for the copies; nothing has changed then.
         """
-        store.take_pending()
+        store.settle()
         num_shared = store.num_shareable
         try:
             tails.extend(*repeated(copy_from(store, num_shared), tails.shape.batch // store.shape.batch))
@@ -70,7 +70,7 @@ class SharedPrefixStore(KVStore):
         store.truncate(num_shared)
         return cls(store, tails)
 
-    def __deepcopy__(self, memo: dict) -> "SharedPrefixStore":
+    def __deepcopy__(self, memo: dict) -> "SharedPrefix":
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.prefix, twin.tails = copy.deepcopy(self.prefix, memo), copy.deepcopy(self.tails, memo)
@@ -81,9 +81,9 @@ class SharedPrefixStore(KVStore):
         """The pending states of the tails, in pieces."""
         return self.tails.pending
 
-    def take_pending(self) -> None:
-        """Store the pending states, see `LayerStore`."""
-        self.tails.take_pending()
+    def settle(self) -> None:
+        """Store the pending states, see `Store`."""
+        self.tails.settle()
 
     @property
     def continuations(self) -> int:
@@ -91,7 +91,7 @@ class SharedPrefixStore(KVStore):
         return self.shape.batch // self.prefix.shape.batch
 
     @property
-    def indexed(self) -> LayerStore:
+    def indexed(self) -> Store:
         """The store whose keys a key index covers."""
         return self.prefix
 
@@ -105,7 +105,7 @@ class SharedPrefixStore(KVStore):
         """The CPU attends to all or nothing."""
 
     @property
-    def streamed(self) -> StreamedSegment | None:
+    def streamed(self) -> Streamed | None:
         """The segment of the prefix that is streamed to the device."""
         return self.prefix.streamed
 
@@ -214,4 +214,4 @@ class SharedPrefixStore(KVStore):
 
 
 # What a layer keeps its states in.
-Store = LayerStore | SharedPrefixStore
+AnyStore = Store | SharedPrefix

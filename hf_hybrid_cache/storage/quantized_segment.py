@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from ..memory.growth import GRANULE
 from .codec import Codec, CodecChoice, KVCodec
 from .joined_states import JoinedStates
 from .kv_store import KVShape, Pair
-from .segment import Segment
+from .memory.growth import GRANULE
+from .runs.run import Run
 
 _QUANTIZED_AT_ONCE = 64 * GRANULE
 # Blocks by which a codec is chosen, spread over the first states that are quantized.
@@ -32,7 +32,7 @@ class QuantizedSegment:
         pending: keys and values that wait, in pieces.
     """
 
-    def __init__(self, shape: KVShape, choice: CodecChoice, make_packed: Callable[[KVShape], Segment]):
+    def __init__(self, shape: KVShape, choice: CodecChoice, make_packed: Callable[[KVShape], Run]):
         self._shape, self._choice, self._make_packed = shape, choice, make_packed
         self.packed = make_packed(self._packed_shape)
         self.pending: tuple[Pair, ...] = ()
@@ -50,7 +50,7 @@ class QuantizedSegment:
     @property
     def num_blocks(self) -> int:
         """Number of blocks."""
-        return self.packed.num_tokens
+        return self.packed.num_entries
 
     @property
     def pending_tokens(self) -> int:
@@ -134,9 +134,9 @@ class QuantizedSegment:
         packed = self.packed.keys.read_range(first, last)
         return _decoded(self.codec.keys, packed, self._shape.key_dim, self._shape.key_dtype)
 
-    def select_batch(self, indices: torch.Tensor) -> None:
+    def select(self, indices: torch.Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was."""
-        self.packed.select_batch(indices)
+        self.packed.select(indices)
         self._shape = self._shape._replace(batch=len(indices))
 
     @property

@@ -4,13 +4,13 @@ import torch
 
 from ..buffers.host_buffer import HostBuffer
 from ..buffers.token_buffer import TokenBuffer
+from ..kv_store import KVShape, Pair
 from ..memory.growth import GRANULE, InitialCapacity
 from ..memory.host_memory import HostBudget
-from .kv_store import KVShape, Pair
-from .segment import Segment
+from .run import Run
 
 
-class ResidentSegment(Segment):
+class Resident(Run):
     """
     Keys and values on the compute device, in the layout that attention reads.
 
@@ -34,7 +34,7 @@ class ResidentSegment(Segment):
 
         super().__init__(shape, buffer(shape.keys, shape.key_dtype), buffer(shape.values, shape.value_dtype), budget)
 
-    def __deepcopy__(self, memo: dict) -> "ResidentSegment":
+    def __deepcopy__(self, memo: dict) -> "Resident":
         return self._duplicate(memo)
 
     @property
@@ -45,16 +45,16 @@ class ResidentSegment(Segment):
     def remove(self, start: int, end: int) -> None:
         """Remove tokens `start` to `end` and move later ones into their places, in pieces that do not overlap."""
         count = end - start
-        self._leave_to_holders(self.num_tokens)
+        self._leave_to_holders(self.num_entries)
         with self._changing():
-            for at in range(end, self.num_tokens, count):
-                keys, values = self.read_range(at, min(at + count, self.num_tokens))
+            for at in range(end, self.num_entries, count):
+                keys, values = self.read_range(at, min(at + count, self.num_entries))
                 self.keys.write(at - count, keys)
                 self.values.write(at - count, values)
-            self._set_length(self.num_tokens - count)
+            self._set_length(self.num_entries - count)
 
     def truncate(self, num_tokens: int) -> None:
-        if num_tokens < self.num_tokens:
+        if num_tokens < self.num_entries:
             self._leave_to_holders(num_tokens)
         super().truncate(num_tokens)
 
@@ -63,5 +63,5 @@ class ResidentSegment(Segment):
             buffer.leave_to_holders(keep)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        self.extend(keys, values)
+        self.write(keys, values)
         return self.read()

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..memory.growth import GRANULE
+from .memory.growth import GRANULE
 
 
 @dataclass(frozen=True)
