@@ -66,7 +66,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"PreTrained\w+|ProcessGroup"),  # imported for types only
     (
         r"py:class",
-        r"hf_hybrid_cache\.(storage\.segments\.codec\.Codec|storage\.segments\.kv_store\.KVShape|planning\.\w+\.\w+)",
+        r"hf_hybrid_cache\.(storage\.codec\.Codec|storage\.kv_shape\.KVShape|planning\.\w+\.\w+)",
     ),
 ]
 

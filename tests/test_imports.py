@@ -195,14 +195,7 @@ INNER = {
     },
     "storage": {
         "memory": {"memory"},
-        "buffers": {"buffers", "memory"},
-        "streaming": {"buffers", "memory", "runs", "streaming"},
-        "runs": {"buffers", "memory", "runs", "streaming"},
-    },
-    "cache": {
-        "contents": {"contents"},
-        "checks": {"checks", "contents"},
-        "changes": {"changes", "checks", "contents"},
+        "runs": {"memory", "runs"},
     },
 }
 

@@ -29,7 +29,7 @@ CACHES: dict[str, Callable[[Any], HybridCache]] = {
 }
 # Keys are file and function.
 NOTICING = {
-    "tensors that share memory": ("storage_uses.py", "is_shared"),
+    "tensors that share memory": ("buffer_memory.py", "is_shared"),
     "edits of a layer": ("hybrid_layer.py", "take_edits"),
     "edits of all layers": ("lent_states.py", "take_edits"),
     "prompts": ("callers.py", "length_of_whole_prompt"),

@@ -1,11 +1,9 @@
 """Attention to keys and values where they are: the kernels called from torch, and handles that take their place."""
 
-from .handles import StaleHandleError, handles_of
-from .host_kernel import MAX_QUERIES, compile_kernels
-from .key_index import KeyIndex
-from .layer_selection import LayerSelection
-from .observed_keys import observed
+from .handles import StaleHandleError, handles_of, observed
+from .host_attention import MAX_QUERIES, compile_kernels
 from .quantized_attention import QuantizedAttention, has_quantized_kernel
+from .selection import KeyIndex, LayerSelection
 from .stored_attention import StoredAttention
 
 __all__ = [

@@ -1,14 +1,15 @@
 """
-Handles, which `update` returns if attention runs over the store: tensors in shape, type and device, without states.
+Tensors that `update` returns instead of keys and values: handles, or keys that show which queries attend to them.
 
-In transformers the attention function never sees the cache, only the results of `update`. Handles answer
-`torch.nn.functional.scaled_dot_product_attention`, which the default implementation calls, by running a kernel over
-the store. Any other operation on them gets the real states, so that every other implementation is right too, if
-slower. Nothing of torch or transformers is patched.
+In transformers the attention function never sees the cache, only the results of `update`. A handle is a tensor in
+shape, type and device, without states. It answers `torch.nn.functional.scaled_dot_product_attention`, which the default
+implementation calls, by attention over the store. Any other operation on it gets the real states, so that every other
+implementation is right too, if slower. Nothing of torch or transformers is patched.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,35 +18,17 @@ from torch.utils._pytree import tree_map_only
 from ..codecs import as_written
 from ..errors import HybridCacheError
 from ..graph_breaks import outside_of_graphs
-from ..storage import AnyStore
-from .layer_selection import LayerSelection
-from .observed_keys import OBSERVED, observed
+from ..storage import AnyStore, Chunk, Pair
+from .quantized_attention import QuantizedAttention
+from .queries import Queries
+from .selection import LayerSelection
+from .stored_attention import StoredAttention
+
+_View = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StaleHandleError(HybridCacheError, RuntimeError):
     """The states that `update` returned were used after the cache had changed."""
-
-
-class HandledAttention(Protocol):
-    """Attention that handles stand for: it reads the tokens of a store where they are."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        store: AnyStore,
-        group: int,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        selection: LayerSelection | None = None,
-        are_causal: bool = False,
-    ) -> torch.Tensor:
-        """See `StoredAttention`."""
-
-    def takes_prompts(self, store: AnyStore) -> bool:
-        """Return whether queries may be causal."""
-
-    def decline(self, what: str, num_tokens: int) -> None:
-        """Note that an operation needs the states themselves, and which it is."""
 
 
 class LayerView:
@@ -54,20 +37,22 @@ class LayerView:
 
     Args:
         store: of the layer.
-        attention: runs the kernel.
+        attention: that the handles stand for.
         selection: lets attention skip pages; `None` to read all.
-
-    Attributes:
-        shape: of the stored states.
+        chunk: the last tokens as they came, if they are attended to in full precision.
     """
 
-    def __init__(self, store: AnyStore, attention: HandledAttention, selection: LayerSelection | None = None):
-        self.attention = attention
-        self.selection = selection
+    def __init__(
+        self,
+        store: AnyStore,
+        attention: StoredAttention | QuantizedAttention,
+        selection: LayerSelection | None = None,
+        chunk: Chunk | None = None,
+    ):
+        self.attention, self.selection, self.chunk = attention, selection, chunk
         self.shape = store.shape
-        self._store = store
-        self._version = store.version
-        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._store, self._version = store, store.version
+        self._states: Pair | None = None
 
     @property
     def store(self) -> AnyStore:
@@ -84,12 +69,13 @@ class LayerView:
             )
         return self._store
 
-    def states(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, what: str) -> Pair:
         """Return the real keys and values, which `what` reads, on the device of the model, brought once for both."""
-        store = self.store
+        store, chunk = self.store, self.chunk
         if self._states is None:
             self.attention.decline(what, store.num_tokens)
-            keys, values = store.read()
+            # The store may have quantized what a first chunk has as it came.
+            keys, values = store.read() if chunk is None or chunk.tokens_before else chunk.dense.read()
             self._states = (observed(keys, store.observe) if store.wants_queries else keys), values
         return self._states
 
@@ -107,22 +93,17 @@ class KVHandle(torch.Tensor):
     layer: LayerView
     role: int
     _shape: torch.Size
-    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    views: tuple[_View, ...]
+    # Torch's own property would go through `__torch_function__`, several times a step.
+    shape = property(attrgetter("_shape"), doc="The shape of the states.")
 
     @staticmethod
-    def make(
-        layer: LayerView, role: int, shape: torch.Size, views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-    ) -> "KVHandle":
+    def make(layer: LayerView, role: int, shape: torch.Size, views: tuple[_View, ...] = ()) -> "KVHandle":
         states = layer.shape
         dtype = states.value_dtype if role else states.key_dtype
         handle = torch.Tensor._make_wrapper_subclass(KVHandle, shape, dtype=dtype, device=states.device)
         handle.layer, handle.role, handle._shape, handle.views = layer, role, shape, views
         return handle
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the states. Torch's own property would go through `__torch_function__`, several times a step."""
-        return self._shape
 
     def states(self, what: str) -> torch.Tensor:
         """Return the real tensor, which `what` reads."""
@@ -130,10 +111,6 @@ class KVHandle(torch.Tensor):
         for view in self.views:
             states = view(states)
         return states
-
-    def seen_as(self, shape: torch.Size, view: Callable[[torch.Tensor], torch.Tensor]) -> "KVHandle":
-        """Return the handle of a view of this one; `view` makes it of a tensor, with this shape."""
-        return KVHandle.make(self.layer, self.role, shape, (*self.views, view))
 
     @classmethod
     @outside_of_graphs
@@ -148,10 +125,11 @@ class KVHandle(torch.Tensor):
             return args[0]
         elif func in _REPEATING and isinstance(args[0], KVHandle) and not kwargs:
             handle, *arguments = args
-            shape = _REPEATING[func](handle, *arguments)
+            shape = _REPEATING[func](handle._shape, *arguments)
             if shape is not None:
-                return handle.seen_as(shape, lambda states: func(states, *arguments))
-        elif func in OBSERVED and cls._are_observed(args):
+                views = (*handle.views, lambda states: func(states, *arguments))
+                return KVHandle.make(handle.layer, handle.role, shape, views)
+        elif func in _OBSERVED and any(isinstance(each, KVHandle) and each.layer.store.wants_queries for each in args):
             args, kwargs = _with_states(func.__name__, args, kwargs)
             return func(*args, **kwargs)
         elif func in _NOT_DISPATCHED:
@@ -159,11 +137,6 @@ class KVHandle(torch.Tensor):
         # The handle itself answers shape, type and device; operations that need data end in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    @staticmethod
-    def _are_observed(args: Sequence[object]) -> bool:
-        """Return whether the store still needs queries, which attention to the real states must show to it."""
-        return any(isinstance(each, KVHandle) and each.layer.store.wants_queries for each in args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -177,10 +150,13 @@ class KVHandle(torch.Tensor):
 
 
 def handles_of(
-    store: AnyStore, attention: HandledAttention, selection: LayerSelection | None = None
+    store: AnyStore,
+    attention: StoredAttention | QuantizedAttention,
+    selection: LayerSelection | None = None,
+    chunk: Chunk | None = None,
 ) -> tuple[KVHandle, KVHandle]:
-    """Make handles of all keys and all values of `store`, `[batch, num_kv_heads, tokens, head_dim]`."""
-    layer, shape = LayerView(store, attention, selection), store.shape
+    """Make handles of all keys and all values, `[batch, num_kv_heads, tokens, head_dim]`; see `LayerView`."""
+    layer, shape = LayerView(store, attention, selection, chunk), store.shape
     batch, num_kv_heads, num_tokens = shape.batch, shape.num_kv_heads, store.num_tokens
     return (
         KVHandle.make(layer, 0, torch.Size((batch, num_kv_heads, num_tokens, shape.key_dim))),
@@ -204,41 +180,41 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """Compute `scaled_dot_product_attention` by the kernel; `None` for a call that it does not cover."""
+    """Compute `scaled_dot_product_attention` over the store; `None` for a call that it does not cover."""
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or isinstance(query, KVHandle):
         return None
-    layer, sizes, shape = key.layer, query.shape, key.shape
+    layer, sizes, shape = key.layer, query.shape, key._shape
     if layer is not value.layer or len(sizes) != 4 or len(shape) != 4:
         return None
-    store, states = layer.store, layer.shape
+    store, states, chunk = layer.store, layer.shape, layer.chunk
     batch, query_heads, length, query_dim = sizes
     kv_batch, heads, tokens, head_dim = shape
     fits = (
         (key.role, value.role) == (0, 1)
-        and value.shape[:3] == shape[:3]
+        and value._shape[:3] == shape[:3]
         and batch == kv_batch
         and query_dim == head_dim
         and query.dtype == states.key_dtype
         and query.device == states.device
         and (query_heads == heads or (enable_gqa and query_heads % heads == 0))
     )
-    needs_more = dropout_p > 0 or (torch.is_grad_enabled() and query.requires_grad)
-    if not fits or needs_more or not _covers(attn_mask, query, tokens):
-        return None
-    is_prompt = attn_mask is None and length == tokens
-    if is_causal and not (is_prompt and layer.attention.takes_prompts(store)):
+    if not fits or dropout_p > 0 or (torch.is_grad_enabled() and query.requires_grad):
         return None
     if attn_mask is not None:
+        if not _covers(attn_mask, query, tokens):
+            return None
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    group = query_heads // states.num_kv_heads
+    if is_causal:
+        is_prompt = attn_mask is None and length == tokens
+        if not is_prompt or (chunk is None and not layer.attention.takes_prompts(store)):
+            return None
+    queries = Queries(query, query_heads // states.num_kv_heads, scale, attn_mask, layer.selection, is_causal)
     with as_written(query.device):
-        return layer.attention(query, store, group, attn_mask, scale, layer.selection, is_causal)
+        return layer.attention(queries, store, chunk)
 
 
-def _covers(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> bool:
-    """Return whether the kernel takes `mask`: one value a token, shared by sequences, heads and queries or not."""
-    if mask is None:
-        return True
+def _covers(mask: torch.Tensor, query: torch.Tensor, tokens: int) -> bool:
+    """Return whether attention takes `mask`: one value a token, shared by sequences, heads and queries or not."""
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     full = (*query.shape[:3], tokens)
     return (
@@ -256,28 +232,60 @@ def _is_there(handle: object, *target: Any, **options: Any) -> bool:
     return isinstance(handle, KVHandle) and isinstance(device, torch.device) and device == handle.device
 
 
-def _new_axis(handle: KVHandle, index: Any) -> torch.Size | None:
+def _new_axis(shape: torch.Size, index: Any) -> torch.Size | None:
     whole = slice(None)
-    if handle.dim() != 4 or not isinstance(index, tuple) or any(isinstance(item, torch.Tensor) for item in index):
+    if len(shape) != 4 or not isinstance(index, tuple) or any(isinstance(item, torch.Tensor) for item in index):
         return None
-    wanted = torch.Size((*handle.shape[:2], 1, *handle.shape[2:]))
-    return wanted if index == (whole, whole, None, whole, whole) else None
+    return torch.Size((*shape[:2], 1, *shape[2:])) if index == (whole, whole, None, whole, whole) else None
 
 
-def _expanded(handle: KVHandle, *sizes: Any) -> torch.Size | None:
-    wanted, shape = _as_size(sizes), handle.shape
+def _expanded(shape: torch.Size, *sizes: Any) -> torch.Size | None:
+    wanted = _as_size(sizes)
     same = len(wanted) == len(shape) == 5 and wanted[:2] + wanted[3:] == shape[:2] + shape[3:]
     return wanted if same and shape[2] == 1 else None
 
 
-def _flattened(handle: KVHandle, *sizes: Any) -> torch.Size | None:
-    wanted, shape = _as_size(sizes), handle.shape
+def _flattened(shape: torch.Size, *sizes: Any) -> torch.Size | None:
+    wanted = _as_size(sizes)
     same = len(shape) == 5 and wanted == (shape[0], shape[1] * shape[2], *shape[3:])
     return wanted if same else None
 
 
 def _as_size(sizes: tuple[Any, ...]) -> torch.Size:
     return torch.Size(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
+
+
+class ObservedKeys(torch.Tensor):
+    """
+    The keys themselves, or a view that attention takes of them; results of all other operations are plain tensors.
+
+    The observer is called with the queries of `scaled_dot_product_attention`, and of a product with a matrix of these
+    keys, as in transformers' eager attention. Attention that goes past both is not observed.
+    """
+
+    _observer: Callable[[torch.Tensor], None]
+    _source: torch.Tensor  # kept, because memory that is lent is lent again once that tensor is gone
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        keys = args[1] if func in _PRODUCTS and len(args) > 1 else args[0] if func in _VIEWS else None
+        if not isinstance(keys, ObservedKeys):
+            return result
+        if func in _VIEWS:
+            return observed(result, keys._observer)
+        if isinstance(args[0], torch.Tensor) and not isinstance(args[0], ObservedKeys):
+            keys._observer(args[0])
+        return result
+
+
+def observed(keys: torch.Tensor, observer: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Return `keys`, which show `observer` the queries that attend to them, until a codec is chosen."""
+    result = keys.as_subclass(ObservedKeys)
+    result._observer, result._source = observer, keys
+    return result
 
 
 # Methods that torch refuses for a subclass before it asks the subclass.
@@ -289,3 +297,17 @@ _REPEATING: dict[Any, Callable[..., torch.Size | None]] = {
     torch.Tensor.expand: _expanded,
     torch.Tensor.reshape: _flattened,
 }
+
+# What observed keys answer.
+_PRODUCTS = {scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+_VIEWS = {
+    torch.Tensor.__getitem__,
+    torch.Tensor.contiguous,
+    torch.Tensor.expand,
+    torch.Tensor.reshape,
+    torch.Tensor.to,
+    torch.Tensor.transpose,
+    torch.Tensor.type,
+    torch.Tensor.view,
+}
+_OBSERVED = _PRODUCTS | _VIEWS

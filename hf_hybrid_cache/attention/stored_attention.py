@@ -1,8 +1,10 @@
-"""Attention to the tokens of a store: each segment attends where it is, and the partial results are merged."""
+"""Attention to the tokens of a store, to each where it is; the partial results are merged."""
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from ..kernels import compile_in_background
 from ..storage import (
     AnyStore,
     CacheStats,
-    ChunkStore,
+    Chunk,
     HostBlocks,
     KVCodec,
     KVShape,
@@ -21,16 +23,14 @@ from ..storage import (
     SharedPrefix,
     Store,
 )
-from .device_segment import DeviceSegment
-from .host_kernel import HostKernel, has_kernel_for_many
-from .host_segment import HostSegment
-from .later_chunks import attend_to_later_chunk, is_later_chunk
-from .layer_selection import LayerSelection
-from .masks import LastMask
-from .merging import MergedAttention
-from .prefix_segment import PrefixSegment, folded_mask, folded_queries
-from .segment import AttentionSegment, Queries
-from .sharded_segment import ShardedSegment
+from .host_attention import MAX_QUERIES, HostAttention, has_kernel_for_many
+from .merging import PartialAttention, merged, merged_out
+from .queries import LastMask, Queries, folded, folded_mask, unfolded
+from .sharded_attention import attend_to_shards
+from .torch_attention import attend_to_states
+
+# Attends to some tokens of a layer; computation on the device may wait for the bus from then on.
+_Part = Callable[[], PartialAttention]
 
 
 class StoredAttention:
@@ -40,26 +40,22 @@ class StoredAttention:
     Args:
         stats: counters of the cache.
         is_asked_for: the user asked for attention on the CPU, instead of leaving the choice to the cache.
-        shard: the tokens of this process, where several processes keep a shard each.
 
     Attributes:
         is_declined: something else reads the states, so that they are better kept as tensors.
     """
 
-    def __init__(self, stats: CacheStats, is_asked_for: bool, shard: Shard = Shard.ALL):
+    def __init__(self, stats: CacheStats, is_asked_for: bool):
         self._stats = stats
-        self._shard = shard
         self._is_asked_for = is_asked_for
-        self.is_declined = self._has_attended = False
-        self._kernel = HostKernel(stats)
+        self.is_declined = self._has_attended = self._has_warned = False
+        self._host = HostAttention(stats)
         # It has its own workspaces, because its result is merged with that of the other one.
-        self._prefix_kernel = HostKernel(stats, self._kernel.thread)
-        self._prefix_masks: tuple[tuple[int, int], LastMask[torch.Tensor | None]] | None = None
-        self._own_masks = LastMask(self._own_columns_of)
-        self._has_warned = False
+        self._prefix_host = HostAttention(stats, self._host.thread)
+        self._prefix_masks, self._own_masks = LastMask(folded_mask), LastMask(_columns_of)
 
     def __deepcopy__(self, memo: dict) -> "StoredAttention":
-        twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for, self._shard)
+        twin = StoredAttention(copy.deepcopy(self._stats, memo), self._is_asked_for)
         twin.is_declined, twin._has_warned = self.is_declined, self._has_warned
         twin._has_attended = self._has_attended
         return twin
@@ -75,8 +71,9 @@ class StoredAttention:
     def takes_prompts(self, store: AnyStore) -> bool:
         """Return whether a sequence's first queries attend to their own tokens in `store`, faster than by torch."""
         return (
-            not store.is_continued
-            and store.has_one_segment
+            isinstance(store, Store)
+            and store.packed is None
+            and store.ends is None
             and isinstance(store.dense, HostBlocks)
             and store.streamed is None
             and store.layout.shard.is_all
@@ -88,117 +85,69 @@ class StoredAttention:
         """Compile the kernel for blocks of `element`, quantized blocks and selected pages ahead of its first use."""
         compile_in_background(element, is_quantized, is_selected)
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        store: AnyStore,
-        group: int,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        selection: LayerSelection | None = None,
-        are_causal: bool = False,
-    ) -> torch.Tensor:
+    def __call__(self, queries: Queries, store: AnyStore, chunk: Chunk | None = None) -> torch.Tensor:
         """
         Attend to the tokens of `store`.
 
         Args:
-            query: `[batch, query_heads, query_length, head_dim]`, on any device.
-            store: its keys and values share batch and head_dim with the query.
-            group: query heads that share a KV head.
-            mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length,
-                tokens]`, where any of the first three may be 1.
-            scale: of the scores; `None` for `head_dim ** -0.5`.
-            selection: lets few queries skip pages; `None` to read all.
-            are_causal: each query sees the tokens before it and itself; only for a store that `takes_prompts`.
+            queries: on any device; causal ones only for a store that `takes_prompts`, or with a chunk.
+            store: its keys and values share batch and head_dim with the queries.
+            chunk: the last tokens as they came, which their own queries attend to.
 
         Returns:
-            `[batch, query_heads, query_length, value_dim]`, of the query's type, on its device.
+            `[batch, query_heads, query_length, value_dim]`, of the queries' type, on their device.
         """
         self._has_attended = True
+        query, mask = queries.states, queries.mask
         if store.wants_queries:
             store.observe(query)
-        store.settle()
-        queries = Queries(query, group, scale, are_causal)
-        if isinstance(store, ChunkStore) and store.tokens_before:
-            if is_later_chunk(store, query.shape[2]):
-                return attend_to_later_chunk(queries, mask, store, self._kernel)
-            store = store.stored
-        if store.is_continued:
-            segments = self._segments_of_continuations(store, queries, mask, selection)
-        else:
-            segments = self._segments_of(store, queries, mask, selection, self._kernel)
-        return segments[0].attend() if len(segments) == 1 else _merged(segments, mask is not None).to(query.dtype)
-
-    def _segments_of_continuations(
-        self, store: SharedPrefix, queries: Queries, mask: torch.Tensor | None, selection: LayerSelection | None
-    ) -> list[AttentionSegment]:
-        """Put segments on the device first here, too."""
-        shared, own = store.prefix.num_tokens, store.tails.num_tokens
-        of_prefix = None if mask is None else mask[..., :shared]
-        of_tails = None if mask is None else mask[..., shared:]
-        continuations, length = store.continuations, queries.states.shape[2]
-        folded = queries._replace(states=folded_queries(queries.states, continuations))
-        seen = self._prefix_mask(of_prefix, continuations, length)
-        if store.is_staged:
-            on_device = DeviceSegment(folded, seen, store.prefix.read)
-            of_all = PrefixSegment(queries, on_device, continuations)
-            return [of_all, DeviceSegment(queries, of_tails, store.tails.read)]
-        segments: list[AttentionSegment] = [
-            PrefixSegment(queries, each, continuations)
-            for each in self._segments_of(store.prefix, folded, seen, selection, self._prefix_kernel)
-        ]
-        if not own:
-            return segments
-        tails = self._segments_of(store.tails, queries, of_tails, None, self._kernel)
-        return [*segments[:-1], *tails[:-1], segments[-1], tails[-1]]
-
-    def _prefix_mask(self, mask: torch.Tensor | None, continuations: int, length: int) -> torch.Tensor | None:
-        """Return the mask of folded queries, made once for the layers of a step."""
-        key = continuations, length
-        if self._prefix_masks is None or self._prefix_masks[0] != key:
-            self._prefix_masks = key, LastMask(lambda mask: folded_mask(mask, continuations, length))
-        return self._prefix_masks[1].of(mask)
-
-    def _segments_of(
-        self,
-        store: Store,
-        queries: Queries,
-        mask: torch.Tensor | None,
-        selection: LayerSelection | None,
-        kernel: HostKernel,
-    ) -> list[AttentionSegment]:
-        """Put segments on the device first: merging writes to the first partial result."""
+        if chunk is not None:
+            assert isinstance(store, Store)
+            are_own = query.shape[2] > MAX_QUERIES and chunk.tokens_before == chunk.num_tokens - query.shape[2]
+            if are_own or not chunk.tokens_before:
+                return self._host.attend_to_chunk(queries, store, chunk)
         if isinstance(store, ShardedStore) and not store.shard.is_all:
-            return [ShardedSegment(queries, mask, store, kernel, self._own_masks)]
-        if store.ends is None:
-            return [HostSegment(queries, mask, store, kernel, selection)]
-        on_host = store.middle_tokens
-        first, last = store.first_tokens, store.first_tokens + on_host
-        of_ends = of_middle = None
-        if mask is not None:
-            of_ends = torch.cat([mask[..., :first], mask[..., last:]], dim=-1)
-            of_middle = mask[..., first:last]
-        segments: list[AttentionSegment] = []
-        if store.ends.num_entries:
-            segments.append(DeviceSegment(queries, of_ends, store.ends.read))
-        if not on_host:
-            return segments
-        on_end = store.note_ended if store.cpu_fraction is not None and store.cpu_fraction.adapts else None
-        if not store.is_staged:
-            first_of_chunk = max(0, min(last, store.num_tokens - queries.states.shape[2]) - first)
-            middle = HostSegment(queries, of_middle, store, kernel, selection, first_of_chunk, on_end=on_end)
-            return [*segments, middle]
-        start, end = store.staged_range()
-        if start < end:
-            of_staged = None if of_middle is None else of_middle[..., start:end]
-            segments.append(DeviceSegment(queries, of_staged, store.read_staged))
-        if end - start < on_host:
-            of_others = None
-            if of_middle is not None:
-                of_others = torch.cat([of_middle[..., :start], of_middle[..., end:]], dim=-1)
-            others = HostSegment(queries, of_others, store, kernel, elsewhere=(start, end), on_end=on_end)
-            segments.append(others)
-        return segments
+            own = None if mask is None else self._own_masks.of(mask, store.shard)
+            return attend_to_shards(queries._replace(mask=own), store, self._host).out.to(query.dtype)
+        if isinstance(store, Store) and (store.ends is None or not (store.ends.num_entries or store.is_staged)):
+            return self._host.attend(queries, store)
+        running: list[Future] = []
+        try:
+            if isinstance(store, SharedPrefix):
+                parts = self._parts_of_continuations(queries, store, running)
+            else:
+                parts = _parts_of(queries, store, self._host, running)
+            total = None
+            for part in parts[:-1]:
+                total = merged(total, part())
+            if total is None:  # a copy, because the kernel's next call writes to its memory
+                return parts[0]().out.to(query.dtype, copy=True)
+            return merged_out(total, parts[-1](), mask is not None).to(query.dtype)
+        finally:
+            wait(running)
+
+    def _parts_of_continuations(self, queries: Queries, store: SharedPrefix, running: list[Future]) -> list[_Part]:
+        """
+        List the parts of several sequences, whose queries attend to their prefix as more queries of one sequence.
+
+        Source: cascade attention (Ye et al., 2024, https://flashinfer.ai/2024/02/02/cascade-inference.html); Hydragen
+        (Juravsky et al., 2024, https://arxiv.org/abs/2402.05099).
+        """
+        shared, continuations, length = store.prefix.num_tokens, store.continuations, queries.states.shape[2]
+        of_tails = queries.of_tokens((shared, store.num_tokens))._replace(selection=None)
+        of_prefix = queries.of_tokens((0, shared))
+        of_prefix = of_prefix._replace(
+            states=folded(queries.states, continuations),
+            mask=None if of_prefix.mask is None else self._prefix_masks.of(of_prefix.mask, continuations, length),
+        )
+        if store.is_staged:
+            prefix: list[_Part] = [partial(attend_to_states, of_prefix, store.prefix.read)]
+            tails: list[_Part] = [partial(attend_to_states, of_tails, store.tails.read)]
+        else:
+            prefix = _parts_of(of_prefix, store.prefix, self._prefix_host, running)
+            tails = _parts_of(of_tails, store.tails, self._host, running) if store.tails.num_tokens else []
+        *first, last = (partial(_unfolded, part, continuations) for part in prefix)
+        return [*first, *tails[:-1], last, *tails[-1:]]
 
     @property
     def has_given_states(self) -> bool:
@@ -207,14 +156,10 @@ class StoredAttention:
 
     def decline(self, what: str, num_tokens: int) -> None:
         """
-        Note that something needs the states themselves, and warn once of what it was.
+        Note that `what` needs the states of `num_tokens` themselves, and warn of it once.
 
         Unless the user asked for attention on the CPU they are tensors from now on. Of a model that has read them from
         the first time on, as latent attention does, nothing is said then.
-
-        Args:
-            what: the operation that reads them.
-            num_tokens: tokens that are stored.
         """
         if not self._is_asked_for and not self.is_declined:
             self.is_declined = True
@@ -238,21 +183,36 @@ class StoredAttention:
         """Forget that something needed the states."""
         self.is_declined = self._has_warned = self._has_attended = False
 
-    def _own_columns_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the columns of a mask for the tokens of the own shard, in host memory."""
-        return None if mask is None else mask.cpu().index_select(-1, self._shard.positions(0, mask.shape[-1]))
+
+def _parts_of(queries: Queries, store: Store, host: HostAttention, running: list[Future]) -> list[_Part]:
+    """List the parts of a store, those on the device first."""
+    if store.ends is None:
+        return [host.part(queries, store, running)]
+    on_host, num_tokens, length = store.middle_tokens, store.num_tokens, queries.states.shape[2]
+    first, last = store.first_tokens, store.first_tokens + on_host
+    parts: list[_Part] = []
+    if store.ends.num_entries:
+        parts.append(partial(attend_to_states, queries.of_tokens((0, first), (last, num_tokens)), store.ends.read))
+    start, end = store.staged_range() if store.is_staged else (0, 0)
+    middle = queries.of_tokens((first, last))
+    if start < end:
+        parts.append(partial(attend_to_states, middle.of_tokens((start, end)), store.read_staged))
+        middle = middle.of_tokens((0, start), (end, on_host))
+    if end - start < on_host:
+        if store.is_staged:
+            middle = middle._replace(selection=None)
+        adapts = bool(parts) and store.cpu_fraction is not None and store.cpu_fraction.adapts
+        on_end = store.note_ended if adapts else None
+        first_of_chunk = max(0, min(last, num_tokens - length) - first)
+        parts.append(host.part(middle, store, running, first_of_chunk, end - start, on_end))
+    return parts
 
 
-def _merged(segments: Sequence[AttentionSegment], is_masked: bool) -> torch.Tensor:
-    """Attend to several segments, and merge their partial results."""
-    merged = MergedAttention()
-    try:
-        for segment in segments:
-            segment.begin()
-        for segment in segments[:-1]:
-            merged.add(segment.partial())
-        segments[-1].note_issued()
-        return merged.out_with(segments[-1].partial(), is_masked)
-    finally:
-        for segment in segments:
-            segment.end()
+def _unfolded(part: _Part, continuations: int) -> PartialAttention:
+    out, lse = part()
+    return PartialAttention(unfolded(out, continuations), unfolded(lse, continuations))
+
+
+def _columns_of(mask: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return the columns of a mask for the tokens of a shard, in host memory."""
+    return mask.cpu().index_select(-1, shard.positions(0, mask.shape[-1]))

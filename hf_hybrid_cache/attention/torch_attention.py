@@ -1,10 +1,16 @@
-"""Torch's own attention, with the lse of each row."""
+"""Attention by torch, with the lse of each row: to states on its device, and to blocks, taken apart piece by piece."""
+
+from collections.abc import Callable
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .merging import MergedAttention, PartialAttention, widest
+from ..storage import KVShape, Pair, Store
+from .merging import PartialAttention, merged, widest
+from .queries import Queries
 
+# Tokens of a piece: enough for torch to be fast, and few enough for their copy to stay in the processor's caches.
+PIECE_TOKENS = 4096
 _LOWEST = torch.finfo(torch.float32).min
 # Most tokens and scores of one plain product: scores, and keys and values in float32, take memory.
 _PLAIN_TOKENS, _PLAIN_SCORES = 16_384, 2**26
@@ -13,22 +19,67 @@ _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
+def attend_to_states(queries: Queries, read: Callable[[], Pair]) -> PartialAttention:
+    """
+    Attend to the states that `read` returns, at least one token on the device of the queries.
+
+    Query heads that share a KV head are seen as more queries of one head, so that what is stored is read once.
+    """
+    keys, values = read()
+    seen = None if queries.mask is None else _rows_of_mask(queries, queries.mask)
+    return _of_heads(queries, attend_by_torch(queries.rows(), keys, values, seen, queries.scale))
+
+
+def attend_in_pieces(queries: Queries, store: Store, first_of_chunk: int) -> PartialAttention:
+    """Attend to the middle of `store` piece by piece; the mask hides tokens from `first_of_chunk` on."""
+    rows, total = queries.rows(), None
+    for start, (keys, values) in store.middle_in_pieces(PIECE_TOKENS, first_of_chunk):
+        seen = None if queries.mask is None else queries.mask[..., start : start + keys.shape[2]]
+        if seen is not None:
+            hides = seen.dtype != torch.bool or not seen.all()
+            seen = _rows_of_mask(queries, seen) if hides else None
+        total = merged(total, attend_by_torch(rows, keys, values, seen, queries.scale))
+    assert total is not None
+    return _of_heads(queries, total)
+
+
+def attend_to_prompt(queries: Queries, store: Store) -> torch.Tensor:
+    """Attend with many queries, the last tokens of `store`, to all of its tokens; the output has the query's type."""
+    query, mask = queries.states, queries.mask
+    if has_lse(store.shape, mask):
+        return attend_in_pieces(queries, store, store.middle_tokens - query.shape[2]).out.to(query.dtype)
+    keys, values = (states.repeat_interleave(queries.group, dim=1) for states in store.read())
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=queries.scale)
+
+
+def has_lse(shape: KVShape, mask: torch.Tensor | None) -> bool:
+    """Return whether torch's fast attention returns the lse of the rows of `attend_in_pieces`."""
+    return shape.key_dim == shape.value_dim and (mask is None or mask.dtype == torch.bool)
+
+
+def _rows_of_mask(queries: Queries, mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask of queries as one of their rows."""
+    _, heads, length, _ = queries.states.shape
+    group = queries.group
+    if mask.shape[1] == 1:
+        return mask.expand(-1, -1, length, -1).repeat(1, 1, group, 1)
+    return mask.expand(-1, -1, length, -1).reshape(-1, heads // group, group * length, mask.shape[3])
+
+
+def _of_heads(queries: Queries, rows: PartialAttention) -> PartialAttention:
+    """Return the result of rows as one of the queries."""
+    shape = queries.states.shape[:3]
+    return PartialAttention(rows.out.reshape(*shape, -1), rows.lse.reshape(shape))
+
+
 def attend_by_torch(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> PartialAttention:
     """
-    Attend to keys and values on the device that they are on.
+    Attend to keys and values, at least one token, on the device that they are on; types may differ, as under autocast.
 
-    Args:
-        query: `[batch, heads, rows, key_dim]`, on that device. Types may differ, as under autocast.
-        keys: `[batch, heads, tokens, key_dim]`, at least one token.
-        values: `[batch, heads, tokens, value_dim]`.
-        mask: boolean (true where a token is seen) or added to the scores; `[batch, heads, rows, tokens]`, where any of
-            the first three may be 1.
-        scale: of the scores; `None` for `key_dim ** -0.5`.
-
-    Returns:
-        Results of the query's type or float32, or float64 if any argument is, see `PartialAttention`.
+    All are `[batch, heads, rows or tokens, dim]`, and the mask is `[batch, heads, rows, tokens]`, as that of `Queries`.
+    Results have the query's type or float32, or float64 if any argument has it.
     """
     key_dim, value_dim = keys.shape[3], values.shape[3]
     has_one_type = query.dtype == keys.dtype == values.dtype
@@ -46,7 +97,7 @@ def attend_plainly(
     """Attend by plain products in float32 or float64, for any device, types, width and mask."""
     dtype = widest(query, keys, values)
     rows = query.to(dtype) * (query.shape[3] ** -0.5 if scale is None else scale)
-    merged = MergedAttention()
+    total = None
     at_once = max(64, min(_PLAIN_TOKENS, _PLAIN_SCORES // max(1, query.shape[:3].numel())))
     for start in range(0, keys.shape[2], at_once):
         tokens = slice(start, start + at_once)
@@ -56,9 +107,9 @@ def attend_plainly(
         lse = scores.logsumexp(dim=-1)
         # All weights are 0 if no token is seen.
         weights = torch.exp(scores - lse.clamp_min(_LOWEST).unsqueeze(-1))
-        merged.add(PartialAttention(weights @ values[:, :, tokens].to(dtype), lse))
-    assert merged.partial is not None
-    return merged.partial
+        total = merged(total, PartialAttention(weights @ values[:, :, tokens].to(dtype), lse))
+    assert total is not None
+    return total
 
 
 def _attend_on_cpu(

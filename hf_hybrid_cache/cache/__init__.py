@@ -1,9 +1,8 @@
 """The caches that `generate` takes."""
 
-from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache
-from .contents.contents import Contents
-from .hybrid_cache import HybridCache, MemoryReport, contents_of, fill_from_file
-from .same_logits import SameLogits
+from .caches import DynamicHybridCache, OffloadedHybridCache, QuantizedHybridCache, SameLogits
+from .contents import Contents, MemoryReport
+from .hybrid_cache import HybridCache, contents_of, fill_from_file
 
 __all__ = [
     "Contents",

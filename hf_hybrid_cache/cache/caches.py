@@ -1,12 +1,14 @@
-"""The caches for common cases. Each is passed to a model, or to `generate`, as `cache`."""
+"""The caches for common cases, and the logits processor for processes that share one. `generate` takes them."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import LogitsProcessor, PreTrainedConfig
 
 from ..codecs import minmax
 from ..layers import Placement, Selection
+from ..processes import Peers
 from .hybrid_cache import HybridCache
 
 if TYPE_CHECKING:
@@ -139,6 +141,31 @@ class QuantizedHybridCache(HybridCache):
         fraction, adapts = _fraction_of(cpu_decode)
         placement = Placement(offload, cpu_decode=fraction, device_tokens=device_tokens, adapts=adapts)
         super().__init__(config, placement, max_length, codec, group, selection)
+
+
+class SameLogits(LogitsProcessor):
+    """
+    A logits processor that gives all processes of a group the logits of the first one.
+
+    Machines of different kinds, or different numbers of threads, differ in the last bits, and some day these decide
+    which token is the likeliest. To sample, call `transformers.set_seed` in all of them besides.
+
+    Args:
+        group: of processes that share a cache.
+
+    Raises:
+        LostProcessError: another process ended, or did not call it.
+
+    Example:
+        >>> cache = DynamicHybridCache(model.config, group=group)
+        >>> model.generate(**inputs, cache=cache, logits_processor=[SameLogits(group)])
+    """
+
+    def __init__(self, group: "ProcessGroup"):
+        self._peers = Peers(group)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return self._peers.of_the_first(scores)  # type: ignore[return-value]
 
 
 def _fraction_of(cpu_decode: CpuDecode) -> tuple[bool | float | None, bool]:

@@ -1,5 +1,6 @@
-"""Choosing and making the layers of a new cache, with all arguments checked."""
+"""Making the layers of a new cache, with all arguments checked, and refusing a class where a cache is wanted."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,8 +16,7 @@ from ..layers import HybridLayer, LayerStores, Placement, Selection, checked_cou
 from ..processes import Peers
 from ..scalars import as_integer
 from ..storage import InitialCapacity, KVCodec, can_page_lock
-from .checks.callers import stack_level
-from .contents.contents import Contents
+from .contents import Contents
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -115,10 +115,14 @@ def _warn_of_nothing_to_do(config: PreTrainedConfig, layers: Iterable[object]) -
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
     window = getattr(config, "sliding_window", None)
     reason = f" (a sliding window of {window:,} tokens)" if isinstance(window, int) else ""
+    # The warning is of who makes the cache, by whichever class.
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        level, frame = level + 1, frame.f_back
     warnings.warn(
         f"No layer of this model attends to its whole context{reason}: its layers are transformers' own ({kinds}), and "
         "this cache changes nothing. They hold little; transformers' DynamicCache does the same.",
-        stacklevel=stack_level(),
+        stacklevel=level,
     )
 
 

@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig
 from ..files import CacheFile, CacheFileError, save_layers
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids, first_difference
-from .contents.contents import Contents
+from .contents import Contents
 
 # The weights are not among them: two models that were trained from one config cannot be told apart.
 _TRAITS = (
@@ -47,12 +46,13 @@ _TRAITS = (
 
 def save(
     contents: Contents,
-    model_traits: dict[str, Any],
     path: str | os.PathLike[str],
     token_ids: TokenIds | None,
     document_tokens: int | None,
 ) -> None:
-    """Write a cache to a file, with the traits of its model; see `HybridCache.save` for the rest."""
+    """Write a cache to a file; see `HybridCache.save`."""
+    config = contents.stores.config
+    assert config is not None
     num_tokens = contents.num_tokens
     kept = None if token_ids is None else as_token_ids("token_ids", token_ids)
     if kept is not None and kept.shape[1] != num_tokens:
@@ -66,19 +66,7 @@ def save(
             f"document_tokens must be an integer from 1 to the {num_tokens:,} stored tokens, and goes with "
             f"token_ids, got {document_tokens!r}."
         )
-    save_layers(path, contents.layers, contents.stores, model_traits, kept, document)
-
-
-@contextmanager
-def opened_for(
-    config: PreTrainedConfig, path: str | os.PathLike[str], token_ids: TokenIds | None
-) -> Iterator[CacheFile]:
-    """Open the file of a cache for such a model, whose tokens these begin with; see `HybridCache.load`."""
-    with CacheFile(path) as file:
-        _require_model(file, config)
-        if token_ids is not None:
-            _require_prefix(file, as_token_ids("token_ids", token_ids))
-        yield file
+    save_layers(path, contents.layers, contents.stores, traits_of(config), kept, document)
 
 
 def traits_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -93,22 +81,16 @@ def traits_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """List the differences, such as "hidden_size is 64 in the file and 128 in the model"."""
-    saved, wanted = _told_once(saved), _told_once(wanted)
-    names = [name for name in (*_TRAITS, *saved) if saved.get(name) != wanted.get(name)]
-    return [
-        f"{name} is {saved.get(name)} in the file and {wanted.get(name)} in the model" for name in dict.fromkeys(names)
-    ]
+    names = [name for name in dict.fromkeys((*_TRAITS, *saved)) if saved.get(name) != wanted.get(name)]
+    # Some versions of transformers repeat this factor beside the parameters of the rotation.
+    rotations = [each.get("rope_parameters") for each in (saved, wanted)]
+    if any(isinstance(each, Mapping) and "partial_rotary_factor" in each for each in rotations):
+        names = [name for name in names if name != "partial_rotary_factor"]
+    return [f"{name} is {saved.get(name)} in the file and {wanted.get(name)} in the model" for name in names]
 
 
-def _told_once(traits: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop a factor that some versions of transformers repeat beside the parameters of the rotation."""
-    rotation = traits.get("rope_parameters")
-    is_told = isinstance(rotation, Mapping) and "partial_rotary_factor" in rotation
-    return {name: value for name, value in traits.items() if name != "partial_rotary_factor" or not is_told}
-
-
-def _require_model(file: CacheFile, config: PreTrainedConfig) -> None:
-    """Raise `CacheFileError` if it is not of a model with this config, or its layers hold different tokens."""
+def require_fit(file: CacheFile, config: PreTrainedConfig, token_ids: TokenIds | None) -> None:
+    """Raise `CacheFileError` unless it is of a cache for such a model, whose tokens these begin with."""
     if different := differences(file.description.model, traits_of(config)):
         raise CacheFileError(file.path, f"is of another model: {'; '.join(different)}.")
     # Attention gets one mask for all layers, but for those that attend to images.
@@ -121,14 +103,16 @@ def _require_model(file: CacheFile, config: PreTrainedConfig) -> None:
         raise CacheFileError(
             file.path, f"does not describe a cache (of sequences there are {', '.join(told)}, and {num_ids:,} ids)."
         )
+    if token_ids is not None:
+        _require_prefix(file, as_token_ids("token_ids", token_ids).to("cpu", torch.long))
 
 
-def _require_prefix(file: CacheFile, token_ids: torch.Tensor) -> None:
-    """Raise `CacheFileError` if `token_ids`, `[batch, tokens]`, do not begin with those that were saved."""
-    saved, given = file.token_ids, token_ids.to("cpu", torch.long)
+def _require_prefix(file: CacheFile, given: torch.Tensor) -> None:
+    """Raise `CacheFileError` if token ids, `[batch, tokens]`, do not begin with those that were saved."""
+    saved = file.token_ids
     if saved is None:
         raise CacheFileError(file.path, "has no token ids to compare with: save it with token_ids.")
-    if given.dim() != 2 or given.shape[0] != saved.shape[0] or given.shape[1] < saved.shape[1]:
+    if given.shape[0] != saved.shape[0] or given.shape[1] < saved.shape[1]:
         raise CacheFileError(
             file.path, f"holds {list(saved.shape)} tokens, with which token_ids {list(given.shape)} cannot begin."
         )

@@ -2,38 +2,44 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from ..codecs import is_form_of
 from ..files import CacheFile, CacheFileError
 from ..graph_breaks import outside_of_graphs
-from ..layers import HybridLayer, Placement, Selection, batch_of, follow
+from ..layers import (
+    HybridLayer,
+    NoCheckpointError,
+    Placement,
+    Selection,
+    batch_of,
+    checked_removal,
+    follow,
+    forget_states_of,
+    num_sequences_of,
+)
 from ..processes import Peers
 from ..storage import CacheStats, HostMemoryError, KVCodec, KVShape
-from ..token_ids import TokenIds
-from .changes.going_back import GoingBack
-from .changes.moving import move
-from .changes.sequences import ChangingSequences
-from .checks.forward_passes import ForwardPasses
-from .checks.image_positions import ImagePositions
-from .checks.prompts import Prompts
-from .checks.slow_steps import SlowSteps
+from ..token_ids import TokenIds, as_token_ids
+from .checkpoints import Checkpoint, kinds_in_the_way, num_sequences
 from .construction import ClassOfCaches, new_contents, of_an_instance, require_config
-from .contents.contents import Contents
-from .contents.memory import MemoryReport, advised, measured, require_room_for_copies
-from .contents.printing import in_lines, in_one_line
-from .files import conversion, opened_for, save, traits_of
+from .contents import Contents, MemoryReport
+from .files import conversion, require_fit, save
+from .forward_passes import ForwardPasses
+from .prompts import Prompts
+from .slow_steps import SlowSteps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
+class HybridCache(DynamicCache, metaclass=ClassOfCaches):
     """
     A KV cache whose full-attention layers live where `placement` says.
 
@@ -54,11 +60,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         offloading: `False`; models that make a cross-attention cache of this class themselves pass it (T5Gemma).
 
     Raises:
-        TypeError: `config` is not a transformers config, or `group` not a process group.
-        ValueError: `offloading` is asked for, `max_length` is not an integer of at least 0, there are fewer layers than
-            resident ones, memory is to be page-locked without CUDA, `cpu_decode`, `codec` or `selection` names a layer
-            that is not one of full attention, with `group` layers are to be elsewhere than in host memory, or there is
-            a `selection` and layers are not to be attended to on the CPU, by one process.
+        TypeError: an argument is of another type, such as a class for the config.
+        ValueError: one does not fit the model, the machine or the others; the message says which, and the way out.
     """
 
     def __init__(
@@ -78,10 +81,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         self._contents = new_contents(config, placement, max_length, codec, peers, selection)
         self._stores, ours = self._contents.stores, self._contents.ours
         self._first, self._last = (ours[0].layer_idx, ours[-1].layer_idx) if ours else (-1, -1)
-        self._model_traits = traits_of(config)
         self._passes = ForwardPasses(self._contents)
         self._prompts = Prompts(self._contents, self._passes)
-        self._image_positions = ImagePositions()
         self._steps = SlowSteps()
         # Not the parent's, which would build its own layers. It is the parent because transformers asks for it by name.
         Cache.__init__(self, layers=self._contents.layers)
@@ -101,28 +102,28 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             ValueError: the cache is for a model with fewer layers.
         """
         self._passes.note_access(layer_idx, "keys and values")
-        layer, batch, num_tokens = self.layers[layer_idx], key_states.shape[0], super().get_seq_length(layer_idx)
-        self._passes.require_reached(layer_idx, num_tokens)
+        layer: Any = self.layers[layer_idx]
+        is_ours, batch, num_tokens = isinstance(layer, HybridLayer), key_states.shape[0], layer.get_seq_length()
+        if not num_tokens:
+            self._passes.require_reached(layer_idx)
         if layer_idx in (self._first, self._last) and key_states.shape[2] == 1 and key_states.is_cpu:
             if layer_idx == self._first:
                 self._steps.begin(num_tokens, batch)
             else:
                 self._steps.end()
-        if not isinstance(layer, HybridLayer):
+        if not is_ours:
             follow(layer, key_states.device)
-        if batch > 1 and (layer.batch if isinstance(layer, HybridLayer) else batch_of(layer)) == 1:
-            if isinstance(layer, HybridLayer):  # before any layer is changed for them
+        if batch > 1 and (layer.batch if is_ours else batch_of(layer)) == 1:
+            if is_ours:  # before any layer is changed for them
                 layer.fitting(key_states[:1], value_states[:1])
             self.batch_repeat_interleave(batch)
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except HostMemoryError as error:
             wanted = max(num_tokens + key_states.shape[2], self._stores.capacity.device_tokens)
-            raise advised(error, self._contents, wanted, KVShape.of(key_states, value_states)) from None
-        if self._prompts.asked is not None:
+            raise self._contents.advised(error, wanted, KVShape.of(key_states, value_states)) from None
+        if self._prompts.are_asked_about:
             self._prompts.note_stored()
-        if self._image_positions.has_asked is not None:
-            self._image_positions.note_stored()
         return states
 
     @outside_of_graphs
@@ -154,10 +155,10 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         Keep what is stored in a file, a safetensors file with a checksum for each layer.
 
         It is written beside `path` and takes its place when it is complete; what was there stays until then. A link
-        stays, and so do the permissions of a file that is replaced; a device or a pipe is refused. States that are on a
-        device pass through host memory layer by layer. Where processes keep a shard each all of them call it, and the
-        first one writes the whole file. It is that of one process, but for sequences that were repeated: one process
-        may share their first blocks, and writes these once; a group copies them.
+        stays, and so do the permissions of a file that is replaced. States that are on a device pass through host
+        memory layer by layer. Where processes keep a shard each all of them call it, and the first one writes the whole
+        file, which is that of one process, but for sequences that were repeated: a group copies the first blocks, which
+        one process may share and writes once.
 
         Args:
             path: of the file, in a folder that exists.
@@ -167,8 +168,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
                 `hf-hybrid-cache chat` takes questions back as far as that.
 
         Raises:
-            CacheFileError: the file cannot be written, or a layer of transformers' own, or a codec, cannot be saved, or
-                the model keeps an offset of positions after images itself, as Qwen2-VL does.
+            CacheFileError: the file cannot be written; or a codec, or a layer of transformers' own, cannot be saved; or
+                positions go on from images, by an offset that the model keeps itself, as Qwen2-VL does.
             ValueError: `token_ids` are not as many as there are tokens, or `document_tokens` are more.
             IncompleteCacheError: something ended a change of the cache half-way.
             LostProcessError: another process ended, or did not call it.
@@ -180,8 +181,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         """
         self._passes.require_complete()
         self._contents.require_whole()
-        self._image_positions.refuse_file(path)
-        save(self._contents, self._model_traits, path, token_ids, document_tokens)
+        self._prompts.refuse_file(path)
+        save(self._contents, path, token_ids, document_tokens)
 
     @staticmethod
     def load(
@@ -228,7 +229,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache)
         """
         require_config(config)
-        with opened_for(config, path, token_ids) as file:
+        with CacheFile(path) as file:
+            require_fit(file, config, token_ids)
             saved = file.description
             # Shares are in host memory, wherever the saved cache was.
             placement = placement or (saved.placement if group is None else Placement())
@@ -259,11 +261,39 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             self.to(converted_to)
 
     def __repr__(self) -> str:
-        return in_one_line(type(self).__name__, self._contents)
+        """One line with the kinds of layers, their places and sizes."""
+        held = self.memory()
+        places = ((held.device_bytes, "on the device"), (held.host_bytes, "in host memory"))
+        sizes = (f"{num_bytes / 2**20:.1f} MiB {place}" for num_bytes, place in places if num_bytes)
+        wait = any(layer.store is not None and layer.store.waits for layer in self._contents.ours)
+        awaited = ["some to be quantized"] if wait else []
+        content = ", ".join([f"{held.num_tokens:,} tokens", *awaited, *sizes]) if held.num_tokens else "empty"
+        return f"{type(self).__name__}({', '.join(self._kinds_of_layers())}; {content})"
 
     def __str__(self) -> str:
         """Like `repr`, and how each layer is quantized."""
-        return in_lines(type(self).__name__, self._contents)
+        by_form: dict[str, list[str]] = {}
+        for index, codec in self.codecs.items():
+            by_form.setdefault(str(codec), []).append(str(index))
+        return "\n".join([repr(self), *(f"  layers {', '.join(each)}: {form}" for form, each in by_form.items())])
+
+    def _kinds_of_layers(self) -> Iterator[str]:
+        """Yield the number of layers of each kind, and their place."""
+        ours, theirs, placement = self._contents.ours, self._contents.theirs, self._stores.placement
+        widths = {index: (codec.keys.bits, codec.values.bits) for index, codec in self.codecs.items()}
+        for bits, number in Counter(widths.get(layer.layer_idx) for layer in ours).items():
+            kind = "in full precision" if bits is None else f"of {' and '.join(map(str, dict.fromkeys(bits)))} bits"
+            yield f"{number} layer{'' if number == 1 else 's'} {kind}"
+        if theirs:
+            yield f"{len(theirs)} of transformers' own"
+        if (peers := self._stores.peers) is not None:
+            yield f"share {peers.rank + 1} of {peers.size}"
+        if placement.offload:
+            yield "offloaded"
+        if placement.device_tokens:
+            yield f"up to {placement.device_tokens:,} tokens of each on the device"
+        if any(layer.is_attended_on_cpu for layer in ours):
+            yield "attended to on the CPU"
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
@@ -298,32 +328,27 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
 
     def memory(self) -> MemoryReport:
         """Measure the bytes that the cache holds now, layers of transformers' own and checkpoints included."""
-        return measured(self._contents)
+        return self._contents.measured()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """
         Move what is stored to where a model can use it, layer by layer; where it is already, nothing moves.
 
-        Nothing has to be moved for a model that computes elsewhere now: a layer goes where new states come from. This
-        gives memory of a device back before that, or changes the type.
+        A model that computes elsewhere now needs no move: a layer goes where new states come from. This gives memory of
+        a device back before that, or changes the type. Layers that live in host memory stay there.
 
         Args:
             *args: as `torch.Tensor.to` takes them, by position or by name: `device` of the model that will use the
-                cache next, `dtype` of its states, both, or another tensor that has them. Layers that live in host
-                memory stay there.
-            **kwargs: likewise. With `non_blocking=`, `True` or `False`, a device is only announced, and nothing moves
-                before states come from there: accelerate's hooks hand every argument of every module to the device of
-                the module, and keys and values would go around with them.
-
-        Returns:
-            This cache.
+                cache next, `dtype` of its states, both, or another tensor that has them.
+            **kwargs: likewise. With `non_blocking=`, `True` or `False`, a device is only announced: accelerate's hooks
+                hand every argument of every module to its device, and keys and values would go around with them.
 
         Raises:
             HostMemoryError: host memory would not suffice; everything is where it was then.
             TypeError: `dtype` is not a floating one.
             ValueError: the device is meta, which holds nothing.
         """
-        move(self._contents, *args, **kwargs)
+        self._contents.move(*args, **kwargs)
         return self
 
     @outside_of_graphs
@@ -339,8 +364,8 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
             ValueError: `generate` is about to continue what is stored with a prompt that is not longer, or begins with
                 other tokens, as far as it is known which are stored.
         """
-        self._prompts.check(self._passes.note_question())
-        self._image_positions.note_question()
+        self._passes.are_asked_about = True
+        self._prompts.note_question()
         return super().get_seq_length(layer_idx)
 
     def activate_past_recording(self) -> None:
@@ -350,7 +375,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
         Raises:
             ValueError: assisted decoding is about to compute the whole prompt, with some tokens stored already.
         """
-        self._prompts.refuse_assistant()
+        self._prompts.note_assisted_decoding()
         super().activate_past_recording()
 
     @outside_of_graphs
@@ -360,12 +385,227 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
 
         Raises:
             ValueError: there are none.
-            IncompleteCacheError: the forward pass before this one, or `crop`, reached the first layers only.
         """
-        self._passes.note_mask(query_length, layer_idx)
+        self._passes.are_asked_about = True
         if query_length == 0:
             self._prompts.refuse("the prompt")
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def checkpoint(self) -> None:
+        """
+        Keep what layers will forget of the stored tokens, so that `crop` and `go_back` can return to this length.
+
+        That is all states of layers with a sliding window, chunks, linear attention or convolutions, and of quantized
+        layers the last 64 to 127 tokens in full precision; nothing of other layers. `memory` counts it. Checkpoints
+        follow a change of sequences, are dropped by `reset` and by going back beyond them, and are not kept in files.
+
+        Raises:
+            ValueError: nothing is stored, or several processes keep shares of quantized layers.
+            IncompleteCacheError: something ended a change of the cache half-way.
+
+        Example:
+            >>> prefill(model, document_ids, cache)
+            >>> cache.checkpoint()
+            >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache)
+            >>> cache.go_back(document_ids.shape[1])
+        """
+        self._passes.require_complete()
+        self._contents.require_whole()
+        num_tokens = self._contents.num_tokens
+        if not num_tokens:
+            raise ValueError("There is nothing to keep: the cache holds no tokens. Read a prompt into it first.")
+        if self._contents.stores.peers is not None and self._contents.stores.codecs:
+            raise ValueError(
+                "Several processes keep shares of quantized layers, of which there are no checkpoints. Use a cache in "
+                "full precision, or keep a file with cache.save."
+            )
+        with torch.inference_mode(False):
+            self._contents.checkpoints[num_tokens] = Checkpoint.of(self.layers)
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """The lengths at which there are checkpoints, in order."""
+        return tuple(sorted(self._contents.checkpoints))
+
+    def drop_checkpoint(self, num_tokens: int) -> None:
+        """Forget the checkpoint at a length, if there is one, and give its memory back."""
+        self._contents.checkpoints.pop(num_tokens, None)
+
+    def go_back(self, num_tokens: int) -> int:
+        """
+        Go back to the first `num_tokens`, or to the last checkpoint before them where not all layers can be cropped.
+
+        The next `generate` with the whole prompt computes what lies between.
+
+        Returns:
+            The tokens that are stored now, at most `num_tokens`.
+
+        Raises:
+            ValueError: `num_tokens` is not from 0 to the stored tokens.
+            NoCheckpointError: a layer cannot be cropped, and there is no checkpoint.
+            IncompleteCacheError: something ended a change of the cache half-way.
+        """
+        self._contents.require_whole()
+        held = self._contents.num_tokens
+        if not 0 <= num_tokens <= held:
+            raise ValueError(f"go_back({num_tokens}) takes a length from 0 to the {held:,} tokens that are stored.")
+        if num_tokens < held and kinds_in_the_way(self.layers, num_tokens, held):
+            num_tokens = max((each for each in self.checkpoints if each <= num_tokens), default=num_tokens)
+        if num_tokens in self.checkpoints:
+            self._put_back(num_tokens)
+        elif num_tokens < held:
+            self.crop(num_tokens - held)
+        return num_tokens
+
+    def keep_common_prefix(self, input_ids: TokenIds) -> int:
+        """
+        Go back to the tokens that a prompt begins with, so that `generate` with this prompt computes the rest.
+
+        At least the last token of the prompt is left to compute. Where not all layers can be cropped, the cache goes
+        back to the last checkpoint before; where there is none, it forgets all tokens.
+
+        Tokens are compared as far as they are known, see `require_prefix`; those after them are forgotten. An answer
+        is known after `note_tokens(output)`. Images are not compared.
+
+        Args:
+            input_ids: of the whole prompt, `[batch, tokens]` or a list.
+
+        Returns:
+            The tokens that are stored now.
+
+        Raises:
+            ValueError: tokens are stored and it is not known which, or they are those of another number of sequences.
+            IncompleteCacheError: something ended a change of the cache half-way.
+
+        Example:
+            >>> cache.keep_common_prefix(inputs.input_ids)
+            >>> output = model.generate(**inputs, cache=cache, max_new_tokens=200)
+            >>> cache.note_tokens(output)
+        """
+        token_ids = as_token_ids("input_ids", input_ids)
+        if not token_ids.numel():
+            raise ValueError(f"input_ids has no tokens: {list(token_ids.shape)}.")
+        self._contents.require_whole()
+        if not self._contents.num_tokens:
+            return 0
+        common = self._prompts.num_common(token_ids)
+        try:
+            return self.go_back(min(common, token_ids.shape[1] - 1))
+        except NoCheckpointError:
+            self.reset()
+            return 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Remove the last `-tokens_to_remove` tokens of each sequence, exactly, or all if there are not that many.
+
+        Where there is a checkpoint at the length that is left, all layers are what they were then, to the bit.
+
+        Raises:
+            NoCheckpointError: a layer of transformers' own has forgotten what it held then, and there is no checkpoint
+                at that length; `go_back` goes to the last checkpoint before it.
+            ValueError: a positive number, which older versions of transformers took for the length to keep.
+            IncompleteCacheError: something ended a change of the cache half-way.
+
+        Nothing has changed then.
+        """
+        held = self._contents.num_tokens
+        tokens_to_remove = checked_removal(tokens_to_remove, held)
+        if tokens_to_remove < 0:
+            self._contents.require_whole()
+            left = max(0, held + tokens_to_remove)
+            if left in self.checkpoints:
+                self._put_back(left)
+                return
+            if kinds := kinds_in_the_way(self.layers, left, held):
+                lengths = ", ".join(f"{length:,}" for length in self.checkpoints) or "none"
+                raise NoCheckpointError(
+                    f"The cache cannot go back by {held - left:,} tokens to {left:,}: layers of type "
+                    f"{', '.join(kinds)} no longer hold what they held there. Checkpoints are at: {lengths}. "
+                    "cache.checkpoint() keeps these states at a length, cache.go_back(n) goes to the last checkpoint "
+                    "at or before n, and cache.reset() forgets all."
+                )
+            self._drop_checkpoints_after(left)
+        super().crop(tokens_to_remove)
+        self._prompts.keep_stored()
+
+    def _put_back(self, length: int) -> None:
+        """Make all layers what they were when the checkpoint of this length was taken."""
+        self._drop_checkpoints_after(length)
+        with self._contents.changing("crop"), torch.inference_mode(False):
+            self._contents.checkpoints[length].put_back(self.layers)
+        self._passes.note_put_back()
+        self._prompts.keep_stored()
+
+    def _drop_checkpoints_after(self, length: int) -> None:
+        """Drop the checkpoints of longer lengths, after which other tokens may come."""
+        for each in self.checkpoints:
+            if each > length:
+                self.drop_checkpoint(each)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """
+        Make sequence `i` what sequence `beam_idx[i]` was.
+
+        Raises:
+            IndexError: there are fewer sequences; nothing has changed then.
+        """
+        if beam_idx.device.type == "cpu" and (sequences := self._sequences()) is not None:
+            sequences.index_select(0, beam_idx)  # elsewhere this check would wait for the device
+        self._prompts.note_reordered()
+        self._reorder("reorder_cache", beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """
+        Keep the sequences that `indices` (integers or a boolean mask) selects, in that order.
+
+        Raises:
+            IndexError: there are fewer sequences, or it is neither; nothing has changed then.
+        """
+        sequences = self._sequences()
+        if sequences is not None:
+            self._reorder("batch_select_indices", sequences[torch.as_tensor(indices, device="cpu")])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """
+        Repeat every sequence `repeats` times, side by side.
+
+        Where layers are attended to on the CPU, or are in full precision, the copies share all whole blocks of 64
+        tokens: these are stored once, and a decode step reads them once. docs/continuations.md says what is copied.
+
+        Raises:
+            HostMemoryError: host memory would not suffice; nothing has changed then.
+            ValueError: `repeats` is negative.
+        """
+        if repeats < 0:
+            raise ValueError(f"Sequences cannot be repeated {repeats} times: pass a number of at least 0.")
+        if repeats > 1:
+            copied = f"{repeats} copies of {self._contents.num_tokens:,} tokens need"
+            self._contents.require_room_for_copies(repeats, copied, are_shared=True)
+        with self._contents.changing("batch_repeat_interleave"):
+            for layer in self._contents.ours:
+                layer.batch_repeat_interleave(repeats)
+            for layer in self._contents.theirs:
+                if (number := num_sequences_of(layer)) is not None:
+                    layer.reorder_cache(torch.arange(number).repeat_interleave(repeats))
+            self._change_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def _sequences(self) -> torch.Tensor | None:
+        """Return the indices of the sequences of a cache that is whole; `None` if none are stored."""
+        self._contents.require_whole()
+        held = num_sequences([*self._contents.ours, *self._contents.theirs])
+        return None if held is None else torch.arange(held)
+
+    def _reorder(self, operation: str, indices: torch.Tensor) -> None:
+        with self._contents.changing(operation):
+            super().reorder_cache(indices)  # type: ignore[arg-type]
+            self._change_rows(lambda rows: rows[indices.cpu()])
+
+    def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let checkpoints and known tokens follow a change of sequences, of which `change` makes rows."""
+        for checkpoint in self._contents.checkpoints.values():
+            checkpoint.sequences = change(checkpoint.sequences)
+        self._prompts.change_rows(change)
 
     def drop_unfinished(self) -> None:
         """
@@ -382,21 +622,27 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
 
     def reset(self) -> None:
         """Forget all tokens and checkpoints and give their memory back; the cache can be used again."""
-        self._contents.checkpoints.drop_after(0)  # first: after an interruption other tokens may come
+        self._contents.checkpoints.clear()  # first: after an interruption other tokens may come
         super().reset()
-        self._contents.forget()
+        for layer in self.layers:
+            forget_states_of(layer)
+        stores = self._stores
+        stores.take_seen_queries({})
+        stores.unfinished = None
+        stores.attention.reset()
+        if stores.cpu_fraction is not None:
+            stores.cpu_fraction.reset()
         self._passes.reset()
-        self._prompts.token_ids = None
-        self._image_positions.reset()
+        self._prompts.reset()
         self.stats.clear()
 
     def require_prefix(self, token_ids: torch.Tensor) -> None:
         """
         Check that a prompt begins with the tokens that are stored, as far as it is known which these are.
 
-        They are known after `prefill`, after `load` of a file that has them, after `note_tokens`, and of the prompts of
-        `generate` that began with an empty cache, or continued known tokens. `generate` checks them once a call. Of an
-        answer it is known which tokens it has once a prompt contains it.
+        They are known after `prefill`, `note_tokens`, `load` of a file that has them, and `generate` with an empty
+        cache, or one that held known tokens. `generate` checks its prompt by itself. The tokens of an answer are known
+        once a prompt contains it.
 
         Args:
             token_ids: of the whole prompt, `[batch, tokens]`.
@@ -419,7 +665,7 @@ class HybridCache(GoingBack, ChangingSequences, metaclass=ClassOfCaches):
 
     def __deepcopy__(self, memo: dict) -> "HybridCache":
         self._contents.require_whole()
-        require_room_for_copies(self._contents, 2, f"A copy of {self._contents.num_tokens:,} tokens needs")
+        self._contents.require_room_for_copies(2, f"A copy of {self._contents.num_tokens:,} tokens needs")
         memo[id(self)] = twin = type(self).__new__(type(self))
         memo[id(self._stores.config)] = self._stores.config  # the model's: its attention may be set to another one
         vars(twin).update(copy.deepcopy(vars(self), memo))
@@ -456,21 +702,20 @@ def fill_from_file(
         HostMemoryError: host memory would not suffice.
     """
     stores = cache._stores
-    with opened_for(config, path, token_ids) as file:
-        saved, asked_for, before = file.codecs, stores.asked_codecs, stores.codecs
-        forms = [{index: str(codec) for index, codec in each.items()} for each in (saved, asked_for)]
-        same = saved.keys() == asked_for.keys()
-        if not same or not all(is_form_of(codec, asked_for[index]) for index, codec in saved.items()):
-            differing = [index for index in sorted({*saved, *asked_for}) if forms[0].get(index) != forms[1].get(index)]
-            index = differing[0] if differing else min(asked_for)
-            there, here = (form.get(index, "in full precision") for form in forms)
-            raise CacheFileError(
-                path,
-                f"is of a cache that is quantized in another way: layer {index} is {there} there and {here} here. "
-                "Pass a cache of its form.",
-            )
+    with CacheFile(path) as file:
+        require_fit(file, config, token_ids)
+        for index in sorted({*file.codecs, *stores.asked_codecs}):
+            there, here = file.codecs.get(index), stores.asked_codecs.get(index)
+            if there is None or here is None or not is_form_of(there, here):
+                forms = ("in full precision" if each is None else str(each) for each in (there, here))
+                raise CacheFileError(
+                    path,
+                    f"is of a cache that is quantized in another way: layer {index} is {' there and '.join(forms)} "
+                    "here. Pass a cache of its form.",
+                )
+        before = stores.codecs
         try:
-            stores.take_codecs(saved)
+            stores.take_codecs(file.codecs)
             cache._take(file, conversion(file, dtype, dtype, mmap=False), device)
         except BaseException:
             cache.reset()

@@ -3,21 +3,22 @@
 import copy
 import inspect
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache import HybridCache
 from ..cache_argument import CACHE_ARGUMENT, passed_cache
 from ..custom_generate import arguments_kept_back, loop_of
 from ..weights import Width, chosen_experts_if_any
-from .movable_weights import HOST, HostCopy, MovableWeights
-from .phase_switch import PhaseSwitch, on_device
-from .plain_weights import require_plain_weights
+from .moving import HOST, HostCopies, MovableWeights, PhaseSwitch, copy_to_host, digest_of_weights, on_device
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Of weights, and of the indices and masks that ordinary models keep beside them.
+_PLAIN_DTYPES = (*DTYPES, torch.int64, torch.bool)
 OTHERWISE = "or leave out custom_generate to decode where the model is."
 AS_THEY_ARE = "or pass custom_generate=DecodeOnCPU() without options to decode with the weights as they are."
 
@@ -34,15 +35,13 @@ class DecodeOnCPU:
     moved if the model is on the CPU already. transformers passes no tokenizer to a `custom_generate`: instead of
     `stop_strings` pass `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
-    At the end, also after an exception or Ctrl-C, model and cache are back where they were. With `restore=False` they
-    are on the CPU, unless the call ended before the prefill did. If the device has no room for them any more, they
-    stay on the CPU, with a warning. Outputs are on the device of the inputs. After an exception the cache holds the
-    tokens computed so far, as after an exception in `generate`.
+    At the end, also after an exception or Ctrl-C, model and cache are back where they were. If the device has no room
+    for them any more, they stay on the CPU, with a warning. Outputs are on the device of the inputs. After an exception
+    the cache holds the tokens computed so far, as after an exception in `generate`.
 
     Args:
         dtype: of weights, keys and values on the CPU; `None` for the model's. The weights come back exactly as they
             were. Keys and values are converted there and back.
-        restore: bring model and cache back to the device.
         keep_weights: keep the host's copies of the weights for the next call of this object, as long as the model
             lives and its weights do not change.
         weights: bits of a weight on the CPU, 8 or 4, for the weights that `quantize_weights` quantizes; `None` for the
@@ -51,7 +50,7 @@ class DecodeOnCPU:
 
     Raises:
         TypeError: an argument has the wrong type, or `cache` is not one of this package's caches.
-        ValueError: options contradict each other; the model cannot be decoded on the CPU (an encoder-decoder, weights
+        ValueError: `weights` is another number; the model cannot be decoded on the CPU (an encoder-decoder, weights
             that are quantized, sharded or managed by accelerate, flash attention, `use_cache=False`); or none of its
             weights can be quantized.
         HostMemoryError: host memory would not suffice; nothing has been moved then.
@@ -66,10 +65,11 @@ class DecodeOnCPU:
     """
 
     dtype: torch.dtype | None = None
-    restore: bool = True
+    _: KW_ONLY
     keep_weights: bool = False
     weights: int | None = None
-    _kept: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, HostCopy]] = field(
+    # By model: what its weights were, and their copies.
+    _kept: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, HostCopies]] = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
@@ -81,14 +81,8 @@ class DecodeOnCPU:
             )
         if self.weights is not None:
             object.__setattr__(self, "weights", Width.checked(self.weights, name="weights").bits)
-        for name in ("restore", "keep_weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.keep_weights and not self.restore:
-            raise ValueError(
-                "keep_weights=True keeps copies for when the weights are back on their device, and with restore=False "
-                "they never are. Use one of the two."
-            )
+        if not isinstance(self.keep_weights, bool):
+            raise TypeError(f"keep_weights must be True or False, got {self.keep_weights!r}.")
 
     def __call__(
         self,
@@ -103,24 +97,7 @@ class DecodeOnCPU:
         assistant_model: PreTrainedModel | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """
-        Run the decoding loop; `generate` calls this with the arguments that it has prepared.
-
-        Args:
-            model: the model that generates.
-            input_ids: the prompt, `[sequences, tokens]`, repeated for beams.
-            logits_processor: changes the logits.
-            stopping_criteria: ends sequences.
-            generation_config: the other options.
-            synced_gpus: refused if true.
-            streamer: gets the new tokens.
-            inputs_tensor: the prompt before it was repeated.
-            assistant_model: drafts tokens.
-            **model_kwargs: arguments of the model: cache, attention mask, ...
-
-        Returns:
-            What `generate` returns, on the device of `input_ids`.
-        """
+        """Run the decoding loop; `generate` calls this with the arguments that it has prepared."""
         kept_back = arguments_kept_back()
         synced_gpus = synced_gpus or bool(kept_back.get("synced_gpus"))
         streamer = kept_back.get("streamer") if streamer is None else streamer
@@ -148,10 +125,8 @@ class DecodeOnCPU:
                 output = loop(model, **inputs)
         else:
             _require_movable(model)
-            kept = self._kept.setdefault(model, {}) if self.keep_weights else None
-            width = None if self.weights is None else Width.checked(self.weights)
-            weights = MovableWeights(model, dtype, self.restore, kept, width)
-            switch = PhaseSwitch(model, cache, weights, dtype, self.restore, prompt_length)
+            weights = MovableWeights(model, self._copies(model, dtype))
+            switch = PhaseSwitch(model, cache, weights, dtype, prompt_length)
             with chosen_experts_if_any(model):
                 output = switch.run(loop, inputs)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -159,6 +134,19 @@ class DecodeOnCPU:
         known = sequences if generation_config.num_beams == 1 else input_ids
         cache.note_tokens(known if is_whole else None)
         return on_device(output, caller)
+
+    def _copies(self, model: PreTrainedModel, dtype: torch.dtype | None) -> HostCopies:
+        """Copy the weights to host memory, or return what an earlier call has kept of weights that did not change."""
+        width = None if self.weights is None else Width.checked(self.weights)
+        if not self.keep_weights:
+            return copy_to_host(model, dtype, width)
+        digest = digest_of_weights(model)
+        kept_digest, copies = self._kept.pop(model, (None, None))
+        if copies is None or digest != kept_digest:
+            del copies  # before there are others
+            copies = copy_to_host(model, dtype, width)
+        self._kept[model] = digest, copies
+        return copies
 
 
 class _ProcessorsOn(LogitsProcessorList):
@@ -210,13 +198,7 @@ def _require_vocabulary_of(assistant_model: PreTrainedModel, model: PreTrainedMo
 
 
 def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_gpus: bool) -> HybridCache:
-    """
-    The cache that was passed to `generate`.
-
-    Raises:
-        TypeError: it is not one of this package's.
-        ValueError: the model is an encoder-decoder, `use_cache=False`, or several processes generate together.
-    """
+    """Return the cache that was passed to `generate`, if the model can be decoded with it."""
     cache = passed_cache(model_kwargs)
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -238,22 +220,53 @@ def _checked_cache(model: PreTrainedModel, model_kwargs: dict[str, Any], synced_
 
 
 def _require_movable(model: Any) -> None:
-    """
-    Check that the model's weights can be moved, and computed with on the CPU.
-
-    Raises:
-        ValueError: they are managed by accelerate, quantized, sharded or on several devices, or attention is flash
-            attention.
-    """
+    """Raise a `ValueError` if the weights cannot be moved, or the model cannot be computed on the CPU."""
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise ValueError(
             "accelerate manages where this model's weights are (several devices, or offloading). Load it onto one "
             f"device, such as device_map='cuda:0', {OTHERWISE}"
         )
-    require_plain_weights(model, AS_THEY_ARE if model.device.type == "cpu" else OTHERWISE)
+    weights, way_out = _weights_not_plain(model)
+    if weights:
+        otherwise = AS_THEY_ARE if model.device.type == "cpu" else OTHERWISE
+        raise ValueError(f"{weights} cannot be moved or converted. Load the model {way_out}, {otherwise}")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise ValueError(f"Weights are on {' and '.join(devices)}. Move the model to one device, {OTHERWISE}")
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention is not None and "flash" in attention:
         raise ValueError(f"{attention} runs only on GPUs. Use model.set_attn_implementation('sdpa'), {OTHERWISE}")
+
+
+def _weights_not_plain(model: Any) -> tuple[str, str]:
+    """
+    Describe weights that are not plain tensors of numbers, and say what to load instead; empty strings if all are.
+
+    Where another library has quantized weights, their scales do not move along, and some modules pack them again for
+    the device that they compute on. Such a model need not have a mark of the library.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = getattr(quantizer, "quantization_config", None)
+    # The quantizer of a GGUF file stays with the weights that it has dequantized.
+    if quantizer is not None and getattr(config, "quant_method", None) != "gguf":
+        return f"Quantized weights ({type(config).__name__})", "unquantized"
+    tensors = (*model.parameters(), *model.buffers())
+    # bitsandbytes has parameters of its own over plain data.
+    kinds = {kind for tensor in tensors for kind in (type(tensor), type(tensor.data))} - {torch.Tensor, nn.Parameter}
+    if kinds:
+        return f"Weights of type {', '.join(sorted(kind.__name__ for kind in kinds))}", "with plain tensors"
+    # Last, because packed modules unpack their weights for a state dict, or refuse.
+    in_checkpoint = model.state_dict(keep_vars=True)
+    known = {id(tensor) for tensor in tensors}
+    hidden = next((name for name, value in in_checkpoint.items() if id(value) not in known), None)
+    if hidden is not None:
+        modules = dict(model.named_modules())
+        while hidden not in modules:
+            hidden = hidden.rpartition(".")[0]
+        holder = type(modules[hidden])
+        return (
+            f"Weights that {holder.__module__}.{holder.__qualname__} keeps beside parameters and buffers",
+            "unquantized",
+        )
+    codes = {str(tensor.dtype) for tensor in in_checkpoint.values() if tensor.dtype not in _PLAIN_DTYPES}
+    return (f"Weights of type {', '.join(sorted(codes))}", "unquantized") if codes else ("", "")

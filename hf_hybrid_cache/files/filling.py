@@ -8,7 +8,7 @@ import torch
 
 from ..codecs import described_codec
 from ..layers import HybridLayer
-from ..storage import HostBlocks, KVCodec, Part, Run, SeenQueries, ShardedStore, require_host_bytes
+from ..storage import HostBlocks, KVCodec, SeenQueries, ShardedStore, Store, require_host_bytes
 from .description import DTYPES, TAILS, SavedLayers, States
 from .layers import bytes_of, forms_of, role_names
 from .tensor_file import Row, TensorFile, TensorForm
@@ -108,7 +108,7 @@ class Filling:
         return [(self.targets, slice(None))]
 
     def _place_states(self, index: int, layer: HybridLayer, states: States) -> Callable[[], None]:
-        """Make the segments of a layer of ours; return what puts them into its store."""
+        """Make runs for the states of a layer of ours; return what puts them into its store."""
         entries, store = self.entries(states), layer.start(states.shape_on(self._device_of(states.device)))
         stores = {"": store}
         if states.is_shared:
@@ -133,34 +133,41 @@ class Filling:
                 raise ValueError(f"layer {index} has {packed:,} quantized blocks, and no codec was chosen for them")
         if isinstance(store, ShardedStore):
             store.expect(entries)
-        parts = {f"{prefix}{name}": part for prefix, each in stores.items() for name, part in each.parts().items()}
-        if parts.keys() != entries.keys():
+        parts = [f"{prefix}{part}" for prefix, each in stores.items() for part in each.entries()]
+        if set(parts) != entries.keys():
             raise ValueError(f"layer {index} has {', '.join(entries)} instead of {', '.join(parts)}")
-        filled = {name: self._place_part(index, layer, name, part, entries[name]) for name, part in parts.items()}
+        runs = {
+            prefix: {part: self._place_part(index, layer, each, prefix, part, entries) for part in each.entries()}
+            for prefix, each in stores.items()
+        }
 
         def take() -> None:
             for prefix, each in stores.items():
                 if not isinstance(each, ShardedStore):
-                    each.take_parts({name: filled[f"{prefix}{name}"] for name in each.parts()})
+                    each.take(runs[prefix])
             if TAILS in stores:
                 layer.continue_with(stores[TAILS])
 
         return take
 
-    def _place_part(self, index: int, layer: HybridLayer, name: str, part: Part, num_entries: int) -> Run:
-        """Make the segment of a part, and let its rows be targets."""
-        store, names, are_kept = layer.store, role_names(index, name), None
-        host = part.own_segment or HostBlocks.like(part.form, num_entries)
-        is_made = isinstance(store, ShardedStore)
+    def _place_part(
+        self, index: int, layer: HybridLayer, store: Store, prefix: str, part: str, entries: Mapping[str, int]
+    ) -> HostBlocks:
+        """Make the run of a part of a store, and let its rows be targets."""
+        name, are_kept = prefix + part, None
+        names, num_entries = role_names(index, name), entries[name]
+        host, is_made = store.run_for(part, num_entries), isinstance(store, ShardedStore)
         if isinstance(store, ShardedStore) and not self.are_shards:
-            are_kept = store.own_rows(store.shared_parts()[name])
+            are_kept = store.own_rows(part)
         # Shapes are compared before memory is taken.
         forms = forms_of(host, host.num_entries if is_made and self.are_shards else num_entries)
         shares = [self.shares(index, name, *each) for each in zip(names, forms, strict=True)]
         if self._mmap:
             placed = self._file.tensors(f"layers.{index}")
             keys, values = (self._file.place_of(placed[each]) for each in names)
-            in_part = layer.always_chooses and f"index.{index}" in self._file.sections
+            # Attention of few queries then reads a part of the pages, however large the part is.
+            always_chooses = layer.selection is not None and layer.selection.most == 1
+            in_part = always_chooses and f"index.{index}" in self._file.sections
             is_made = host.map_rows(self._file.fileno(), (keys, values), num_entries, in_part)
             self.mapped.update(names if is_made else ())
         if not is_made:

@@ -15,7 +15,7 @@ import torch
 
 from ..codecs import weights_of
 from ..layers import HybridLayer, LayerStores
-from ..storage import AnyStore, HostBlocks, Part, ShardedStore
+from ..storage import AnyStore, HostBlocks, ShardedStore, SharedPrefix, Store
 from .description import TAILS, LayerDescription, States
 from .tensor_file import Section, TensorForm, dtype_name
 
@@ -33,10 +33,16 @@ def role_names(index: int, part: str) -> list[str]:
     return [f"layers.{index}/{part}.{role}" for role in ROLES]
 
 
-def forms_of(segment: HostBlocks, num_entries: int) -> list[TensorForm]:
-    """Return the forms of keys and values in a file, as a segment in host memory has them."""
-    buffers = segment.keys, segment.values
-    return [_form_of(each.dtype, each.stored_shape(num_entries)) for each in buffers]
+def stores_of(store: AnyStore | None) -> dict[str, Store]:
+    """Return the stores of a layer, by what the names of their parts begin with."""
+    if isinstance(store, SharedPrefix):
+        return {"": store.prefix, TAILS: store.tails}
+    return {} if store is None else {"": store}
+
+
+def forms_of(run: HostBlocks, num_entries: int) -> list[TensorForm]:
+    """Return the forms of keys and values in a file, as a run in host memory has them."""
+    return [_form_of(each.dtype, each.stored_shape(num_entries)) for each in (run.keys, run.values)]
 
 
 def described_layer(layer: Any) -> LayerDescription:
@@ -48,9 +54,10 @@ def described_layer(layer: Any) -> LayerDescription:
     if store is None:
         return LayerDescription(name)
     if isinstance(store, ShardedStore):
-        entries = {name: part.entries for name, part in store.shared_parts().items()}
+        entries = store.entries_together()
     else:
-        entries = {name: part.num_entries for name, part in _parts_of(store).items()}
+        stores = stores_of(store).items()
+        entries = {f"{prefix}{part}": number for prefix, each in stores for part, number in each.entries().items()}
     batch, heads, key_dim, value_dim, keys, values, device = store.shape
     sizes = batch, store.indexed.shape.batch, heads, key_dim, value_dim
     return LayerDescription(name, States(*sizes, dtype_name(keys), dtype_name(values), str(device), entries))
@@ -60,27 +67,30 @@ def layer_section(index: int, layer: Any) -> Section:
     """Return the section of all that a layer holds; of shards all processes make the bytes together."""
     if not isinstance(layer, HybridLayer):
         return tensor_section(f"layers.{index}", tensors_by_name(layer))
-    store, forms = layer.store, dict[str, TensorForm]()
+    store = layer.store
     if not isinstance(store, ShardedStore):
-        return rows_section(index, {} if store is None else _parts_of(store), {})
-    parts = store.shared_parts()
-    for name, part in parts.items():
-        forms |= zip(role_names(index, name), forms_of(part.segment, part.entries), strict=True)
-    both = [(part, role) for part in parts.values() for role in range(len(ROLES))]
+        return rows_section(index, stores_of(store), {})
+    forms, both = dict[str, TensorForm](), list[tuple[str, int]]()
+    for part, number in store.entries_together().items():
+        forms |= zip(role_names(index, part), forms_of(store.run_for(part, 0), number), strict=True)
+        both += [(part, role) for role in range(len(ROLES))]
     return Section(f"layers.{index}", forms, lambda: (map(bytes_of, store.rows_together(*each)) for each in both))
 
 
-def rows_section(index: int, parts: Mapping[str, Part], firsts: Mapping[str, int]) -> Section:
-    """Return the section of a layer's parts, each from its first entry in `firsts` on, which begins a row."""
-    forms: dict[str, TensorForm] = {}
-    for name, part in parts.items():
-        segment = part.form if isinstance(part.form, HostBlocks) else HostBlocks.like(part.form)
-        num_entries = part.num_entries - firsts.get(name, 0)
-        forms |= zip(role_names(index, name), forms_of(segment, num_entries), strict=True)
+def rows_section(index: int, stores: Mapping[str, Store], firsts: Mapping[str, int]) -> Section:
+    """Return the section of what stores hold, of each part from its first entry in `firsts` on, which begins a row."""
+    forms, parts = dict[str, TensorForm](), list[tuple[Store, str, int]]()
+    for prefix, store in stores.items():
+        for part, number in store.entries().items():
+            first = firsts.get(part, 0)
+            forms |= zip(
+                role_names(index, prefix + part), forms_of(store.run_for(part, 0), number - first), strict=True
+            )
+            parts.append((store, part, first))
 
     def data() -> Iterator[Iterable[memoryview]]:
-        for name, part in parts.items():
-            yield from ([bytes_of(rows)] for rows in part.rows_from(firsts.get(name, 0)))
+        for store, part, first in parts:
+            yield from ([bytes_of(each)] for each in store.rows(part, first))
 
     return Section(f"layers.{index}", forms, data)
 
@@ -105,12 +115,12 @@ def index_section(index: int, layer: Any) -> Section:
 
 def index_of(layer: Any) -> tuple[Any, Any, TensorForm] | None:
     """Return a layer's key index, the store that it is of, and its form in a file; `None` where there is none."""
-    of_keys = layer.index if isinstance(layer, HybridLayer) and layer.store is not None else None
+    selection = layer.selection if isinstance(layer, HybridLayer) and layer.store is not None else None
     # The index of the middle is not that of the whole.
-    if of_keys is None or layer.store.indexed.ends is not None:
+    if selection is None or layer.store.indexed.ends is not None:
         return None
     store = layer.store.indexed
-    return of_keys, store, _form_of(torch.uint8, of_keys.form(store))
+    return selection.index, store, _form_of(torch.uint8, selection.index.form(store))
 
 
 def tensor_section(name: str, tensors: Mapping[str, torch.Tensor]) -> Section:
@@ -128,13 +138,6 @@ def tensors_by_name(layer: Any) -> dict[str, torch.Tensor]:
 
 def _form_of(dtype: torch.dtype, shape: Iterable[int]) -> TensorForm:
     return TensorForm(dtype_name(dtype), tuple(shape))
-
-
-def _parts_of(store: AnyStore) -> dict[str, Part]:
-    """Return the parts of a store that one process has, by their names in a file."""
-    if not store.is_continued:
-        return store.parts()
-    return store.prefix.parts() | {f"{TAILS}{name}": part for name, part in store.tails.parts().items()}
 
 
 def _attributes_of(layer: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """One full-attention layer of a hybrid cache."""
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import MAX_QUERIES, KeyIndex, QuantizedAttention, handles_of, observed
+from ..attention import MAX_QUERIES, LayerSelection, QuantizedAttention, StoredAttention, handles_of, observed
 from ..storage import (
     GRANULE,
     AnyStore,
-    ChunkStore,
     KVShape,
     Pair,
     RecentStates,
@@ -19,7 +19,7 @@ from ..storage import (
     TokenBuffer,
 )
 from .errors import DeviceMemoryError, IncompleteCacheError
-from .layer_stores import LayerStores
+from .layer_stores import LayerStores, Place
 from .lent_states import LentStates
 
 # Largest number of tokens that assisted decoding checks at once.
@@ -36,10 +36,6 @@ class HybridLayer(CacheLayerMixin):
         layer_idx: index in the model, for messages.
         ordinal: index among the full-attention layers.
         stores: where the layer gets its store, once the first states tell their shape.
-
-    Attributes:
-        is_attended_on_cpu: whether the store is one for attention on the CPU.
-        is_attended_quantized: whether a kernel attends to its quantized blocks on the device of the model.
     """
 
     is_compileable = False
@@ -53,8 +49,8 @@ class HybridLayer(CacheLayerMixin):
         self._stores = stores
         self._selection = stores.selection_of(layer_idx)
         self._quantized_attention = QuantizedAttention()
-        self.is_attended_on_cpu = self.is_attended_quantized = False
         self._store: AnyStore | None = None
+        self._place: Place | None = None
         self._lent: LentStates | None = None
 
     @property
@@ -83,6 +79,11 @@ class HybridLayer(CacheLayerMixin):
         return self._store.shape
 
     @property
+    def is_attended_on_cpu(self) -> bool:
+        """Whether the store is, or was, one for attention on the CPU."""
+        return self._place is not None and self._place.on_cpu
+
+    @property
     def batch(self) -> int | None:
         """Number of sequences that are stored; `None` if none are."""
         return self._store.shape.batch if self._store is not None and self._store.num_tokens else None
@@ -93,9 +94,10 @@ class HybridLayer(CacheLayerMixin):
         All keys on the compute device, `[batch, num_kv_heads, tokens, head_dim]`; `None` before the first.
 
         They are a copy that the layer does not change. If operations of torch write to it in place, or other keys are
-        assigned, the next use of the layer stores that, as by `set`. After new tokens the copy is the caller's alone.
+        assigned, the layer stores that, as by `set`, when it is used next or another layer is read. After new tokens
+        the copy is the caller's alone.
         """
-        return self._lend(0)
+        return self._lend().get(0)
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
@@ -104,7 +106,7 @@ class HybridLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         """All values, like `keys`."""
-        return self._lend(1)
+        return self._lend().get(1)
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
@@ -128,38 +130,61 @@ class HybridLayer(CacheLayerMixin):
 
         The layer is unchanged after an error.
         """
+        peers = self._stores.peers
+        if peers is not None and self._store is not None:
+            self._lent = None
+            raise RuntimeError(
+                f"Layer {self.layer_idx} is shared by {peers.size} processes, and its states cannot be set, or edited "
+                "in place. Edit a cache without group=, save it, and load it with group=."
+            )
         self._require_states(keys, values)
         self._lent = None
-        old = self._usable_store()
-        self._require_own(old)
-        shape = KVShape.of(keys, values)
-        if old is None or old.shape != shape:
-            self._replace_store(shape, lambda new: new.extend(keys, values))
+        old, shape = self.usable_store(), KVShape.of(keys, values)
+        held = None if old is None or old.shape != shape else old.read()
+        first = 0 if held is None else _first_difference(held, (keys, values))
+        if old is None or held is None or (isinstance(old, SharedPrefix) and first < old.least_tokens):
+            self.start(shape, lambda new: new.add(keys, values))
             return
-        held = old.read()
-        first = _first_difference(held, (keys, values))
         if first == old.num_tokens == keys.shape[2]:
-            return
-        if old.is_continued and first < old.least_tokens:  # too few are left for a prefix
-            self._replace_store(shape, lambda new: new.extend(keys, values))
             return
         try:
             self._truncate(old, first)
-            old.extend(keys[:, :, first:], values[:, :, first:])
+            old.add(keys[:, :, first:], values[:, :, first:])
         except BaseException:
             if old.is_intact:
                 self._truncate(old, first)
-                old.extend(*(states[:, :, first:] for states in held))
+                old.add(held[0][:, :, first:], held[1][:, :, first:])
             raise
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.start(KVShape.of(key_states, value_states))
 
-    def start(self, shape: KVShape) -> Store:
-        """Make the layer's store, empty, for states of this shape."""
-        store, is_attended_on_cpu = self._make_store(shape)
-        self._adopt(store, is_attended_on_cpu)
-        return store
+    def start(self, shape: KVShape, fill: Callable[[Store], object] = lambda new: None) -> Store:
+        """Make the layer's store for states of this shape, which `fill` fills, in the place of one that there is."""
+        stores, old = self._stores, self._store
+        place = stores.place_of(self.layer_idx, self._ordinal, shape)
+        if place.on_cpu:
+            assert shape.element is not None
+            stores.attention.prepare(shape.element, place.choice is not None, self._selection is not None)
+        new = place.make(shape)
+        try:
+            fill(new)
+        except BaseException:
+            new.close()
+            raise
+        # Nothing is called between these, so that no interruption comes between them.
+        self._lent, self._store, self._place = None, new, place
+        if self._selection is not None:
+            self._selection.reset()
+        if old is not None:
+            old.close()
+        return new
+
+    def _move(self, shape: KVShape) -> None:
+        """Move the stored states to a store for `shape`."""
+        old = self._store
+        assert old is not None
+        self.start(shape, lambda new: new.take_from(old))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -188,88 +213,82 @@ class HybridLayer(CacheLayerMixin):
         After any error the layer holds the tokens of before, or the new ones too, or the next use raises
         `IncompleteCacheError`.
         """
-        self._usable_store()
+        self.usable_store()
         self._lent = None
         key_states, value_states = self.fitting(key_states, value_states)
-        self._stores.note_pass(self._ordinal)
+        stores = self._stores
+        if self._ordinal == 0 or stores.thread != get_ident():
+            stores.note_pass(self._ordinal)
         if self._store is None:
             self.lazy_initialization(key_states, value_states)
         assert self._store is not None
-        needs_states = self._stores.needs_states
-        if self.is_attended_on_cpu or self._store.is_continued:  # where it is
-            if needs_states:
-                what = f"attn_implementation={self._stores.implementation!r}"
-                self._stores.attention.decline(what, self._store.num_tokens)
-            if self._stores.attention.is_declined:
+        assert self._place is not None
+        if self._place.on_cpu or isinstance(self._store, SharedPrefix):  # where it is
+            if stores.needs_states:
+                stores.attention.decline(f"attn_implementation={stores.implementation!r}", self._store.num_tokens)
+            if stores.attention.is_declined:
                 self._move(self._store.shape)
-        store = self._store
+        store, new_tokens = self._store, key_states.shape[2]
         watched = store if store.wants_queries else None
         if watched is not None:
-            self._stores.note_holding(watched)
-        are_few = key_states.shape[2] <= _FEW_TOKENS
-        as_handles = not needs_states and (store.num_tokens > 0 or self._takes_prompts(store))
-        chunk = None if needs_states else self._chunk_to_quantize(store, key_states, value_states)
-        if chunk is not None and store.num_tokens > 0:
-            store.extend(key_states, value_states)
-            return handles_of(chunk, self._stores.attention)
-        if as_handles and self.is_attended_on_cpu and (are_few or store.streamed is None):
-            self._store_for_cpu(store, key_states, value_states)
-            return handles_of(store, self._stores.attention, self._selection)
+            stores.note_waiting(watched)
+        if self._place.on_cpu and not stores.needs_states:
+            if new_tokens > _FEW_TOKENS and isinstance(store, Store) and self._keeps_chunk(store, new_tokens):
+                return handles_of(store, stores.attention, self._selection, store.add_chunk(key_states, value_states))
+            takes_handles = store.num_tokens > 0 or stores.attention.takes_prompts(store)
+            if takes_handles and (new_tokens <= _FEW_TOKENS or store.streamed is None):
+                self._add_for_cpu(store, key_states, value_states)
+                return handles_of(store, stores.attention, self._selection)
+        attention = self._attention_on_device(store, new_tokens)
         try:
-            in_segments = store.is_continued or (are_few and self._is_attended_in_segments(store, key_states.shape[2]))
-            if as_handles and in_segments:
-                store.stage(key_states, value_states)
-                return handles_of(store, self._stores.attention)
-            if as_handles and are_few and self._is_attended_quantized_now(store):
-                store.stage(key_states, value_states)
-                return handles_of(store, self._quantized_attention)
+            if attention is not None:
+                store.add(key_states, value_states, on_device=True)
+                return handles_of(store, attention)
             keys, values = store.append(key_states, value_states)
-            if chunk is not None:
-                return handles_of(chunk, self._stores.attention)
-            return (keys if watched is None or needs_states else observed(keys, watched.observe)), values
         except torch.OutOfMemoryError as error:
-            raise self._device_memory_error(key_states.shape[2], error) from error
+            raise self._device_memory_error(new_tokens, error) from error
+        return (keys if watched is None or stores.needs_states else observed(keys, watched.observe)), values
 
-    def _is_attended_quantized_now(self, store: AnyStore) -> bool:
-        """Return whether a kernel on the device attends to all of the store, quantized as it is."""
-        in_one_place = not store.is_continued and store.ends is None
-        return in_one_place and self.is_attended_quantized and not self._quantized_attention.is_declined
-
-    def _takes_prompts(self, store: AnyStore) -> bool:
-        """Return whether attention of the first tokens runs over the store, too."""
-        return self.is_attended_on_cpu and self._stores.attention.takes_prompts(store)
-
-    def _chunk_to_quantize(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> ChunkStore | None:
-        """Return new tokens to attend to in full precision, if `store`, which takes them next, quantizes them."""
-        if store.is_continued or (store.num_tokens and not self._stores.sees_as_alone):
+    def _attention_on_device(self, store: AnyStore, new_tokens: int) -> StoredAttention | QuantizedAttention | None:
+        """Return what attends to the tokens where they are on the device; `None` if they are put together for it."""
+        attention = self._stores.attention
+        if self._stores.needs_states or not store.num_tokens:
             return None
-        fewest = MAX_QUERIES if store.num_tokens else _FEW_TOKENS
-        takes_chunks = (
-            self.is_attended_on_cpu
-            and keys.shape[2] > fewest
-            and store.quantized is not None
-            and not store.pending_bytes
+        if isinstance(store, SharedPrefix):
+            return attention
+        assert self._place is not None
+        if new_tokens > _FEW_TOKENS or self._place.on_cpu:
+            return None
+        if store.layout.device_tokens and store.layout.after(store.num_tokens + new_tokens).host_tokens:
+            return None if attention.is_declined else attention
+        takes_codes = self._place.on_codes and store.ends is None and not self._quantized_attention.is_declined
+        return self._quantized_attention if takes_codes else None
+
+    def _keeps_chunk(self, store: Store, new_tokens: int) -> bool:
+        """Return whether new tokens are attended to in full precision by a kernel, though the store packs them."""
+        return (
+            store.packed is not None
+            and (not store.num_tokens or (self._stores.sees_as_alone and new_tokens > MAX_QUERIES))
+            and not store.waits
             and store.ends is None
             and store.streamed is None
             and self._stores.peers is None
             and store.shape.device.type == "cpu"
             and self._stores.attention.has_kernel_for_many(store.shape)
         )
-        return ChunkStore(store, keys, values) if takes_chunks else None
 
-    def _store_for_cpu(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states for attention on the CPU to all or a part of the tokens in host memory."""
-        held = store.num_tokens
-        has_middle = store.layout.after(held + keys.shape[2]).host_tokens > 0
-        if has_middle and store.cpu_fraction is not None and store.cpu_fraction.fraction < 1:
+    def _add_for_cpu(self, store: AnyStore, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new states to which the CPU attends, beside the device if there is a fraction for each."""
+        fraction, held = store.cpu_fraction, store.num_tokens
+        if fraction is not None and fraction.fraction < 1 and store.layout.after(held + keys.shape[2]).host_tokens:
             try:
-                store.stage(keys, values)
+                store.add(keys, values, on_device=True)
                 return
             except torch.OutOfMemoryError:
                 if store.num_tokens != held or not store.is_intact:
                     raise
-                store.cpu_fraction.give_up_streaming(held)
-        store.extend(keys, values)
+                fraction.give_up_streaming(held)
+        store.add(keys, values)
 
     def get_seq_length(self) -> int:
         lent, store = self._lent, self._store
@@ -293,15 +312,15 @@ class HybridLayer(CacheLayerMixin):
             ValueError: a positive number, which older versions of transformers took for the length to keep.
         """
         tokens_to_remove = checked_removal(tokens_to_remove, self.get_seq_length())
-        store = self._usable_store()
+        store = self.usable_store()
         if store is not None:
             self._lent = None
             self._truncate(store, max(0, store.num_tokens + tokens_to_remove))
 
     def recent_states(self) -> RecentStates | None:
         """Copy the states that later tokens would quantize; `None` if the layer is not quantized, or empty."""
-        store = self._usable_store()
-        return store.recent_states() if store is not None and self._stores.is_quantized(self.layer_idx) else None
+        store = self.usable_store()
+        return None if store is None or store.indexed.codec is None else store.recent_states()
 
     def go_back(self, num_tokens: int, recent: RecentStates | None) -> None:
         """
@@ -342,25 +361,32 @@ class HybridLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was."""
-        self._select_batch(beam_idx)
+        store = self.usable_store()
+        self._lent = None
+        if store is not None and store.num_tokens > 0:
+            of_indexed = store.indices_of_indexed(beam_idx) if isinstance(store, SharedPrefix) else beam_idx
+            if self._selection is None or of_indexed is None:
+                store.select(beam_idx)
+                return
+            with self._selection.index.following(of_indexed):
+                store.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times, side by side; they share whole blocks where `shares_copies`."""
-        store = self._usable_store()
+        store = self.usable_store()
         if store is None:
             return
-        if repeats > 1 and not store.is_continued and self.shares_copies:
+        if repeats > 1 and isinstance(store, Store) and self.shares_copies:
             self._lent = None
-            tails = self.make_tails(repeats * store.shape.batch)
-            self._adopt(SharedPrefix.continuing(store, tails), self.is_attended_on_cpu)
+            self._store = SharedPrefix.continuing(store, self.make_tails(repeats * store.shape.batch))
         else:
-            self._select_batch(torch.arange(store.shape.batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(store.shape.batch).repeat_interleave(repeats))
 
     def make_tails(self, batch: int) -> Store:
         """Make an empty store for the tokens of `batch` sequences that continue the stored ones."""
         assert self._store is not None
-        shape = self._store.shape._replace(batch=batch)
-        return self._stores.make(self.layer_idx, self._ordinal, shape, after_prefix=True)
+        assert self._place is not None
+        return self._place.make(self._store.shape._replace(batch=batch), after_prefix=True)
 
     def continue_with(self, tails: Store) -> None:
         """
@@ -372,27 +398,26 @@ class HybridLayer(CacheLayerMixin):
         """
         store = self._store
         assert store is not None
-        assert not store.is_continued
+        assert not isinstance(store, SharedPrefix)
         if store.num_tokens % GRANULE or tails.shape.batch % store.shape.batch:
             raise ValueError(f"{tails.shape} cannot follow {store.num_tokens:,} tokens of {store.shape}")
-        shared = SharedPrefix(store, tails)
-        if self.shares_copies:
-            self._adopt(shared, self.is_attended_on_cpu)
-        else:
-            self._replace_store(shared.shape, lambda new: new.take_from(shared))
+        shares_blocks = self.shares_copies
+        self._store = SharedPrefix(store, tails)
+        if not shares_blocks:
+            self._move(self._store.shape)
 
     @property
     def shares_copies(self) -> bool:
         """Whether copies of a sequence share its blocks."""
-        store = self._store
-        if store is None or store.is_continued:
-            return store is not None
-        return self._stores.can_be_continued(store, store.num_shareable, self.is_attended_on_cpu)
+        store, place = self._store, self._place
+        if store is None or place is None:
+            return False
+        return isinstance(store, SharedPrefix) or place.can_be_continued(store, store.num_shareable)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` (integers or a boolean mask) selects, in that order."""
         if self._store is not None:
-            self._select_batch(torch.arange(self._store.shape.batch)[torch.as_tensor(indices, device="cpu")])
+            self.reorder_cache(torch.arange(self._store.shape.batch)[torch.as_tensor(indices, device="cpu")])
 
     def buffers(self) -> Iterable[TokenBuffer]:
         """Return all buffers that hold memory for this layer alone."""
@@ -400,166 +425,21 @@ class HybridLayer(CacheLayerMixin):
         return *(() if store is None else store.buffers()), *index
 
     @property
-    def pending(self) -> tuple[Pair, ...]:
-        """Keys and values that wait until the codec is chosen, in pieces."""
-        store = self._store
-        return () if store is None else store.pending
+    def selection(self) -> LayerSelection | None:
+        """The selection by which attention chooses the pages to read; `None` if it reads all."""
+        selection = self._selection
+        is_used = selection is not None and not selection.reads_all and self.is_attended_on_cpu
+        return selection if is_used else None
 
-    @property
-    def index(self) -> KeyIndex | None:
-        """The index by which attention chooses the pages to read; `None` if it reads all."""
-        if self._selection is None or self._selection.reads_all or not self.is_attended_on_cpu:
-            return None
-        return self._selection.index
-
-    @property
-    def always_chooses(self) -> bool:
-        """Whether attention of few queries reads a part of the pages, however large the part is."""
-        return self.index is not None and self._selection is not None and self._selection.most == 1
-
-    def require_whole(self) -> None:
+    def usable_store(self) -> AnyStore | None:
         """
-        Check that nothing has ended a change of the cache half-way.
+        Return the store with the edits of a caller.
 
         Raises:
-            IncompleteCacheError: a change has ended half-way.
+            IncompleteCacheError: something has ended a change of it, or of the cache, half-way.
         """
-        self._usable_store()
-
-    def offload(self) -> None:
-        """Do nothing: the placement decides where a layer lives."""
-
-    def prefetch(self) -> None:
-        """Do nothing: a layer fetches those that follow it."""
-
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes that are kept because a caller may write to them."""
-        return 0 if self._lent is None else self._lent.held_bytes
-
-    @property
-    def is_lending(self) -> bool:
-        """Whether a caller has read states since tokens came."""
-        return self._lent is not None
-
-    def let_lent_go(self) -> None:
-        """Store the edits of a caller, and keep no memory for more."""
-        self.take_edits()
         if self._lent is not None:
-            self._lent.let_go()
-
-    def _lend(self, role: int) -> torch.Tensor | None:
-        """Return the keys (0) or the values (1), for a caller to keep or to edit."""
-        states = None if self._lent is None else self._lent.get(role)
-        if states is not None or (self._store is None and self._lent is not None):
-            return states
-        store = self._usable_store()
-        if store is None:
-            return None
-        with torch.inference_mode(False):
-            self._lent = LentStates(store.read_copy())
-        self._stores.recently_lent.note(self)
-        return self._lent.get(role)
-
-    def _assign(self, role: int, states: torch.Tensor | None) -> None:
-        if not isinstance(states, torch.Tensor) or states.dim() != 4:
-            given = list(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
-            raise ValueError(
-                f"Layer {self.layer_idx} takes keys and values [batch, num_kv_heads, tokens, head_dim], got {given}. "
-                "To forget them call reset()."
-            )
-        self._lend(role)
-        if self._lent is None:
-            self._lent = LentStates(None)
-            self._stores.recently_lent.note(self)
-        self._lent.assign(role, states)
-
-    def take_edits(self) -> None:
-        """
-        Store the edits of a caller: writes to states that were read, and assigned states.
-
-        Raises:
-            RuntimeError: the edited states are not there any more, or only keys or only values were assigned.
-            ValueError: keys and values do not fit each other, or there are no codes for some of them.
-        """
-        lent = self._lent
-        if lent is None or not lent.is_edited:
-            return
-        self._require_own(self._store)
-        stored = (None, None) if self._store is None else self._store.read()
-        keys, values = (lent.edited(role, states) for role, states in enumerate(stored))
-        if keys is None or values is None:
-            if lent.assigned_tokens is None:
-                self._lent = None
-            lost = "keys" if keys is None else "values"
-            raise RuntimeError(
-                f"Layer {self.layer_idx} was edited and has no {lost}: they were written to and are gone, or only the "
-                "others were assigned. Call layer.set(keys, values) with both."
-            )
-        self.set(keys, values)
-        if lent.assigned_tokens is None:
-            lent.forget_edits()
-            self._lent = lent
-
-    def _require_own(self, store: AnyStore | None) -> None:
-        if store is not None and self._stores.peers is not None:
-            self._lent = None
-            raise RuntimeError(
-                f"Layer {self.layer_idx} is shared by {self._stores.num_processes} processes, and its states cannot be "
-                "set, or edited in place. Edit a cache without group=, save it, and load it with group=."
-            )
-
-    def _truncate(self, store: AnyStore, num_tokens: int) -> None:
-        if store.is_continued and num_tokens < store.least_tokens:
-            states = store.read_prefix(num_tokens)
-            self._replace_store(store.shape, lambda new: new.extend(*states))
-            return
-        if self._selection is not None:
-            layout, tokens = store.indexed.layout, min(num_tokens, store.indexed.num_tokens)
-            self._selection.index.truncate(layout.cropped(tokens).host_tokens if layout.device_tokens else tokens)
-        store.truncate(num_tokens)
-
-    def _move(self, shape: KVShape) -> None:
-        """Move the stored states to a store for `shape`."""
-        old = self._store
-        assert old is not None
-        self._replace_store(shape, lambda new: new.take_from(old))
-
-    def _replace_store(self, shape: KVShape, fill: Callable[[Store], None]) -> None:
-        """Replace the store, if there is one, by a store for `shape` that `fill` fills."""
-        old = self._store
-        new, is_attended_on_cpu = self._make_store(shape)
-        try:
-            fill(new)
-        except BaseException:
-            new.close()
-            raise
-        self._lent = None
-        self._adopt(new, is_attended_on_cpu)
-        if self._selection is not None:
-            self._selection.reset()
-        if old is not None:
-            old.close()
-
-    def _make_store(self, shape: KVShape) -> tuple[Store, bool]:
-        """Make a store; return it, and whether attention to it runs on the CPU."""
-        on_cpu = self._stores.attends_on_cpu(self.layer_idx, self._ordinal, shape)
-        if on_cpu:
-            assert shape.element is not None
-            is_quantized, is_selected = self._stores.is_quantized(self.layer_idx), self._selection is not None
-            self._stores.attention.prepare(shape.element, is_quantized, is_selected)
-        return self._stores.make(self.layer_idx, self._ordinal, shape), on_cpu
-
-    def _adopt(self, store: AnyStore, is_attended_on_cpu: bool) -> None:
-        is_attended_quantized = self._stores.attends_quantized(self.layer_idx, self._ordinal, store.shape)
-        # Nothing is called between these, so that no interruption comes between them.
-        self._store = store
-        self.is_attended_on_cpu = is_attended_on_cpu
-        self.is_attended_quantized = is_attended_quantized
-
-    def _usable_store(self) -> AnyStore | None:
-        """Return the store if it is whole."""
-        self.take_edits()
+            self.take_edits()
         store = self._store
         if self._stores.unfinished is not None or (store is not None and not store.is_intact):
             raise IncompleteCacheError(
@@ -568,10 +448,69 @@ class HybridLayer(CacheLayerMixin):
             )
         return store
 
-    def _is_attended_in_segments(self, store: AnyStore, new_tokens: int) -> bool:
-        """Return whether the device attends in segments: to its own tokens, and to those streamed from host memory."""
-        attends_elsewhere = self.is_attended_on_cpu or self._stores.attention.is_declined
-        return not attends_elsewhere and store.layout.after(store.num_tokens + new_tokens).host_tokens > 0
+    def offload(self) -> None:
+        """Do nothing: the placement decides where a layer lives."""
+
+    def prefetch(self) -> None:
+        """Do nothing: a layer fetches those that follow it."""
+
+    def let_lent_go(self) -> None:
+        """Store the edits of a caller, and give up what was read where the caller has nothing of it."""
+        if self._lent is not None and self._lent.fit:
+            self.take_edits()
+        if self._lent is not None and not self._lent.is_edited and not self._lent.is_held:
+            self._lent = None
+
+    def _lend(self) -> LentStates:
+        """Return the states as a caller reads them, and may edit them."""
+        if self._lent is None:
+            store = self.usable_store()
+            self._stores.recently_lent.note(self)
+            with torch.inference_mode(False):
+                self._lent = LentStates(None if store is None else store.read_copy())
+        return self._lent
+
+    def _assign(self, role: int, states: torch.Tensor | None) -> None:
+        if not isinstance(states, torch.Tensor) or states.dim() != 4:
+            given = list(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
+            raise ValueError(
+                f"Layer {self.layer_idx} takes keys and values [batch, num_kv_heads, tokens, head_dim], got {given}. "
+                "To forget them call reset()."
+            )
+        self._lend().assign(role, states)
+
+    def take_edits(self) -> None:
+        """
+        Store the edits of a caller: writes to states that were read, and assigned states.
+
+        Raises:
+            RuntimeError: only keys or only values were assigned, and there are no others.
+            ValueError: keys and values do not fit each other, or there are no codes for some of them.
+        """
+        lent = self._lent
+        if lent is None or not lent.is_edited:
+            return
+        keys, values = lent.get(0), lent.get(1)
+        if keys is None or values is None:
+            lost = "keys" if keys is None else "values"
+            raise RuntimeError(
+                f"Layer {self.layer_idx} was edited and has no {lost}: only the others were assigned. Call "
+                "layer.set(keys, values) with both."
+            )
+        self.set(keys, values)
+        if lent.assigned_tokens is None:
+            lent.forget_edits()
+            self._lent = lent
+
+    def _truncate(self, store: AnyStore, num_tokens: int) -> None:
+        if isinstance(store, SharedPrefix) and num_tokens < store.least_tokens:
+            states = store.read_prefix(num_tokens)
+            self.start(store.shape, lambda new: new.add(*states))
+            return
+        if self._selection is not None:
+            layout, tokens = store.indexed.layout, min(num_tokens, store.indexed.num_tokens)
+            self._selection.index.truncate(layout.cropped(tokens).host_tokens if layout.device_tokens else tokens)
+        store.truncate(num_tokens)
 
     def _device_memory_error(self, new_tokens: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         assert self._store is not None
@@ -584,17 +523,6 @@ class HybridLayer(CacheLayerMixin):
             f"{self._store.num_tokens:,} ({self._store.shape}). {advice}; `hf-hybrid-cache plan` tells what fits. "
             f"The device said: {str(error).splitlines()[0]}"
         )
-
-    def _select_batch(self, indices: torch.Tensor) -> None:
-        store = self._usable_store()
-        self._lent = None
-        if store is not None and store.num_tokens > 0:
-            of_indexed = store.indices_of_indexed(indices)
-            if self._selection is None or of_indexed is None:
-                store.select_batch(indices)
-                return
-            with self._selection.index.following(of_indexed):
-                store.select_batch(indices)
 
     @staticmethod
     def _require_states(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..storage import InitialCapacity, KVCodec, KVShape, Scratch
+from ..storage import KVShape, Scratch
 from .layer_stores import LayerStores
-from .placement import Placement
 
 HOST = torch.device("cpu")
 
@@ -45,45 +44,33 @@ class LayerCost(NamedTuple):
             num_layers: number of layers of this shape.
             lengths: numbers of tokens that the layer has had in turn.
         """
-        store = stores.make(index, 0, shape)
+        place = stores.place_of(index, 0, shape)
+        store = place.make(shape)
+        is_split, is_quantized = store.layout.device_tokens > 0, store.layout.is_quantized
         kept: Counter[str] = Counter()
         for device, num_bytes in store.planned_bytes(lengths):
             kept[device.type] += num_bytes
-        attends_on_cpu = stores.attends_on_cpu(index, 0, shape)
-        attends_in_place = attends_on_cpu or stores.attends_quantized(index, 0, shape)
-        all_states = lengths[-1] * sum(shape.token_bytes)
+        on_cpu, attends_in_place = place.on_cpu, place.on_cpu or place.on_codes
+        is_all_on_cpu = on_cpu and stores.cpu_fraction is None
         # Attention of a chunk then unpacks few blocks at a time.
-        is_streamed = not attends_on_cpu or stores.cpu_fraction is not None
         takes_some = stores.attention.has_kernel_for_many(shape) or shape.key_dim == shape.value_dim
-        in_pieces = not is_streamed and shape.device == HOST and takes_some
-        slots = scratch = of_middle = copied = moved = 0
-        sizes, layouts = lengths, store.layout.growing(lengths)
-        is_split, is_quantized = store.layout.device_tokens > 0, store.layout.is_quantized
-        if is_split:
-            # A chunk of a prompt needs all states in one tensor, unless it attends to them in pieces.
-            if not in_pieces:
-                scratch = Scratch.planned_bytes(shape, lengths[1:])
-            sizes = [each.host_tokens for each in layouts]
-            if is_quantized and not in_pieces:
-                of_middle = Scratch.planned_bytes(shape, sizes)
-        if is_quantized:
-            sizes = [each.quantized_blocks for each in layouts]
-            moved = 0 if attends_in_place else 2 * all_states
-            # The first chunk attends to its own states, which are not quantized yet.
-            later = lengths[1:] if attends_on_cpu else lengths[1:] or lengths
-            if not in_pieces:
-                scratch = Scratch.planned_bytes(shape, later)
-        elif attends_on_cpu and shape.device == HOST and not in_pieces and len(lengths) > 1:
-            copied = all_states
+        in_pieces = is_all_on_cpu and shape.device == HOST and takes_some
+        all_states, later, layouts = lengths[-1] * sum(shape.token_bytes), lengths[1:], store.layout.growing(lengths)
+        is_copied = on_cpu and shape.device == HOST and not is_quantized and not in_pieces and len(later) > 0
+        slots = scratch = of_middle = 0
+        in_middle = [each.host_tokens for each in layouts] if is_split else lengths
+        if (is_split or is_quantized) and not in_pieces:
+            # A first chunk attends to its own states, which are not quantized yet where the CPU attends.
+            scratch = Scratch.planned_bytes(shape, lengths if is_quantized and not on_cpu and not later else later)
+            of_middle = Scratch.planned_bytes(shape, in_middle) if is_split and is_quantized else 0
         if store.streamed is not None:
+            sizes = [each.quantized_blocks for each in layouts] if is_quantized else in_middle
             slots = store.streamed.staging.planned_bytes(store.streamed.shape, num_layers, sizes)
-        is_put_together = not attends_in_place and not is_split
-        while_decoding = slots + of_middle + (scratch if is_put_together else 0) if is_streamed else 0
-        return cls(kept, slots + scratch, while_decoding, copied, moved)
-
-
-def layer_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
-    """Bytes of `num_tokens` tokens of one layer, quantized by `codec`, in the blocks that the CPU kernel reads."""
-    stores = LayerStores(Placement(), InitialCapacity(), 1, {} if codec is None else {0: codec})
-    store = stores.make(0, 0, shape._replace(device=HOST))
-    return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
+        while_decoding = slots + (of_middle if is_split or attends_in_place else scratch)
+        return cls(
+            kept,
+            shared_prefill=slots + scratch,
+            shared_decode=0 if is_all_on_cpu else while_decoding,
+            copied=all_states if is_copied else 0,
+            moved=2 * all_states if is_quantized and not attends_in_place else 0,
+        )

@@ -1,9 +1,10 @@
 """The stores of a cache's layers, and the memory and counters that they share."""
 
-import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -23,7 +24,6 @@ from ..storage import (
     KVCodec,
     KVShape,
     Layout,
-    QuantizedSegment,
     Resident,
     Run,
     Scratch,
@@ -37,17 +37,41 @@ from ..storage import (
     grown_capacity,
     streams_for,
 )
-from .lent_states import RecentlyLent
-from .placement import Placement
-from .selection import Selection
+from .lent_states import LendingLayers
+from .options import Placement, Selection
 
-# Most bytes that layers, beside the one in use, may hold for callers, or until they see queries.
+# Most bytes that layers, beside the one in use, may hold until they see queries.
 MOST_HELD_BYTES = 2**29
 # Fewer tokens are copied instead of shared: another segment would cost each step more.
 _LEAST_SHARED_TOKENS = 2 * GRANULE
+# Tokens in full precision that a quantized layer keeps, but for a chunk on its way.
+_MOST_RECENT = 4 * GRANULE
 # By whether a layer is quantized: the attention mass that loses nothing (`experiments.selection.selection`), and the
 # fraction of indexed tokens beyond which reading all is as fast (`experiments.selection.selection_speed`).
 _TOP_P, _MOST_READ = {False: 0.995, True: 0.998}, {False: 1 / 4, True: 1 / 8}
+
+
+_Kind = type[Resident] | type[HostBlocks]
+
+
+class Kinds(NamedTuple):
+    """
+    The kinds of runs of a layer. A new placement is a kind of run, a row here, and the contract of tests.
+
+    Attributes:
+        growing: of all tokens, or of the packed blocks of a quantized layer.
+        few: of tokens in full precision that are few: recent ones of a quantized layer, or those that follow a prefix.
+    """
+
+    growing: _Kind
+    few: _Kind
+
+
+DEVICE = Kinds(Resident, Resident)
+HOST = Kinds(HostBlocks, HostBlocks)
+STREAMED = Kinds(Streamed, Resident)
+# The CPU attends to a layer of a model on an accelerator, or to a part of it.
+STREAMED_OR_ATTENDED = Kinds(Streamed, Streamed)
 
 
 class LayerStores:
@@ -68,9 +92,10 @@ class LayerStores:
 
     Attributes:
         unfinished: the operation on all layers that ended half-way.
-        recently_lent: layers that callers have read from.
+        thread: that began the last forward pass.
+        recently_lent: layers that callers have read from, or assigned to.
         sees_as_alone: whether each token of a quantized prompt sees the codes that it would see had the tokens come one
-            by one, so that its bits do not depend on where chunks end (`attention/later_chunks.py`).
+            by one, so that its bits do not depend on where chunks end (`attention/host_attention.py`).
         implementation: the model's implementation of attention in the last forward pass.
         needs_states: whether that is neither "sdpa", which handles answer, nor "eager": then it needs
             the states.
@@ -90,13 +115,13 @@ class LayerStores:
         self.config = config
         self.peers = peers
         self.selection = selection
-        self._shard = Shard.ALL if peers is None else Shard(peers.rank, peers.size)
+        self.shard = Shard.ALL if peers is None else Shard(peers.rank, peers.size)
         self.capacity = capacity
         allowance = Allowance(len(codecs or {}))
         self._choices = {index: CodecChoice(codec, allowance) for index, codec in (codecs or {}).items()}
-        expected_length = ExpectedLength(self._shard.tokens(capacity.device_tokens))
+        expected_length = ExpectedLength(self.shard.tokens(capacity.device_tokens))
         self.budget = HostBudget(num_layers - len(self._choices), expected_length=expected_length)
-        self.ends_budget = HostBudget(len(self._choices))
+        self.recent_budget = _RecentBudget(len(self._choices))
         self.packed_budget = HostBudget(len(self._choices), GRANULE, expected_length)
         reading_all = () if selection is None else selection.dense_layers
         self.device_budget = HostBudget(num_layers, expected_length=expected_length)
@@ -104,37 +129,32 @@ class LayerStores:
         self.stats = CacheStats()
         fraction = placement.cpu_fraction
         self.cpu_fraction = None if fraction is None else CpuFraction(fraction, placement.adapts, self.stats)
-        self.attention = StoredAttention(self.stats, placement.cpu_decode not in (None, False), self._shard)
+        self.attention = StoredAttention(self.stats, placement.cpu_decode not in (None, False))
         self.stagings: dict[torch.device, Staging] = {}
         self.scratches: dict[torch.device, Scratch] = {}
         self.unfinished: str | None = None
         self.sees_as_alone = False
         self.needs_states = False
         self.implementation: str | None = None
-        self._holding = _Holding()
-        self.recently_lent = RecentlyLent(MOST_HELD_BYTES)
+        # Stores whose tokens may wait for a codec, in the order of their last use.
+        self._waiting: list[weakref.ref[Store]] = []
+        self.recently_lent = LendingLayers()
         self._resident = placement.resident_ordinals(num_layers)
-        self._thread: int | None = None
+        self.thread: int | None = None
 
-    @property
-    def num_processes(self) -> int:
-        """Number of processes that keep a shard each."""
-        return 1 if self.peers is None else self.peers.size
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, whose layers have lent nothing, and note when they wait."""
+        return {**vars(self), "recently_lent": LendingLayers(), "_waiting": []}
 
     @property
     def codecs(self) -> dict[int, KVCodec]:
         """The codecs of quantized layers, by index in the model, as far as they are chosen by now."""
         return {index: choice.codec for index, choice in self._choices.items()}
 
-    @property
-    def most_sink_tokens(self) -> int | None:
-        """The most tokens that a quantized layer never quantizes; `None` if no layer is quantized."""
-        return max((choice.asked_for.sink_tokens for choice in self._choices.values()), default=None)
-
     def take_codecs(self, codecs: Mapping[int, KVCodec]) -> None:
         """Let quantized layers, which are empty, have codecs that were chosen before."""
         for index, codec in codecs.items():
-            self._choices[index].codec = codec
+            self._choices[index].take(codec)
 
     @property
     def seen_queries(self) -> dict[int, SeenQueries]:
@@ -152,13 +172,29 @@ class LayerStores:
         """The codecs of quantized layers as they were asked for, whatever is chosen by now."""
         return {index: choice.asked_for for index, choice in self._choices.items()}
 
-    def attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
+    def place_of(self, layer_idx: int, ordinal: int, shape: KVShape) -> "Place":
         """
-        Return whether the CPU attends to a layer when few tokens come at once.
+        Return the place of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
 
         Raises:
-            ValueError: it was asked for, and there is no kernel for the stored states.
+            ValueError: the CPU was to attend to the layer, and there is no kernel for its states.
         """
+        on_cpu, is_resident = self._attends_on_cpu(layer_idx, ordinal, shape), ordinal in self._resident
+        choice, computes_on_cpu, fraction = self._choices.get(layer_idx), shape.device.type == "cpu", self.cpu_fraction
+        if fraction is not None and (not on_cpu or (fraction.adapts and computes_on_cpu)):
+            fraction = None  # all is best if the model is on the CPU, too
+        if on_cpu:
+            stays_on_host = (computes_on_cpu or self.peers is not None) and fraction is None
+            kinds, on_codes = HOST if stays_on_host else STREAMED_OR_ATTENDED, False
+        else:
+            kinds = STREAMED if self.placement.offload else DEVICE
+            on_codes = choice is not None and self.peers is None and has_quantized_kernel(choice.codec, shape)
+        is_in_host_memory = on_cpu or (kinds is STREAMED and not is_resident)
+        device_tokens = self.placement.device_tokens if is_in_host_memory else 0
+        keeps_copy = is_resident and not on_cpu
+        return Place(self, ordinal, choice, kinds, on_cpu, on_codes, keeps_copy, device_tokens, fraction)
+
+    def _attends_on_cpu(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
         if self.attention.is_declined or not self.placement.attends_on_cpu(layer_idx, shape.device.type == "cpu"):
             return False
         if self.cpu_fraction is not None and ordinal in self._resident:
@@ -171,33 +207,21 @@ class LayerStores:
             )
         choice = self._choices.get(layer_idx)
         has_kernel = choice is None or self.attention.covers(choice.codec)
-        if not has_kernel and is_asked_for:
-            assert choice is not None
+        if choice is not None and not has_kernel and is_asked_for:
             raise ValueError(
                 f"There is no kernel that attends to {choice.codec}. Use the codec minmax, or pass cpu_decode=False."
             )
         return shape.element is not None and has_kernel
 
-    def attends_quantized(self, layer_idx: int, ordinal: int, shape: KVShape) -> bool:
-        """Return whether few queries attend to a layer's quantized blocks on its device without dequantizing them."""
-        choice = self._choices.get(layer_idx)
-        if choice is None or self.peers is not None or self.attends_on_cpu(layer_idx, ordinal, shape):
-            return False
-        return has_quantized_kernel(choice.codec, shape)
-
     def selection_of(self, layer_idx: int) -> LayerSelection | None:
         """Return the selection by which attention of a layer skips pages; `None` if it reads all."""
         if self.selection is None:
             return None
-        wanted, is_quantized = self.selection, self.is_quantized(layer_idx)
+        wanted, is_quantized = self.selection, layer_idx in self._choices
         top_p = _TOP_P[is_quantized] if wanted.top_p is None else wanted.top_p
         most = _MOST_READ[is_quantized] if wanted.most is None else wanted.most
         index = KeyIndex(self._index_budget, self.capacity.of_packed())
         return LayerSelection(layer_idx, 1.0 if layer_idx in wanted.dense_layers else top_p, most, index, self.stats)
-
-    def is_quantized(self, layer_idx: int) -> bool:
-        """Return whether a layer is quantized."""
-        return layer_idx in self._choices
 
     def note_pass(self, ordinal: int) -> None:
         """
@@ -206,146 +230,137 @@ class LayerStores:
         Raises:
             RuntimeError: another thread has begun a forward pass before this one's ended.
         """
-        thread = threading.get_ident()
+        thread = get_ident()
         if ordinal == 0:
-            self._thread = thread
+            self.thread = thread
             # Asked once a pass, because transformers' configs take long to answer.
             self.implementation = getattr(self.config, "_attn_implementation", None)
             self.needs_states = self.implementation not in (None, "sdpa", "eager")
-        elif self._thread not in (thread, None):
+        elif self.thread not in (thread, None):
             raise RuntimeError(
                 "Two threads run a model with the same cache at the same time, and their tokens are mixed up in it. "
                 "Give each its own cache, or copy.deepcopy(cache) for a prefix that they share, and reset() this one."
             )
 
-    def make(self, layer_idx: int, ordinal: int, shape: KVShape, after_prefix: bool = False) -> Store:
+    def note_waiting(self, store: Store) -> None:
         """
-        Make the store of the layer `layer_idx`, which is the `ordinal`-th full-attention layer.
+        Note that tokens of a store may wait for its codec, and settle those that have waited longest.
+
+        If attention cannot be observed, all layers would otherwise hold all of their states in full precision.
+        """
+        alive = (reference() for reference in self._waiting)
+        waiting = [each for each in alive if each is not None and each is not store and each.waits]
+        while waiting and sum(each.waiting_bytes for each in waiting) > MOST_HELD_BYTES:
+            waiting.pop(0).settle()
+        self._waiting = [weakref.ref(each) for each in (*waiting, store)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    The place of a layer's tokens, and what attends to them there. It makes the stores of the layer, and their runs.
+
+    Attributes:
+        stores: what it shares with the other layers.
+        ordinal: index of the layer among the full-attention layers.
+        choice: its codec; `None` for full precision.
+        kinds: of its runs.
+        on_cpu: whether the CPU attends to it when few tokens come at once.
+        on_codes: whether few queries attend to its packed blocks on their device without dequantizing them.
+        is_resident: whether streamed runs keep a copy on the device.
+        device_tokens: most tokens that are on the device, while the others are in host memory.
+        cpu_fraction: of the tokens in host memory that the CPU attends to; `None` for all or none.
+    """
+
+    stores: LayerStores
+    ordinal: int
+    choice: CodecChoice | None
+    kinds: Kinds
+    on_cpu: bool
+    on_codes: bool
+    is_resident: bool
+    device_tokens: int
+    cpu_fraction: CpuFraction | None
+
+    def make(self, shape: KVShape, after_prefix: bool = False) -> Store:
+        """
+        Make an empty store of the layer.
 
         Args:
-            layer_idx: index in the model.
-            ordinal: index among the full-attention layers.
             shape: of the states.
             after_prefix: for tokens that follow a prefix, which has the sinks.
 
         Raises:
             ValueError: its codec was chosen for other heads.
         """
-        choice = self._choices.get(layer_idx)
-        on_cpu = self.attends_on_cpu(layer_idx, ordinal, shape)
+        stores, choice, device_tokens, runs = self.stores, self.choice, self.device_tokens, self
         if choice is not None:
             choice.codec.keys.require_fit(shape.num_kv_heads, shape.key_dim)
             choice.codec.values.require_fit(shape.num_kv_heads, shape.value_dim)
         sink_tokens = GRANULE if choice is None else choice.codec.sink_tokens
-        device_tokens = self.placement.device_tokens if self._is_in_host_memory(ordinal, on_cpu) else 0
-        layout = Layout(sink_tokens, choice is not None, device_tokens, self._shard)
+        layout = Layout(sink_tokens, choice is not None, device_tokens, stores.shard)
         if after_prefix:
             layout = layout.after_prefix
-        scratch = self.scratches.setdefault(shape.device, Scratch(shape.device))
-        full = self._full_segment(ordinal, shape, on_cpu, layout, after_prefix)
-        quantized = None if choice is None else QuantizedSegment(shape, choice, PackedSegments(self, ordinal, on_cpu))
-        if self.peers is not None:
-            return ShardedStore(shape, layout, full, scratch, quantized, self.peers, is_compared=ordinal == 0)
+            if choice is None:
+                runs = replace(self, kinds=Kinds(self.kinds.few, self.kinds.few))
+        scratch = stores.scratches.setdefault(shape.device, Scratch(shape.device))
+        if stores.peers is not None:
+            return ShardedStore(shape, layout, runs, scratch, choice, stores.peers, is_compared=self.ordinal == 0)
         if not device_tokens:
-            return Store(shape, layout, full, scratch, quantized)
-        capacity = InitialCapacity(min(self.capacity.device_tokens, device_tokens), device_tokens)
-        on_device = Resident(shape, capacity, self.device_budget)
-        cpu_fraction = self._cpu_fraction_for(shape) if on_cpu else None
-        return Store(shape, layout, full, scratch, quantized, on_device, cpu_fraction, self.stats)
+            return Store(shape, layout, runs, scratch, choice)
+        capacity = InitialCapacity(min(stores.capacity.device_tokens, device_tokens), device_tokens)
+        ends = Resident(shape, capacity, stores.device_budget)
+        return Store(shape, layout, runs, scratch, choice, ends, self.cpu_fraction, stores.stats)
 
-    def can_be_continued(self, store: Store, num_shareable: int, on_cpu: bool) -> bool:
+    def can_be_continued(self, store: Store, num_shareable: int) -> bool:
         """
         Return whether several sequences can share the first tokens of `store`, and it saves enough.
 
         On a device they can share tokens in full precision that are in one place, streamed or resident.
         """
-        has_one_place = on_cpu or store.has_one_segment
-        is_shared_out = self.peers is not None or self.cpu_fraction is not None
-        if not has_one_place or is_shared_out or self.needs_states or self.attention.is_declined:
+        stores = self.stores
+        is_shared_out = stores.peers is not None or stores.cpu_fraction is not None
+        has_one_place = self.on_cpu or store.is_in_one_run
+        if not has_one_place or is_shared_out or stores.needs_states or stores.attention.is_declined:
             return False
         return num_shareable >= max(_LEAST_SHARED_TOKENS, store.layout.sink_tokens)
 
-    def _is_in_host_memory(self, ordinal: int, on_cpu: bool) -> bool:
-        return on_cpu or (self.placement.offload and ordinal not in self._resident)
+    def dense(self, shape: KVShape, layout: Layout) -> Run:
+        """Make an empty run of tokens in full precision, see `Runs`."""
+        stores = self.stores
+        if not layout.is_quantized:
+            return self._run(self.kinds.growing, shape, stores.capacity, stores.budget)
+        most = layout.most_full_tokens
+        # Host memory is asked for a chunk ahead, and page-locked with it.
+        capacity = InitialCapacity(most, grown_capacity(most))
+        return self._run(self.kinds.few, shape, capacity, stores.recent_budget)
 
-    def _cpu_fraction_for(self, shape: KVShape) -> CpuFraction | None:
-        """Return the CPU fraction; `None` for all, which is best if the model is on the CPU, too."""
-        is_all = self.cpu_fraction is not None and self.cpu_fraction.adapts and shape.device.type == "cpu"
-        return None if is_all else self.cpu_fraction
+    def packed(self, shape: KVShape) -> Run:
+        """Make an empty run of packed blocks, see `Runs`."""
+        stores = self.stores
+        return self._run(self.kinds.growing, shape, stores.capacity.of_packed(), stores.packed_budget, packed=True)
 
-    def _full_segment(self, ordinal: int, shape: KVShape, on_cpu: bool, layout: Layout, after_prefix: bool) -> Run:
-        """Make the segment of the tokens in full precision that are not kept on the device as ends of a layer."""
-        if layout.is_quantized:
-            most = layout.most_full_tokens
-            # Host memory is asked for a chunk ahead, and page-locked with it.
-            of_ends = InitialCapacity(most, grown_capacity(most)), self.ends_budget
-            # Tokens in full precision are few: without attention on the CPU they stay on the device.
-            return self._segment(ordinal, shape, on_cpu, *of_ends) if on_cpu else Resident(shape, *of_ends)
-        if after_prefix and not on_cpu and not layout.device_tokens:
-            # Tails are short beside the prefix, so they stay on the device that uses them.
-            return Resident(shape, self.capacity, self.budget)
-        return self._segment(ordinal, shape, on_cpu, self.capacity, self.budget)
+    def on_device(self, shape: KVShape) -> Resident:
+        """Make an empty run of a chunk in full precision on the compute device, see `Runs`."""
+        return Resident(shape, InitialCapacity(0, 0), self.stores.recent_budget)
 
-    def make_packed(self, ordinal: int, shape: KVShape, on_cpu: bool) -> Run:
-        """Make a segment for packed blocks of this shape."""
-        return self._segment(ordinal, shape, on_cpu, self.capacity.of_packed(), self.packed_budget, packed=True)
-
-    def note_holding(self, store: Store) -> None:
-        """
-        Note that a layer may hold pending states, and let those be stored that have waited longest.
-
-        If attention cannot be observed, all layers would otherwise hold all of their states.
-        """
-        self._holding.note(store)
-
-    def _segment(
-        self,
-        ordinal: int,
-        shape: KVShape,
-        on_cpu: bool,
-        capacity: InitialCapacity,
-        budget: HostBudget,
-        packed: bool = False,
+    def _run(
+        self, kind: _Kind, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, packed: bool = False
     ) -> Run:
-        """Make a segment where the placement says."""
-        stays_on_host = shape.device.type == "cpu" or self.peers is not None
-        if on_cpu and stays_on_host and self._cpu_fraction_for(shape) is None:
-            return HostBlocks(shape, capacity, budget, packed)
-        if not on_cpu and not self.placement.offload:
-            return Resident(shape, capacity, budget, packed)
-        if shape.device not in self.stagings:
-            streams = streams_for(shape.device)
-            self.stagings[shape.device] = Staging(streams, self.placement.prefetch_layers, self.stats)
-        pinned = self.placement.pin_memory is not False and can_page_lock(shape.device.type)
-        resident = ordinal in self._resident and not on_cpu
-        return Streamed(shape, capacity, budget, self.stagings[shape.device], resident, pinned, packed)
+        if kind is not Streamed:
+            return kind(shape, capacity, budget, packed)
+        stores, device, placement = self.stores, shape.device, self.stores.placement
+        if device not in stores.stagings:
+            stores.stagings[device] = Staging(streams_for(device), placement.prefetch_layers, stores.stats)
+        pinned = placement.pin_memory is not False and can_page_lock(device.type)
+        return Streamed(shape, capacity, budget, stores.stagings[device], self.is_resident, pinned, packed)
 
 
-class _Holding:
-    """Stores that may hold pending states, in the order of their last use; they stay no longer for it."""
+class _RecentBudget(HostBudget):
+    """A budget that is asked once, for recent tokens: a chunk is small beside a model's activations."""
 
-    def __init__(self) -> None:
-        self._stores: list[weakref.ref[Store]] = []
-
-    def __deepcopy__(self, memo: dict) -> "_Holding":
-        """Return an empty one: the stores of a copy are noted at their next use."""
-        return _Holding()
-
-    def note(self, store: Store) -> None:
-        alive = (reference() for reference in self._stores)
-        holding = [each for each in alive if each is not None and each is not store and each.pending_bytes]
-        while holding and sum(each.pending_bytes for each in holding) > MOST_HELD_BYTES:
-            holding.pop(0).settle()
-        self._stores = [weakref.ref(each) for each in (*holding, store)]
-
-
-@dataclass(frozen=True)
-class PackedSegments:
-    """Makes the segments for the packed blocks of one layer, whose sizes are known once its codec is chosen."""
-
-    stores: LayerStores
-    ordinal: int
-    on_cpu: bool
-
-    def __call__(self, shape: KVShape) -> Run:
-        return self.stores.make_packed(self.ordinal, shape, self.on_cpu)
+    def grow(self, store: object, num_tokens: int, bytes_per_token: int, moved_bytes: int = 0) -> int:
+        if not self._held:
+            super().grow(store, min(num_tokens, _MOST_RECENT), bytes_per_token, moved_bytes)
+        self.note(store, num_tokens, bytes_per_token)
+        return num_tokens

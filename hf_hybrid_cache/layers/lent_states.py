@@ -1,155 +1,92 @@
-"""Keys and values that a caller has read from a layer, and the caller's edits of them."""
+"""Keys and values that callers have read from layers, and the callers' edits of them."""
 
 import weakref
-from typing import Protocol
+from typing import Any
 
 import torch
 
-
-class _Lent:
-    """
-    A tensor that a caller may write to.
-
-    Its views share its version counter, so a write to a slice counts, even if the slice is gone by now.
-    """
-
-    def __init__(self, tensor: torch.Tensor):
-        self._tensor: torch.Tensor | None = tensor
-        self._reference = weakref.ref(tensor)
-        with torch.inference_mode(False):
-            counter = tensor.detach()
-            counter.data = tensor.new_empty(0)  # it keeps the counter, and no memory
-        self._counter = counter
-        self.forget_edits()
-
-    @property
-    def is_edited(self) -> bool:
-        return self._counter._version != self._seen_version
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        return self._reference() if self._tensor is None else self._tensor
-
-    @property
-    def held_bytes(self) -> int:
-        return 0 if self._tensor is None else self._tensor.nbytes
-
-    def forget_edits(self) -> None:
-        self._seen_version = self._counter._version
-
-    def let_go(self) -> None:
-        self._tensor = None
+from ..storage import Pair, StorageUses
 
 
 class LentStates:
     """
     Keys and values of a layer as a caller has them, and states that were assigned instead.
 
+    The caller gets tensors that share memory and version counter with those here, as slices of them do. So the counter
+    tells of writes in place, and torch whether the caller still has any of them.
+
     Args:
         states: keys and values that were read, in memory of their own; `None` for those of an empty layer.
     """
 
-    def __init__(self, states: tuple[torch.Tensor, torch.Tensor] | None):
-        self._lent = [] if states is None else [_Lent(each) for each in states]
+    def __init__(self, states: Pair | None):
+        self._read = () if states is None else states
+        self._uses = [StorageUses(each) for each in self._read]
         self._assigned: dict[int, torch.Tensor] = {}
+        self.forget_edits()
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return `None`, because a copy of the layer has lent nothing."""
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether the caller has written to them, or assigned others."""
-        return bool(self._assigned) or any(each.is_edited for each in self._lent)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are kept for the caller."""
-        return sum(each.held_bytes for each in self._lent)
-
-    @property
-    def assigned_tokens(self) -> int | None:
-        """Number of tokens of the assigned keys, else of the assigned values; `None` if there are neither."""
-        for states in sorted(self._assigned.items()):
-            return states[1].shape[-2]
-        return None
+    def get(self, role: int) -> torch.Tensor | None:
+        """Return the keys (0) or the values (1) with the caller's edits; `None` if there are none."""
+        if role in self._assigned or not self._read:
+            return self._assigned.get(role)
+        return self._read[role].detach()
 
     def assign(self, role: int, states: torch.Tensor) -> None:
         """Assign other keys (0) or values (1)."""
         self._assigned[role] = states
 
-    def get(self, role: int) -> torch.Tensor | None:
-        """Return the keys (0) or the values (1); `None` if there are none, or nobody has kept them."""
-        if role in self._assigned:
-            return self._assigned[role]
-        return self._lent[role].tensor if self._lent else None
+    @property
+    def is_held(self) -> bool:
+        """Whether the caller still has a tensor that was read, or a slice of one."""
+        return any(each.is_shared for each in self._uses)
 
-    def edited(self, role: int, stored: torch.Tensor | None) -> torch.Tensor | None:
-        """
-        Return the keys (0) or the values (1) with the caller's edits; `None` if they are gone.
+    @property
+    def is_edited(self) -> bool:
+        """Whether the caller has written to them, or assigned others."""
+        return bool(self._assigned) or [each._version for each in self._read] != self._stored_versions
 
-        Args:
-            role: 0 or 1.
-            stored: states that the layer has.
-        """
-        if role in self._assigned:
-            return self._assigned[role]
-        return self._lent[role].tensor if self._lent and self._lent[role].is_edited else stored
+    @property
+    def fit(self) -> bool:
+        """Whether keys and values fit each other; others may still be assigned where they do not."""
+        keys, values = self.get(0), self.get(1)
+        if keys is None or values is None or keys.shape[:3] != values.shape[:3]:
+            return False
+        return (keys.device, keys.dtype) == (values.device, values.dtype)
+
+    @property
+    def assigned_tokens(self) -> int | None:
+        """Number of tokens of the assigned keys, else of the assigned values; `None` if there are neither."""
+        assigned = self._assigned.get(0, self._assigned.get(1))
+        return None if assigned is None else assigned.shape[-2]
 
     def forget_edits(self) -> None:
-        """Note that the layer has stored the edits."""
-        for each in self._lent:
-            each.forget_edits()
-
-    def let_go(self) -> None:
-        """Keep no memory for the caller any longer; writes to tensors that the caller keeps still count as edits."""
-        for each in self._lent:
-            each.let_go()
+        """Note that the layer has stored what was written."""
+        self._stored_versions = [each._version for each in self._read]
 
 
-class LendingLayer(Protocol):
-    """Interface of a layer that `RecentlyLent` uses."""
-
-    @property
-    def is_lending(self) -> bool: ...
-    @property
-    def lent_bytes(self) -> int: ...
-    def let_lent_go(self) -> None: ...
-    def take_edits(self) -> None: ...
-
-
-class RecentlyLent:
+class LendingLayers:
     """
-    The layers of a cache that were read since tokens came.
+    The layers of a cache that callers have read from, or assigned to, since tokens came.
 
-    They keep their lent states, because the edited tensor may be gone before the layer is used. All layers together
-    would keep the whole cache once more, so only those that were read last do.
-
-    Args:
-        most_bytes: most bytes that are kept, beside those of the layer that was read last.
+    What was read is kept, because the caller's tensor may be gone before its edits are stored. All layers together
+    would keep the whole cache once more, so only the last one does, and those of which the caller has something.
     """
 
-    def __init__(self, most_bytes: int):
-        self._most_bytes = most_bytes
-        self._layers: list[weakref.ref[LendingLayer]] = []
+    def __init__(self) -> None:
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __deepcopy__(self, memo: dict) -> "RecentlyLent":
-        return RecentlyLent(self._most_bytes)
-
-    def note(self, layer: LendingLayer) -> None:
-        """Note that a layer has lent its states, and let the layers that did so longest ago store the edits."""
-        others = [each for each in self._lending() if each is not layer]
-        held = [each for each in others if each.lent_bytes]
-        while held and sum(each.lent_bytes for each in held) > self._most_bytes:
-            held.pop(0).let_lent_go()
-        self._layers = [weakref.ref(each) for each in (*others, layer)]
+    def note(self, layer: Any) -> None:
+        """Note that a layer is about to lend its states, and let the others store edits and keep no memory."""
+        for other in tuple(self._layers):
+            other.let_lent_go()
+        self._layers.add(layer)
 
     def take_edits(self) -> None:
         """Let all layers store the edits of callers, before a forward pass changes the first one."""
         if self._layers:
-            for layer in self._lending():
+            for layer in tuple(self._layers):
                 layer.take_edits()
-            self._layers = []
-
-    def _lending(self) -> list[LendingLayer]:
-        layers = (reference() for reference in self._layers)
-        return [layer for layer in layers if layer is not None and layer.is_lending]
+            self._layers.clear()

@@ -27,65 +27,11 @@ def num_sequences_of(layer: Any) -> int | None:
     return next((len(tensor) for tensor in tensors_of(layer) if tensor.dim()), None)
 
 
-def repeat_sequences_of(layer: Any, repeats: int) -> None:
-    """Repeat every sequence of a layer side by side."""
-    held = num_sequences_of(layer)
-    if held is not None:
-        layer.reorder_cache(torch.arange(held).repeat_interleave(repeats))
-
-
-def select_sequences_of(layer: Any, indices: torch.Tensor) -> None:
-    """Keep the sequences that `indices` (integers or a boolean mask) selects."""
-    held = num_sequences_of(layer)
-    if held is not None:
-        # transformers selects all states of every type in this way alone.
-        layer.reorder_cache(torch.arange(held)[torch.as_tensor(indices, device="cpu")])
-
-
 def copy_of(layer: Any) -> Any:
     """Copy a layer with its tensors, and no more memory than these take."""
     twin = copy.copy(layer)
     _replace_items(twin, lambda item: item.clone() if isinstance(item, torch.Tensor) else item)
     return twin
-
-
-def put_back(layer: Any, kept: Any) -> None:
-    """Make a layer what another one of its type is, which must not be used afterwards."""
-    if hasattr(layer, "record_past"):  # assisted decoding may have begun, or ended, since
-        kept.record_past |= layer.record_past
-    layer.__dict__ = vars(kept)  # at once, so that no interruption leaves a half of it
-
-
-def can_be_cropped(layer: Any, tokens_to_remove: int, num_tokens: int) -> bool:
-    """
-    Return whether a layer of transformers' own can go back to what it was so many tokens ago.
-
-    transformers does not tell: some types raise an error, and some go on with states that are not those of before.
-
-    Args:
-        layer: of any type.
-        tokens_to_remove: how many.
-        num_tokens: those of the cache.
-    """
-    storing, cropping = (_definer(type(layer), method) for method in ("update", "crop"))
-    if storing is not cropping and issubclass(storing, cropping):
-        return False  # it stores more than what it inherits to be cropped
-    records_past = getattr(layer, "record_past", False)
-
-    def holds(states: torch.Tensor, dim: int, needed: int) -> bool:
-        held = states.shape[dim]
-        return records_past and held >= min(num_tokens, needed + tokens_to_remove)
-
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if any(states is not None for states in layer.recurrent_states.values()):
-            return False
-        for index, states in layer.conv_states.items():
-            if states is not None and not holds(states, -1, layer.conv_kernel_size[index] or 0):
-                return False
-    elif not layer.is_croppable:
-        return False
-    is_full = getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window
-    return not is_full or holds(layer.keys, 2, layer.sliding_window - 1)
 
 
 def move_tensors_of(layer: Any, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -132,7 +78,3 @@ def _replace_items(layer: Any, replaced: Callable[[Any], Any]) -> None:
     for name, value in vars(layer).items():
         is_dict = isinstance(value, dict)
         setattr(layer, name, {key: replaced(item) for key, item in value.items()} if is_dict else replaced(value))
-
-
-def _definer(kind: type, method: str) -> type:
-    return next((each for each in kind.__mro__ if method in vars(each)), object)

@@ -8,10 +8,10 @@ from .identity import RANK, Identity, ModelIdentityError
 if TYPE_CHECKING:
     from .code import longest_text
     from .fields import identity_of
-    from .weights import tensor_digests
+    from .weights import digest_of_tensors
 
-__all__ = ["RANK", "Identity", "ModelIdentityError", "identity_of", "longest_text", "tensor_digests"]
+__all__ = ["RANK", "Identity", "ModelIdentityError", "digest_of_tensors", "identity_of", "longest_text"]
 
 __getattr__ = lazy_names(
-    __name__, {"code": ("longest_text",), "fields": ("identity_of",), "weights": ("tensor_digests",)}
+    __name__, {"code": ("longest_text",), "fields": ("identity_of",), "weights": ("digest_of_tensors",)}
 )

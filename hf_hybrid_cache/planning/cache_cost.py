@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..layers import HOST, LayerCost, LayerStores, Placement, layer_bytes
+from ..layers import HOST, LayerCost, LayerStores, Placement
 from ..storage import InitialCapacity, KVCodec, KVShape
 from .model_cost import ModelCost
 
@@ -61,7 +61,7 @@ def cache_cost(model: ModelCost, placement: Placement, codec: KVCodec | None, co
     """
     The cost of a `HybridCache` that has read a prompt, chunk by chunk, and then was continued up to `context` tokens.
 
-    Where several sequences can share the prompt (`LayerStores.can_be_continued`), its whole blocks are held once;
+    Where several sequences can share the prompt (`Place.can_be_continued`), its whole blocks are held once;
     elsewhere it is copied for each sequence.
 
     Args:
@@ -95,7 +95,7 @@ def _cost(
     for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
         layer = LayerCost.of(stores, index, shape, num_layers, lengths)
         kept.update({device: num_layers * num_bytes for device, num_bytes in layer.kept.items()})
-        stored = layer_bytes(shape, codec, lengths[-1])
+        stored = _stored_bytes(shape, codec, lengths[-1])
         read += num_layers * stored
         moved += num_layers * (stored + layer.moved)
         shared_prefill = max(shared_prefill, layer.shared_prefill)
@@ -108,6 +108,14 @@ def _cost(
     return CacheCost(prefill, decode, copied, read, moved, others)
 
 
+def _stored_bytes(shape: KVShape, codec: KVCodec | None, num_tokens: int) -> int:
+    """Bytes of `num_tokens` tokens of one layer in the blocks that the CPU kernel reads."""
+    stores = LayerStores(Placement(), InitialCapacity(), 1, {} if codec is None else {0: codec})
+    shape = shape._replace(device=HOST)
+    store = stores.place_of(0, 0, shape).make(shape)
+    return sum(num_bytes for _, num_bytes in store.planned_bytes([num_tokens]))
+
+
 def _own_bytes(
     model: ModelCost, placement: Placement, codec: KVCodec | None, context: int, on_cpu: bool
 ) -> Counter[str] | None:
@@ -116,11 +124,12 @@ def _own_bytes(
         return None
     stores, own, prompt = _stores(model, placement, codec), Counter[str](), model.prompt_tokens(context)
     for index, shape, num_layers in _kinds_of_layers(model, on_cpu):
-        store = stores.make(index, 0, shape)
+        place = stores.place_of(index, 0, shape)
+        store = place.make(shape)
         shared = store.layout.growing(model.lengths(prompt))[-1].settled_tokens(prompt)
-        if not stores.can_be_continued(store, shared, stores.attends_on_cpu(index, 0, shape)):
+        if not place.can_be_continued(store, shared):
             return None
-        tails = stores.make(index, 0, shape._replace(batch=model.continuations * shape.batch), after_prefix=True)
+        tails = place.make(shape._replace(batch=model.continuations * shape.batch), after_prefix=True)
         for device, num_bytes in tails.planned_bytes(range(prompt - shared, context - shared + 1)):
             own[device.type] += num_layers * num_bytes
     return own

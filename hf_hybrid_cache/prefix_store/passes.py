@@ -54,12 +54,12 @@ class Passes:
     @classmethod
     def of(cls, num_tokens: int, document_tokens: int, model: PreTrainedModel, contents: Contents) -> "Passes":
         """Return the passes by which a model reads a prompt, of which a document is the beginning, into a cache."""
-        anywhere, sinks = _can_end_anywhere(model, contents), contents.stores.most_sink_tokens
-        is_quantized = sinks is not None
-        first = sinks + _FIRST_TOKENS if anywhere and sinks is not None else 0
+        anywhere = _can_end_anywhere(model, contents)
+        sinks = [codec.sink_tokens for codec in contents.stores.asked_codecs.values()]
+        first = max(sinks) + _FIRST_TOKENS if anywhere and sinks else 0
         if anywhere and document_tokens < first + FEWEST_TOKENS_OF_SAME_BITS:
             document_tokens = 0
-        return cls(num_tokens, min(document_tokens, num_tokens), anywhere, is_quantized or not anywhere, first)
+        return cls(num_tokens, min(document_tokens, num_tokens), anywhere, bool(sinks) or not anywhere, first)
 
     def is_kept(self, start: int, end: int, are_read: bool = False) -> bool:
         """

@@ -68,7 +68,7 @@ def states_since(
             continue
         assert isinstance(layer.store, Store)
         firsts = _first_entries(layer.store, start, _entries(before, index))
-        sections.append(rows_section(index, layer.store.parts(), firsts))
+        sections.append(rows_section(index, {"": layer.store}, firsts))
         for part, first in firsts.items():
             row = first if part == "packed" else first // GRANULE
             first_rows |= dict.fromkeys(role_names(index, part), row)
@@ -78,13 +78,13 @@ def states_since(
 
 def _first_entries(store: Store, start: int, before: Mapping[str, int]) -> dict[str, int]:
     """Return the first entries of a layer's parts beyond those of its first tokens, by the names of parts."""
-    layout, shard, parts = store.layout, store.layout.shard, store.parts()
-    if store.quantized is None:
+    layout, shard, entries = store.layout, store.layout.shard, store.entries()
+    if store.codec is None:
         return {"states": shard.tokens(start)}
     packed = replace(layout, quantized_blocks=before.get("packed", 0)).own_quantized_blocks
     # Before anything is quantized sinks may be incomplete.
-    full = min(shard.tokens(layout.sink_tokens), parts["full"].num_entries) if before.get("packed") else 0
-    return {"packed": min(packed, parts["packed"].num_entries), "full": full}
+    full = min(shard.tokens(layout.sink_tokens), entries["full"]) if before.get("packed") else 0
+    return {"packed": min(packed, entries["packed"]), "full": full}
 
 
 def _entries(node: NodeStates | None, index: int) -> Mapping[str, int]:

@@ -1,25 +1,29 @@
-"""Reading a prompt into a cache, chunk by chunk."""
+"""Reading a prompt into a cache, chunk by chunk, and keeping it in a file meanwhile."""
 
+import contextlib
 import inspect
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache import HybridCache
+from ..cache import HybridCache, contents_of, fill_from_file
 from ..cache_argument import cache_argument
+from ..files import CacheFileError
 from ..prefill_chunks import PREFILL_CHUNK_SIZE
 from ..scalars import as_integer
 from ..token_ids import TokenIds, as_token_ids
-from .checkpoint import Checkpoint
-from .images import forget_images
-from .interrupts import finishing
-from .one_pass import layer_that_begins_anew
-from .progress import PrefillProgress
+from .progress import PrefillProgress, finishing
+
+# The pause between two writes of a checkpoint: so many times the time of the last one, and at least so many seconds.
+_REST, _LEAST_SECONDS = 30, 60.0
+# Layers whose scan of several tokens takes no state to begin with; decode steps of one token do.
+_LAYERS_THAT_BEGIN_ANEW = {"FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "ZambaMambaMixer"}
 
 
 @torch.no_grad()
@@ -68,31 +72,25 @@ def prefill(
         >>> model.generate(torch.cat([document_ids, question_ids], dim=1), cache=cache, max_new_tokens=200)
     """
     token_ids = as_token_ids("input_ids", input_ids)
-    chunk = _checked(model, token_ids, attention_mask, chunk_size)
-    kept = None if checkpoint is None else Checkpoint(checkpoint, cache)
-    end = token_ids.shape[1]
-    if kept is not None:
-        kept.take_up(model, token_ids)
+    chunk = _checked_chunk(model, token_ids, attention_mask, chunk_size)
+    file = None if checkpoint is None else _Checkpoint(checkpoint, model, token_ids, cache)
+    if file is not None:
+        file.take_up()
     if isinstance(cache, HybridCache):
         cache.require_prefix(token_ids)
-    start = cache.get_seq_length()
+    start, end = cache.get_seq_length(), token_ids.shape[1]
     if start > end:
         raise ValueError(
             f"The cache holds {start:,} tokens, and the prompt has {end:,}: pass a prompt that goes on, or a new cache."
         )
     warn_beyond_context(model, end, stacklevel=4)  # of who calls prefill, beneath no_grad
-
-    def keep(reached: int, is_last: bool) -> None:
-        if kept is not None:
-            kept.write_if_due(token_ids[:, :reached], is_last)
-
     ends = [*range(start + chunk, end, chunk), *([end] if start < end else [])]
     if (start or len(ends) > 1) and (layer := layer_that_begins_anew(model)):
         raise ValueError(
             f"{layer} of transformers forgets what came before each forward pass of several tokens, and this prompt of "
             f"{end:,} tokens takes more than one. Use an empty cache, and a chunk_size of {end:,} or more."
         )
-    read_passes(model, token_ids, cache, ends, attention_mask, progress, keep)
+    read_passes(model, token_ids, cache, ends, attention_mask, progress, None if file is None else file.after_pass)
     return cache
 
 
@@ -103,7 +101,7 @@ def read_passes(
     ends: Sequence[int],
     attention_mask: torch.Tensor | None,
     progress: bool | Callable[[int], None],
-    after_pass: Callable[[int, bool], None],
+    after_pass: Callable[[int, bool], None] | None,
 ) -> None:
     """
     Read a prompt on from where the cache ends, in passes that end where `ends` says, up to the one at hand at Ctrl-C.
@@ -115,15 +113,33 @@ def read_passes(
         ends: numbers of tokens after which passes end; the last one is that of the prompt.
         attention_mask: see `prefill`.
         progress: see `prefill`.
-        after_pass: called after each with the number of tokens that are read, and whether it was the last pass.
+        after_pass: called after each with the number of tokens that are read, and whether it was the last pass;
+            `None` for nothing.
     """
-    start, end = cache.get_seq_length(), ends[-1] if ends else cache.get_seq_length()
+    start = cache.get_seq_length()
+    end = ends[-1] if ends else start
     if not start:
         forget_images(model)
-    inputs = _Inputs(model, token_ids, attention_mask)
-    with torch.no_grad(), PrefillProgress(start, end, progress is True) as shown, finishing() as is_interrupted:
+    parameters = inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    input_ids = token_ids.to(model.device)
+    is_padded = attention_mask is not None and not bool(attention_mask.all())
+    mask = attention_mask.to(model.device) if attention_mask is not None and is_padded else None
+    # As `generate` counts positions. Without them Bamba begins at 0 in each pass.
+    counted = torch.ones_like(input_ids) if mask is None else mask.long()
+    positions = (counted.cumsum(-1) - 1).clamp_min(0) if "position_ids" in parameters else None
+    with (
+        torch.no_grad(),
+        contextlib.closing(PrefillProgress(start, end, progress is True)) as shown,
+        finishing() as is_interrupted,
+    ):
         for following in ends:
-            model(**inputs.of(start, following), **cache_argument(cache), use_cache=True)
+            inputs = {"input_ids": input_ids[:, start:following]}
+            if mask is not None:
+                inputs["attention_mask"] = mask[:, :following]
+            if positions is not None:
+                inputs["position_ids"] = positions[:, start:following]
+            model(**inputs, **options, **cache_argument(cache), use_cache=True)
             shown.reach(following)
             if callable(progress):
                 progress(following - start)
@@ -131,15 +147,40 @@ def read_passes(
             if isinstance(cache, HybridCache):
                 cache.note_tokens(token_ids[:, :start])
             is_last = start == end or is_interrupted()
-            after_pass(start, is_last)
+            if after_pass is not None:
+                after_pass(start, is_last)
             if is_last:
                 break
 
 
-def _checked(
+def forget_images(model: PreTrainedModel) -> None:
+    """Let a model count positions from 0, as `generate` does for a new prompt, not on from the images of the last."""
+    for module in model.modules():
+        if "rope_deltas" in vars(module):
+            module.rope_deltas = None  # type: ignore[assignment]
+
+
+def layer_that_begins_anew(model: PreTrainedModel) -> str | None:
+    """Return the class of a layer that forgets its state in each pass of several tokens; `None` if a model has none."""
+    names = (type(module).__name__ for module in model.modules())
+    return next((name for name in names if name in _LAYERS_THAT_BEGIN_ANEW), None)
+
+
+def warn_beyond_context(model: PreTrainedModel, num_tokens: int, stacklevel: int) -> None:
+    """Warn of a prompt that is longer than the model's context, before the time for it is spent."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and num_tokens > context:
+        warnings.warn(
+            f"The prompt has {num_tokens:,} tokens, and the model's context is {context:,}: answers may be nonsense. "
+            "Cut the prompt.",
+            stacklevel=stacklevel,
+        )
+
+
+def _checked_chunk(
     model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, chunk_size: int
 ) -> int:
-    """Check all arguments, and return the size of a chunk."""
+    """Check the arguments of `prefill`, and return the size of a chunk."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError("prefill is for decoders: an encoder-decoder model reads its prompt in the encoder, at once.")
     if not input_ids.numel():
@@ -154,37 +195,49 @@ def _checked(
     return chunk
 
 
-def warn_beyond_context(model: PreTrainedModel, num_tokens: int, stacklevel: int) -> None:
-    """Warn of a prompt that is longer than the model's context, before the time for it is spent."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is not None and num_tokens > context:
-        warnings.warn(
-            f"The prompt has {num_tokens:,} tokens, and the model's context is {context:,}: answers may be nonsense. "
-            "Cut the prompt.",
-            stacklevel=stacklevel,
-        )
+class _Checkpoint:
+    """The file in which a cache is kept while its prompt is read, and the times at which it is written."""
 
+    def __init__(self, path: str | os.PathLike[str], model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache):
+        if not isinstance(cache, HybridCache):
+            raise TypeError(f"checkpoint= needs a cache that has a file, a HybridCache, got {type(cache).__name__}.")
+        self._path = Path(path).absolute()  # the working directory may change
+        self._model, self._token_ids, self._cache = model, token_ids, cache
+        self._next = time.monotonic() + _LEAST_SECONDS
 
-class _Inputs:
-    """The arguments of the model for each chunk."""
+    def take_up(self) -> None:
+        """Fill the cache, which must be empty, with what is in the file, if there is one."""
+        are_there = self._told(self._path.exists())
+        if not any(are_there):
+            return
+        if not all(are_there):
+            raise CacheFileError(
+                self._path,
+                f"is there for {sum(are_there)} of the {len(are_there)} processes that share the cache: give all of "
+                "them the same file, or none.",
+            )
+        if held := self._cache.get_seq_length():
+            raise ValueError(
+                f"{self._path} is there and the cache holds {held:,} tokens: pass a new cache to go on from the file, "
+                "or another file."
+            )
+        model = self._model
+        try:
+            fill_from_file(self._cache, self._path, model.config, model.device, self._token_ids, model.dtype)
+        except CacheFileError as error:
+            way_out = "To read the prompt anew, remove the file or name another."
+            raise CacheFileError(self._path, f"{error.reason} {way_out}") from error
 
-    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None):
-        self._input_ids = input_ids.to(model.device)
-        is_padded = attention_mask is not None and not bool(attention_mask.all())
-        self._mask = attention_mask.to(model.device) if attention_mask is not None and is_padded else None
-        parameters = inspect.signature(model.forward).parameters
-        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._positions: torch.Tensor | None = None
-        if "position_ids" in parameters:
-            # As `generate` counts them. Without them Bamba begins at 0 in each pass.
-            counted = torch.ones_like(self._input_ids) if self._mask is None else self._mask.long()
-            self._positions = (counted.cumsum(-1) - 1).clamp_min(0)
+    def after_pass(self, reached: int, is_last: bool) -> None:
+        """Write the cache if it is time, for any process that shares it; the old file stays until this is complete."""
+        start = time.monotonic()
+        if not any(self._told(is_last or start >= self._next)):
+            return
+        self._cache.save(self._path, self._token_ids[:, :reached])
+        end = time.monotonic()
+        self._next = end + max(_LEAST_SECONDS, _REST * (end - start))
 
-    def of(self, start: int, end: int) -> dict[str, Any]:
-        """Return the arguments for tokens from `start` to before `end`."""
-        inputs = {"input_ids": self._input_ids[:, start:end], **self._options}
-        if self._mask is not None:
-            inputs["attention_mask"] = self._mask[:, :end]
-        if self._positions is not None:
-            inputs["position_ids"] = self._positions[:, start:end]
-        return inputs
+    def _told(self, answer: bool) -> list[bool]:
+        """Return the answers of all processes that share the cache, in the order of ranks."""
+        peers = contents_of(self._cache).stores.peers
+        return [answer] if peers is None else [bool(each) for each in peers.numbers(int(answer))]

@@ -1,12 +1,14 @@
 """Interface between a store and the form of its quantized blocks. The forms themselves are in `codecs/`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ..scalars import as_integer
+from .kv_shape import KVShape, Pair
 from .memory.growth import GRANULE
 
 
@@ -161,20 +163,26 @@ class CodecChoice:
     Attributes:
         asked_for: the codec that was asked for.
         codec: the same, or its chosen form.
+        is_made: whether it can quantize.
         seen_queries: those that were seen so far.
     """
 
     def __init__(self, codec: KVCodec, allowance: Allowance):
-        self.asked_for = self.codec = codec
+        self.asked_for = codec
         self._allowance = allowance
         self.seen_queries: SeenQueries | None = None
+        self.take(codec)
 
-    @property
-    def is_made(self) -> bool:
-        return self.codec.is_fitted
+    def take(self, codec: KVCodec) -> None:
+        """Let the codec be this one."""
+        self.codec, self.is_made = codec, codec.is_fitted
 
-    def observe(self, query: torch.Tensor, num_kv_heads: int) -> None:
-        """Take note of queries that attend to the layer's keys, `[batch, query_heads, query_length, head_dim]`."""
+    def observe(self, query: torch.Tensor, shape: KVShape) -> None:
+        """Take note of queries that attend to keys of `shape`, `[batch, query_heads, query_length, head_dim]`."""
+        batch, heads, length, key_dim = query.shape if query.dim() == 4 else (0, 0, 0, 0)
+        num_kv_heads = shape.num_kv_heads
+        if self.is_made or not length or (batch, key_dim) != (shape.batch, shape.key_dim) or heads % num_kv_heads:
+            return
         step = -(-query.shape[2] // _MOST_QUERIES)
         seen = query.detach()[:, :, ::step].float().square()
         # A query that is not finite makes its step useless; it must not make the choice useless, too.
@@ -185,8 +193,12 @@ class CodecChoice:
             squares = known.squares.to(squares.device).lerp(squares, query.shape[2] / number)
         self.seen_queries = SeenQueries(squares, number)
 
-    def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Choose the codec by states of the first tokens, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
+    def make(self, read: Callable[[int, int], Pair], num_tokens: int) -> None:
+        """Choose the codec by some blocks of the first `num_tokens`, which `read` gives from one to before another."""
+        blocks = num_tokens // GRANULE
+        picked = sorted({index * blocks // _SAMPLED_BLOCKS for index in range(_SAMPLED_BLOCKS)})
+        sampled = [read(index * GRANULE, (index + 1) * GRANULE) for index in picked]
+        keys, values = (torch.cat(states, dim=2) for states in zip(*sampled, strict=True))
         codec, seen = self.codec, self.seen_queries
         squares = None if seen is None else seen.squares.to(keys.device)
         fitted = codec.keys.fitted(keys, squares), codec.values.fitted(values, None)
@@ -196,7 +208,35 @@ class CodecChoice:
                 self._wide_enough(fitted[0], keys, squares, sum(sizes)),
                 self._wide_enough(fitted[1], values, None, sum(sizes)),
             )
-        self.codec = replace(codec, keys=fitted[0], values=fitted[1])
+        self.take(replace(codec, keys=fitted[0], values=fitted[1]))
+
+    def encode(self, read: Callable[[int, int], Pair], num_tokens: int) -> Pair:
+        """
+        Quantize the first `num_tokens`, whole blocks that `read` gives, on their device.
+
+        Raises:
+            ValueError: there are no codes for some of them.
+        """
+        pieces = []
+        for start in range(0, num_tokens, _QUANTIZED_AT_ONCE):
+            keys, values = read(start, min(start + _QUANTIZED_AT_ONCE, num_tokens))
+            pieces.append((self.codec.keys.encode(keys), self.codec.values.encode(values)))
+        of_keys, of_values = (torch.cat(packed, dim=2) for packed in zip(*pieces, strict=True))
+        return of_keys, of_values
+
+    def decode(self, packed: Pair, states: Pair) -> None:
+        """Dequantize packed blocks into `states`, `[batch, num_kv_heads, blocks * 64, head_dim]`."""
+        self.codec.keys.decode(packed[0], states[0])
+        self.codec.values.decode(packed[1], states[1])
+
+    def packed_shape(self, shape: KVShape) -> KVShape:
+        """Return the shape of the packed blocks of states of `shape`, seen as states themselves."""
+        return shape._replace(
+            key_dim=self.codec.keys.packed_bytes(shape.key_dim),
+            value_dim=self.codec.values.packed_bytes(shape.value_dim),
+            key_dtype=torch.uint8,
+            value_dtype=torch.uint8,
+        )
 
     def _wide_enough(
         self, codec: Codec, states: torch.Tensor, query_squares: torch.Tensor | None, layer_bytes: int
@@ -212,5 +252,8 @@ class CodecChoice:
 
 
 _MOST_QUERIES = 512
+# Blocks by which a codec is chosen, spread over the first states that are quantized.
+_SAMPLED_BLOCKS = 16
+_QUANTIZED_AT_ONCE = 64 * GRANULE
 # A larger multiple of the usual error asks for more bits, which take at most this fraction of a layer's memory.
 _MOST_EXCESS, _MOST_MORE = 2.5, 0.5

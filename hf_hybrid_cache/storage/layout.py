@@ -5,14 +5,70 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
 
 from .memory.growth import GRANULE
-from .shard import Shard
 
 # Least number of recent tokens in full precision: assisted decoding may take them back.
 RECENT_TOKENS = GRANULE
 # Fraction of the tokens on the device that leave it at once, so that the others are seldom moved.
 _LEAVING_AT_ONCE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Shard:
+    """
+    Every `size`-th block of 64 tokens: block `b` is kept by rank `b % size`.
+
+    So a new block goes to a process that has the fewest, also after tokens were removed, and each process knows which
+    blocks the others keep.
+
+    Attributes:
+        rank: rank of the process.
+        size: number of processes.
+    """
+
+    rank: int
+    size: int
+
+    ALL: ClassVar["Shard"]
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this process keeps all blocks."""
+        return self.size == 1
+
+    def owns(self, blocks: Any) -> Any:
+        """Return whether this process keeps the block of a number, or each block of a tensor of numbers."""
+        return blocks % self.size == self.rank
+
+    def blocks(self, num_blocks: int) -> int:
+        """Return the number of own blocks among the first `num_blocks`."""
+        return max(0, (num_blocks - self.rank + self.size - 1) // self.size)
+
+    def tokens(self, num_tokens: int) -> int:
+        """Return the number of own tokens among the first `num_tokens`."""
+        block, rest = divmod(num_tokens, GRANULE)
+        return self.blocks(block) * GRANULE + (rest if self.owns(block) else 0)
+
+    def positions(self, start: int, end: int) -> torch.Tensor:
+        """Return the positions of own tokens from `start` to `end`, int64."""
+        tokens = torch.arange(start, end)
+        return tokens[self.owns(tokens // GRANULE)]
+
+    def part(self, states: torch.Tensor, start: int) -> torch.Tensor:
+        """Return own tokens of states `[batch, heads, tokens, head_dim]` that begin at token `start` of a sequence."""
+        count = states.shape[2]
+        if self.is_all:
+            return states
+        if start // GRANULE == (start + count - 1) // GRANULE:  # a decode step: few operations
+            return states if self.owns(start // GRANULE) else states[:, :, :0]
+        return states.index_select(2, (self.positions(start, start + count) - start).to(states.device))
+
+
+Shard.ALL = Shard(0, 1)
 
 
 @dataclass(frozen=True)
@@ -53,8 +109,7 @@ class Layout:
         """Return the layout in which all blocks are quantized that are due after `num_tokens`."""
         if not self.is_quantized:
             return self
-        end = self.first_tokens + self.host_tokens if self.device_tokens else num_tokens
-        due = (end - self.sink_tokens - RECENT_TOKENS) // GRANULE
+        due = (self._middle_end(num_tokens) - self.sink_tokens - RECENT_TOKENS) // GRANULE
         return replace(self, quantized_blocks=due) if due > self.quantized_blocks else self
 
     @property
@@ -79,7 +134,7 @@ class Layout:
         host_tokens = self.after(full_tokens).host_tokens
         if self.device_tokens and quantized_blocks:
             # Recent tokens follow the quantized blocks, as they did when these were quantized.
-            recent = self.middle.sink_tokens + RECENT_TOKENS
+            recent = self.sink_tokens - self.first_tokens + RECENT_TOKENS
             host_tokens = max(host_tokens, min(recent, full_tokens - self.first_tokens)) + quantized_blocks * GRANULE
         return replace(self, host_tokens=host_tokens, quantized_blocks=quantized_blocks)
 
@@ -102,20 +157,12 @@ class Layout:
         """Number of tokens on the device that come before those in host memory, once there are as many."""
         return self.sink_tokens if self.device_tokens >= self.sink_tokens + GRANULE else 0
 
-    def indexed_blocks(self, num_tokens: int) -> range:
-        """Return the numbers of the indexed blocks of tokens in one place: all but the first and last ones."""
-        first = self.sink_tokens // GRANULE if self.is_quantized else 1
-        count = self.quantized_blocks if self.is_quantized else max(0, (num_tokens - RECENT_TOKENS) // GRANULE - 1)
-        return range(first, first + count)
-
     def settled_tokens(self, num_tokens: int) -> int:
         """Return how many of the first tokens, in whole blocks, stay as they are while others follow."""
-        if self.device_tokens:
-            settled = self.first_tokens + self.middle.settled_tokens(self.host_tokens)
-            return settled if num_tokens >= self.first_tokens else 0
+        end = min(self._middle_end(num_tokens), num_tokens)
         if self.is_quantized:
-            return self.sink_tokens + self.quantized_blocks * GRANULE if num_tokens >= self.sink_tokens else 0
-        return num_tokens // GRANULE * GRANULE
+            return self.quantized_end if end >= self.sink_tokens else 0
+        return end // GRANULE * GRANULE
 
     @property
     def most_full_tokens(self) -> int:
@@ -133,17 +180,9 @@ class Layout:
         return {"full": full, "packed": (quantized, (range(first, last),))}
 
     @property
-    def middle(self) -> "Layout":
-        """The layout of the tokens that are not on the device, as if there were no others."""
-        if not self.device_tokens:
-            return self
-        return replace(self, sink_tokens=self.sink_tokens - self.first_tokens, device_tokens=0, host_tokens=0)
-
-    @property
     def after_prefix(self) -> "Layout":
-        """The empty layout of the tails of a prefix, which holds the first tokens of this layout."""
-        device_tokens = self.device_tokens and self.device_tokens - self.first_tokens
-        return replace(self, sink_tokens=0, device_tokens=device_tokens, quantized_blocks=0, host_tokens=0)
+        """The layout of the tails of a prefix, if this one is empty; the prefix holds its first tokens."""
+        return replace(self, sink_tokens=0, device_tokens=self.device_tokens - self.first_tokens)
 
     @cached_property
     def own_sink_tokens(self) -> int:
@@ -162,6 +201,10 @@ class Layout:
         if self.device_tokens:
             return self.host_tokens + self.device_tokens + 1
         return self.most_full_tokens + self.quantized_blocks * GRANULE if self.is_quantized else sys.maxsize
+
+    def _middle_end(self, num_tokens: int) -> int:
+        """Return the end of the tokens that may be quantized, which are in host memory if some are on the device."""
+        return self.first_tokens + self.host_tokens if self.device_tokens else num_tokens
 
     @cached_property
     def _leaving_at_once(self) -> int:

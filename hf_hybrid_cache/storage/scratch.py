@@ -1,22 +1,12 @@
 """Memory that a cache's layers take turns in, for states that are made anew for each use."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .kv_store import KVShape, Pair
+from .kv_shape import KVShape, Pair
+from .memory.buffer_memory import StorageUses
 from .memory.host_memory import require_host_bytes
-from .memory.storage_uses import StorageUses
-
-
-class _Piece:
-    def __init__(self, data: torch.Tensor):
-        self.data = data
-        self._uses = StorageUses(data)
-
-    @property
-    def is_free(self) -> bool:
-        return not self._uses.is_shared
 
 
 class Scratch:
@@ -24,7 +14,7 @@ class Scratch:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pieces: list[_Piece] = []
+        self._pieces: list[tuple[torch.Tensor, StorageUses]] = []
 
     def __deepcopy__(self, memo: dict) -> "Scratch":
         return Scratch(self._device)
@@ -32,12 +22,17 @@ class Scratch:
     @property
     def num_bytes(self) -> int:
         """Bytes that the scratch holds, lent or not."""
-        return sum(piece.data.nbytes for piece in self._pieces)
+        return sum(data.nbytes for data, _ in self._pieces)
 
     @staticmethod
     def planned_bytes(shape: KVShape, lengths: Sequence[int]) -> int:
         """Return the bytes that would be held after states of a layer were lent with each of `lengths` in turn."""
-        return sum(_held_after(num_tokens * size for num_tokens in lengths) for size in shape.token_bytes)
+        held = [0, 0]
+        for num_tokens in lengths:
+            for part, token_bytes in enumerate(shape.token_bytes):
+                if num_tokens * token_bytes > held[part]:
+                    held[part] = _with_slack(num_tokens * token_bytes)
+        return sum(held)
 
     def lend(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """
@@ -47,19 +42,19 @@ class Scratch:
             HostMemoryError: it would be in host memory, which has no room for it.
         """
         num_bytes = shape.numel() * dtype.itemsize
-        free = [piece for piece in self._pieces if piece.is_free]
-        piece = next((piece for piece in free if piece.data.nbytes >= num_bytes), None)
-        if piece is None:
+        free = [piece for piece in self._pieces if not piece[1].is_shared]
+        data = next((data for data, _ in free if data.nbytes >= num_bytes), None)
+        if data is None:
             # Pieces that are too small now will be too small again.
-            for small in free[:1]:
-                self._pieces.remove(small)
+            if free:
+                self._pieces = [piece for piece in self._pieces if piece is not free[0]]
             if self._device.type == "cpu":
                 require_host_bytes(_with_slack(num_bytes), f"All states of a layer together, {shape[2]:,} tokens need")
             with torch.inference_mode(False):
-                piece = _Piece(torch.empty(_with_slack(num_bytes), dtype=torch.uint8, device=self._device))
-            self._pieces.append(piece)
+                data = torch.empty(_with_slack(num_bytes), dtype=torch.uint8, device=self._device)
+            self._pieces.append((data, StorageUses(data)))
         with torch.inference_mode(False):
-            return piece.data[:num_bytes].view(dtype).view(shape)
+            return data[:num_bytes].view(dtype).view(shape)
 
     def lend_states(self, shape: KVShape, num_tokens: int) -> Pair:
         """Lend memory for the keys and the values of so many tokens of a layer, like `lend`."""
@@ -71,16 +66,7 @@ class Scratch:
 
     def release(self) -> None:
         """Give back the memory that nobody holds."""
-        self._pieces = [piece for piece in self._pieces if not piece.is_free]
-
-
-def _held_after(sizes: Iterable[int]) -> int:
-    """Return the bytes of a piece after a tensor was lent with each of `sizes`, in bytes, in turn."""
-    held = 0
-    for num_bytes in sizes:
-        if num_bytes > held:
-            held = _with_slack(num_bytes)
-    return held
+        self._pieces = [piece for piece in self._pieces if piece[1].is_shared]
 
 
 def _with_slack(num_bytes: int) -> int:

@@ -2,23 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..processes import OutOfStepError, Peers
-from .kv_store import KVShape, Pair
-from .layout import Layout
+from .codec import CodecChoice
+from .kv_shape import KVShape, Pair
+from .layer_states import Runs, TokenStore
+from .layout import Layout, Shard
 from .memory.growth import GRANULE
-from .quantized_segment import QuantizedSegment
 from .runs.host_blocks import HostBlocks
-from .runs.run import Run
 from .scratch import Scratch
-from .shard import Shard
 from .store import Store
-
-if TYPE_CHECKING:
-    from .shared_prefix import AnyStore
 
 # Largest message of a process to the others.
 _MESSAGE_BYTES = 16 * 2**20
@@ -29,21 +24,6 @@ MARK_SIZE = 4
 _HALF_OF_COUNT = 2**20
 
 
-class SharedPart(NamedTuple):
-    """
-    The rows of 64 tokens, or the packed blocks, of a shard.
-
-    Attributes:
-        segment: holds own rows.
-        entries: tokens, or packed blocks, of the whole sequence.
-        runs: numbers of the blocks of the whole sequence, in the order of rows.
-    """
-
-    segment: HostBlocks
-    entries: int
-    runs: tuple[range, ...]
-
-
 class ShardedStore(Store):
     """
     A sequence whose blocks are distributed over the processes of a group.
@@ -52,11 +32,8 @@ class ShardedStore(Store):
     read all states, or rows, at the same time.
 
     Args:
-        shape: of the states.
-        layout: layout of the empty store, with the shard of this process.
-        full: segment of tokens in full precision, in host memory.
-        scratch: memory in which own states are put together.
-        quantized: segment of quantized blocks.
+        layout: with the shard of this process.
+        runs: makes its runs, in host memory.
         peers: the processes of the group.
         is_compared: whether to compare new keys with those of other processes; one layer of a model is enough.
     """
@@ -65,13 +42,13 @@ class ShardedStore(Store):
         self,
         shape: KVShape,
         layout: Layout,
-        full: Run,
+        runs: Runs,
         scratch: Scratch,
-        quantized: QuantizedSegment | None,
+        choice: CodecChoice | None,
         peers: Peers,
         is_compared: bool = False,
     ):
-        super().__init__(shape, layout, full, scratch, quantized)
+        super().__init__(shape, layout, runs, scratch, choice)
         self.peers = peers
         self._is_compared = is_compared
         self._likeness = (0.0, 0.0)
@@ -84,28 +61,28 @@ class ShardedStore(Store):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states and return all, which all processes gather unless there are no others."""
         only_these = self.num_tokens == 0
-        self.extend(keys, values)
+        self.add(keys, values)
         return (keys, values) if only_these else self.read()
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def add(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
+        """Store new states, see `Store`; there are no copies on a device."""
         self.settle()
-        super().extend(keys, values)
+        super().add(keys, values)
         if self._is_compared:
             total, magnitude = self._likeness
             numbers = keys[:, :, -1:].float()
             self._likeness = total + float(numbers.sum()), magnitude + float(numbers.abs().sum())
 
-    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.extend(keys, values)
-
     def read(self) -> Pair:
+        """Return all states, which all processes gather."""
         states = super().read()
         if not self.shard.is_all:
             states = self._read_together(states[0]), self._read_together(states[1])
         keys, values = (each.to(self.shape.device) for each in states)
         return keys, values
 
-    def take_from(self, other: "AnyStore") -> None:
+    def take_from(self, other: TokenStore) -> None:
+        """Store the states of another store of the same shard in this empty one."""
         assert isinstance(other, ShardedStore)
         super().take_from(other)
         self.layout, self._likeness = other.layout, other._likeness
@@ -142,16 +119,14 @@ class ShardedStore(Store):
                     "the same inputs and options; to sample, call transformers.set_seed in all with the same number."
                 )
 
-    def shared_parts(self) -> dict[str, SharedPart]:
-        """Return own rows by their names in a file."""
-        own, parts = self.parts(), {}
-        for name, (entries, runs) in self.layout.parts(self.num_tokens).items():
-            parts[name] = SharedPart(own[name].in_host_memory(), entries, runs)
-        return parts
+    def entries_together(self) -> dict[str, int]:
+        """Return how many tokens and packed blocks all processes have, by their names in a file."""
+        return {name: entries for name, (entries, _) in self.layout.parts(self.num_tokens).items()}
 
-    def own_rows(self, part: SharedPart) -> list[bool]:
+    def own_rows(self, name: str) -> list[bool]:
         """Return, for each row that a single process would have, whether this one keeps it."""
-        return [self.shard.owns(block) for run in part.runs for block in run]
+        _, runs = self.layout.parts(self.num_tokens)[name]
+        return [self.shard.owns(block) for run in runs for block in run]
 
     def expect(self, entries: Mapping[str, int]) -> None:
         """
@@ -161,46 +136,45 @@ class ShardedStore(Store):
             ValueError: the parts have other names, or no sequence has so many entries.
             HostMemoryError: the host has no capacity for them; nothing has changed then.
         """
-        if entries.keys() != self.parts().keys():
-            raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.parts())}")
+        if entries.keys() != self.entries().keys():
+            raise ValueError(f"there are {', '.join(entries)} instead of {', '.join(self.entries())}")
         full, quantized = entries.get("full", entries.get("states", 0)), entries.get("packed", 0)
         self.layout.require_entries(full, quantized)
         layout = replace(self.layout, quantized_blocks=quantized)
         num_tokens = full + quantized * GRANULE
+        assert isinstance(self.dense, HostBlocks)
         self.dense.make_rows(layout.shard.tokens(num_tokens) - layout.own_quantized_blocks * GRANULE)
-        if self.quantized is not None:
-            self.quantized.fit()
-            self.quantized.packed.make_rows(layout.own_quantized_blocks)
+        if isinstance(self.packed, HostBlocks):
+            self._fit_packed()
+            self.packed.make_rows(layout.own_quantized_blocks)
         self.layout = layout
         self._set_length(num_tokens)
 
-    def rows_together(self, part: SharedPart, role: int) -> Iterator[torch.Tensor]:
+    def rows_together(self, name: str, role: int) -> Iterator[torch.Tensor]:
         """
         Yield the rows as a single process would have them, some at a time; all processes call this at once.
 
         Args:
-            part: one of `shared_parts`.
+            name: of the entries in a file.
             role: 0 for keys, 1 for values.
         """
-        part.segment.wait_for_copies()
-        part.segment.clear_rest()
-        own = part.segment.rows()[role]
-        at_once = _blocks_at_once(own.shape[1:].numel() * own.itemsize, self.shard.size)
-        done = 0
-        for run in part.runs:
-            rows = min(at_once, -(-len(run) // self.shard.size))
-            for start in range(run.start, run.stop, max(1, rows * self.shard.size)):
-                blocks = torch.arange(start, min(start + rows * self.shard.size, run.stop))
-                count = self.shard.blocks(int(blocks[-1]) + 1) - self.shard.blocks(start)
+        _, runs = self.layout.parts(self.num_tokens)[name]
+        own = self.rows(name)[role]
+        done, size = 0, self.shard.size
+        at_once = _blocks_at_once(own.shape[1:].numel() * own.itemsize, size)
+        for run in runs:
+            rows = max(1, min(at_once, -(-len(run) // size)))
+            for start in range(run.start, run.stop, rows * size):
+                order = torch.arange(min(rows * size, run.stop - start))
+                count = self.shard.blocks(start + len(order)) - self.shard.blocks(start)
                 if self.shard.is_all:
                     yield own[done : done + count]
                 else:
                     message = own.new_zeros((rows, *own.shape[1:]))
                     message[:count] = own[done : done + count]
                     received = self.peers.exchange(message.view(torch.uint8)).view(own.dtype)
-                    firsts = torch.tensor([Shard(rank, self.shard.size).blocks(start) for rank in range(len(received))])
-                    ranks = blocks % self.shard.size
-                    yield received[ranks, blocks // self.shard.size - firsts[ranks]]
+                    # Consecutive blocks are of consecutive ranks.
+                    yield received[(start + order) % size, order // size]
                 done += count
 
     def _read_together(self, own: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Keys and values of several continuations of a prompt, which is stored once."""
 
-import copy
 from collections.abc import Iterable
 from itertools import groupby
 from math import gcd
@@ -8,19 +7,18 @@ from typing import Literal
 
 import torch
 
-from .buffers.token_buffer import TokenBuffer
-from .kv_store import KVStore, Pair
-from .layer_reading import copy_from
+from .kv_shape import Pair
+from .layer_states import TokenStore
 from .layout import Layout
 from .memory.growth import GRANULE
-from .part import Part
-from .recent_states import RecentStates
+from .pieces import Piece
 from .runs.run import repeated
 from .runs.streamed import Streamed
-from .store import Store
+from .runs.token_buffer import TokenBuffer
+from .store import RecentStates, Store
 
 
-class SharedPrefix(KVStore):
+class SharedPrefix(TokenStore):
     """
     Groups of sequences that begin with the same tokens, with a prefix for each group and a tail for each sequence.
 
@@ -37,16 +35,16 @@ class SharedPrefix(KVStore):
         is_staged: all states are on the device, or on their way, to be attended to there.
     """
 
-    is_continued: Literal[True] = True
-    # Its codec is chosen before sequences share blocks.
+    # Its codec is chosen before sequences share blocks, and the CPU attends to all of them or none.
     wants_queries: Literal[False] = False
-    pending_bytes = 0
+    waits: Literal[False] = False
+    cpu_fraction: None = None
 
     def __init__(self, prefix: Store, tails: Store):
-        super().__init__(prefix.shape._replace(batch=tails.shape.batch))
+        self.shape = prefix.shape._replace(batch=tails.shape.batch)
         self.prefix, self.tails = prefix, tails
+        self.num_tokens = prefix.num_tokens + tails.num_tokens
         self.is_staged = False
-        self._set_length(prefix.num_tokens + tails.num_tokens)
 
     @classmethod
     def continuing(cls, store: Store, tails: Store) -> "SharedPrefix":
@@ -63,26 +61,14 @@ class SharedPrefix(KVStore):
         store.settle()
         num_shared = store.num_shareable
         try:
-            tails.extend(*repeated(copy_from(store, num_shared), tails.shape.batch // store.shape.batch))
+            tails.add(*repeated(store.copy_from(num_shared), tails.shape.batch // store.shape.batch))
         except BaseException:
             tails.close()
             raise
         store.truncate(num_shared)
         return cls(store, tails)
 
-    def __deepcopy__(self, memo: dict) -> "SharedPrefix":
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin.prefix, twin.tails = copy.deepcopy(self.prefix, memo), copy.deepcopy(self.tails, memo)
-        return twin
-
-    @property
-    def pending(self) -> tuple[Pair, ...]:
-        """The pending states of the tails, in pieces."""
-        return self.tails.pending
-
     def settle(self) -> None:
-        """Store the pending states, see `Store`."""
         self.tails.settle()
 
     @property
@@ -101,12 +87,8 @@ class SharedPrefix(KVStore):
         return self.prefix.layout
 
     @property
-    def cpu_fraction(self) -> None:
-        """The CPU attends to all or nothing."""
-
-    @property
     def streamed(self) -> Streamed | None:
-        """The segment of the prefix that is streamed to the device."""
+        """The run of the prefix that is streamed to the device."""
         return self.prefix.streamed
 
     @property
@@ -116,33 +98,31 @@ class SharedPrefix(KVStore):
 
     @property
     def is_intact(self) -> bool:
-        whole = self.prefix.num_tokens + self.tails.num_tokens == self.num_tokens
-        return super().is_intact and self.prefix.is_intact and self.tails.is_intact and whole
+        """Whether both stores are whole, and hold the tokens together."""
+        is_whole = not self._is_changing and self.prefix.num_tokens + self.tails.num_tokens == self.num_tokens
+        return is_whole and self.prefix.is_intact and self.tails.is_intact
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Store new states and return all, with the prefix copied for each sequence."""
-        self.extend(keys, values)
+        self.add(keys, values)
         return self.read()
 
-    def stage(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new states, and start the copies of states in host memory to the device."""
-        self.is_staged = True
-        if self.prefix.has_one_segment and self.prefix.streamed is not None:
-            self.prefix.stage(keys[: self.prefix.shape.batch, :, :0], values[: self.prefix.shape.batch, :, :0])
-        self.tails.append(keys, values)
-        self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
-
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.is_staged = False
-        self.tails.extend(keys, values)
+    def add(self, keys: torch.Tensor, values: torch.Tensor, on_device: bool = False) -> None:
+        """Store new states in the tails, see `Store`."""
+        self.is_staged, streamed = on_device, self.streamed
+        if on_device and streamed is not None and self.prefix.is_in_one_run:
+            streamed.write(*streamed.read_range(0, 0), on_device)
+        self.tails.add(keys, values, on_device)
         self._set_length(self.prefix.num_tokens + self.tails.num_tokens)
 
     def read(self) -> Pair:
+        """Return all keys and values, on the compute device."""
         pairs = zip(self.read_prefix(self.prefix.num_tokens), self.tails.read(), strict=True)
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         return keys, values
 
     def read_copy(self) -> Pair:
+        """Return all keys and values, in memory that is not the store's."""
         return self.read()
 
     def read_prefix(self, num_tokens: int) -> Pair:
@@ -157,20 +137,18 @@ class SharedPrefix(KVStore):
 
     def extend_recent(self, recent: RecentStates) -> None:
         """Store recent states again after the tokens that were before them."""
-        self.extend(*recent.states)
+        self.add(*recent.states)
 
-    def parts(self) -> dict[str, Part]:
-        """Return the entries of all sequences by name, with those of the prefix repeated for each sequence."""
-        tails = self.tails.parts()
-        return {
-            name: Part(tails[name].form, (*shared.repeated(self.continuations).runs, *tails[name].runs))
-            for name, shared in self.prefix.parts().items()
-        }
+    def pieces(self, part: str) -> list[Piece]:
+        prefix = (each._replace(repeats=self.continuations) for each in self.prefix.pieces(part))
+        return [*prefix, *self.tails.pieces(part)]
 
     def buffers(self) -> Iterable[TokenBuffer]:
+        """Return all buffers that hold memory for this layer alone."""
         return *self.prefix.buffers(), *self.tails.buffers()
 
     def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens`, at least `least_tokens`."""
         left = num_tokens - self.prefix.num_tokens
         if left >= 0:
             self.tails.truncate(left)
@@ -180,9 +158,9 @@ class SharedPrefix(KVStore):
                 self.prefix.truncate(num_tokens)
                 # Blocks are counted from the first token, so a block that was cut goes on in the tails.
                 whole = self.prefix.num_shareable
-                rest = copy_from(self.prefix, whole)
+                rest = self.prefix.copy_from(whole)
                 self.prefix.truncate(whole)
-                self.tails.extend(*repeated(rest, self.continuations))
+                self.tails.add(*repeated(rest, self.continuations))
         self._set_length(num_tokens)
 
     def indices_of_indexed(self, indices: torch.Tensor) -> torch.Tensor | None:
@@ -194,21 +172,24 @@ class SharedPrefix(KVStore):
         run = gcd(*(len(list(same)) for _, same in groupby(groups)))
         return torch.tensor(groups[::run])
 
-    def select_batch(self, indices: torch.Tensor) -> None:
+    def select(self, indices: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was."""
         prefixes = self.indices_of_indexed(indices)
         with self._changing():
-            self.tails.select_batch(indices)
+            self.tails.select(indices)
             if prefixes is not None:
-                self.prefix.select_batch(prefixes)
+                self.prefix.select(prefixes)
             self.shape = self.shape._replace(batch=len(indices))
             self.version += 1
 
     def wait_for_copies(self) -> None:
+        """Block the calling thread until all copies are done, see `Store`."""
         self.prefix.wait_for_copies()
         self.tails.wait_for_copies()
 
     def close(self) -> None:
-        super().close()
+        """Give back memory that is shared with other layers. The store must not be used afterwards."""
+        self.version += 1
         self.prefix.close()
         self.tails.close()
 

@@ -20,8 +20,8 @@ from hf_hybrid_cache.storage import (
     Streamed,
     streams_for,
 )
-from hf_hybrid_cache.storage.streaming.staging import Slot
-from hf_hybrid_cache.storage.streaming.streams import AcceleratorStreams, OneQueue
+from hf_hybrid_cache.storage.runs.streamed import Slot
+from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams, Streams
 
 import simulated
 from accelerator.orders import CONFIG, DEVICE, IS_SIMULATED, NUM_LAYERS, ORDERS, in_order, kept, sent, states
@@ -153,7 +153,7 @@ def test_layer_when_its_slot_was_taken_then_is_fetched_after_its_save(order: str
         stores = make_stores(3, prefetch_layers=1)
         for layer in (0, 1):
             new = sent(states(70, layer))
-            stores[layer].append(new, -new)
+            stores[layer].write(new, -new, on_device=True)
         stores[2].read()
         keys, values = (kept(part) for part in stores[1].read())
         torch.accelerator.synchronize()
@@ -170,8 +170,8 @@ def test_a_slot_dropped_with_a_copy_under_way_harms_nobody(direction: str, order
         streams = AcceleratorStreams(shape.device)
         host = torch.ones(4096, 1, 2, 4).pin_memory()
         slot = Slot(shape, streams)
-        slot.ensure_capacity(shape, 4096, keep=0)
-        target = slot.keys.read(4096).permute(2, 0, 1, 3)
+        slot.ensure(4096, keep=0)
+        target = slot.keys.read_range(0, 4096).permute(2, 0, 1, 3)
         if direction == "to the device":
             copy_it = lambda target=target: target.copy_(host, non_blocking=True)  # noqa: E731
             slot.arrived = streams.copy_to_device(copy_it, after=[streams.computed()])
@@ -205,7 +205,7 @@ def test_the_states_survive_cropping_and_reordering_between_copies(order: str):
 
 @all_orders
 def test_without_streams_the_host_waits_for_copies(order: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores.streams_for", OneQueue)
+    monkeypatch.setattr("hf_hybrid_cache.layers.layer_stores.streams_for", Streams)
     reference = DynamicCache(config=CONFIG)
     with in_order(order):
         cache, given, expected = make_cache("prefetch", host_tokens=70), [], []
@@ -239,7 +239,7 @@ def test_a_forked_child_drops_its_cache_without_asking_the_device():
     with simulated.schedule("all late"):
         cache = make_cache("prefetch")
         fill(cache, (70, 1))
-        saved = [layer.store.dense.copies.saved for layer in cache.layers]
+        saved = [layer.store.dense.saved for layer in cache.layers]
         child = os.fork()
         if child == 0:
             del cache

@@ -9,12 +9,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_hybrid_cache import OffloadedHybridCache, QuantizedHybridCache
-from hf_hybrid_cache.attention.device_segment import DeviceSegment
-from hf_hybrid_cache.attention.host_kernel import HostKernel
-from hf_hybrid_cache.attention.host_segment import HostSegment
+from hf_hybrid_cache.attention import host_attention, stored_attention
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import Store
-from hf_hybrid_cache.storage.streaming import cpu_fraction
+from hf_hybrid_cache.kernels import Workspace
+from hf_hybrid_cache.storage import Issued, Store, cpu_fraction
 
 from accelerator.decoding import decode
 from accelerator.orders import DEVICE, ORDERS, in_order
@@ -32,13 +30,13 @@ def cache_and_step():
 
 
 def test_the_kernel_runs_beside_the_thread_of_the_model(cache_and_step, monkeypatch: pytest.MonkeyPatch):
-    threads, attend = set(), HostKernel.attend
+    threads, attend = set(), Workspace.attend
 
     def noted(*arguments, **options):
         threads.add(threading.get_ident())
         return attend(*arguments, **options)
 
-    monkeypatch.setattr(HostKernel, "attend", noted)
+    monkeypatch.setattr(Workspace, "attend", noted)
     cache_and_step[1]()
     assert len(threads) == 1
     assert threading.get_ident() not in threads
@@ -52,14 +50,33 @@ def test_slots_of_the_prompt_are_given_back_with_the_first_token_after_it(cache_
     assert cache.memory().device_bytes < before
 
 
+class IssuedByLayers(Issued):
+    """Each layer issues the copy of its queries, and then all other work, which is told before and after."""
+
+    number = 0
+
+    def __init__(self, device: torch.device):
+        type(self).number += 1
+        is_last = self.number % 2 == 0
+        if is_last:
+            self.before()
+        super().__init__(device)
+        if is_last:
+            self.after()
+
+    @staticmethod
+    def before() -> None: ...
+
+    after = before
+
+
 @pytest.fixture
 def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel waits until the device has ended."""
-    issued, note, attend = threading.Event(), HostSegment.note_issued, HostKernel.attend
+    issued, attend = threading.Event(), Workspace.attend
 
-    def noting(part):
-        note(part)
-        issued.set()
+    class Noting(IssuedByLayers):
+        after = staticmethod(issued.set)
 
     def waiting(*arguments, **options):
         assert issued.wait(60)
@@ -67,26 +84,27 @@ def with_cpu_last(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.accelerator.synchronize()
         return attend(*arguments, **options)
 
-    monkeypatch.setattr(HostSegment, "note_issued", noting)
-    monkeypatch.setattr(HostKernel, "attend", waiting)
+    monkeypatch.setattr(host_attention, "Issued", Noting)
+    monkeypatch.setattr(Workspace, "attend", waiting)
 
 
 @pytest.fixture
 def with_device_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device begins when the kernel has ended."""
-    ended, note, note_issued = threading.Event(), Store.note_ended, HostSegment.note_issued
+    ended, note = threading.Event(), Store.note_ended
 
     def noting(*arguments):
         note(*arguments)
         ended.set()
 
-    def waiting(part):
-        assert ended.wait(60)
-        ended.clear()
-        note_issued(part)
+    class Waiting(IssuedByLayers):
+        @staticmethod
+        def before():
+            assert ended.wait(60)
+            ended.clear()
 
     monkeypatch.setattr(Store, "note_ended", noting)
-    monkeypatch.setattr(HostSegment, "note_issued", waiting)
+    monkeypatch.setattr(host_attention, "Issued", Waiting)
 
 
 @pytest.mark.parametrize(("last", "direction"), [("cpu", -1), ("device", 1)])
@@ -115,7 +133,7 @@ def test_an_error_of_the_kernel_reaches_the_model_and_the_cache_goes_on(cache_an
         raise MemoryError("no room to work in")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostKernel, "attend", failing)
+        patch.setattr(Workspace, "attend", failing)
         with pytest.raises(MemoryError, match="no room to work in"):
             step()
     cache.drop_unfinished()
@@ -124,7 +142,7 @@ def test_an_error_of_the_kernel_reaches_the_model_and_the_cache_goes_on(cache_an
 
 def test_whatever_ends_attention_on_the_device_the_kernel_is_waited_for(cache_and_step, monkeypatch):
     _, step = cache_and_step
-    ended, attend = [], HostKernel.attend
+    ended, attend = [], Workspace.attend
 
     def slow(*arguments, **options):
         time.sleep(0.2)
@@ -132,11 +150,11 @@ def test_whatever_ends_attention_on_the_device_the_kernel_is_waited_for(cache_an
         ended.append(True)
         return result
 
-    def interrupted(part):
+    def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HostKernel, "attend", slow)
-    monkeypatch.setattr(DeviceSegment, "partial", interrupted)
+    monkeypatch.setattr(Workspace, "attend", slow)
+    monkeypatch.setattr(stored_attention, "attend_to_states", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step()
     assert ended

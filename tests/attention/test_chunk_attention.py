@@ -1,5 +1,7 @@
 """Attention of chunks, by the kernel and by torch, against attention in float64 over the same states."""
 
+from collections.abc import Iterator
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, QuantizedHybridCache, minmax
-from hf_hybrid_cache.attention import chunk_attention
-from hf_hybrid_cache.attention.chunk_attention import attend_to_chunk
-from hf_hybrid_cache.attention.host_kernel import HostKernel
-from hf_hybrid_cache.attention.segment import Queries
-from hf_hybrid_cache.storage import CacheStats, Store, middle_in_pieces
+from hf_hybrid_cache.attention import torch_attention
+from hf_hybrid_cache.attention.host_attention import HostAttention
+from hf_hybrid_cache.attention.queries import Queries
+from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
+from hf_hybrid_cache.kernels.prefill import set_prefill_kernel
+from hf_hybrid_cache.storage import CacheStats, Store
 
 from common.soak import count, search_at_random
 
@@ -28,19 +31,21 @@ CACHES = {
 BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 
-def attend_by_kernel(
-    query: torch.Tensor, store: Store, group: int, mask: torch.Tensor | None, scale: float | None
-) -> torch.Tensor:
-    kernel = HostKernel(CacheStats())
-    return kernel.attend_many(Queries(query, group, scale), store, kernel.seen.of(mask), query.dtype).out
+def attend_by_kernel(queries: Queries, store: Store) -> torch.Tensor:
+    return HostAttention(CacheStats()).attend(queries, store)
 
 
-WAYS = {"kernel": attend_by_kernel, "torch": attend_to_chunk}
+WAYS = {"kernel": attend_by_kernel, "torch": torch_attention.attend_to_prompt}
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_attention, "PIECE_TOKENS", 128)
+def small_pieces_and_kernel_for_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch_attention, "PIECE_TOKENS", 128)
+    set_prefill_kernel(True)
+    set_integer_kernels(False)  # of few queries, which round more; they have tests of their own
+    yield
+    set_prefill_kernel(None)
+    set_integer_kernels(None)
 
 
 def filled(cache: HybridCache, tokens: int, dims: tuple[int, int], dtype: torch.dtype, seed: int = 0, **sizes: int):
@@ -73,7 +78,7 @@ def check(way: str, store: Store, case: Case, dtype: torch.dtype, scale: float =
         else:
             mask = mask.masked_fill(~seen, -torch.inf)
     query = torch.from_numpy(case.query).to(dtype)
-    out = WAYS[way](query, store, case.group, mask, scale)
+    out = WAYS[way](Queries(query, case.group, scale, mask), store)
     assert out.dtype == dtype
     expected, _ = attention(case, scale, **masks)
     np.testing.assert_allclose(out.double(), expected, rtol=0, atol=BOUNDS[dtype] * np.abs(case.values).max())
@@ -121,13 +126,13 @@ def test_what_is_not_finite_does_not_become_plausible(way: str):
         values[0, 1, bad, 3] = torch.inf
         keys[1, 0, bad, 3] = torch.nan
         store.truncate(0)
-        store.extend(keys, values)
+        store.add(keys, values)
         query = torch.from_numpy(queries(80, 4, 16, torch.float32)).float()
         mask = torch.ones(1, 1, 80, 400, dtype=torch.bool).tril(320)
         mask[..., hidden] = False
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             plain = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        ours = WAYS[way](query, store, 2, mask, None)
+        ours = WAYS[way](Queries(query, 2, None, mask), store)
         sees_it = mask[0, 0, :, bad]
         assert torch.equal(ours[:, :, sees_it].isfinite(), plain[:, :, sees_it].isfinite())
         values[0, 1, bad, 3] = keys[1, 0, bad, 3] = 0
@@ -140,11 +145,11 @@ def test_what_is_not_finite_does_not_become_plausible(way: str):
 
 def test_chunk_attention_when_unpacking_then_holds_one_piece():
     store, _ = filled(QuantizedHybridCache(CONFIG, 4), 1000, (16, 16), torch.float32)
-    pieces = list(middle_in_pieces(store, 128, cut=930))
+    pieces = list(store.middle_in_pieces(128, cut=930))
     assert [start for start, _ in pieces] == [0, 64, 192, 320, 448, 576, 704, 832, 896]
     assert all(keys.shape == values.shape and keys.shape[2] <= 128 for _, (keys, values) in pieces)
     for index, whole in enumerate(store.read()):
         assert torch.equal(torch.cat([states[index] for _, states in pieces], dim=2), whole)
     full, _ = filled(DynamicHybridCache(CONFIG), 1000, (16, 16), torch.float32)
     # All queries of the chunk see the tokens before it, so these need no mask.
-    assert [start for start, _ in middle_in_pieces(full, 512, cut=930)] == [0, 512, 896]
+    assert [start for start, _ in full.middle_in_pieces(512, cut=930)] == [0, 512, 896]

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from hf_hybrid_cache.attention.kernel_thread import KernelThread
+from hf_hybrid_cache.attention.host_attention import KernelThread
 
 
 def test_kernel_thread_when_given_jobs_then_runs_them_in_order():

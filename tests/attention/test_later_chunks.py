@@ -159,7 +159,7 @@ def test_chunks_when_cut_anywhere_then_have_same_bits(data: st.DataObject):
 def test_later_chunk_when_compared_with_float64_then_follows_borders(name: str, mask: str, first: int):
     prompt = Prompt.random(620, torch.float32, mask, (4, 2), 16)
     cache = new_cache(name, CONFIG)
-    out = read_in_chunks(cache, prompt, [first, 400, 620])[:, :, first:]
+    out = read_in_chunks(cache, prompt, [first, first + 80, 620])[:, :, first:]  # some chunks end within the sinks
     store = cache.layers[0].store
     decoded = [states.double() for states in store.read()]
     sinks, rows = store.layout.sink_tokens, torch.arange(first, 620)

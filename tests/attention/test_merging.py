@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_hybrid_cache.attention.merging import MergedAttention, PartialAttention, merged_at_once
+from hf_hybrid_cache.attention.merging import PartialAttention, merged, merged_at_once
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [63, 64], [10, 10, 40], [0, 70]])
@@ -20,26 +20,25 @@ def test_parts_in_any_order_give_what_float64_gives_for_all(cuts: list[int], spr
     bounds = [0, *cuts, 70]
     parts = [range(*pair) for pair in itertools.pairwise(bounds)]
     for order in (parts, parts[::-1]):
-        merged = MergedAttention()
-        partial = []
+        one_by_one, partial = None, []
         for part in order:
             of_part = scores[..., part.start : part.stop]
             weights = of_part.softmax(-1).nan_to_num(0)  # where a part has no token that is seen
             out = weights @ values[:, :, part.start : part.stop]
             partial.append((out.float(), of_part.logsumexp(-1).float()))
-            merged.add(PartialAttention(*(each.clone() for each in partial[-1])))  # it adds up in place
+            one_by_one = merged(one_by_one, PartialAttention(*partial[-1]))
         at_once = merged_at_once(*(torch.stack(each) for each in zip(*partial, strict=True)))
-        for result in (merged.partial, at_once):
+        for result in (one_by_one, at_once):
             torch.testing.assert_close(result.out.double(), expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(result.lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_where_no_part_has_a_token_that_is_seen_nothing_comes_out():
-    merged = MergedAttention()
+    one_by_one = None
     for _ in range(3):
-        merged.add(PartialAttention(torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), -torch.inf)))
+        one_by_one = merged(one_by_one, PartialAttention(torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), -torch.inf)))
     at_once = merged_at_once(torch.zeros(3, 1, 1, 2, 4), torch.full((3, 1, 1, 2), -torch.inf))
-    for result in (merged.partial, at_once):
+    for result in (one_by_one, at_once):
         assert torch.equal(result.out, torch.zeros(1, 1, 2, 4))
         assert torch.equal(result.lse, torch.full((1, 1, 2), -torch.inf))
 
@@ -47,9 +46,7 @@ def test_where_no_part_has_a_token_that_is_seen_nothing_comes_out():
 def test_merging_when_a_part_is_nan_then_result_is_nan():
     outs, lse = torch.zeros(2, 1, 1, 2, 4), torch.zeros(2, 1, 1, 2)
     outs[1, 0, 0, 1], lse[1, 0, 0, 1] = torch.nan, torch.nan
-    merged = MergedAttention()
-    for out, sums in zip(outs, lse, strict=True):
-        merged.add(PartialAttention(out, sums))
-    for result in (merged.partial.out, merged_at_once(outs, lse).out):
+    one_by_one = merged(*(PartialAttention(*each) for each in zip(outs, lse, strict=True)))
+    for result in (one_by_one.out, merged_at_once(outs, lse).out):
         assert torch.equal(result[0, 0, 0], torch.zeros(4))
         assert result[0, 0, 1].isnan().all()

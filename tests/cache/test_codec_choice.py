@@ -195,13 +195,13 @@ def test_looking_at_a_cache_when_states_await_queries_then_changes_nothing(place
     for cache in caches:
         for num_tokens in chunks:
             fill(cache, num_tokens)
-    held = [(layer.store.pending_bytes, layer.store.version) for layer in caches[0].layers]
+    held = [(layer.store.waiting_bytes, layer.store.version) for layer in caches[0].layers]
     assert min(held)[0] > 0
     assert caches[0].memory().device_bytes + caches[0].memory().host_bytes > sum(number for number, _ in held)
     for look in LOOKS.values():
         look(caches[0], tmp_path)
         assert not any(are_fitted(caches[0]))
-        assert [(layer.store.pending_bytes, layer.store.version) for layer in caches[0].layers] == held
+        assert [(layer.store.waiting_bytes, layer.store.version) for layer in caches[0].layers] == held
     assert torch.equal(caches[0].layers[0].keys, torch.cat([states(each) for each in chunks], dim=2))
     assert torch.equal(caches[0].layers[0].values, torch.cat([states(each, 10) for each in chunks], dim=2))
     caches += [copy.deepcopy(caches[0]), HybridCache.load(tmp_path / "cache.kv", CONFIG)]
@@ -286,6 +286,17 @@ def test_only_so_many_bytes_are_held_where_queries_are_not_seen(place: str, monk
         cache.update(states(300), states(300), layer)
         assert are_fitted(cache) == expected
     assert cache.memory().num_tokens == 300
+
+
+def test_a_copy_leaves_what_the_original_holds(monkeypatch: pytest.MonkeyPatch):
+    cache = HybridCache(CONFIG, codec=minmax(4))
+    for layer in range(3):
+        cache.update(states(300), states(300), layer)
+    twin = copy.deepcopy(cache)
+    monkeypatch.setattr(layer_stores, "MOST_HELD_BYTES", states(300).nbytes)
+    for layer in range(3):
+        twin.update(states(1), states(1), layer)
+    assert (are_fitted(cache), are_fitted(twin)) == ([False] * 3, [True, True, False])
 
 
 def test_states_when_added_without_attention_then_await_first_queries():

@@ -23,7 +23,7 @@ from hf_hybrid_cache import (
 )
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.storage.memory import host_memory
-from hf_hybrid_cache.storage.memory.memory_limits import Limit
+from hf_hybrid_cache.storage.memory.host_memory import Limit
 
 from common.lazy_streams import copy_late
 from common.quantized_reference import quantized_reference

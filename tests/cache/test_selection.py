@@ -21,12 +21,12 @@ from hf_hybrid_cache import (
     Selection,
     minmax,
 )
-from hf_hybrid_cache.attention import key_index, layer_selection
+from hf_hybrid_cache.attention import selection as selection_module
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.kernels import index_bytes
 from hf_hybrid_cache.storage import grown_capacity
 from hf_hybrid_cache.storage.memory import host_memory
-from hf_hybrid_cache.storage.memory.memory_limits import tightest_limit
+from hf_hybrid_cache.storage.memory.host_memory import tightest_limit
 
 from common.caches import group_of_one
 from models.tiny_models import llama, random_prompt, tiny_model
@@ -226,17 +226,17 @@ def test_where_much_has_to_be_read_all_is_for_some_steps(monkeypatch: pytest.Mon
     everything = attend(filled(few_bits(config), config), config)
     assert torch.equal(attend(cache, config), everything)
     monkeypatch.undo()
-    for step in range(1, 2 * layer_selection._STEPS_BETWEEN):
+    for step in range(1, 2 * selection_module._STEPS_BETWEEN):
         before, held = cache.stats.tokens_read[0], cache.stats.tokens_held[0]
         attend(cache, config)
         has_read_all = cache.stats.tokens_read[0] - before == cache.stats.tokens_held[0] - held
-        assert has_read_all == (step < layer_selection._STEPS_BETWEEN)
+        assert has_read_all == (step < selection_module._STEPS_BETWEEN)
 
 
 def test_selection_when_many_queries_attend_then_reads_all():
     config = llama()
     cache = filled(few_bits(config, selection=Selection(top_p=0.5)), config)
-    new = torch.randn(1, config.num_key_value_heads, layer_selection._MOST_ROWS + 1, config.head_dim)
+    new = torch.randn(1, config.num_key_value_heads, selection_module._MOST_ROWS + 1, config.head_dim)
     keys, values = cache.update(new, new, 0)
     query = torch.randn(1, config.num_attention_heads, new.shape[2], config.head_dim)
     scaled_dot_product_attention(query, keys, values, enable_gqa=True)
@@ -280,7 +280,7 @@ def test_a_cache_from_a_file_can_be_read_in_part(
     placement = Placement(cpu_decode=True)
     torch.testing.assert_close(attend(HybridCache.load(path, config, placement), config), expected[1])
     if has_index:  # and nothing is to be made
-        monkeypatch.setattr(key_index, "quantize_index", None)
+        monkeypatch.setattr(selection_module, "quantize_index", None)
     loaded = HybridCache.load(path, config, placement, mmap=mmap, selection=Selection(top_p=0.9))
     assert torch.equal(attend(loaded, config), expected[0])
     assert loaded.stats.share_read[0] < 0.4
@@ -379,8 +379,8 @@ def test_processes_that_share_a_context_read_all():
 def test_selection_when_default_with_codes_then_reads_more():
     config = llama()
     for make, top_p in ((few_bits, 0.998), (DynamicHybridCache, 0.995)):
-        assert make(config, selection=Selection()).layers[0]._selection.top_p_for(1) == top_p
-        assert make(config, selection=Selection(0.9)).layers[0]._selection.top_p_for(1) == 0.9
+        assert make(config, selection=Selection()).layers[0]._selection.top_p == top_p
+        assert make(config, selection=Selection(0.9)).layers[0]._selection.top_p == 0.9
 
 
 def test_without_a_selection_nothing_is_counted():

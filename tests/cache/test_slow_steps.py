@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_hybrid_cache import DynamicHybridCache
-from hf_hybrid_cache.cache.checks import slow_steps
-from hf_hybrid_cache.cache.checks.slow_steps import SlowSteps
+from hf_hybrid_cache.cache import slow_steps
+from hf_hybrid_cache.cache.slow_steps import SlowSteps
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from models.tiny_models import random_prompt, tiny_model

@@ -14,7 +14,7 @@ from common.lazy_streams import Job
 
 _PACKAGE = str(Path(hf_hybrid_cache.__file__).parent)
 # Errors that are raised while memory is freed are lost: Python only prints them.
-_FINALIZERS = {"__del__", "_end_copies", "_unlock"}
+_FINALIZERS = {"__del__", "_unlock"}
 # A copy that runs late would fail with its device, and not where it is waited for.
 _LATE_COPY = Job.run.__code__
 

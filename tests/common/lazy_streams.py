@@ -1,34 +1,35 @@
 """Streams that run every copy as late as the stated order allows, so that an order left unsaid shows as wrong data."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
 from hf_hybrid_cache import HybridCache
-from hf_hybrid_cache.layers import LayerStores
-from hf_hybrid_cache.storage import HostBudget, InitialCapacity, KVShape, Run, Staging, Streamed, Streams
+from hf_hybrid_cache.layers.layer_stores import STREAMED_OR_ATTENDED, LayerStores, Place
+from hf_hybrid_cache.storage import KVShape, Staging, Streams
 
 
 class Job:
-    def __init__(self, copy: Callable[[], None], before: list["Job"]):
-        self.copy: Callable[[], None] | None = copy
-        self.before = before
+    def __init__(self, copies: tuple[Callable[[], object], ...], before: list["Job"]):
+        self.copies, self.before = copies, before
+        self.is_done = False
 
     def run(self) -> None:
-        """Run what comes first, then the copy; nothing the second time."""
-        if self.copy is not None:
-            copy, self.copy = self.copy, None
-            for job in self.before:
-                job.run()
-            copy()
+        """Run what comes first, then the copies; nothing the second time."""
+        if not self.is_done:
+            self.is_done = True
+            for work in (*(job.run for job in self.before), *self.copies):
+                work()
+            self.copies = ()
 
 
 class LazyStreams(Streams):
     """
     Copies run when something waits for them, and not before.
 
-    Computation runs at once, as it does on the CPU. `SynchronousStreams` is the other extreme, where every copy runs as
-    early as it can.
+    Computation runs at once, as it does on the CPU. `Streams` is the other extreme, where every copy runs as early as
+    it can.
     """
 
     def __init__(self) -> None:
@@ -37,16 +38,16 @@ class LazyStreams(Streams):
     def __deepcopy__(self, memo: dict) -> "LazyStreams":
         return self
 
-    def _submit(self, timeline: str, copy: Callable[[], None], after: Iterable[Job | None]) -> Job:
-        job = Job(copy, [event for event in (self._last[timeline], *after) if event is not None])
+    def _submit(self, timeline: str, copies: tuple[Callable[[], object], ...], after: Iterable[Job | None]) -> Job:
+        job = Job(copies, [event for event in (self._last[timeline], *after) if event is not None])
         self._last[timeline] = job
         return job
 
-    def copy_to_device(self, copy: Callable[[], None], after: Iterable[Job | None]) -> Job:
-        return self._submit("to_device", copy, after)
+    def copy_to_device(self, *copies: Callable[[], object], after: Iterable[Job | None]) -> Job:
+        return self._submit("to_device", copies, after)
 
-    def copy_to_host(self, copy: Callable[[], None], after: Iterable[Job | None]) -> Job:
-        return self._submit("to_host", copy, after)
+    def copy_to_host(self, *copies: Callable[[], object], after: Iterable[Job | None]) -> Job:
+        return self._submit("to_host", copies, after)
 
     def computed(self) -> None:
         return None
@@ -62,18 +63,9 @@ class LazyStreams(Streams):
 class StreamsOnCpu(LayerStores):
     """Streams layers that are attended to on the CPU, as for a model on an accelerator."""
 
-    def _segment(
-        self,
-        ordinal: int,
-        shape: KVShape,
-        on_cpu: bool,
-        capacity: InitialCapacity,
-        budget: HostBudget,
-        packed: bool = False,
-    ) -> Run:
-        if not on_cpu:
-            return super()._segment(ordinal, shape, on_cpu, capacity, budget, packed)
-        return Streamed(shape, capacity, budget, self.stagings[shape.device], packed=packed)
+    def place_of(self, layer_idx: int, ordinal: int, shape: KVShape) -> Place:
+        place = super().place_of(layer_idx, ordinal, shape)
+        return replace(place, kinds=STREAMED_OR_ATTENDED) if place.on_cpu else place
 
 
 def copy_late(cache: HybridCache) -> None:

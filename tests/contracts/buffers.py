@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 import pytest
 import torch
 
-from hf_hybrid_cache.storage.buffers.block_buffer import BlockBuffer
-from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
 from hf_hybrid_cache.storage.memory.growth import GRANULE
+from hf_hybrid_cache.storage.runs.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.runs.token_buffer import TokenBuffer
 
 SHAPE = (2, 3, 8)
 LENGTHS = [1, GRANULE - 1, GRANULE, GRANULE + 1, 255, 256, 257, 320, 321, 1000, 4095, 4097, 9000]
@@ -21,7 +21,7 @@ def random_states(num_tokens: int) -> torch.Tensor:
 
 def token_in_memory(buffer: TokenBuffer, index: int) -> torch.Tensor:
     """`[batch, num_kv_heads, head_dim]`, found without the help of the buffer."""
-    data = buffer._data
+    data = buffer.stored_rows(buffer.capacity)
     if isinstance(buffer, BlockBuffer):
         block, place = divmod(index, GRANULE)
         return data[block, :, :, :, place] if buffer.transposed else data[block, :, :, place, : buffer.shape[2]]
@@ -49,7 +49,7 @@ class BufferContract(ABC):
             buffer.ensure(end, keep=start)
             buffer.write(start, states[:, :, start:end])
             start = end
-        assert torch.equal(buffer.read(num_tokens), states)
+        assert torch.equal(buffer.read_range(0, num_tokens), states)
         third = num_tokens // 3
         assert torch.equal(buffer.read_range(third, num_tokens), states[:, :, third:])
 
@@ -73,24 +73,24 @@ class BufferContract(ABC):
         buffer.ensure(buffer.capacity, keep=0)
         buffer.write(0, states)
         buffer.write(buffer.capacity, states[:, :, :0])
-        assert torch.equal(buffer.read(buffer.capacity), states)
+        assert torch.equal(buffer.read_range(0, buffer.capacity), states)
 
     @pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]])
     def test_selected_sequences_are_those_of_index_select(self, indices: list[int], monkeypatch: pytest.MonkeyPatch):
         # A few tokens at a time, so that several pieces are needed.
-        monkeypatch.setattr("hf_hybrid_cache.storage.buffers.token_buffer._COPY_BYTES", 7 * 2 * 3 * 8 * 4)
+        monkeypatch.setattr("hf_hybrid_cache.storage.runs.token_buffer._PIECE_BYTES", 7 * 2 * 3 * 8 * 4)
         states = random_states(300)
         selected = self.filled(states).select(torch.tensor(indices), 300)
-        assert torch.equal(selected.read(300), states[indices])
+        assert torch.equal(selected.read_range(0, 300), states[indices])
         selected.ensure(400, keep=300)
-        assert torch.equal(selected.read(300), states[indices])
+        assert torch.equal(selected.read_range(0, 300), states[indices])
 
     def test_duplicated_buffer_when_written_then_original_stays(self):
         states = random_states(300)
         buffer = self.filled(states)
         twin = buffer.duplicate(200)
         buffer.write(0, torch.zeros_like(states))
-        assert torch.equal(twin.read(200), states[:, :, :200])
+        assert torch.equal(twin.read_range(0, 200), states[:, :, :200])
 
     def test_a_buffer_made_in_inference_mode_is_written_outside_it(self):
         buffer = self.make()
@@ -100,4 +100,4 @@ class BufferContract(ABC):
         buffer.write(0, torch.zeros(2, 3, 3, 8))
         buffer.ensure(10_000, keep=3)
         buffer.write(3, torch.ones(2, 3, 9, 8))
-        assert buffer.read(12).sum() == 2 * 3 * 9 * 8
+        assert buffer.read_range(0, 12).sum() == 2 * 3 * 9 * 8

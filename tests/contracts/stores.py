@@ -54,7 +54,8 @@ class StoreContract(ABC):
 
     def make(self) -> Store:
         """Make an empty store."""
-        return self.cache()._stores.make(0, 0, KVShape.of(*random_states(1)))
+        shape = KVShape.of(*random_states(1))
+        return self.cache()._stores.place_of(0, 0, shape).make(shape)
 
     def reference(self) -> DynamicLayer:
         """Make an empty layer of transformers' own as a reference."""
@@ -92,7 +93,7 @@ class StoreContract(ABC):
         _, reference = self.both(pieces)
         store = self.make()
         for seed, count in enumerate(pieces):
-            store.extend(*random_states(count, seed))
+            store.add(*random_states(count, seed))
         self.assert_same(store, reference)
 
     @pytest.mark.parametrize("left", LEFT)
@@ -124,7 +125,7 @@ class StoreContract(ABC):
     @pytest.mark.parametrize("indices", [[1, 0], [0, 0], [1], [0, 1, 1, 0]], ids=str)
     def test_sequences_are_those_that_were_selected_and_more_tokens_come(self, indices: list[int]):
         store, reference = self.both()
-        store.select_batch(torch.tensor(indices))
+        store.select(torch.tensor(indices))
         reference.batch_select_indices(torch.tensor(indices))
         self.assert_same(store, reference)
         more = random_states(70, 1, len(indices))
@@ -143,6 +144,26 @@ class StoreContract(ABC):
             plain.update(*more)
         self.assert_same(store, reference)
         self.assert_same(twin, twin_reference)
+
+    @pytest.mark.parametrize("num_tokens", [1, 65, 300])
+    def test_rows_when_runs_are_filled_with_them_then_are_the_store(self, num_tokens: int):
+        store, reference = self.both([num_tokens])
+        other, runs = self.make(), {}
+        for name, number in store.entries().items():
+            runs[name] = other.run_for(name, number)
+            runs[name].make_rows(number)
+            for empty, rows in zip(runs[name].rows(), store.rows(name), strict=True):
+                empty.copy_(rows)
+        other.take(runs)
+        assert other.entries() == store.entries()
+        self.assert_same(other, reference)
+
+    def test_rows_from_a_later_entry_then_are_the_last_ones(self):
+        store, _ = self.both([300])
+        for name, number in store.entries().items():
+            start = number // 2 if name == "packed" else number // 2 // 64 * 64
+            for later, rows in zip(store.rows(name, start), store.rows(name), strict=True):
+                assert torch.equal(later, rows[start if name == "packed" else start // 64 :])
 
     @pytest.mark.parametrize("num_tokens", [1, 65, 300])
     def test_store_when_made_from_another_then_has_its_states(self, num_tokens: int):
@@ -164,7 +185,7 @@ class StoreContract(ABC):
         planned = sum(num_bytes for _, num_bytes in self.make().planned_bytes(lengths))
         store = self.make()
         for seed, length in enumerate(lengths):
-            store.extend(*random_states(length - store.num_tokens, seed))
+            store.add(*random_states(length - store.num_tokens, seed))
         held = sum(buffer.num_bytes for buffer in store.buffers())
         # Room for the tokens of a quantized layer that stay in full precision is planned whole.
         assert planned == held if self.codec is None or lengths[-1] >= 300 else planned >= held
@@ -174,9 +195,9 @@ class StoreContract(ABC):
         versions = [store.version]
         for change in (
             lambda: store.append(*random_states(1)),
-            lambda: store.extend(*random_states(1)),
+            lambda: store.add(*random_states(1)),
             lambda: store.truncate(299),
-            lambda: store.select_batch(torch.tensor([1, 0])),
+            lambda: store.select(torch.tensor([1, 0])),
         ):
             change()
             versions.append(store.version)
@@ -196,12 +217,12 @@ class StoreContract(ABC):
         reference.crop(-190)
         self.assert_same(store, reference)
 
-    @pytest.mark.parametrize("operation", ["append", "truncate", "select_batch"])
+    @pytest.mark.parametrize("operation", ["append", "truncate", "select"])
     def test_store_when_interrupted_anywhere_then_is_whole_or_says_not(self, operation: str):
         arguments = {
             "append": random_states(140, 1),
             "truncate": (100,),
-            "select_batch": (torch.tensor([1]),),
+            "select": (torch.tensor([1]),),
         }[operation]
 
         def trial(at_line: int | None) -> tuple[Interruption, Store]:

@@ -24,7 +24,7 @@ from hf_hybrid_cache import (
     saved_token_ids,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage import Part
+from hf_hybrid_cache.storage import Store
 
 from common.limits import limited
 from models.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -184,18 +184,18 @@ def test_whatever_ends_the_writing_leaves_the_older_file(
     path.write_bytes(b"older")
     for layer in range(CONFIG.num_hidden_layers):
         full.update(states, states, layer)
-    before, made = Part.rows_from, list[Part]()
+    before, made = Store.rows, list[Store]()
 
-    def rows_from(part: Part, start: int) -> Any:
+    def rows(store: Store, name: str, start: int) -> Any:
         if made:
             raise error
-        made.append(part)
-        return before(part, start)
+        made.append(store)
+        return before(store, name, start)
 
     if error is CacheFileError:
         ending: Any = limited("RLIMIT_FSIZE", 50_000)
     else:
-        ending = contextlib.nullcontext(monkeypatch.setattr(Part, "rows_from", rows_from))
+        ending = contextlib.nullcontext(monkeypatch.setattr(Store, "rows", rows))
     with ending, pytest.raises(error, match="File too large" if error is CacheFileError else None):
         full.save(path)
     assert path.read_bytes() == b"older"

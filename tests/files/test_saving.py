@@ -30,7 +30,7 @@ from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.layers import HybridLayer
 from hf_hybrid_cache.storage.memory import host_memory
 from hf_hybrid_cache.storage.memory.address_space import AddressSpace
-from hf_hybrid_cache.storage.memory.memory_limits import Limit
+from hf_hybrid_cache.storage.memory.host_memory import Limit
 
 from common.caches import CACHES, QUANTIZED
 from common.soak import search_at_random

@@ -9,7 +9,7 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -36,9 +36,8 @@ from hf_hybrid_cache import (
     prefill,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.prompt_reading import checkpoint
-from hf_hybrid_cache.prompt_reading.progress import PrefillProgress
-from hf_hybrid_cache.prompt_reading.times import TimeLeft
+from hf_hybrid_cache.prompt_reading import reading
+from hf_hybrid_cache.prompt_reading.progress import PrefillProgress, seconds_left
 
 from models.architectures import small_model
 from models.image_models import model_of_images
@@ -166,8 +165,8 @@ def test_a_second_ctrl_c_ends_at_once():
 
 @pytest.fixture
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoint, "_REST", 0)
+    monkeypatch.setattr(reading, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_REST", 0)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +267,12 @@ def test_time_left_when_chunks_get_slower_then_is_within_a_tenth(chunks_seen: in
     def seconds(start: int, end: int) -> float:
         return 2e-4 * (end - start) + 3e-8 * (end**2 - start**2) / 2
 
-    left = TimeLeft(0)
+    reached, times = [0], [0.0]
     for chunk in range(chunks_seen):
         noise = 1 + 0.01 * math.sin(chunk)
-        left.note((chunk + 1) * 512, seconds(chunk * 512, (chunk + 1) * 512) * noise + (1.0 if chunk == 0 else 0.0))
-    estimate = left.until(32_768)
-    assert estimate is not None
+        reached.append((chunk + 1) * 512)
+        times.append(times[-1] + seconds(chunk * 512, reached[-1]) * noise + (1.0 if chunk == 0 else 0.0))
+    estimate = seconds_left(reached, times, 32_768)
     true = seconds(chunks_seen * 512, 32_768)
     # The first chunks tell little of what is far away.
     assert abs(estimate - true) < (0.1 if chunks_seen > 3 else 0.5) * true
@@ -285,7 +284,7 @@ def test_a_bar_says_how_many_tokens_are_read_and_what_is_left(monkeypatch: pytes
     times = iter([0.0, 10.0, 20.0, 30.0])
     with os.fdopen(other_end, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        with PrefillProgress(0, 300, True, lambda: next(times)) as bar:
+        with closing(PrefillProgress(0, 300, True, lambda: next(times))) as bar:
             for reached in (100, 200, 300):
                 bar.reach(reached)
                 bar._bar.refresh()
@@ -303,7 +302,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], start: int, chunk_seconds: list
     """Return what standard error, which is no terminal, gets while chunks of 1,000 tokens take so many seconds."""
     times = accumulate(chunk_seconds, initial=0.0)
     end = start + 1000 * len(chunk_seconds)
-    with PrefillProgress(start, end, is_shown, lambda: next(times)) as progress:
+    with closing(PrefillProgress(start, end, is_shown, lambda: next(times))) as progress:
         for reached in range(start + 1000, end + 1, 1000):
             progress.reach(reached)
     return capsys.readouterr().err
@@ -338,7 +337,7 @@ def test_a_prompt_is_read_on_when_nobody_reads_its_lines(monkeypatch: pytest.Mon
     os.close(reader)
     with suppress(BrokenPipeError), os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        with PrefillProgress(0, 200, True, lambda: next(times)) as progress:
+        with closing(PrefillProgress(0, 200, True, lambda: next(times))) as progress:
             progress.reach(100)
             progress.reach(200)
     assert next(times, None) is None

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hf_hybrid_cache.attention.masks import causal_tokens, seen_tokens
+from hf_hybrid_cache.attention.queries import causal_tokens, seen_tokens
 from hf_hybrid_cache.kernels import BITS, BLOCK, QuantizedBlocks, Strided, attend_many, prefill, value_width
 from hf_hybrid_cache.kernels.vector import parallel
 from hf_hybrid_cache.kernels.vector.processor import has_bfloat16_products

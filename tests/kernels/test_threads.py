@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_hybrid_cache import get_num_threads, set_num_threads
-from hf_hybrid_cache.attention.kernel_thread import KernelThread
+from hf_hybrid_cache.attention.host_attention import KernelThread
 from hf_hybrid_cache.kernels.vector import parallel, threads
 from hf_hybrid_cache.kernels.vector.threads import (
     VARIABLE,

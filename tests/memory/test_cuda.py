@@ -19,8 +19,7 @@ from hf_hybrid_cache import (
 from hf_hybrid_cache.planning import model_cost
 from hf_hybrid_cache.planning.candidates import BITS, Candidate, Strategy
 from hf_hybrid_cache.storage.memory import page_lock
-from hf_hybrid_cache.storage.memory.page_lock import _lock
-from hf_hybrid_cache.storage.streaming.streams import AcceleratorStreams
+from hf_hybrid_cache.storage.runs.streams import AcceleratorStreams
 
 from accelerator.decoding import Watcher, decode
 from common.caches import stock
@@ -120,12 +119,8 @@ class SlowCopies(AcceleratorStreams):
 
     cycles = 20_000_000
 
-    def _run(self, stream, copy, after):
-        def slow_copy() -> None:
-            torch.cuda._sleep(self.cycles)
-            copy()
-
-        return super()._run(stream, slow_copy, after)
+    def _run(self, stream, copies, after):
+        return super()._run(stream, (partial(torch.cuda._sleep, self.cycles), *copies), after)
 
 
 @pytest.mark.parametrize("slow", ["copies", "computation"])
@@ -163,8 +158,10 @@ def test_memory_that_cannot_be_page_locked_is_used_all_the_same(monkeypatch: pyt
     address = -(-memory.data_ptr() // 4096) * 4096
     assert int(torch.cuda.cudart().cudaHostRegister(address, 4096, 0)) == 0
     try:
+        lock = page_lock.PageLock(memory[address - memory.data_ptr() :], torch.device("cuda", 0))
         with pytest.warns(UserWarning, match="refused to page-lock"):
-            assert not _lock(address, 4096, torch.device("cuda", 0))
+            lock.extend(0, 4096, 1)
+        assert lock.refused
         # The refusal must not come back as the error of the next kernel.
         assert (torch.ones(8, device="cuda") + 1).sum() == 16
     finally:
@@ -177,10 +174,11 @@ def test_host_memory_is_page_locked_and_copies_do_not_block_the_caller():
         cache.update(states(4096, layer), states(4096, layer), layer)
     torch.cuda.synchronize()
     streamed = cache.layers[3].store.streamed
-    assert streamed.keys._data[:1].is_pinned()
+    assert streamed.keys.stored_rows(1).is_pinned()
     torch.cuda._sleep(2_000_000_000)
-    streamed.staging.save(streamed, streamed.staging.slot_with_past(streamed, streamed.num_tokens), 0, 1)
-    saved = streamed.copies.saved
+    streamed.truncate(4095)
+    streamed.write(states(1), states(1), on_device=True)
+    saved = streamed.saved
     # The call came back although the copy still stands behind a second of other work.
     assert not saved.query()
     torch.cuda.synchronize()
@@ -193,7 +191,7 @@ def test_pageable_memory_gives_the_same_states():
         for layer in range(8):
             ours = [cache.update(states(300, layer), states(300, layer), layer)[0] for cache in (pinned, pageable)]
             assert torch.equal(*ours)
-    assert not pageable.layers[0].store.full.keys._data[:1].is_pinned()
+    assert not pageable.layers[0].store.dense.keys.stored_rows(1).is_pinned()
 
 
 def test_device_memory_when_layers_are_offloaded_then_lacks_their_bytes():

@@ -7,8 +7,7 @@ import torch
 
 from hf_hybrid_cache import DeviceMemoryError, DynamicHybridCache, HybridCache, OffloadedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage.buffers.host_buffer import HostBuffer
-from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.memory.buffer_memory import DeviceMemory, HostMemory, Piece
 
 from models.tiny_models import random_prompt, tiny_model
 
@@ -29,20 +28,18 @@ class SmallDevice:
         self.num_bytes = num_bytes
         self.times_refused = 0
         self._held: list[weakref.ref[torch.Tensor]] = []
-        allocate = TokenBuffer._allocate
+        take = DeviceMemory.take
 
-        def limited(buffer: TokenBuffer, num_tokens: int) -> torch.Tensor:
-            if isinstance(buffer, HostBuffer):
-                return allocate(buffer, num_tokens)
-            asked = num_tokens * buffer.bytes_per_token
+        def limited(memory: DeviceMemory, least: int, best: int, entry_bytes: int, kept: int = 0) -> Piece:
+            asked = best * entry_bytes
             if self.used() + asked > self.num_bytes:
                 self.times_refused += 1
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked} bytes.\nMore about it.")
-            data = allocate(buffer, num_tokens)
-            self._held.append(weakref.ref(data))
-            return data
+            piece = take(memory, least, best, entry_bytes, kept)
+            self._held.append(weakref.ref(piece.data))
+            return piece
 
-        monkeypatch.setattr(TokenBuffer, "_allocate", limited)
+        monkeypatch.setattr(DeviceMemory, "take", limited)
 
     def used(self) -> int:
         return sum(data.nbytes for held in self._held if (data := held()) is not None)
@@ -96,9 +93,9 @@ def test_a_layer_that_has_no_room_is_not_lost(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_cache_on_the_device_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch):
-    def refuse(buffer: TokenBuffer, num_tokens: int, keep: int) -> None:
+    def refuse(memory: HostMemory, piece: Piece, num_entries: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(HostBuffer, "ensure", refuse)  # a cache on the device has these buffers where that is the CPU
+    monkeypatch.setattr(HostMemory, "commit", refuse)  # a cache on the device has this memory where that is the CPU
     with pytest.raises(DeviceMemoryError, match=r"OffloadedHybridCache.*QuantizedHybridCache.*2\.00 GiB"):
         generate(DynamicHybridCache(tiny_model("llama").config, cpu_decode=False))

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 import hf_hybrid_cache
 from hf_hybrid_cache import DynamicHybridCache, HostMemoryError, HybridCache, OffloadedHybridCache, QuantizedHybridCache
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.storage.memory.memory_limits import _SPARE_BYTES
+from hf_hybrid_cache.storage.memory.host_memory import _SPARE_BYTES
 
 from common.caches import CACHES, QUANTIZED, stock
 from common.programs import run_program, wait_for_compilation

@@ -27,8 +27,9 @@ from hf_hybrid_cache import (
     quantize_weights,
 )
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text, tensor_digests
+from hf_hybrid_cache.model_identity import ModelIdentityError, identity_of, longest_text
 from hf_hybrid_cache.model_identity.modules import name_of_class
+from hf_hybrid_cache.model_identity.weights import tensor_digests
 
 from common.channel_scaled import channel_scaled
 from common.programs import run_program

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from hf_hybrid_cache import HybridCache, KVCodec, Placement, minmax, quanto
 from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.storage import InitialCapacity
-from hf_hybrid_cache.storage.buffers import host_buffer
+from hf_hybrid_cache.storage.memory import buffer_memory
 
 from common.channel_scaled import channel_scaled
 from common.lazy_streams import copy_late
@@ -65,7 +65,7 @@ class Setup:
 
     def system(self) -> AbstractContextManager:
         """Return the context in which the cache is used."""
-        return nullcontext() if self.reserves else mock.patch.object(host_buffer, "reserve", return_value=None)
+        return nullcontext() if self.reserves else mock.patch.object(buffer_memory, "reserve", return_value=None)
 
 
 def _swapped(codec: KVCodec) -> KVCodec:

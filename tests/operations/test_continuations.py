@@ -311,7 +311,7 @@ def test_attention_reads_the_prompt_once_for_all_sequences():
     ours, _ = filled("streamed", num_tokens=2_000)
     ours.batch_repeat_interleave(8)
     ours.stats.clear()
-    ours.layers[0].store.prefix.dense.staging.slots.clear()
+    ours.layers[0].store.prefix.dense.slot = None
     add((ours,), 8, 1, seed=1)
     of_the_prompt = 2 * 2 * 16 * 4 * 1_984
     assert ours.stats.bytes_to_device == of_the_prompt

@@ -1,6 +1,7 @@
 """Callers read, keep, edit and assign keys and values of layers, as with stock's."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, OffloadedHybridCache, QuantizedHybridCache, minmax
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.layers import lent_states
 
 from common.caches import CACHES, QUANTIZED, group_of_one
 from models.tiny_models import llama, random_prompt, tiny_model
@@ -203,11 +203,11 @@ def test_memory_of_states_that_nobody_holds_then_is_used_again():
 
 def test_crop_when_nobody_holds_a_slice_then_copies_nothing():
     cache = filled(lambda config: DynamicHybridCache(config, cpu_decode=False))
-    places = [layer.store.dense.keys._data.data_ptr() for layer in cache.layers]
+    places = [layer.store.dense.keys.stored_rows(1).data_ptr() for layer in cache.layers]
     for _ in range(3):
         cache.crop(-5)
         next_logits(cache)
-    assert [layer.store.dense.keys._data.data_ptr() for layer in cache.layers] == places
+    assert [layer.store.dense.keys.stored_rows(1).data_ptr() for layer in cache.layers] == places
 
 
 def test_edit_after_the_next_step_then_changes_nothing_as_with_stock():
@@ -221,47 +221,59 @@ def test_edit_after_the_next_step_then_changes_nothing_as_with_stock():
     assert torch.allclose(*logits, atol=1e-5)
 
 
-def test_read_states_are_the_same_tensor_until_tokens_come():
+def test_read_states_share_their_memory_until_tokens_come():
     cache = filled(OffloadedHybridCache)
     layer = cache.layers[0]
-    assert layer.keys is layer.keys
     keys = layer.keys
+    assert layer.keys.data_ptr() == keys.data_ptr()
     next_logits(cache)
-    assert layer.keys is not keys
+    assert layer.keys.data_ptr() != keys.data_ptr()
 
 
-def read_long_ago() -> tuple[Cache, torch.Tensor]:
-    """A cache that keeps no memory for its first layer's values, and these."""
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_edit_of_what_is_left_of_a_layer_read_long_ago_then_counts(mode: Callable):
     cache = filled(lambda config: OffloadedHybridCache(config, cpu_decode=True))
-    cache._stores.recently_lent = lent_states.RecentlyLent(0)
-    values = cache.layers[0].values
-    values[:, :, 0] = 1
-    cache.layers[1].values  # noqa: B018
-    return cache, values
+    with mode():
+        rows, columns = cache.layers[0].values[:, :, :10], cache.layers[0].values.detach()[..., :1]
+        rows[:, :, 0] = 1
+        list(read_all(cache))
+        rows[:, :, 1] = 2
+        del rows
+        list(read_all(cache))
+        columns[:, :, 2] = 3
+        del columns
+        list(read_all(cache))
+        assert cache.layers[0].store.read()[1][0, 0, :3, 0].tolist() == [1, 2, 3]
 
 
-def test_edit_of_a_layer_read_long_ago_then_counts():
-    cache, values = read_long_ago()
-    values[:, :, 1] = 2
-    assert cache.layers[0].store.read()[1][0, 0, :2, 0].tolist() == [1, 2]
-
-
-def test_edit_that_is_lost_then_is_refused_once_with_the_way_out():
-    cache, values = read_long_ago()
-    values[:, :, 1] = 2
-    del values
-    with pytest.raises(RuntimeError, match=r"layer\.set\(keys, values\) with both"):
-        next_logits(cache)
-    next_logits(cache)
-    assert cache.layers[0].values[0, 0, 0, 0] == 1
-
-
-def test_reading_all_layers_then_keeps_little_memory():
-    cache = filled(lambda config: QuantizedHybridCache(config, bits=4))
-    cache._stores.recently_lent = lent_states.RecentlyLent(0)
+def read_all(cache: Cache) -> Iterator[weakref.ref]:
+    """Read all layers, and yield whether the memory of each is still kept."""
     for layer in cache.layers:
-        assert layer.keys is not None
-    assert sum(layer.lent_bytes > 0 for layer in cache.layers) == 1
+        yield weakref.ref(layer.keys.untyped_storage())
+
+
+def test_reading_all_layers_then_keeps_the_memory_of_one():
+    cache = filled(lambda config: QuantizedHybridCache(config, bits=4))
+    read = list(read_all(cache))
+    assert [each() is not None for each in read] == [False] * (len(read) - 1) + [True]
+
+
+def test_edits_of_all_layers_then_keep_the_memory_of_one():
+    cache = filled(lambda config: QuantizedHybridCache(config, bits=4))
+    steer(cache)
+    read = [weakref.ref(layer.keys.untyped_storage()) for layer in cache.layers]
+    assert sum(each() is not None for each in read) == 1
+
+
+def test_half_assigned_layers_then_wait_for_the_other_half():
+    cache, stock = filled(DynamicHybridCache), filled(lambda config: DynamicCache(config=config))
+    for each in (cache, stock):
+        for layer in each.layers:
+            layer.keys = layer.keys[:, :, 70:]
+        for layer in each.layers:
+            layer.values = layer.values[:, :, 70:]
+    assert cache.get_seq_length() == stock.get_seq_length() == TOKENS - 70
+    assert torch.allclose(next_logits(cache), next_logits(stock), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", EDITABLE)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_hybrid_cache import DynamicHybridCache, HybridCache, IncompleteCacheError, Placement, minmax
-from hf_hybrid_cache.cache.checks.forward_passes import HEARS_OF_LINEAR_STATES
+from hf_hybrid_cache.cache.forward_passes import HEARS_OF_LINEAR_STATES
 from hf_hybrid_cache.cache_argument import cache_argument
 
 from common.caches import CACHES, QUANTIZED
@@ -343,6 +343,8 @@ def test_prompts_when_interrupted_while_choosing_then_equal_the_choice(cache: st
         if not whole or ours.get_seq_length() != 20 + TOKENS:
             ours.reset()
             prompts(ours)
+        for layer in ours.layers:  # as their next update does
+            layer.store.settle()
         found = contents(ours)
         assert all(codec.is_fitted for codec in ours.codecs.values()), fault.place
         expected = quantized_reference(CONFIG, ours.codecs)

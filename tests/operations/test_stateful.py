@@ -52,7 +52,7 @@ class RestlessFraction(CpuFraction):
     """Another share at each use."""
 
     def blocks(self, num_blocks: int) -> int:
-        self._fraction = (self._fraction + 0.3) % 1
+        self.fraction = (self.fraction + 0.3) % 1
         return super().blocks(num_blocks)
 
 

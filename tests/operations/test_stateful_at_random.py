@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_hybrid_cache import HybridCache
+from hf_hybrid_cache.attention import MAX_QUERIES
 from hf_hybrid_cache.attention.handles import KVHandle
-from hf_hybrid_cache.attention.host_kernel import MAX_QUERIES
 from hf_hybrid_cache.codecs import MinMaxCodec
 from hf_hybrid_cache.kernels.integer_kernels import set_integer_kernels
 

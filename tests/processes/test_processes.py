@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from kernels import test_threads as kernel_calls
+from kernels.reference import to_blocks
 from torch.utils.data import DataLoader, Dataset
 from transformers.cache_utils import Cache
 
 from hf_hybrid_cache import DynamicHybridCache, set_num_threads
 from hf_hybrid_cache.cache_argument import cache_argument
-from hf_hybrid_cache.kernels import compile_in_background
+from hf_hybrid_cache.kernels import Query, Shape, Workspace, compile_in_background
 
 from common.caches import CACHES, QUANTIZED, stock
 from common.programs import TESTS, run_program
@@ -49,6 +50,21 @@ def generate(cache: Cache, seed: int, new_tokens: int = 12) -> list[int]:
 
 def make(name: str) -> Cache:
     return ALL_CACHES[name](tiny_model("llama").config)
+
+
+def call_of_a_kernel() -> Callable[[], None]:
+    """A call of the kernel with nothing of torch beside it."""
+    case, bits = kernel_calls.make("bfloat16", 20_000)
+    query = np.ascontiguousarray(case.query, np.float32)
+    width = query.shape[-1]
+    keys, values = to_blocks(bits[0], transposed=True, width=width), to_blocks(bits[1], transposed=False, width=width)
+    workspace = Workspace(Shape(1, 1, 1, 1, width, width))
+
+    def attend() -> None:
+        at = Query(query.ctypes.data, (width, width, width), is_bfloat16=False)
+        workspace.attend(at, keys, values, case.tokens, 0.125)
+
+    return attend
 
 
 @pytest.mark.soak
@@ -256,12 +272,12 @@ time.sleep(0.5)
 """
 ATTEND = """
 import threading
-from kernels import test_threads as kernel_calls
+from processes import test_processes as t
 
 def attend_for_ever():
-    case = kernel_calls.make("bfloat16", 20_000)
+    attend = t.call_of_a_kernel()
     while True:
-        kernel_calls.run(*case, 0.125)
+        attend()
         running.set()
 
 running = threading.Event()
@@ -272,7 +288,8 @@ START = "threading.Thread(target=generate_for_ever, daemon=True).start(); assert
 INTERRUPT = "threading.Thread(target=lambda: (running.wait(60), os.kill(os.getpid(), signal.SIGINT))).start();"
 ENDS = {
     "an error while a thread attends": (ATTEND + "raise ValueError", [1]),
-    # Up to Python 3.13 torch may end a process in whose other threads it runs, with any cache.
+    # Up to Python 3.13 an operation of torch in another thread may abort a process that ends: such a thread is ended
+    # where it takes the interpreter's lock again, which torch does in destructors.
     "an error while a thread generates": (RUN_FOR_EVER + START + "raise ValueError", [1, -signal.SIGABRT]),
     # 1 where tabulate is installed: torch imports it at the end, and running its code lets Python forget the interrupt.
     "an interrupt of generation": (RUN_FOR_EVER + INTERRUPT + "generate_for_ever()", [-signal.SIGINT, 1]),

@@ -12,43 +12,53 @@ import torch
 from contracts.buffers import LENGTHS, SHAPE, BufferContract
 
 from hf_hybrid_cache.kernels import BLOCK, value_width
-from hf_hybrid_cache.storage.buffers.block_buffer import BlockBuffer
-from hf_hybrid_cache.storage.buffers.host_buffer import HostBuffer
-from hf_hybrid_cache.storage.buffers.packed_buffer import PackedBuffer
-from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.memory.buffer_memory import DeviceMemory, HostMemory
 from hf_hybrid_cache.storage.memory.growth import GRANULE, grown_capacity
+from hf_hybrid_cache.storage.runs.block_buffer import BlockBuffer
+from hf_hybrid_cache.storage.runs.token_buffer import TokenBuffer
 
 from common.programs import wait_for_compilation
 
 CPU = torch.device("cpu")
+DEVICE = DeviceMemory(CPU)
 
 
-class TestHostBuffer(BufferContract):
+def in_host_memory(expected_entries: int) -> TokenBuffer:
+    """Tokens as torch's attention on a CPU reads them."""
+    return TokenBuffer(SHAPE, torch.float32, HostMemory(expected_entries, in_rows=False))
+
+
+class TestTokensInHostMemory(BufferContract):
     expected_tokens = 20_000
 
-    def make(self) -> HostBuffer:
-        return HostBuffer(SHAPE, torch.float32, expected_tokens=self.expected_tokens)
+    def make(self) -> TokenBuffer:
+        return in_host_memory(expected_entries=self.expected_tokens)
 
 
-class TestHostBufferThatOutgrowsItsReservation(TestHostBuffer):
+class TestTokensInHostMemoryThatOutgrowTheirReservation(TestTokensInHostMemory):
     expected_tokens = 100
 
 
-class TestTokenBuffer(BufferContract):
+class TestTokensOnDevice(BufferContract):
     def make(self) -> TokenBuffer:
-        return TokenBuffer(SHAPE, torch.float32, CPU)
+        return TokenBuffer(SHAPE, torch.float32, DEVICE)
 
 
-class TestTokenMajorBuffer(BufferContract):
+class TestTokensOnDeviceInRows(BufferContract):
     def make(self) -> TokenBuffer:
-        return TokenBuffer(SHAPE, torch.float32, CPU, token_major=True)
+        return TokenBuffer(SHAPE, torch.float32, DEVICE, token_major=True)
+
+
+class TestTokensInHostMemoryInRows(BufferContract):
+    def make(self) -> TokenBuffer:
+        return TokenBuffer(SHAPE, torch.float32, HostMemory(20_000), token_major=True)
 
 
 class TestBlocksOfKeys(BufferContract):
     expected_tokens = 20_000
 
     def make(self) -> BlockBuffer:
-        return BlockBuffer(SHAPE, torch.float32, transposed=True, expected_tokens=self.expected_tokens)
+        return BlockBuffer(SHAPE, torch.float32, HostMemory(self.expected_tokens), transposed=True)
 
 
 class TestBlocksOfKeysThatOutgrowTheirReservation(TestBlocksOfKeys):
@@ -57,12 +67,12 @@ class TestBlocksOfKeysThatOutgrowTheirReservation(TestBlocksOfKeys):
 
 class TestBlocksOfValues(BufferContract):
     def make(self) -> BlockBuffer:
-        return BlockBuffer(SHAPE, torch.float32, transposed=False, expected_tokens=20_000)
+        return BlockBuffer(SHAPE, torch.float32, HostMemory(20_000), transposed=False)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[-1:], LENGTHS[:1]], ids=len)
 def test_planned_bytes_of_records_are_those_held_after_growing(lengths: list[int]):
-    planned, buffer = (PackedBuffer(SHAPE, expected_packed=20_000) for _ in range(2))
+    planned, buffer = (TokenBuffer(SHAPE, torch.uint8, HostMemory(20_000, GRANULE), token_major=True) for _ in range(2))
     for num_records in lengths:
         buffer.ensure(num_records, keep=0)
     assert planned.planned_bytes(lengths) == buffer.num_bytes
@@ -74,23 +84,23 @@ def test_planned_bytes_of_records_are_those_held_after_growing(lengths: list[int
 @pytest.mark.parametrize("transposed", [True, False], ids=["keys", "values"])
 def test_blocks_go_to_a_device_and_come_back(transposed: bool, dtype: torch.dtype, num_tokens: int):
     states = torch.randn(SHAPE[0], SHAPE[1], num_tokens, SHAPE[2]).to(dtype)
-    device = TokenBuffer(SHAPE, dtype, CPU, token_major=True)
+    device = TokenBuffer(SHAPE, dtype, DEVICE, token_major=True)
     device.ensure(num_tokens, keep=0)
     device.write(0, states)
-    blocks = BlockBuffer(SHAPE, dtype, transposed, expected_tokens=20_000)
+    blocks = BlockBuffer(SHAPE, dtype, HostMemory(20_000), transposed)
     blocks.ensure(num_tokens, keep=0)
     blocks.save(device, 0, num_tokens // 2 + 1)
     blocks.save(device, num_tokens // 2, num_tokens)
-    assert torch.equal(blocks.read(num_tokens), states)
-    back = TokenBuffer(SHAPE, dtype, CPU, token_major=True)
+    assert torch.equal(blocks.read_range(0, num_tokens), states)
+    back = TokenBuffer(SHAPE, dtype, DEVICE, token_major=True)
     back.ensure(num_tokens, keep=0)
     blocks.load(back, 0, num_tokens)
-    assert torch.equal(back.read(num_tokens), states)
+    assert torch.equal(back.read_range(0, num_tokens), states)
 
 
 def test_a_block_is_what_the_kernels_read():
     states = torch.arange(100.0).view(1, 1, 100, 1) + torch.arange(20.0) / 32
-    keys, values = (BlockBuffer((1, 1, 20), torch.float32, transposed) for transposed in (True, False))
+    keys, values = (BlockBuffer((1, 1, 20), torch.float32, HostMemory(), transposed) for transposed in (True, False))
     for buffer in (keys, values):
         buffer.ensure(100, keep=0)
         buffer.write(0, states)
@@ -105,7 +115,7 @@ def test_a_block_is_what_the_kernels_read():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernels_see_the_bits_that_were_written(dtype: torch.dtype):
     states = torch.randn(1, 1, 64, 16).to(dtype)
-    buffer = BlockBuffer((1, 1, 16), dtype, transposed=False)
+    buffer = BlockBuffer((1, 1, 16), dtype, HostMemory(), transposed=False)
     buffer.ensure(64, keep=0)
     buffer.write(0, states)
     seen = torch.from_numpy(buffer.array().copy()).view(dtype)
@@ -139,7 +149,7 @@ def test_full_huge_pages_are_used_and_no_memory_beyond_what_is_written(step: int
     wait_for_compilation()
     states = torch.ones(1, 8, step, 64, dtype=torch.bfloat16)
     before, huge_before = psutil.Process().memory_info().rss, _huge_kib()
-    buffer = BlockBuffer((1, 8, 64), torch.bfloat16, transposed=True, expected_tokens=131_072)
+    buffer = BlockBuffer((1, 8, 64), torch.bfloat16, HostMemory(131_072), transposed=True)
     buffer.ensure(1, keep=0)
     for start in range(0, 16_384, step):
         end = min(start + step, 16_384)
@@ -153,33 +163,33 @@ def test_full_huge_pages_are_used_and_no_memory_beyond_what_is_written(step: int
 def test_what_is_moved_to_a_larger_buffer_is_in_huge_pages_again():
     if _given_huge_kib() < 12 * 1024:
         pytest.skip("the system has no huge pages to give just now")
-    buffer = BlockBuffer((1, 8, 64), torch.bfloat16, transposed=True, expected_tokens=16_384)
+    buffer = BlockBuffer((1, 8, 64), torch.bfloat16, HostMemory(16_384), transposed=True)
     buffer.ensure(16_384, keep=0)
     buffer.write(0, torch.ones(1, 8, 16_384, 64, dtype=torch.bfloat16))
     place, huge_before = buffer.array().ctypes.data, _huge_kib()
     buffer.ensure(16_385, keep=16_384)  # the 16 MiB before are given back
     assert buffer.array().ctypes.data != place
     assert _huge_kib() > huge_before - 4 * 1024
-    assert (buffer.read(16_384) == 1).all()
+    assert (buffer.read_range(0, 16_384) == 1).all()
 
 
 def test_host_memory_grows_without_moving_or_copying_what_is_stored():
-    buffer = HostBuffer(SHAPE, torch.float32, expected_tokens=20_000)
+    buffer = in_host_memory(expected_entries=20_000)
     buffer.ensure(1, keep=0)
-    first = buffer.read(1)
+    first = buffer.read_range(0, 1)
     for num_tokens in LENGTHS:
         buffer.ensure(num_tokens, keep=num_tokens)
         buffer.write(num_tokens - 1, torch.full((2, 3, 1, 8), float(num_tokens)))
-        assert buffer.read(num_tokens).data_ptr() == first.data_ptr()
+        assert buffer.read_range(0, num_tokens).data_ptr() == first.data_ptr()
     # Nothing was rewritten either: the first view sees what was written last, to its own token.
     assert first[0, 0, 0, 0] == 1.0
 
 
 def test_a_view_outlives_its_buffer():
-    buffer = HostBuffer(SHAPE, torch.float32, expected_tokens=20_000)
+    buffer = in_host_memory(expected_entries=20_000)
     buffer.ensure(5, keep=0)
     buffer.write(0, torch.ones(2, 3, 5, 8))
-    view = buffer.read(5)
+    view = buffer.read_range(0, 5)
     del buffer
     assert view.sum() == view.numel()
 
@@ -188,7 +198,7 @@ def test_reserved_room_takes_no_memory():
     wait_for_compilation()
     process = psutil.Process()
     before = process.memory_info().rss
-    buffer = HostBuffer((1, 8, 64), torch.bfloat16, expected_tokens=2**27)
+    buffer = TokenBuffer((1, 8, 64), torch.bfloat16, HostMemory(2**27, in_rows=False))
     buffer.ensure(64, keep=0)
     buffer.write(0, torch.zeros(1, 8, 64, 64, dtype=torch.bfloat16))
     assert buffer.capacity == 2**27
@@ -197,13 +207,13 @@ def test_reserved_room_takes_no_memory():
 
 
 def test_expected_tokens_are_allocated_at_once():
-    buffer = TokenBuffer(SHAPE, torch.float32, CPU, expected_tokens=5000)
+    buffer = TokenBuffer(SHAPE, torch.float32, DeviceMemory(CPU, 5000))
     assert buffer.num_bytes == 0
     buffer.ensure(1, keep=0)
-    pointer = buffer.read(1).data_ptr()
+    pointer = buffer.read_range(0, 1).data_ptr()
     buffer.ensure(5000, keep=1)
     assert buffer.capacity == 5000
-    assert buffer.read(1).data_ptr() == pointer
+    assert buffer.read_range(0, 1).data_ptr() == pointer
 
 
 @pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 4096, 32_768, 131_072])
@@ -216,16 +226,17 @@ def test_growth_makes_room_for_an_eighth_more_within_limits(num_tokens: int):
 LIMITED = """
 import resource, torch
 from hf_hybrid_cache.storage.memory.address_space import reserve
-from hf_hybrid_cache.storage.buffers.host_buffer import HostBuffer
+from hf_hybrid_cache.storage.memory.buffer_memory import HostMemory
+from hf_hybrid_cache.storage.runs.token_buffer import TokenBuffer
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
 assert reserve(2**30) is None
-buffer = HostBuffer((1, 2, 64), torch.float32, expected_tokens=2**24)
+buffer = TokenBuffer((1, 2, 64), torch.float32, HostMemory(2**24, in_rows=False))
 expected = torch.arange(3000.0).view(1, 1, -1, 1).expand(1, 2, -1, 64)
 for end in range(100, 3001, 100):
     buffer.ensure(end, keep=end - 100)
     buffer.write(end - 100, expected[:, :, end - 100 : end])
-assert torch.equal(buffer.read(3000), expected)
+assert torch.equal(buffer.read_range(0, 3000), expected)
 assert buffer.capacity < 4096
 """
 
@@ -238,7 +249,7 @@ def test_without_address_space_to_reserve_the_buffer_grows_in_chunks():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files are mapped over reserved memory on Linux only")
 @pytest.mark.parametrize("expected_tokens", [0, BLOCK, 100 * BLOCK])
 def test_what_is_mapped_from_a_file_stays_where_it_is_when_tokens_follow(tmp_path: Path, expected_tokens: int):
-    saved, buffer = (BlockBuffer(SHAPE, torch.float32, True, expected_tokens) for _ in range(2))
+    saved, buffer = (BlockBuffer(SHAPE, torch.float32, HostMemory(expected_tokens), True) for _ in range(2))
     tokens = 4 * BLOCK
     saved.ensure(tokens, keep=0)
     states = torch.randn(*SHAPE[:2], tokens + 1, SHAPE[2])

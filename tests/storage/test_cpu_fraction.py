@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hf_hybrid_cache.storage import CacheStats
-from hf_hybrid_cache.storage.streaming.cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
+from hf_hybrid_cache.storage.cpu_fraction import LEAST_CPU_FRACTION, CpuFraction
 
 TOKENS = 100_000
 

@@ -13,10 +13,11 @@ from hf_hybrid_cache.storage.memory.host_memory import (
     ExpectedLength,
     HostBudget,
     HostMemoryError,
+    Limit,
+    _cgroup_headrooms,
     available_host_bytes,
     require_host_bytes,
 )
-from hf_hybrid_cache.storage.memory.memory_limits import Limit, _cgroup_headrooms
 
 
 def write_group(folder: Path, files: dict[str, str]) -> None:
@@ -80,26 +81,26 @@ def test_the_first_layer_asks_for_all_that_will_follow():
     budget, first = HostBudget(num_stores=1000), Holder()
     size = available_host_bytes() // 100
     with pytest.raises(HostMemoryError):
-        budget.grow(first, num_tokens=size, bytes_per_token=1)
-    HostBudget(num_stores=1).grow(first, num_tokens=size, bytes_per_token=1)
+        budget.grow(first, num_entries=size, entry_bytes=1)
+    HostBudget(num_stores=1).grow(first, num_entries=size, entry_bytes=1)
 
 
 def test_layers_that_hold_the_tokens_already_are_not_counted_again():
     budget, holders = HostBudget(num_stores=60), [Holder() for _ in range(60)]
     size = available_host_bytes() // 100
     for holder in holders:
-        budget.grow(holder, num_tokens=size, bytes_per_token=1)
+        budget.grow(holder, num_entries=size, entry_bytes=1)
     # 60 hundredths are spoken for. One layer more of the same is one hundredth; twice as long is 60 more.
-    budget.grow(Holder(), num_tokens=size, bytes_per_token=1)
+    budget.grow(Holder(), num_entries=size, entry_bytes=1)
     with pytest.raises(HostMemoryError):
-        budget.grow(holders[0], num_tokens=3 * size, bytes_per_token=1)
+        budget.grow(holders[0], num_entries=3 * size, entry_bytes=1)
 
 
 def test_max_length_when_beyond_memory_then_is_refused_at_first_tokens():
     size = available_host_bytes() // 100
     budget = HostBudget(num_stores=10, expected_length=ExpectedLength(20 * size))
     with pytest.raises(HostMemoryError, match=rf"{20 * size:,} tokens \(max_length\) need"):
-        budget.grow(Holder(), num_tokens=1, bytes_per_token=1)
+        budget.grow(Holder(), num_entries=1, entry_bytes=1)
 
 
 @pytest.mark.parametrize("expected_tokens", [0, 5000])
@@ -111,7 +112,7 @@ def test_a_cache_that_heads_for_the_end_of_memory_says_so_once(expected_tokens: 
     def grow(*lengths: int) -> None:
         for num_tokens, (index, holder) in itertools.product(lengths, enumerate(holders)):
             monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(total - sum(held), ""))
-            held[index] = 100 * budget.grow(holder, num_tokens, bytes_per_token=100)
+            held[index] = 100 * budget.grow(holder, num_tokens, entry_bytes=100)
 
     grow(100)
     # Another process takes some of it.
@@ -128,20 +129,20 @@ def test_records_are_counted_in_tokens_of_their_blocks(monkeypatch: pytest.Monke
     budget = HostBudget(num_stores=1, entry_tokens=64, expected_length=ExpectedLength(64_000))
     monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(999, ""))
     with pytest.raises(HostMemoryError, match=r"64,000 tokens \(max_length\) need"):
-        budget.grow(Holder(), num_tokens=1, bytes_per_token=1)
+        budget.grow(Holder(), num_entries=1, entry_bytes=1)
     monkeypatch.setattr(host_memory, "tightest_limit", lambda: Limit(1000, ""))
-    assert 64 * budget.grow(Holder(), num_tokens=1, bytes_per_token=1) == grown_capacity(64)
+    assert 64 * budget.grow(Holder(), num_entries=1, entry_bytes=1) == grown_capacity(64)
 
 
 def test_what_moves_to_grow_is_asked_for_twice():
     size = available_host_bytes() // 3
-    HostBudget(num_stores=1).grow(Holder(), size, bytes_per_token=1, moved_bytes=size)
+    HostBudget(num_stores=1).grow(Holder(), size, entry_bytes=1, moved_bytes=size)
     with pytest.raises(HostMemoryError):
-        HostBudget(num_stores=1).grow(Holder(), size, bytes_per_token=1, moved_bytes=3 * size)
+        HostBudget(num_stores=1).grow(Holder(), size, entry_bytes=1, moved_bytes=3 * size)
 
 
 def test_layers_that_are_gone_are_forgotten():
     budget, size = HostBudget(num_stores=1), available_host_bytes() // 100
     for _ in range(300):
-        budget.grow(Holder(), num_tokens=size, bytes_per_token=1)
+        budget.grow(Holder(), num_entries=size, entry_bytes=1)
     assert not budget._held

@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 
-from hf_hybrid_cache.storage.buffers.block_buffer import BlockBuffer
 from hf_hybrid_cache.storage.memory import page_lock
+from hf_hybrid_cache.storage.memory.buffer_memory import HostMemory
+from hf_hybrid_cache.storage.runs.block_buffer import BlockBuffer
 
+CUDA = torch.device("cuda", 0)
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, as for a limit of locked memory
 
 
@@ -20,7 +22,7 @@ def test_refusals_are_told_once_and_the_memory_is_used_all_the_same(monkeypatch:
     monkeypatch.setattr(page_lock, "_clear_error", lambda device: None)
     states = torch.randn(1, 2, 1000, 16)
     buffers = [
-        BlockBuffer((1, 2, 16), torch.float32, role == 0, 20_000, torch.device("cuda", 0)) for role in (0, 1, 0, 1)
+        BlockBuffer((1, 2, 16), torch.float32, HostMemory(20_000, pinned_for=CUDA), role == 0) for role in (0, 1, 0, 1)
     ]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -31,7 +33,7 @@ def test_refusals_are_told_once_and_the_memory_is_used_all_the_same(monkeypatch:
     assert len(warned) == 1
     assert "refused to page-lock" in str(warned[0].message)
     assert len(refused) == len(buffers)
-    assert all(torch.equal(buffer.read(1000), states) for buffer in buffers)
+    assert all(torch.equal(buffer.read_range(0, 1000), states) for buffer in buffers)
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def a_locked_buffer(num_tokens: int = 100) -> BlockBuffer:
-    buffer = BlockBuffer((1, 2, 16), torch.float32, True, 20_000, torch.device("cuda", 0))
+    buffer = BlockBuffer((1, 2, 16), torch.float32, HostMemory(20_000, pinned_for=CUDA), True)
     buffer.ensure(num_tokens, keep=0)
     return buffer
 

@@ -15,14 +15,14 @@ from hf_hybrid_cache import (
     Selection,
     minmax,
 )
-from hf_hybrid_cache.attention.host_kernel import HostKernel, TorchWorkspace
-from hf_hybrid_cache.attention.host_segment import HostSegment
-from hf_hybrid_cache.attention.segment import Queries
+from hf_hybrid_cache.attention.host_attention import HostAttention
+from hf_hybrid_cache.attention.queries import Queries
 from hf_hybrid_cache.cache_argument import cache_argument
 from hf_hybrid_cache.layers import HybridLayer
-from hf_hybrid_cache.storage import Resident, Scratch, Staging, Store
+from hf_hybrid_cache.storage import Resident, Scratch, Store
 from hf_hybrid_cache.storage.memory import host_memory
-from hf_hybrid_cache.storage.memory.memory_limits import Limit
+from hf_hybrid_cache.storage.memory.host_memory import Limit
+from hf_hybrid_cache.storage.runs.streamed import Slot
 
 from common.lazy_streams import Job, LazyStreams
 from models.tiny_models import llama, random_prompt, tiny_model
@@ -63,7 +63,7 @@ def test_split_layer_when_filled_then_has_ends_on_device_rest_on_host(device_tok
     keys, values = states(sum(steps))
     end = 0
     for count in steps:
-        store.extend(keys[:, :, end : end + count], values[:, :, end : end + count])
+        store.add(keys[:, :, end : end + count], values[:, :, end : end + count])
         end += count
         middle = store.middle_tokens
         assert middle % 64 == 0
@@ -139,20 +139,20 @@ def test_cpu_fraction_when_model_is_on_cpu_then_does_not_adapt():
 def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, monkeypatch: pytest.MonkeyPatch):
     codec = None if bits is None else minmax(bits, sink_tokens=0, rotate=True)
     cache = with_lazy_streams(1, 0, cpu_decode=0.5, device_tokens=128, codec=codec)
-    under_way, attend = [], HostKernel.attend
+    under_way, partial = [], HostAttention.partial
 
-    def noted(kernel: HostKernel, queries: Queries, store: Store, *arguments: object) -> TorchWorkspace:
-        fetched = store.streamed.copies.fetched
-        workspace = attend(kernel, queries, store, *arguments)
-        under_way.append(fetched.copy is not None)
-        return workspace
+    def noted(host: HostAttention, queries: Queries, store: Store, *arguments: object) -> object:
+        fetched = store.streamed.fetched
+        result = partial(host, queries, store, *arguments)
+        under_way.append(not fetched.is_done)
+        return result
 
     def late(streams: LazyStreams, event: Job | None) -> None:
         """Leave work pending, as an accelerator does that computes later."""
 
     step_through(cache, 1000)
     step_through(cache, 1)
-    monkeypatch.setattr(HostKernel, "attend", noted)
+    monkeypatch.setattr(HostAttention, "partial", noted)
     monkeypatch.setattr(LazyStreams, "compute_after", late)
     step_through(cache, 1)
     assert under_way == [True] * NUM_LAYERS
@@ -162,29 +162,27 @@ def test_the_cpu_does_not_wait_for_what_the_bus_still_brings(bits: int | None, m
 def test_the_cpu_has_begun_before_the_device_waits_for_the_bus(bits: int | None, monkeypatch: pytest.MonkeyPatch):
     codec = None if bits is None else minmax(bits, sink_tokens=0, rotate=True)
     cache = with_lazy_streams(1, 0, cpu_decode=0.5, device_tokens=128, codec=codec)
-    seen, begin, wait = [], HostSegment.begin, LazyStreams.compute_after
+    seen, begin, wait = [], HostAttention.part, LazyStreams.compute_after
 
-    def beginning(part: HostSegment) -> None:
+    def beginning(*arguments: object, **options: object) -> object:
         seen.append("begin")
-        begin(part)
+        return begin(*arguments, **options)
 
     def waiting(streams: LazyStreams, event: Job | None) -> None:
-        if event is not None and event.copy is not None:
+        if event is not None and not event.is_done:
             seen.append("wait")
         wait(streams, event)
 
     step_through(cache, 1000)
     for _ in range(2):
         step_through(cache, 1)
-    monkeypatch.setattr(HostSegment, "begin", beginning)
+    monkeypatch.setattr(HostAttention, "part", beginning)
     monkeypatch.setattr(LazyStreams, "compute_after", waiting)
     step_through(cache, 1)
     assert seen == ["begin", "wait"] * NUM_LAYERS
 
 
-@pytest.mark.parametrize(
-    ("bits", "refused"), [(None, (Staging, "slot_with_past")), (8, (Staging, "slot_with_past")), (8, (Scratch, "lend"))]
-)
+@pytest.mark.parametrize(("bits", "refused"), [(None, (Slot, "ensure")), (8, (Slot, "ensure")), (8, (Scratch, "lend"))])
 def test_streamed_middle_when_device_is_full_then_cpu_attends(
     bits: int | None, refused: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -221,12 +219,12 @@ def test_sinks_when_device_tokens_exceed_them_then_stay_on_the_device():
 
 def test_what_does_not_fit_into_host_memory_stays_on_the_device(monkeypatch: pytest.MonkeyPatch):
     store = store_of(Placement(cpu_decode=True, device_tokens=128))
-    store.extend(*states(100))
+    store.add(*states(100))
     before = [each.clone() for each in store.read()]
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "tightest_limit", lambda: Limit(0, ""))
         with pytest.raises(HostMemoryError):
-            store.extend(*states(5000, seed=1))
+            store.add(*states(5000, seed=1))
     assert store.is_intact
     assert (store.num_tokens, store.middle_tokens) == (100, 0)
     for ours, expected in zip(store.read(), before, strict=True):
@@ -252,7 +250,7 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
     def extend_all() -> None:
         end = 0
         for count in steps:
-            store.extend(keys[:, :, end : end + count], values[:, :, end : end + count])
+            store.add(keys[:, :, end : end + count], values[:, :, end : end + count])
             end += count
 
     with pytest.warns(UserWarning, match="The device ran out of memory: of some layers it keeps .* tokens from now on"):
@@ -267,23 +265,23 @@ def test_where_the_device_has_no_memory_fewer_tokens_stay_there(steps: list[int]
 
 def test_a_device_without_memory_when_any_is_needed_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch):
     store = store_of(Placement(cpu_decode=True, device_tokens=128))  # the fewest there can be
-    store.extend(*states(100))
+    store.add(*states(100))
 
     def refusing(buffered: Resident, num_tokens: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(Resident, "reserve", refusing)
     with pytest.raises(torch.OutOfMemoryError):
-        store.extend(*states(2000, seed=1))
+        store.add(*states(2000, seed=1))
     assert (store.is_intact, store.num_tokens, store.middle_tokens) == (True, 100, 0)
 
 
 def test_a_copy_has_tokens_of_its_own_in_both_places():
     store = store_of(Placement(cpu_decode=True, device_tokens=128))
-    store.extend(*states(300))
+    store.add(*states(300))
     twin = copy.deepcopy(store)
     store.truncate(10)
-    store.extend(*states(200, seed=1))
+    store.add(*states(200, seed=1))
     for ours, expected in zip(twin.read(), states(300), strict=True):
         assert torch.equal(ours, expected)
 

@@ -8,7 +8,7 @@ from torch import distributed
 
 from hf_hybrid_cache import HybridCache, Placement, minmax
 from hf_hybrid_cache.storage import Run, Store
-from hf_hybrid_cache.storage.buffers.token_buffer import TokenBuffer
+from hf_hybrid_cache.storage.runs.token_buffer import TokenBuffer
 
 from common.caches import group_of_one
 
@@ -16,7 +16,7 @@ from common.caches import group_of_one
 def entries(buffer: TokenBuffer, num_entries: int) -> torch.Tensor:
     """`[batch, num_kv_heads, entries, head_dim]`, one after the other, as they lie in memory."""
     found = [token_in_memory(buffer, index) for index in range(num_entries)]
-    return torch.stack(found, 2) if found else buffer._data.new_empty(*buffer.shape[:2], 0, buffer.shape[2])
+    return torch.stack(found, 2) if found else buffer.stored_rows(0).new_empty(*buffer.shape[:2], 0, buffer.shape[2])
 
 
 def plain(segment: Run) -> Pair:

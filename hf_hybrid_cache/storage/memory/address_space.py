@@ -32,8 +32,7 @@ class AddressSpace:
         """
         Use pages of 2 MiB for the first `end` bytes; `written` of them are written, the others soon will be.
 
-        Reading them sequentially is up to twice as fast (docs/log.md). Only pages that lie inside `end` are made huge,
-        so that no memory is taken that would not be used.
+        Only pages that lie inside `end` are made huge, so that no memory is taken that would not be used.
         """
         first = self._huge_until
         last = end - (end - first) % _HUGE_PAGE
@@ -49,11 +48,7 @@ class AddressSpace:
         """
         Map the first `num_bytes` to an open file, from `offset` on. Writes to them do not reach the file.
 
-        Args:
-            file: descriptor of the file.
-            offset: start of a page in the file.
-            num_bytes: bytes to map.
-            in_part: only parts will be read: the system is told not to read ahead.
+        With `in_part` the system is told not to read ahead.
 
         Returns:
             False if the system cannot do that (not Linux, or `offset` is not the start of a page). Do not use the space
@@ -88,8 +83,7 @@ def reserve(num_bytes: int) -> AddressSpace | None:
     Map `num_bytes` of address space.
 
     Returns:
-        None where the system commits at once (Windows) or refuses (an address space limit, strict overcommit), so that
-        the caller allocates only what it needs.
+        None where the system commits at once (Windows) or refuses (an address space limit, strict overcommit).
     """
     if sys.platform == "win32":
         return None

@@ -38,13 +38,9 @@ def grown_capacity(num_entries: int, entry_tokens: int = 1) -> int:
     Short contexts waste little, and a buffer that has to be copied to grow is copied once in thousands of tokens.
     """
     chunk = min(max(num_entries * entry_tokens // 8, _MIN_CHUNK), _MAX_CHUNK)
-    return _whole_granules(num_entries * entry_tokens + chunk) // entry_tokens
+    return least_capacity(num_entries * entry_tokens + chunk) // entry_tokens
 
 
 def least_capacity(num_entries: int, entry_tokens: int = 1) -> int:
-    """Return the least capacity for `num_entries`, in whole blocks of 64 tokens, for when memory is short."""
-    return _whole_granules(num_entries * entry_tokens) // entry_tokens
-
-
-def _whole_granules(num_tokens: int) -> int:
-    return -(-num_tokens // GRANULE) * GRANULE
+    """Return the least capacity for `num_entries`, in whole blocks of 64 tokens."""
+    return -(-num_entries * entry_tokens // GRANULE) * GRANULE // entry_tokens

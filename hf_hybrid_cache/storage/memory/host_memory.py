@@ -1,26 +1,106 @@
-"""The budget of host memory, and the error that is raised before memory runs out."""
+"""Host memory: the limits on this process, the budget of a cache, and the error that comes before memory runs out."""
 
 import copy
+import sys
 import warnings
 import weakref
 from bisect import bisect_left
+from pathlib import Path
+from typing import NamedTuple
 
+import psutil
+
+from ...control_groups import CONTROL_GROUPS, MEMBERSHIP, control_groups
 from ...errors import HybridCacheError
 from .growth import grown_capacity, least_capacity
-from .memory_limits import Limit, tightest_limit
+
+if sys.platform == "linux":
+    import resource
+
+# Part of a limit on the process that a cache leaves to other allocations of Python and torch.
+_SPARE_BYTES = 32 * 2**20
+# Names of a limit, of the usage, and of the page cache in it, by the version of control groups.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+# Version 1 has a larger number than this instead of "max".
+_NO_LIMIT = 2**62
 
 
 class HostMemoryError(HybridCacheError, MemoryError):
     """Host memory would not suffice. The error is raised before anything is allocated or changed."""
 
 
-def available_host_bytes() -> int:
+class Limit(NamedTuple):
     """
-    Return the bytes that can be allocated without swapping.
+    One limit of memory.
 
-    They are the least of what the system reports free, and what a container and limits on the process leave.
+    Attributes:
+        free: bytes that it leaves.
+        where: the end of a sentence that says how much is free.
     """
+
+    free: int
+    where: str
+
+
+def tightest_limit() -> Limit:
+    """Return the limit that leaves the least."""
+    limits = [Limit(psutil.virtual_memory().available, "")]
+    limits += [Limit(free, " within the memory limit of its container (control group)") for free in _cgroup_headrooms()]
+    limits += _process_limits()
+    limit = min(limits)
+    return limit._replace(free=max(0, limit.free))
+
+
+def available_host_bytes() -> int:
+    """Return the bytes that the system, a container and limits on the process let be allocated without swapping."""
     return tightest_limit().free
+
+
+def address_space_is_limited() -> bool:
+    """Return whether unused address space counts against a limit on the process."""
+    return bool(_process_limits())
+
+
+def _process_limits() -> list[Limit]:
+    """Return the limits of `ulimit` on Linux; other systems do not enforce theirs."""
+    if sys.platform != "linux":
+        return []
+    names = [
+        (resource.RLIMIT_AS, "vms", " within the process's limit of address space (RLIMIT_AS, ulimit -v)"),
+        (resource.RLIMIT_DATA, "data", " within the process's limit of data (RLIMIT_DATA, ulimit -d)"),
+    ]
+    limits = []
+    for number, used, where in names:
+        limit, _ = resource.getrlimit(number)
+        if limit != resource.RLIM_INFINITY:
+            limits.append(Limit(limit - getattr(psutil.Process().memory_info(), used) - _SPARE_BYTES, where))
+    return limits
+
+
+def _cgroup_headrooms(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> list[int]:
+    """Return the bytes left under each memory limit on this process."""
+    return [
+        headroom
+        for folder, version in control_groups("memory", root, membership)
+        for headroom in _headroom(folder, *_FILES[version])
+    ]
+
+
+def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        # Most groups have no limit; reading the other files would take half a millisecond.
+        if limit == "max" or int(limit) >= _NO_LIMIT:
+            return []
+        usage = int((folder / usage_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return []
+    # Page cache counts as usage, but the kernel gives it up before it refuses memory.
+    return [int(limit) - usage + int(stat.get(reclaimable_name, 0))]
 
 
 class ExpectedLength:
@@ -65,24 +145,21 @@ class HostBudget:
         self.num_stores = num_stores
         self.entry_tokens = entry_tokens
         self.expected_length = expected_length
+        # Entries, and bytes of an entry, by who holds them.
         self._held: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "HostBudget":
         """Return an empty budget, in which the copies of the layers note themselves."""
         return HostBudget(self.num_stores, self.entry_tokens, copy.deepcopy(self.expected_length, memo))
 
-    def grow(self, store: object, num_tokens: int, bytes_per_token: int, moved_bytes: int = 0) -> int:
+    def grow(self, holder: object, num_entries: int, entry_bytes: int, moved_bytes: int = 0) -> int:
         """
-        Check that all layers could hold `num_tokens` and some more, and note that `store` will.
+        Check that all layers could hold `num_entries` and some more, and note that `holder` of one layer's will.
 
-        Args:
-            store: store of one layer.
-            num_tokens: tokens that it must hold.
-            bytes_per_token: bytes of one token, over the whole batch.
-            moved_bytes: bytes that are held twice while the store grows.
+        An entry of it takes `entry_bytes`; `moved_bytes` are held twice while its buffers grow.
 
         Returns:
-            Tokens that there is memory for: a chunk more than `num_tokens`, or only what fills whole blocks. Where
+            Entries that there is memory for: a chunk more than `num_entries`, or only what fills whole blocks. Where
             memory will end within one more chunk, or before what is expected, a warning says so, once for a cache.
 
         Raises:
@@ -90,15 +167,15 @@ class HostBudget:
                 would; nothing is noted then.
         """
 
-        def need(tokens: int) -> int:
-            return self._missing_bytes(store, tokens, bytes_per_token) + moved_bytes
+        def need(entries: int) -> int:
+            return self._missing_bytes(holder, entries, entry_bytes) + moved_bytes
 
         limit = tightest_limit()
         free = limit.free
-        ahead = grown_capacity(num_tokens, self.entry_tokens)
-        granted = ahead if need(ahead) <= free else least_capacity(num_tokens, self.entry_tokens)
+        ahead = grown_capacity(num_entries, self.entry_tokens)
+        granted = ahead if need(ahead) <= free else least_capacity(num_entries, self.entry_tokens)
         if need(granted) > free:
-            raise _refusal(need(granted), f"{num_tokens * self.entry_tokens:,} tokens need", limit)
+            raise _refusal(need(granted), f"{num_entries * self.entry_tokens:,} tokens need", limit)
         if self.expected_length is not None:
             expected_tokens = self.expected_length.num_tokens
             expected = expected_tokens // self.entry_tokens
@@ -107,26 +184,33 @@ class HostBudget:
             horizon = max(grown_capacity(ahead, self.entry_tokens), expected)
             if need(horizon) > free and not self.expected_length.has_warned:
                 beyond = range(granted + 1, horizon)
-                fitting = granted + bisect_left(beyond, True, key=lambda tokens: need(tokens) > free)
+                fitting = granted + bisect_left(beyond, True, key=lambda entries: need(entries) > free)
                 self.expected_length.warn(fitting * self.entry_tokens, limit)
-        self.note(store, granted, bytes_per_token)
+        self.note(holder, granted, entry_bytes)
         return granted
 
-    def note(self, store: object, num_tokens: int, bytes_per_token: int) -> None:
-        """Note how many tokens `store` holds, without a check."""
-        self._held[store] = (num_tokens, bytes_per_token)
+    def granted(self, holder: object) -> int:
+        """Return the entries that `holder` holds, or was granted memory for."""
+        return self._held.get(holder, (0, 0))[0]
 
-    def forget(self, store: object) -> None:
-        """Note that `store` holds nothing, as if it had never asked."""
-        self._held.pop(store, None)
+    def note(self, holder: object, num_entries: int, entry_bytes: int) -> None:
+        """Note how many entries `holder` holds, without a check."""
+        self._held[holder] = (num_entries, entry_bytes)
 
-    def _missing_bytes(self, store: object, num_tokens: int, bytes_per_token: int) -> int:
-        """Return the bytes that all layers lack to hold `num_tokens`."""
-        held = {other: size for other, size in self._held.items() if other is not store}
-        held_tokens, held_bytes_per_token = self._held.get(store, (0, bytes_per_token))
-        need = num_tokens * bytes_per_token - held_tokens * held_bytes_per_token
-        need += sum(max(0, num_tokens - tokens) * size for tokens, size in held.values())
-        return need + max(0, self.num_stores - len(held) - 1) * num_tokens * bytes_per_token
+    def forget(self, holder: object) -> None:
+        """Note that `holder` holds nothing, as if it had never asked."""
+        self._held.pop(holder, None)
+
+    def _missing_bytes(self, holder: object, num_entries: int, entry_bytes: int) -> int:
+        """Return the bytes that all layers lack to hold `num_entries`."""
+        others = [size for other, size in self._held.items() if other is not holder]
+        held, held_bytes = self._held.get(holder, (0, 0))
+        to_come = max(0, self.num_stores - len(others) - 1)
+        return (
+            (1 + to_come) * num_entries * entry_bytes
+            - held * held_bytes
+            + sum(max(0, num_entries - entries) * size for entries, size in others)
+        )
 
 
 def require_host_bytes(num_bytes: int, purpose: str) -> None:

@@ -41,44 +41,36 @@ class PageLock:
 
     Args:
         data: the memory, page aligned.
-        device: a CUDA device; `None` if nothing will be locked.
+        device: a CUDA device.
 
     Attributes:
         cuts: where separately locked ranges meet, in the unit of `extend`. A copy must not span two of them.
         refused: the system refused once; nothing more is locked.
     """
 
-    def __init__(self, data: torch.Tensor, device: torch.device | None):
+    def __init__(self, data: torch.Tensor, device: torch.device):
         self.cuts: list[int] = []
         self.refused = False
         self._device = device
         self._start = data.data_ptr()
         self._addresses: list[int] = []
         # The data is an argument so that it outlives the lock.
-        self.release = weakref.finalize(self, _unlock, self._addresses, device, data, os.getpid())
-        self.release.atexit = False
+        weakref.finalize(self, _unlock, self._addresses, device, data, os.getpid()).atexit = False
 
     def extend(self, start: int, end: int, unit_bytes: int) -> None:
         """Lock from `start` to `end`, both in units of `unit_bytes`; they must lie at page borders."""
         if self.refused:
             return
-        assert self._device is not None
-        address = self._start + start * unit_bytes
-        if _lock(address, (end - start) * unit_bytes, self._device):
+        _unlock_kept()
+        address, num_bytes = self._start + start * unit_bytes, (end - start) * unit_bytes
+        error = _register(address, num_bytes, self._device)
+        if error:
+            self.refused = True
+            _clear_error(self._device)
+            _warn_once(num_bytes, error)
+        else:
             self.cuts.append(end)
             self._addresses.append(address)
-        else:
-            self.refused = True
-
-
-def _lock(address: int, num_bytes: int, device: torch.device) -> bool:
-    _unlock_kept()
-    error = _register(address, num_bytes, device)
-    if error == 0:
-        return True
-    _clear_error(device)
-    _warn_once(num_bytes, error)
-    return False
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> int:
@@ -106,13 +98,11 @@ def _clear_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(1)
 
 
-def _unlock(addresses: list[int], device: torch.device | None, data: torch.Tensor, process: int) -> None:
+def _unlock(addresses: list[int], device: torch.device, data: torch.Tensor, process: int) -> None:
     # In a forked child nothing is locked, and CUDA must not be called.
-    if not addresses or os.getpid() != process:
-        return
-    assert device is not None
-    _kept.append((addresses, device, data))
-    _unlock_kept()
+    if addresses and os.getpid() == process:
+        _kept.append((addresses, device, data))
+        _unlock_kept()
 
 
 def _unlock_kept() -> None:

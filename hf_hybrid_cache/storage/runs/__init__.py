@@ -1,1 +1,1 @@
-"""Segments: keys and values of a layer in one place and form."""
+"""Runs: keys and values of a layer in one place and form."""

@@ -1,13 +1,11 @@
 """Keys and values on the compute device."""
 
-import torch
-
-from ..buffers.host_buffer import HostBuffer
-from ..buffers.token_buffer import TokenBuffer
-from ..kv_store import KVShape, Pair
+from ..kv_shape import KVShape
+from ..memory.buffer_memory import DeviceMemory, HostMemory
 from ..memory.growth import GRANULE, InitialCapacity
 from ..memory.host_memory import HostBudget
 from .run import Run
+from .token_buffer import TokenBuffer
 
 
 class Resident(Run):
@@ -18,24 +16,18 @@ class Resident(Run):
     and never up to `capacity.device_tokens`.
 
     Args:
-        shape: of the states.
         capacity: of the buffers before the first token.
-        budget: asked before host memory is used.
         packed: states are packed blocks, one after the other.
     """
 
     def __init__(self, shape: KVShape, capacity: InitialCapacity, budget: HostBudget, packed: bool = False):
         entry_tokens = GRANULE if packed else 1
-
-        def buffer(states: tuple[int, int, int], dtype: torch.dtype) -> TokenBuffer:
-            if shape.device.type == "cpu":
-                return HostBuffer(states, dtype, packed, capacity.host_tokens, entry_tokens)
-            return TokenBuffer(states, dtype, shape.device, packed, capacity.device_tokens, entry_tokens)
-
-        super().__init__(shape, buffer(shape.keys, shape.key_dtype), buffer(shape.values, shape.value_dtype), budget)
-
-    def __deepcopy__(self, memo: dict) -> "Resident":
-        return self._duplicate(memo)
+        memory: DeviceMemory | HostMemory = DeviceMemory(shape.device, capacity.device_tokens, entry_tokens)
+        if shape.device.type == "cpu":
+            memory = HostMemory(capacity.host_tokens, entry_tokens, in_rows=packed)
+        keys = TokenBuffer(shape.keys, shape.key_dtype, memory, token_major=packed)
+        values = TokenBuffer(shape.values, shape.value_dtype, memory, token_major=packed)
+        super().__init__(shape, keys, values, budget)
 
     @property
     def capacity(self) -> int:
@@ -51,17 +43,13 @@ class Resident(Run):
                 keys, values = self.read_range(at, min(at + count, self.num_entries))
                 self.keys.write(at - count, keys)
                 self.values.write(at - count, values)
-            self._set_length(self.num_entries - count)
+            self.num_entries -= count
 
-    def truncate(self, num_tokens: int) -> None:
-        if num_tokens < self.num_entries:
-            self._leave_to_holders(num_tokens)
-        super().truncate(num_tokens)
+    def truncate(self, num_entries: int) -> None:
+        if num_entries < self.num_entries:
+            self._leave_to_holders(num_entries)
+        super().truncate(num_entries)
 
     def _leave_to_holders(self, keep: int) -> None:
         for buffer in self.buffers():
             buffer.leave_to_holders(keep)
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        self.write(keys, values)
-        return self.read()

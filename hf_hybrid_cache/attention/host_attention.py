@@ -1,0 +1,364 @@
+"""Attention to blocks in host memory, on the CPU: from torch tensors to the kernels and back."""
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from ..codecs import folded_codecs
+from ..kernels import (
+    IndexedBlocks,
+    QuantizedBlocks,
+    Query,
+    Shape,
+    Strided,
+    Workspace,
+    attend_many,
+    compile_and_wait,
+    use_threads_here,
+    uses_prefill_kernel,
+)
+from ..storage import (
+    GRANULE,
+    CacheStats,
+    Chunk,
+    HostBlocks,
+    Issued,
+    KVShape,
+    Store,
+    can_page_lock,
+    kernel_element,
+)
+from .merging import PartialAttention, merged_in_place
+from .queries import LastMask, MaskArrays, Queries, SeenTokens, causal_tokens, mask_arrays, seen_tokens
+from .torch_attention import attend_in_pieces, attend_to_prompt
+
+# With more queries of a head attention is bound by arithmetic, and the kernel for many, or torch's, is faster.
+MAX_QUERIES = 64
+_MAX_WORKSPACES = 8
+_Result = TypeVar("_Result")
+
+
+def compile_kernels(dtype: torch.dtype, is_quantized: bool, on_wait: Callable[[], None]) -> None:
+    """Compile attention to states of `dtype`, or to codes of them; `on_wait` is called if they are not on disk."""
+    element = kernel_element(dtype)
+    if element is not None:
+        compile_and_wait(element, is_quantized, on_wait)
+
+
+def has_kernel_for_many(shape: KVShape) -> bool:
+    """Return whether many queries attend to states of this shape by a kernel on the CPU, which is faster than torch."""
+    return shape.element is not None and uses_prefill_kernel(shape.element)
+
+
+class KernelThread:
+    """One thread for kernels beside an accelerator, started at its first use; a forked process starts its own."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def submit(self, work: Callable[[], _Result]) -> "Future[_Result]":
+        """Have `work` done after what was given before, with as many threads as torch has where this is called."""
+        threads = torch.get_num_threads()
+
+        def run() -> _Result:
+            if torch.get_num_threads() != threads:
+                use_threads_here(threads)
+            return work()
+
+        if self._executor is None or self._process != os.getpid():
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="hf_hybrid_cache-kernel")
+            self._process = os.getpid()
+        return self._executor.submit(run)
+
+
+class Blocks(NamedTuple):
+    """Tokens in host memory as kernels read them, see `Workspace.attend`; few queries read a part of those indexed."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    num_tokens: int
+    value_dim: int
+    quantized: QuantizedBlocks | None = None
+    indexed: IndexedBlocks | None = None
+
+
+class _Workspace(NamedTuple):
+    """A workspace of the kernel for few queries, and its results, `[batch, num_kv_heads, group, query_length, ...]`."""
+
+    kernel: Workspace
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class HostAttention:
+    """
+    Attention to tokens in host memory, for all layers of a cache, with the memory that the kernels work in.
+
+    Queries and results cross between a device and the host through page-locked memory.
+    """
+
+    def __init__(self, stats: CacheStats, thread: KernelThread | None = None):
+        self.thread = thread or KernelThread()
+        self._stats = stats
+        self._masks, self._seen = LastMask(mask_arrays), LastMask(seen_tokens)
+        # One for each shape that the model's layers have; a few, if the batch or the number of queries changes.
+        self._workspaces: OrderedDict[Shape, _Workspace] = OrderedDict()
+
+    def attend(self, queries: Queries, store: Store) -> torch.Tensor:
+        """Attend to all tokens of a store, which are in host memory; the output is like the queries."""
+        query = queries.states
+        are_few = query.shape[2] <= MAX_QUERIES and not queries.are_causal
+        if query.is_cpu and (are_few or has_kernel_for_many(store.shape)):
+            return self._attend_to_blocks(queries, blocks_of(store, queries))
+        if are_few:
+            return _on_device(self._on_host(queries, store)().out, query.device, query.dtype)
+        store.wait_for_copies()
+        return attend_to_prompt(queries, store)
+
+    def partial(
+        self, queries: Queries, store: Store, first_of_chunk: int = 0, num_elsewhere: int = 0
+    ) -> PartialAttention:
+        """
+        Attend to a store in host memory on this thread; the result of few queries is valid until the next call.
+
+        The mask of many queries hides tokens from `first_of_chunk` on. Few leave out `num_elsewhere` tokens, which are
+        attended to elsewhere: the last ones, or the last ones that are quantized.
+        """
+        query = queries.states
+        if query.shape[2] <= MAX_QUERIES and not queries.are_causal:
+            workspace = self._attend_few(queries, self._arrays_of(queries), blocks_of(store, queries, num_elsewhere))
+            return PartialAttention(workspace.out.flatten(1, 2), workspace.lse.flatten(1, 2))
+        if query.is_cpu and has_kernel_for_many(store.shape):
+            blocks = blocks_of(store, queries)
+            return self._attend_many(queries, self._seen_by(queries, blocks), blocks, torch.float32)
+        store.wait_for_copies()
+        return attend_in_pieces(queries, store, first_of_chunk)
+
+    def part(
+        self,
+        queries: Queries,
+        store: Store,
+        running: list[Future],
+        first_of_chunk: int = 0,
+        num_elsewhere: int = 0,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> Callable[[], PartialAttention]:
+        """
+        Return a function that attends like `partial`, to be called once others have been; it waits for the result.
+
+        Few queries of an accelerator, which attends to other tokens meanwhile, begin at once beside this thread.
+        `running` gets what runs, and `on_end` is told whether the accelerator was done when the kernel ended.
+        """
+        query = queries.states
+        if query.is_cpu or query.shape[2] > MAX_QUERIES or queries.are_causal:
+            return lambda: self.partial(queries, store, first_of_chunk, num_elsewhere)
+        attend = self._on_host(queries, store, num_elsewhere)
+        others: list[Issued] = []
+
+        def run() -> _Workspace:
+            workspace = attend()
+            if on_end is not None:
+                on_end(any(each.is_done for each in others))
+            return workspace
+
+        def result() -> PartialAttention:
+            if on_end is not None:
+                others.append(Issued(query.device))
+            workspace = future.result()
+            return PartialAttention(_on_device(workspace.out, query.device), _on_device(workspace.lse, query.device))
+
+        running.append(self.thread.submit(run))  # in one line, so that whatever comes next, it is waited for
+        future = running[-1]
+        return result
+
+    def attend_to_chunk(self, queries: Queries, store: Store, chunk: Chunk) -> torch.Tensor:
+        """
+        Attend to tokens that came with a chunk in full precision, while the layer's store quantizes them.
+
+        Of a sequence's first chunk all tokens are there as they came. In a later one, of more than `MAX_QUERIES`
+        tokens, each token sees the codes that it would see had the tokens come one by one: its own position tells which
+        tokens it reads in full precision, never where its chunk begins or ends. So the bits of an answer do not depend
+        on where the rest of a prompt is cut.
+
+        They do with chunks of fewer tokens, and with the one whose states choose the codec; and where chunks are not
+        kept: in layers on a device, in part or streamed, of several processes or continuations, where attention asks
+        for the states, and where torch attends.
+        """
+        arrays, value_dim = chunk.dense.arrays(), store.shape.value_dim
+        if not chunk.tokens_before:
+            queries = queries._replace(selection=None)
+            return self._attend_to_blocks(queries, Blocks(*arrays, chunk.num_tokens, value_dim))
+        codes, dense = blocks_of(store), Blocks(*arrays, chunk.dense.num_entries, value_dim)
+        # Token `p` after the sinks is entry `p - skipped` of `chunk.dense`; skipped are the blocks quantized before.
+        skipped = chunk.num_tokens - chunk.dense.num_entries
+        seen, ends = self._seen_by(queries, codes), np.array(chunk.quantized_ends)[:, None]
+        visible, bias = (
+            None if each is None else np.ascontiguousarray(each[..., skipped:]) for each in (seen.visible, seen.bias)
+        )
+        in_codes = seen._replace(ranges=np.minimum(seen.ranges, ends, order="C"))
+        in_dense = SeenTokens(np.maximum(seen.ranges, ends, order="C") - skipped, visible, bias)
+        partial = self._attend_many(queries, in_codes, codes, torch.float32)
+        others = self._attend_many(queries, in_dense, dense, torch.float32)
+        return merged_in_place(partial, others).to(queries.states.dtype)
+
+    def _attend_to_blocks(self, queries: Queries, blocks: Blocks) -> torch.Tensor:
+        """Attend with any number of queries on the CPU; the output has their type."""
+        query = queries.states
+        if query.shape[2] > MAX_QUERIES or queries.are_causal:
+            return self._attend_many(queries, self._seen_by(queries, blocks), blocks, query.dtype).out
+        out = query.new_empty(*query.shape[:3], blocks.value_dim)
+        self._attend_few(queries, self._arrays_of(queries), blocks, out)
+        return out
+
+    def _on_host(self, queries: Queries, store: Store, num_elsewhere: int = 0) -> Callable[[], _Workspace]:
+        """Start to copy few queries to the host, and return a function that attends with them, on any thread."""
+        query = queries.states
+        on_host = queries._replace(states=query.to("cpu", non_blocking=can_page_lock(query.device.type)))
+        copied, arrays = Issued(query.device), self._arrays_of(queries)
+
+        def run() -> _Workspace:
+            copied.wait()
+            return self._attend_few(on_host, arrays, blocks_of(store, queries, num_elsewhere))
+
+        return run
+
+    def _arrays_of(self, queries: Queries) -> MaskArrays:
+        return (None, None) if queries.mask is None else self._masks.of(queries.mask)
+
+    def _seen_by(self, queries: Queries, blocks: Blocks) -> SeenTokens:
+        if queries.are_causal:
+            return causal_tokens(queries.states.shape[2], blocks.num_tokens)
+        if queries.mask is None:
+            return SeenTokens(np.array([[[[0, blocks.num_tokens]]]]))
+        return self._seen.of(queries.mask)
+
+    def _attend_few(
+        self, queries: Queries, mask: MaskArrays, blocks: Blocks, out: torch.Tensor | None = None
+    ) -> _Workspace:
+        """Attend with at most `MAX_QUERIES` of a head on the CPU; the result is in the workspace, and in `out`."""
+        query, group, scale, _, selection, _ = queries
+        batch, query_heads, length, head_dim = query.shape
+        workspace = self._workspace(Shape(batch, query_heads // group, group, length, head_dim, blocks.value_dim))
+        kernel, (visible, bias), indexed = workspace.kernel, mask, blocks.indexed
+        query = _as_read(query)
+        sequence_stride, head_stride, query_stride, _ = query.stride()
+        written = out.data_ptr() if out is not None and out.dtype == query.dtype else 0
+        start = time.perf_counter()
+        kernel.attend(
+            Query(query.data_ptr(), (sequence_stride, head_stride, query_stride), query.dtype == torch.bfloat16),
+            blocks.keys,
+            blocks.values,
+            blocks.num_tokens,
+            head_dim**-0.5 if scale is None else scale,
+            visible=visible,
+            bias=bias,
+            quantized=blocks.quantized,
+            indexed=indexed,
+            top_p=1.0 if selection is None else selection.top_p,
+            most=1.0 if selection is None else selection.most,
+            written=written,
+        )
+        if out is not None and not written:
+            out.copy_(workspace.out.flatten(1, 2))
+        self._stats.kernel_seconds += time.perf_counter() - start
+        if selection is not None:
+            heads = kernel.shape.heads
+            skipped = 0 if indexed is None else indexed.num_blocks * GRANULE * heads - kernel.tokens_read
+            selection.note(blocks.num_tokens * heads, skipped, has_rated=indexed is not None)
+        return workspace
+
+    def _attend_many(self, queries: Queries, seen: SeenTokens, blocks: Blocks, dtype: torch.dtype) -> PartialAttention:
+        """Attend with any number of queries on the CPU; the output has `dtype`, float32 or the query's."""
+        query, scale = queries.states, queries.scale
+        batch, query_heads, length, head_dim = query.shape
+        query = _as_read(query)
+        partial = dtype if dtype == torch.bfloat16 else torch.float32
+        # In memory a token follows the other, as transformers wants it next.
+        out = torch.empty(batch, length, query_heads, blocks.value_dim, dtype=partial).transpose(1, 2)
+        lse = torch.empty(batch, query_heads, length)
+        start = time.perf_counter()
+        attend_many(
+            _strided(query),
+            _strided(out),
+            partial == torch.bfloat16,
+            lse.numpy(),
+            blocks.keys,
+            blocks.values,
+            blocks.num_tokens,
+            head_dim,
+            blocks.value_dim,
+            head_dim**-0.5 if scale is None else scale,
+            seen.ranges,
+            seen.visible,
+            seen.bias,
+            blocks.quantized,
+        )
+        self._stats.kernel_seconds += time.perf_counter() - start
+        return PartialAttention(out.to(dtype), lse)
+
+    def _workspace(self, shape: Shape) -> _Workspace:
+        if shape not in self._workspaces:
+            kernel = Workspace(shape)
+            rows, groups = (shape.batch, shape.num_kv_heads), (shape.group, shape.query_length)
+            with torch.inference_mode(False):
+                out, lse = torch.from_numpy(kernel.out), torch.from_numpy(kernel.lse)
+                out = out[:, : shape.rows, : shape.value_dim].unflatten(0, rows).unflatten(2, groups)
+                lse = lse[:, : shape.rows].unflatten(0, rows).unflatten(2, groups)
+            self._workspaces[shape] = _Workspace(kernel, out, lse)
+            if len(self._workspaces) > _MAX_WORKSPACES:
+                self._workspaces.popitem(last=False)
+        self._workspaces.move_to_end(shape)
+        return self._workspaces[shape]
+
+
+def blocks_of(store: Store, queries: Queries | None = None, num_elsewhere: int = 0) -> Blocks:
+    """Return the tokens of a store in host memory, once all are there, without some that are attended to elsewhere."""
+    store.wait_until_stored()
+    dense, packed = store.dense, store.packed
+    assert isinstance(dense, HostBlocks)
+    indexed = None
+    if queries is not None and queries.selection is not None:
+        indexed = queries.selection.indexed(store, queries.group * queries.states.shape[2])
+    num_blocks = 0 if packed is None else packed.num_entries - num_elsewhere // GRANULE
+    quantized = None
+    if num_blocks:
+        assert isinstance(packed, HostBlocks)
+        assert store.codec is not None
+        keys, values = folded_codecs(store.codec)
+        quantized = QuantizedBlocks(
+            *packed.arrays(),
+            store.sink_tokens // GRANULE,
+            num_blocks,
+            keys.layout(store.shape.key_dim),
+            values.layout(store.shape.value_dim),
+            None if keys.channel_scaling is None else keys.channel_scaling.inverse_array,
+            None if values.channel_scaling is None else values.channel_scaling.inverse_array,
+        )
+    num_tokens = store.middle_tokens - num_elsewhere
+    return Blocks(*dense.arrays(), num_tokens, store.shape.value_dim, quantized, indexed)
+
+
+def _as_read(query: torch.Tensor) -> torch.Tensor:
+    """Return a query as the kernels read it: bfloat16 or float32, with contiguous rows."""
+    query = query if query.dtype == torch.bfloat16 else query.float()
+    return query if query.stride(3) == 1 else query.contiguous()
+
+
+def _strided(states: torch.Tensor) -> Strided:
+    sequence, head, token, _ = (stride * states.element_size() for stride in states.stride())
+    return Strided(states.data_ptr(), (sequence, head, token))
+
+
+def _on_device(result: torch.Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Copy a kernel's result to the device, `[batch, query_heads, ...]`, as `dtype`."""
+    is_locked = can_page_lock(device.type)
+    on_host = torch.empty(result.shape, dtype=dtype, pin_memory=is_locked)
+    on_host.copy_(result)
+    return on_host.flatten(1, 2).to(device, non_blocking=is_locked)

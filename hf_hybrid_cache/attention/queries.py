@@ -1,0 +1,127 @@
+"""The queries of an attention call, and their masks in the forms that kernels and torch take."""
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from .selection import LayerSelection
+
+Made = TypeVar("Made")
+# Which tokens are seen, and what is added to the scores; at least one is `None`.
+MaskArrays = tuple[np.ndarray | None, np.ndarray | None]
+
+
+class Queries(NamedTuple):
+    """
+    The queries of one attention call.
+
+    Attributes:
+        states: `[batch, query_heads, query_length, head_dim]`, on any device.
+        group: query heads that share a KV head.
+        scale: of the scores; `None` for `head_dim ** -0.5`.
+        mask: boolean (true where a token is seen) or added to the scores; `[batch, query_heads, query_length, tokens]`
+            of the tokens that they attend to, where any of the first three may be 1.
+        selection: lets few of them skip pages; `None` to read all.
+        are_causal: they are the last tokens of the sequence, and each sees the tokens before it and itself.
+    """
+
+    states: torch.Tensor
+    group: int
+    scale: float | None
+    mask: torch.Tensor | None = None
+    selection: LayerSelection | None = None
+    are_causal: bool = False
+
+    def rows(self) -> torch.Tensor:
+        """Return the queries of a KV head as rows, `[batch, num_kv_heads, group * query_length, head_dim]`."""
+        batch, heads, length, head_dim = self.states.shape
+        return self.states.reshape(batch, heads // self.group, self.group * length, head_dim)
+
+    def of_tokens(self, *ranges: tuple[int, int]) -> "Queries":
+        """Return the queries with the mask of tokens in some ranges."""
+        if self.mask is None:
+            return self
+        columns = [self.mask[..., start:end] for start, end in ranges]
+        return self._replace(mask=columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1))
+
+
+class LastMask(Generic[Made]):
+    """Keeps what `make` has made of the last mask, because the layers of a model get the same mask in turn."""
+
+    def __init__(self, make: Callable[..., Made]):
+        self._make = make
+        # Mask, key and object in one attribute: other threads never see a mixture.
+        self._last: tuple[torch.Tensor, object, Made] | None = None
+
+    def of(self, mask: torch.Tensor, *others: object) -> Made:
+        """Return `make(mask, *others)`, made once for each mask and hashable `others`."""
+        if mask.is_inference():  # nobody counts what is written to it
+            return self._make(mask, *others)
+        # Every layer gets a view of its own; the mask is held, so that its memory is not another's meanwhile.
+        key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, mask._version, others)
+        if self._last is None or self._last[1] != key:
+            self._last = mask, key, self._make(mask, *others)
+        return self._last[2]
+
+
+def mask_arrays(mask: torch.Tensor) -> MaskArrays:
+    """Return a mask as the kernel for few queries takes it."""
+    host = mask.detach().to("cpu")
+    if host.dtype == torch.bool:
+        return host.contiguous().view(torch.uint8).numpy(), None
+    return None, host.to(torch.float32).contiguous().numpy()
+
+
+class SeenTokens(NamedTuple):
+    """
+    A mask as the kernel for many queries takes it.
+
+    Attributes:
+        ranges: int64 `[batch, query_heads, query_length, 2]`, where any of the first three may be 1: the first token
+            that a query sees, and the one after the last.
+        visible: uint8 `[batch, query_heads, query_length, tokens]` likewise, if some token between these is hidden.
+        bias: float32 likewise, if the mask is added to the scores.
+    """
+
+    ranges: np.ndarray
+    visible: np.ndarray | None = None
+    bias: np.ndarray | None = None
+
+
+def seen_tokens(mask: torch.Tensor) -> SeenTokens:
+    """Return a mask as the kernel for many queries takes it."""
+    visible, bias = mask_arrays(mask)
+    tokens = mask.shape[-1]
+    if visible is None:
+        return SeenTokens(np.array([[[[0, tokens]]]]), bias=bias)
+    first, last = visible.argmax(-1), tokens - visible[..., ::-1].argmax(-1)
+    count = visible.sum(-1, dtype=np.int64)
+    ranges = np.stack([first, np.where(count == 0, first, last)], axis=-1)
+    return SeenTokens(ranges, None if np.array_equal(count, ranges[..., 1] - first) else visible)
+
+
+def causal_tokens(query_length: int, tokens: int) -> SeenTokens:
+    """Return the tokens that causal queries see, if the queries are the last of `tokens` tokens."""
+    ends = np.arange(tokens - query_length + 1, tokens + 1)
+    return SeenTokens(np.stack([np.zeros_like(ends), ends], axis=-1)[None, None])
+
+
+def folded(states: torch.Tensor, continuations: int) -> torch.Tensor:
+    """Return `[groups * continuations, heads, length, ...]` as `[groups, heads, continuations * length, ...]`."""
+    return states.unflatten(0, (-1, continuations)).transpose(1, 2).flatten(2, 3)
+
+
+def unfolded(rows: torch.Tensor, continuations: int) -> torch.Tensor:
+    """Undo `folded`."""
+    return rows.unflatten(2, (continuations, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def folded_mask(mask: torch.Tensor, continuations: int, length: int) -> torch.Tensor | None:
+    """Return the mask of folded queries, `length` of each sequence; `None` if it hides nothing."""
+    if mask.dtype == torch.bool and bool(mask.all()):
+        return None
+    if mask.shape[0] == 1:
+        return mask if mask.shape[2] == 1 else mask.repeat(1, 1, continuations, 1)
+    return folded(mask.expand(-1, -1, length, -1), continuations)

@@ -1,1 +1,0 @@
-"""Changes: going back, choosing sequences, moving to a device."""

@@ -1,0 +1,268 @@
+"""The contents of a cache: its layers, the memory that they take, and advice where memory does not suffice."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..codecs import minmax
+from ..layers import HOST, HybridLayer, LayerCost, LayerStores, Placement, move_tensors_of, tensors_of
+from ..storage import (
+    HostMemoryError,
+    InitialCapacity,
+    KVCodec,
+    KVShape,
+    address_space_is_limited,
+    available_host_bytes,
+    require_host_bytes,
+)
+from .checkpoints import Checkpoint
+
+_META = torch.device("meta")
+# The share of the free memory that a cache can use. Allocators and a prompt's chunks need the rest. Under a limit on
+# the address space buffers are copied to grow, which leaves holes.
+_USABLE, _USABLE_WITH_COPIES = 7 / 8, 1 / 2
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """
+    The size of a cache, measured from its buffers.
+
+    Attributes:
+        device_bytes: in the memory of accelerators.
+        host_bytes: in host memory.
+        num_tokens: tokens of each sequence.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    num_tokens: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes held for each token of each sequence's context, wherever they are; 0 for an empty cache."""
+        return (self.device_bytes + self.host_bytes) / self.num_tokens if self.num_tokens else 0.0
+
+
+class Contents:
+    """
+    The layers of a cache, and their checkpoints.
+
+    Attributes:
+        layers: in the order of the model; the types of those of transformers' own differ between its versions.
+        stores: where ours get their stores.
+        checkpoints: by the lengths that the cache can go back to.
+        ours: layers of full attention.
+        theirs: layers of transformers' own.
+        of_text: layers of attention by index, without those that store images.
+    """
+
+    def __init__(self, layers: list[Any], stores: LayerStores):
+        self.layers, self.stores = layers, stores
+        self.checkpoints: dict[int, Checkpoint] = {}
+        self.ours = [layer for layer in layers if isinstance(layer, HybridLayer)]
+        self.theirs = [layer for layer in layers if not isinstance(layer, HybridLayer)]
+        of_images = getattr(stores.config, "cross_attention_layers", None) or ()
+        self.of_text = {
+            index: layer
+            for index, layer in enumerate(layers)
+            if isinstance(layer, CacheLayerMixin) and index not in of_images
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the first layer of attention, also while others hold more or less; 0 without one."""
+        return next((layer.get_seq_length() for layer in self.of_text.values()), 0)
+
+    def settle(self) -> None:
+        """Choose the codecs of states that wait for them, by what is known now."""
+        for layer in self.ours:
+            if layer.store is not None:
+                layer.store.settle()
+
+    def require_whole(self) -> None:
+        """Raise `IncompleteCacheError` if something has ended a change half-way."""
+        for layer in self.ours:
+            layer.usable_store()
+
+    @contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """Mark the cache as not whole if an operation on all layers is interrupted after it has changed some."""
+        before = self._versions()
+        try:
+            yield
+        except BaseException:
+            # Layers of transformers' own do not tell whether they have changed.
+            if self.theirs or self._versions() != before:
+                self.stores.unfinished = operation
+            raise
+
+    def _versions(self) -> list[int | None]:
+        return [None if layer.store is None else layer.store.version for layer in self.ours]
+
+    def measured(self) -> MemoryReport:
+        """Measure the bytes that the cache holds, layers of transformers' own and checkpoints included."""
+        sizes = {"host": 0, "device": 0}
+        # A copy, because another thread, which runs the model, may add to them meanwhile.
+        kept = ((each.device, each.nbytes) for kept in tuple(self.checkpoints.values()) for each in kept.tensors())
+        for device, num_bytes in (*self._buffers(self.layers), *kept):
+            sizes["host" if device.type == "cpu" else "device"] += num_bytes
+        return MemoryReport(sizes["device"], sizes["host"], self.num_tokens)
+
+    def require_room_for_copies(self, number: int, purpose: str, are_shared: bool = False) -> None:
+        """
+        Raise `HostMemoryError` unless what is held fits `number` times, and one buffer once more to be exchanged.
+
+        With `are_shared` layers need none for what copies share. The message begins with `purpose`.
+        """
+        copied = [layer for layer in self.layers if not (are_shared and getattr(layer, "shares_copies", False))]
+        sizes = [num_bytes for device, num_bytes in self._buffers(copied) if device.type == "cpu"]
+        try:
+            require_host_bytes((number - 1) * sum(sizes) + max(sizes, default=0), purpose)
+        except HostMemoryError as error:
+            raise self.advised(error, self.num_tokens, batch=number * self._a_shape().batch) from None
+
+    def _a_shape(self) -> KVShape:
+        """Return the shape of the states in the first of our layers that holds some."""
+        return next(layer.store.shape for layer in self.ours if layer.store is not None)
+
+    def _buffers(self, layers: Iterable[object]) -> Iterator[tuple[torch.device, int]]:
+        """Yield device and bytes of each buffer of these layers, and of each that layers share."""
+        # Copies of what another thread, which runs the model, may add to meanwhile.
+        for staging in tuple(self.stores.stagings.values()):
+            for slot in staging.slots:
+                yield from ((buffer.device, buffer.num_bytes) for buffer in (slot.keys, slot.values))
+        for device, scratch in tuple(self.stores.scratches.items()):
+            yield device, scratch.num_bytes
+        for layer in layers:
+            if isinstance(layer, HybridLayer):
+                yield from ((buffer.device, buffer.num_bytes) for buffer in layer.buffers())
+            else:
+                yield from ((tensor.device, tensor.nbytes) for tensor in tensors_of(layer))
+
+    def move(self, *args: Any, **kwargs: Any) -> None:
+        """Move all layers, or none; see `HybridCache.to` for arguments and errors."""
+        parsed: tuple[torch.device | None, torch.dtype | None, bool, object] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, is_non_blocking, _ = parsed
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"Keys and values are floating-point numbers, and cannot be {dtype}.")
+        if dtype is None and (device is None or is_non_blocking or "non_blocking" in kwargs):
+            return
+        if device is not None and device.type == "meta":
+            raise ValueError("Keys and values cannot be moved to meta, which holds nothing. Use cache.reset().")
+        if device is not None:
+            device = torch.empty(0, device=device).device  # with its index, as the states of the model have it
+        kept = (layer for checkpoint in self.checkpoints.values() for layer in checkpoint.stock.values())
+        before = [(layer, *place) for layer in (*self.layers, *kept) if (place := _place_of(layer)) is not None]
+        try:
+            for layer, held_on, _ in before:
+                _move(layer, device or held_on, dtype)
+        except BaseException as error:
+            for each in before:
+                _move(*each)
+            if isinstance(error, HostMemoryError):
+                changes: dict[str, Any] = {} if dtype is None else {"key_dtype": dtype, "value_dtype": dtype}
+                if device is not None:
+                    changes["device"] = device
+                raise self.advised(error, self.num_tokens, **changes) from None
+            raise
+
+    def advised(
+        self, error: HostMemoryError, num_tokens: int, shape: KVShape | None = None, **changes: Any
+    ) -> HostMemoryError:
+        """
+        Return the error with advice on caches that would fit `num_tokens`.
+
+        `shape` is that of the states of layers that hold none yet, or `None` for that of another layer. `changes` of
+        the shapes made them too much.
+        """
+        stores = self.stores
+        if stores.peers is not None:
+            return HostMemoryError(
+                f"{error} These are of one of {stores.peers.size} shares: more processes, or fewer bits, make it "
+                "smaller."
+            )
+        shape = shape or self._a_shape()
+        shapes = {
+            layer.layer_idx: (shape if layer.store is None else layer.store.shape)._replace(**changes)
+            for layer in self.ours
+        }
+        placement = replace(stores.placement, cpu_decode=False) if stores.attention.is_declined else stores.placement
+        held = 0 if changes else min(layer.get_seq_length() for layer in self.ours)
+        host_bytes = available_host_bytes() + self.measured().host_bytes
+        advice = _advice(placement, stores.codecs, shapes, num_tokens, held, host_bytes)
+        return HostMemoryError(f"{error} {advice}".rstrip())
+
+
+def _place_of(layer: object) -> tuple[torch.device, torch.dtype] | None:
+    """Return device and type of a layer's states; `None` for an empty layer."""
+    if isinstance(layer, HybridLayer):
+        return None if layer.store is None else (layer.device, layer.dtype)
+    return next(((each.device, each.dtype) for each in tensors_of(layer) if each.is_floating_point()), None)
+
+
+def _move(layer: object, device: torch.device, dtype: torch.dtype | None) -> None:
+    if isinstance(layer, HybridLayer):
+        layer.to(device, dtype)
+    else:
+        move_tensors_of(layer, device, dtype)
+
+
+def _advice(
+    placement: Placement,
+    codecs: Mapping[int, KVCodec],
+    shapes: Mapping[int, KVShape],
+    num_tokens: int,
+    least_tokens: int,
+    host_bytes: int,
+) -> str:
+    """Say how many tokens fit, from `least_tokens` on, and which quantized cache with the most bits would hold all."""
+    usable = (_USABLE_WITH_COPIES if address_space_is_limited() else _USABLE) * host_bytes
+
+    def does_not_fit(tokens: int) -> bool:
+        return _host_bytes(placement, codecs, shapes, tokens) > usable
+
+    fitting = least_tokens + bisect_left(range(least_tokens + 1, num_tokens), True, key=does_not_fit)
+    sentences = [f"At least {fitting:,} tokens fit as it is."] if fitting else []
+    placement = replace(placement, resident_layers=0, pin_memory=None)
+    options = ["offload=True"] if placement.offload else []
+    if placement.cpu_layers:
+        options.append(f"cpu_decode={sorted(placement.cpu_layers)}")
+    elif placement.adapts:
+        options.append('cpu_decode="auto"')
+    elif placement.cpu_decode is not None:
+        options.append(f"cpu_decode={placement.cpu_decode}")
+    for bits in (8, 4, (4, 2), 2):
+        codec = minmax(bits)
+        if codec in codecs.values():
+            continue
+        need = _host_bytes(placement, dict.fromkeys(shapes, codec), shapes, num_tokens)
+        if need <= usable:
+            cache = f"QuantizedHybridCache({', '.join(['config', f'bits={bits}', *options])})"
+            if placement.cpu_layers:
+                cache = f"HybridCache(config, Placement({', '.join(options)}), codec=minmax({bits}))"
+            sentences.append(f"{cache} would hold {num_tokens:,} in {need / 2**30:.2f} GiB.")
+            break
+    return " ".join(sentences)
+
+
+def _host_bytes(
+    placement: Placement, codecs: Mapping[int, KVCodec], shapes: Mapping[int, KVShape], num_tokens: int
+) -> int:
+    """Return the most host memory that a cache needs while all layers grow to `num_tokens`."""
+    stores = LayerStores(placement, InitialCapacity(), len(shapes), codecs)
+    kept = shared = moved = 0
+    for index, shape in shapes.items():
+        on_cpu = shape.device == HOST
+        planned = shape if on_cpu else shape._replace(device=_META)
+        layer = LayerCost.of(stores, index, planned, len(shapes), [1, num_tokens])
+        kept += layer.kept[HOST.type]
+        shared = max(shared, layer.shared_prefill * on_cpu)
+        # One layer may be unpacked from its blocks while its buffers are copied to larger ones.
+        moved = max(moved, layer.copied + layer.kept[HOST.type])
+    return kept + shared + moved

@@ -1,1 +1,0 @@
-"""Contents: the layers of a cache, their checkpoints, and the memory that they take."""

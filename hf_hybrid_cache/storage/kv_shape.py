@@ -1,0 +1,64 @@
+"""The shape and types of keys and values."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .runs.block_buffer import kernel_element
+
+# Tensors of keys and of values.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class KVShape(NamedTuple):
+    """
+    The shape and types of a layer's keys and values. They share batch and heads, not always width and type.
+
+    It is a tuple, because one is made and compared for every layer of every token.
+    """
+
+    batch: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> "KVShape":
+        """Return the shape of states `[batch, num_kv_heads, tokens, head_dim]`."""
+        batch, num_kv_heads, _, key_dim = keys.shape
+        return cls(batch, num_kv_heads, key_dim, values.shape[3], keys.dtype, values.dtype, keys.device)
+
+    def promoted_with(self, other: "KVShape") -> "KVShape":
+        """Return the shape with types that hold states of both shapes."""
+        return self._replace(
+            key_dtype=torch.promote_types(self.key_dtype, other.key_dtype),
+            value_dtype=torch.promote_types(self.value_dtype, other.value_dtype),
+        )
+
+    @property
+    def keys(self) -> tuple[int, int, int]:
+        return (self.batch, self.num_kv_heads, self.key_dim)
+
+    @property
+    def values(self) -> tuple[int, int, int]:
+        return (self.batch, self.num_kv_heads, self.value_dim)
+
+    @property
+    def token_bytes(self) -> tuple[int, int]:
+        """Bytes of one token's keys, and of its values, in all sequences."""
+        heads = self.batch * self.num_kv_heads
+        return heads * self.key_dim * self.key_dtype.itemsize, heads * self.value_dim * self.value_dtype.itemsize
+
+    @property
+    def element(self) -> np.dtype | None:
+        """The NumPy type by which kernels read blocks of these states; `None` if they cannot."""
+        return kernel_element(self.key_dtype) if self.key_dtype == self.value_dtype else None
+
+    def __str__(self) -> str:
+        dims = f"{self.key_dim}" if self.key_dim == self.value_dim else f"{self.key_dim} and {self.value_dim}"
+        dtypes = str(self.key_dtype) if self.key_dtype == self.value_dtype else f"{self.key_dtype}, {self.value_dtype}"
+        return f"batch {self.batch}, {self.num_kv_heads} KV heads, head_dim {dims}, {dtypes} on {self.device}"
