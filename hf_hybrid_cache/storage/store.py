@@ -1,7 +1,7 @@
 """Keys and values of one layer: where new tokens go, when blocks are packed, and how all are read."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -153,27 +153,42 @@ class Store(LayerStates):
             ValueError: there are no codes for some of them; nothing has changed then.
             HostMemoryError: the host has no room for them.
         """
-        if self._choice is None or self.packed is None:
-            return
-        if self.layout.with_due_blocks(self.num_tokens) is self.layout:
+        if self._choice is None or self.layout.with_due_blocks(self.num_tokens) is self.layout:
             return
         if not self._choice.is_made:
             self._choose()
             keeps_dense = True  # the queries that were seen may still attend to it
-        layout = self.layout.with_due_blocks(self.num_tokens)
-        dense, packed, before = self.dense, self.packed, self.packed.num_entries
+        self._pack(on_device, keeps_dense)
+
+    def _pack(self, on_device: bool, keeps_dense: bool, new: Pair | None = None) -> None:
+        """Pack the blocks that are due, with `new` tokens, of which only those that stay are written to `dense`."""
+        dense, packed, held = self.dense, self.packed, self.dense.num_entries
+        assert packed is not None
+        new_tokens = 0 if new is None else new[0].shape[2]
+        layout, before = self.layout.with_due_blocks(self.num_tokens + new_tokens), packed.num_entries
         first, count = self.sink_tokens, (layout.own_quantized_blocks - before) * GRANULE
         if not count:  # they are of other processes
             self.layout = layout
             return
         dense.wait_for_copies()
-        codes = self._encoded(first, count)
-        recent, renewed = dense.read_range(first + count, dense.num_entries), None
+
+        def read(start: int, end: int) -> Pair:
+            if new is None or end <= held:
+                return dense.read_range(start, end)
+            keys, values = (states[:, :, max(0, start - held) : end - held] for states in new)
+            if start >= held:
+                return keys, values
+            old_keys, old_values = (states.to(keys.device) for states in dense.read_range(start, held))
+            return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+
+        codes = self._encoded(lambda start, end: read(first + start, first + end), count)
+        kept, recent, renewed = min(first, held), read(first + count, held + new_tokens), None
+        missing = read(kept, first)
         try:
-            if keeps_dense or self._is_dense_on_device or dense.num_entries > layout.most_full_tokens:
-                renewed = self._new_dense(dense.read_range(0, first), recent)
+            if keeps_dense or self._is_dense_on_device or held > layout.most_full_tokens:
+                renewed = self._new_dense(read(0, first), recent)
             else:
-                recent = recent[0].clone(), recent[1].clone()  # storing them overwrites their source
+                recent = recent[0].clone(), recent[1].clone()  # storing them may overwrite their source
             packed.write(*codes, on_device)
         except BaseException:
             packed.truncate(before)
@@ -182,12 +197,15 @@ class Store(LayerStates):
             raise
         with self._changing():
             if renewed is None:
-                dense.truncate(first)
+                dense.truncate(kept)
+                dense.write(*missing)
                 dense.write(*recent)
             else:
                 self.dense, self._is_dense_on_device = renewed, False
                 dense.close()
             self.layout = layout
+            if new is not None:
+                self._set_length(self.num_tokens + new_tokens)
 
     def recent_states(self) -> RecentStates:
         """Copy the states that later tokens would quantize; those of a split layer to host memory."""
@@ -276,21 +294,31 @@ class Store(LayerStates):
             self._require_finite((keys, values), layout.own_quantized_blocks - self.packed.num_entries)
         streamed, was_staged, self.is_staged = self.streamed, self.is_staged, on_device
         streamed_before = 0 if streamed is None else streamed.num_entries
+        is_packed_at_once = (
+            new_tokens > _FEW_TOKENS
+            and layout is not self.layout
+            and not (self.wants_queries or keeps_dense)
+            and self.ends is None
+            and layout.shard.size == 1
+            and (keys.dtype, values.dtype) == (self.shape.key_dtype, self.shape.value_dtype)
+        )
         if self.packed is not None and not keys.is_cpu:
-            self._let_dense_follow(on_device and new_tokens > _FEW_TOKENS)
+            self._let_dense_follow(on_device and new_tokens > _FEW_TOKENS and not is_packed_at_once)
         newest = self.dense if self.ends is None else self.ends
         newest_before, blocks_before = newest.num_entries, self.layout.quantized_blocks
         if not before and self.packed is not None and self.ends is None:
             newest.reserve(layout.most_full_tokens)
         try:
-            if self.ends is not None and layout.host_tokens != self.layout.host_tokens:
+            if is_packed_at_once:
+                self._pack(on_device, keeps_dense, (keys, values))
+            elif self.ends is not None and layout.host_tokens != self.layout.host_tokens:
                 self._write_through_ends(layout, keys, values, not on_host)
             else:
                 if layout.shard.size > 1:
                     keys, values = layout.shard.part(keys, before), layout.shard.part(values, before)
                 newest.write(keys, values, not on_host)
                 self._set_length(before + new_tokens)
-            if not waits and layout is not self.layout:
+            if not (waits or is_packed_at_once) and layout is not self.layout:
                 self.settle(on_device, keeps_dense)
             if (on_device or was_staged) and streamed is not None and streamed.num_entries == streamed_before:
                 # It got no new entries, and learns where it is used next.
@@ -415,11 +443,11 @@ class Store(LayerStates):
             dense.write(*pair)
         return dense
 
-    def _encoded(self, first: int, count: int) -> Pair:
-        """Quantize tokens of `dense`, whole blocks; nothing is stored."""
+    def _encoded(self, read: Callable[[int, int], Pair], count: int) -> Pair:
+        """Quantize tokens that `read` gives, whole blocks; nothing is stored."""
         assert self._choice is not None
         try:
-            return self._choice.encode(lambda start, end: self.dense.read_range(first + start, first + end), count)
+            return self._choice.encode(read, count)
         except ValueError as error:
             raise self._not_finite(count // GRANULE, str(error)) from None
 
