@@ -22,7 +22,7 @@ from .runs.host_blocks import HostBlocks
 from .runs.resident import Resident
 from .runs.run import Run
 from .runs.streamed import Staging, Streamed
-from .runs.streams import Issued, Streams, is_accelerator, streams_for
+from .runs.streams import Issued, Streams, streams_for
 from .runs.token_buffer import TokenBuffer, reserve_entries
 from .scratch import Scratch
 from .sharded_store import MARK_SIZE, ShardedStore
@@ -73,7 +73,6 @@ __all__ = [
     "give_back_file_pages",
     "grown_capacity",
     "huge_page_memory",
-    "is_accelerator",
     "kernel_array",
     "kernel_element",
     "require_host_bytes",

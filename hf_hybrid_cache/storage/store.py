@@ -1,4 +1,4 @@
-"""Keys and values of one layer: where new tokens go, when blocks are packed, and how all are read."""
+"""Keys and values of one layer, as tokens come and go: where new ones are written, and when blocks are packed."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -168,6 +168,7 @@ class Store(LayerStates):
         layout, before = self.layout.with_due_blocks(self.num_tokens + new_tokens), packed.num_entries
         first, count = self.sink_tokens, (layout.own_quantized_blocks - before) * GRANULE
         if not count:  # they are of other processes
+            assert new is None
             self.layout = layout
             return
         dense.wait_for_copies()
@@ -292,8 +293,8 @@ class Store(LayerStates):
         if waits and layout is not self.layout and self.packed is not None:
             self.packed.reserve(layout.own_quantized_blocks)
             self._require_finite((keys, values), layout.own_quantized_blocks - self.packed.num_entries)
-        streamed, was_staged, self.is_staged = self.streamed, self.is_staged, on_device
-        streamed_before = 0 if streamed is None else streamed.num_entries
+        was_staged, self.is_staged = self.is_staged, on_device
+        streamed_before = 0 if self.streamed is None else self.streamed.num_entries
         is_packed_at_once = (
             new_tokens > _FEW_TOKENS
             and layout is not self.layout
@@ -320,6 +321,7 @@ class Store(LayerStates):
                 self._set_length(before + new_tokens)
             if not (waits or is_packed_at_once) and layout is not self.layout:
                 self.settle(on_device, keeps_dense)
+            streamed = self.streamed  # another one, if a codec that was chosen has other sizes
             if (on_device or was_staged) and streamed is not None and streamed.num_entries == streamed_before:
                 # It got no new entries, and learns where it is used next.
                 streamed.write(*streamed.read_range(0, 0), on_device)
