@@ -110,7 +110,8 @@ def _code(model: PreTrainedModel, modules: Mapping[str, nn.Module], classes: lis
                 yield f"{kind.__qualname__}.{name}", value
     for place in {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models.")}:
         for name, value in vars(sys.modules[place]).items():
-            if isinstance(value, FunctionType | functools.partial):
+            # torch.compile leaves what it made of a module's functions among them, for any model of the process.
+            if isinstance(value, FunctionType | functools.partial) and not name.startswith("__compiled_fn_"):
                 yield f"{place}.{name}", value
     config: Any = model.config.get_text_config(decoder=True)
     attention, experts = config._attn_implementation, getattr(config, "_experts_implementation", None)

@@ -113,6 +113,17 @@ def test_model_when_libraries_have_hung_hooks_on_it_then_needs_no_name():
     identity(model)
 
 
+def test_model_when_another_of_its_class_was_compiled_then_needs_no_name():
+    model, compiled = new_llama(), new_llama()
+    before = identity(model)
+    compiled.forward = torch.compile(compiled.forward, backend=lambda graph, _: lambda *inputs: graph(*inputs))
+    with torch.no_grad():
+        compiled(random_prompt(1, 9), past_key_values=DynamicHybridCache(model.config))
+    assert any(name.startswith("__compiled_fn_") for name in vars(modeling_llama))
+    assert identity(model) == before
+    torch.compiler.reset()
+
+
 def test_class_when_it_has_no_source_then_needs_a_name():
     run_program(
         "from model_identity.models import *\n"
