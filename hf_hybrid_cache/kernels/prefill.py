@@ -117,11 +117,11 @@ def attend_many(
     group = query_heads // num_kv_heads
     rows = group * query_length
     team = team_of_kernels()
-    wanted = -(-rows * batch * num_kv_heads // (_PIECES_OF_A_THREAD * team[2]))
+    wanted = -(-rows * batch * num_kv_heads // (_PIECES_OF_A_THREAD * team.threads))
     # Whole tiles. The result of a row does not depend on the size of a piece.
     rows_at_once = min(_MOST_ROWS, max(_FEWEST_ROWS, -(-wanted // 16) * 16))
     width = values.shape[3]
-    scratch = _scratch.taken(team[2], scratch_bytes(rows_at_once, key_dim, width))
+    scratch = _scratch.taken(team.threads, scratch_bytes(rows_at_once, key_dim, width))
     codes = _NO_CODES if quantized is None else quantized
     call = PrefillCall(
         element=keys.dtype.type(0),
@@ -162,7 +162,7 @@ def attend_many(
         scratch=scratch.ctypes.data,
         scratch_bytes=scratch.shape[1] * scratch.itemsize,
     )
-    attend_prefill(*team, call)
+    attend_prefill(team.address, call)
     _scratch.give_back(scratch)
 
 

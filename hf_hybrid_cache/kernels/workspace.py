@@ -239,13 +239,13 @@ class Workspace:
         if parts is not None:
             self._pages = self._pages or PageWorkspace(shape.heads, self.query.shape[1], shape.key_dim)
             selected = self._pages.call(call if of_codes is None else of_codes, parts, segments_apart, top_p, most)
-            (attend_selected if of_codes is None else attend_selected_quantized)(*team_of_kernels(), selected)
+            (attend_selected if of_codes is None else attend_selected_quantized)(team_of_kernels().address, selected)
             self.tokens_read = self._pages.pages_read * PAGE
             return
         if of_codes is None:
-            attend(*team_of_kernels(), call)
+            attend(team_of_kernels().address, call)
         else:
-            attend_quantized(*team_of_kernels(), of_codes)
+            attend_quantized(team_of_kernels().address, of_codes)
         self.tokens_read = 0 if indexed is None else indexed.num_blocks * shape.heads * BLOCK
 
     def _segments(self, blocks: int) -> int:

@@ -200,8 +200,8 @@ class _Seen(NamedTuple):
 
 
 @numba.njit
-def _share_out(pool, team, threads, parts, seen):
-    parallel.split_work(pool, team, threads, parts, _count_once, seen)
+def _share_out(team, parts, seen):
+    parallel.split_work(team, parts, _count_once, seen)
 
 
 @pytest.mark.parametrize("pool", [parallel.openmp, parallel.started_threads])
@@ -214,7 +214,8 @@ def test_every_part_is_done_once_whatever_the_number_of_threads(
         pytest.skip("no OpenMP runtime with GNU's interface is in the process")
     for parts in (0, 1, 3, 1000):
         seen = _Seen(np.zeros(parts, np.int64))
-        _share_out(pool_threads.parallel, team, threads, parts, seen)
+        memory = np.array([pool_threads.parallel, team, threads])
+        _share_out(memory.ctypes.data, parts, seen)
         assert (seen.counts == 1).all()
 
 

@@ -66,12 +66,12 @@ Call = kernel_call(
 
 
 @jit
-def attend(parallel, team, threads, call):
+def attend(team, call):
     """Attend as `call` says, on several threads as `split_work` says."""
     segments, heads = call.maxima.shape[:2]
     take_queries(call)
-    split_work(parallel, team, threads, segments, _attend_segment, call)
-    split_work(parallel, team, threads, heads, merge_plain_segments, call)
+    split_work(team, segments, _attend_segment, call)
+    split_work(team, heads, merge_plain_segments, call)
 
 
 @jit_function

@@ -109,10 +109,10 @@ class _Rows(NamedTuple):
 
 
 @jit
-def attend_prefill(parallel, team, threads, call):
+def attend_prefill(team, call):
     """Attend as `call` says, on several threads as `split_work` says."""
     pieces = (call.group * call.query_length + call.rows_at_once - 1) // call.rows_at_once
-    split_work_to(parallel, team, threads, pieces * call.batch * call.num_kv_heads, _attend_piece, call)
+    split_work_to(team, pieces * call.batch * call.num_kv_heads, _attend_piece, call)
 
 
 @jit_function

@@ -48,13 +48,13 @@ QuantizedCall = kernel_call(
 
 
 @jit
-def attend_quantized(parallel, team, threads, call):
+def attend_quantized(team, call):
     """Attend as `call` says, on several threads as `split_work` says."""
     segments, heads = call.maxima.shape[:2]
     take_queries(call)
     rotate_queries(call)
-    split_work(parallel, team, threads, segments, attend_segment, call)
-    split_work(parallel, team, threads, heads, merge_quantized_segments, call)
+    split_work(team, segments, attend_segment, call)
+    split_work(team, heads, merge_quantized_segments, call)
 
 
 @jit_function

@@ -85,7 +85,7 @@ def quantize_blocks(
     if not packed.size:
         return packed
     call = coding_call(states, layout, packed, factors, share)
-    _encode(*team_of_kernels(), call)
+    _encode(team_of_kernels().address, call)
     if call.failures[0]:
         raise ValueError(NOT_FINITE)
     return packed
@@ -104,7 +104,7 @@ def dequantize_blocks(
         factors: float32 `[num_kv_heads, dim]`, by which channels are multiplied after they were rotated back.
     """
     if packed.size:
-        _decode(*team_of_kernels(), coding_call(states, layout, packed, factors))
+        _decode(team_of_kernels().address, coding_call(states, layout, packed, factors))
 
 
 def coding_call(
@@ -141,13 +141,13 @@ def coding_call(
 
 
 @jit
-def _encode(parallel, team, threads, call):
-    split_work(parallel, team, threads, call.packed.shape[0] * call.packed.shape[1], _quantize_block, call)
+def _encode(team, call):
+    split_work(team, call.packed.shape[0] * call.packed.shape[1], _quantize_block, call)
 
 
 @jit
-def _decode(parallel, team, threads, call):
-    split_work(parallel, team, threads, call.packed.shape[0] * call.packed.shape[1], _dequantize_block, call)
+def _decode(team, call):
+    split_work(team, call.packed.shape[0] * call.packed.shape[1], _dequantize_block, call)
 
 
 @jit_function

@@ -62,12 +62,12 @@ def quantize_index(keys: np.ndarray, packed: np.ndarray) -> None:
         packed: uint8 `[blocks, batch * num_kv_heads, index_bytes(key_dim)]`, contiguous, written.
     """
     if packed.size:
-        _quantize_index(*team_of_kernels(), coding_call(keys, index_layout(keys.shape[3]), packed, None))
+        _quantize_index(team_of_kernels().address, coding_call(keys, index_layout(keys.shape[3]), packed, None))
 
 
 @jit
-def _quantize_index(parallel, team, threads, call):
-    split_work(parallel, team, threads, call.packed.shape[0] * call.packed.shape[1], _quantize_block, call)
+def _quantize_index(team, call):
+    split_work(team, call.packed.shape[0] * call.packed.shape[1], _quantize_block, call)
 
 
 @jit_function

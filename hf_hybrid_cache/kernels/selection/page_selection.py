@@ -320,18 +320,18 @@ def attending_to_chosen(attend_to_rest, attend_to_all, attend_to_chosen, add_ski
     """
 
     @jit_function
-    def attend(parallel, team, threads, call):
+    def attend(team, call):
         """Attend as `call` says, on several threads as `split_work` says."""
         segments, heads = call.attention.maxima.shape[:2]
-        split_work(parallel, team, threads, segments - call.segments, attend_to_rest, call)
-        split_work(parallel, team, threads, heads, prepare_rows, call)
-        split_work(parallel, team, threads, call.segments, rate_segment, call)
-        split_work(parallel, team, threads, heads, choose_pages, call)
+        split_work(team, segments - call.segments, attend_to_rest, call)
+        split_work(team, heads, prepare_rows, call)
+        split_work(team, call.segments, rate_segment, call)
+        split_work(team, heads, choose_pages, call)
         if reads_all(call):
-            split_work(parallel, team, threads, call.segments, attend_to_all, call)
+            split_work(team, call.segments, attend_to_all, call)
         else:
-            split_work(parallel, team, threads, call.segments, attend_to_chosen, call)
-            split_work(parallel, team, threads, heads, add_skipped, call)
-        split_work(parallel, team, threads, heads, merge, call)
+            split_work(team, call.segments, attend_to_chosen, call)
+            split_work(team, heads, add_skipped, call)
+        split_work(team, heads, merge, call)
 
     return attend

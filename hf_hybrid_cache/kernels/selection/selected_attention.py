@@ -93,10 +93,10 @@ _attend = attending_to_chosen(_attend_to_rest, _attend_to_all, _attend_to_chosen
 
 
 @jit
-def attend_selected(parallel, team, threads, call):
+def attend_selected(team, call):
     """Attend as `call` says, on several threads as `split_work` says."""
     take_queries(call.attention)
-    _attend(parallel, team, threads, call)
+    _attend(team, call)
 
 
 def selected_attention_kernels(element: np.dtype) -> list[Needed]:

@@ -1,11 +1,13 @@
-"""A kernel's call: a named tuple whose fields are declared once, each with its Numba type."""
+"""A kernel's call: a named tuple whose fields are declared once, as numbers in memory or each with its Numba type."""
 
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 # A Numba type, the class of a nested call, or a function from the element type of the blocks to a Numba type.
 FieldType = types.Type | type | Callable[[np.dtype], types.Type]
@@ -34,11 +36,27 @@ def call_type(call: Any, element: np.dtype) -> types.NamedTuple:
 
 
 def taking(call: Any, element: np.dtype) -> tuple[types.Type, ...]:
-    """The types of a kernel's arguments: `parallel`, `team`, `threads` and a call."""
-    return types.int64, types.int64, types.int64, call_type(call, element)
+    """The types of a kernel's arguments: the address of a team and a call."""
+    return types.int64, call_type(call, element)
 
 
 def _type_of(field: Any, element: np.dtype) -> types.Type:
     if isinstance(field, types.Type):
         return field
     return call_type(field, element) if hasattr(field, "field_types") else field(element)
+
+
+@intrinsic
+def call_at(typing_context: Any, address: Any, call: Any) -> Any:
+    """
+    The call that is in memory at an address, int64 for each field of the class `call`, a `NamedTuple` of integers.
+
+    The kernel of a call in memory takes its address alone: Numba needs ten times as long for a tuple of many numbers,
+    and a call that is in memory can be used again with other numbers in it.
+    """
+    made = types.NamedUniTuple(types.int64, len(call.instance_class._fields), call.instance_class)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.load(builder.inttoptr(arguments[0], context.get_value_type(made).as_pointer()), align=8)
+
+    return made(types.int64, call), generate

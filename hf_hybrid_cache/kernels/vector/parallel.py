@@ -14,12 +14,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from . import vector_ir as vec
+from .compiled import jit_inlined
 from .threads import num_threads_beside, threads_of_torch
+from .tiles import pointer
 from .vector_ir import INT8, INT32, INT64
 
 # The signatures of `body(data)` and of `parallel(body, data, threads, flags)`.
@@ -28,36 +33,58 @@ _PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ui
 _imported_by = os.getpid()
 
 
-def team_of_kernels() -> tuple[int, int, int]:
-    """The arguments `parallel`, `team` and `threads` of `split_work`, for a call of this thread now."""
+class Team(NamedTuple):
+    """
+    The threads that share the work of a kernel.
+
+    Attributes:
+        address: of int64: `parallel` of `Threads`, number of threads to wake, and of those that take part.
+        threads: number of those that take part.
+    """
+
+    address: int
+    threads: int
+
+
+def team_of_kernels() -> Team:
+    """The team for a call of this thread now."""
     of_torch = threads_of_torch()
-    return _team_of(num_threads_beside(of_torch), of_torch, os.getpid())
+    return _team_of(num_threads_beside(of_torch), of_torch, os.getpid())[0]
 
 
 @cache
-def _team_of(threads: int, of_torch: int, process: int) -> tuple[int, int, int]:
-    """The same in this process, while torch has `of_torch` threads, which are then those of the OpenMP runtime."""
-    if threads == 1:
-        return 0, 1, 1
-    pool = openmp() or started_threads()
-    return pool.parallel, max(threads, pool.team()), threads
+def _team_of(threads: int, of_torch: int, process: int) -> tuple[Team, np.ndarray]:
+    """
+    The same in this process, with the memory of the team.
+
+    While torch has `of_torch` threads, these are the threads of the OpenMP runtime.
+    """
+    pool = None if threads == 1 else openmp() or started_threads()
+    memory = np.array([0, 1, 1] if pool is None else [pool.parallel, max(threads, pool.team()), threads], np.int64)
+    return Team(memory.ctypes.data, threads), memory
+
+
+@jit_inlined
+def threads_of(team):
+    """The number of threads that take part."""
+    return numba.carray(pointer(team, numba.int64(0)), 3)[2]
 
 
 @intrinsic
-def split_work(typing_context: Any, parallel: Any, team: Any, threads: Any, parts: Any, work: Any, call: Any) -> Any:
+def split_work(typing_context: Any, team: Any, parts: Any, work: Any, call: Any) -> Any:
     """
     Call `work(part, call)` for each part below `parts`; a thread that is done takes the next part.
 
     A single part, or a single thread, runs on this thread.
 
-    parallel: of `Threads`; team: number of threads to wake; threads: number of them that take part; work: a jitted
-    function that returns nothing and raises nothing; call: a tuple.
+    team: address of a `Team`; work: a jitted function that returns nothing and raises nothing; call: a tuple, or the
+    address of one, see `call_at`.
     """
     return _work_split(typing_context, work, call, tells_thread=False)
 
 
 @intrinsic
-def split_work_to(typing_context: Any, parallel: Any, team: Any, threads: Any, parts: Any, work: Any, call: Any) -> Any:
+def split_work_to(typing_context: Any, team: Any, parts: Any, work: Any, call: Any) -> Any:
     """Do as `split_work`, with `work(part, thread, call)`; `thread` is the index of the thread."""
     return _work_split(typing_context, work, call, tells_thread=True)
 
@@ -68,7 +95,8 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
     pointer = INT8.as_pointer()
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        parallel, team, threads, parts, _, call = arguments
+        team, parts, _, call = arguments
+        parallel, woken, threads = (vec.load(builder, builder.add(team, INT64(8 * index)), INT64) for index in range(3))
         shared_type = ir.LiteralStructType([INT64] * 4 + [call.type])
         shared = cgutils.alloca_once(builder, shared_type)
 
@@ -108,10 +136,10 @@ def _work_split(typing_context: Any, work: Any, call: Any, tells_thread: bool) -
             with then:
                 builder.call(body, [data])
             with otherwise:
-                builder.call(run, [body, data, builder.trunc(team, INT32), INT32(0)])
+                builder.call(run, [body, data, builder.trunc(woken, INT32), INT32(0)])
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp, types.intp, work, call), generate
+    return types.void(types.int64, types.intp, work, call), generate
 
 
 def _uncounted(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:

@@ -143,7 +143,7 @@ def adding_up_experts(write_products):
     """
 
     @jit_function
-    def add_up_experts(parallel, team, threads, up, down, call):
+    def add_up_experts(team, up, down, call):
         """Write the sums that `call` asks for; returns the number of pairs with an invalid expert id."""
         routing = routed(call.chosen, call.num_pairs, up.matrices, 0)
         count = routing.starts[-1]
@@ -151,15 +151,15 @@ def adding_up_experts(write_products):
 
         states, gated = np.empty((count, up.rows), np.float32), np.empty((count, down.columns), np.float32)
         write_products(
-            parallel, team, threads, up, routing, pairs // call.choices, Numbers(call.tokens, call.is_bfloat16),
+            team, up, routing, pairs // call.choices, Numbers(call.tokens, call.is_bfloat16),
             own, Numbers(call.up_bias, call.is_bfloat16), up.rows, Numbers(states.ctypes.data, False),
         )  # fmt: skip
         gating = Gating(states=states, gated=gated, parts=_parts(gated))
-        split_work(parallel, team, threads, gating.parts, _gate, gating)
+        split_work(team, gating.parts, _gate, gating)
 
         results = np.empty((count, down.rows), np.float32)
         write_products(
-            parallel, team, threads, down, routing, own, Numbers(gated.ctypes.data, False),
+            team, down, routing, own, Numbers(gated.ctypes.data, False),
             own, Numbers(call.down_bias, call.is_bfloat16), down.rows, Numbers(results.ctypes.data, False),
         )  # fmt: skip
         keep(gated)
@@ -169,7 +169,7 @@ def adding_up_experts(write_products):
         load_numbers(Numbers(call.router_weights, call.has_bfloat16_router_weights), 0, call.num_pairs, router_weights)
         out = numba.carray(pointer(call.out, np.float32(0)), (call.num_pairs // call.choices, down.rows))
         sums = Sums(states=results, places=places, router_weights=router_weights, out=out, parts=_parts(out))
-        split_work(parallel, team, threads, sums.parts, _add_up, sums)
+        split_work(team, sums.parts, _add_up, sums)
         return routing.wrong
 
     return add_up_experts

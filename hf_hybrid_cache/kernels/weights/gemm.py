@@ -49,7 +49,7 @@ def multiply_many(
     token_numbers = np.empty(tiles * chunks * TILE_NUMBERS, np.float32)
     pairs = -(-layout.panels // GEMM_PANELS)
     multiply_tokens(
-        *team,
+        team.address,
         panels=panels,
         factor=factor,
         bits=layout.bits,
@@ -66,5 +66,5 @@ def multiply_many(
         integers=integers.ctypes.data,
         token_numbers=token_numbers.ctypes.data,
         tiles_of_block=max(1, _BLOCK_BYTES // (chunks * TILE_BYTES)),
-        parts=min(pairs, _PARTS_OF_THREAD * team[2]),
+        parts=min(pairs, _PARTS_OF_THREAD * team.threads),
     )

@@ -52,7 +52,7 @@ class Gemm(NamedTuple):
 
 @jit
 def multiply_tokens(
-    parallel, team, threads, panels, factor, bits, rows, columns, chunks, group_shift, panel_bytes,
+    team, panels, factor, bits, rows, columns, chunks, group_shift, panel_bytes,
     tokens, num_tokens, is_bfloat16, bias, out, integers, token_numbers, tiles_of_block, parts,
 ):  # fmt: skip
     call = Gemm(
@@ -74,8 +74,8 @@ def multiply_tokens(
         parts=parts,
     )
     tiles = (num_tokens + GEMM_TOKENS - 1) // GEMM_TOKENS
-    split_work(parallel, team, threads, tiles, _round_tile, call)
-    split_work(parallel, team, threads, parts, _multiply_part, call)
+    split_work(team, tiles, _round_tile, call)
+    split_work(team, parts, _multiply_part, call)
 
 
 @jit_function

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..vector.compiled import Needed, jit, jit_function, jit_inlined, taking_numbers
 from ..vector.numbers_at import Numbers, address_of, load_numbers, store_numbers, store_sixteen
-from ..vector.parallel import split_work, team_of_kernels
+from ..vector.parallel import split_work, team_of_kernels, threads_of
 from ..vector.tiles import pointer
 from ..vector.vector_ir import LANES
 from .experts import ExpertCall, adding_up_experts
@@ -119,7 +119,7 @@ class PanelProducts:
             out: address of contiguous `[num_tokens, layout.rows]`, written.
         """
         _multiply(
-            *team_of_kernels(),
+            team_of_kernels().address,
             weights=self._at,
             chosen=0,
             only=index,
@@ -152,7 +152,7 @@ class PanelProducts:
             The number of pairs with an invalid id; zeros are written for them, too.
         """
         wrong = _multiply(
-            *team_of_kernels(),
+            team_of_kernels().address,
             weights=self._at,
             chosen=chosen,
             only=0,
@@ -177,7 +177,7 @@ class PanelProducts:
         Returns:
             The number of pairs with an invalid id; they add nothing.
         """
-        return int(_add_up_experts(*team_of_kernels(), up=self._at, down=down._at, **call._asdict()))
+        return int(_add_up_experts(team_of_kernels().address, up=self._at, down=down._at, **call._asdict()))
 
 
 @jit_function
@@ -191,10 +191,10 @@ def _weights_at(address):
 
 
 @jit_function
-def _write_products(parallel, team, threads, weights, routing, sources, tokens, targets, bias, bias_step, out):
+def _write_products(team, weights, routing, sources, tokens, targets, bias, bias_step, out):
     """Write the products of the tokens `sources`, in the places of a routing, to the rows `targets` of `out`."""
     places = routing.starts[-1]
-    parts = min(weights.panels, parts_of(weights.num_bytes, routing.matrices.size, threads))
+    parts = min(weights.panels, parts_of(weights.num_bytes, routing.matrices.size, threads_of(team)))
     call = Product(
         weights=weights,
         routing=routing,
@@ -213,8 +213,8 @@ def _write_products(parallel, team, threads, weights, routing, sources, tokens, 
         sums=np.empty((places, weights.groups), np.float32),
         parts=max(1, min(places, places * columns // _ROUNDED_NUMBERS)),
     )
-    split_work(parallel, team, threads, operand.parts, _round_tokens, (call, operand))
-    split_work(parallel, team, threads, parts * routing.matrices.size, _multiply_part, (call, operand))
+    split_work(team, operand.parts, _round_tokens, (call, operand))
+    split_work(team, parts * routing.matrices.size, _multiply_part, (call, operand))
 
 
 @jit_function
@@ -319,18 +319,18 @@ _multiply_chosen, _add_up = multiplying_chosen(_write_products), adding_up_exper
 
 @jit
 def _multiply(
-    parallel, team, threads, weights, chosen, only, num_pairs,
+    team, weights, chosen, only, num_pairs,
     tokens, pairs_of_token, is_bfloat16, bias, bias_step, out,
 ):  # fmt: skip
     return _multiply_chosen(
-        parallel, team, threads, _weights_at(weights), chosen, only, num_pairs, Numbers(tokens, is_bfloat16),
+        team, _weights_at(weights), chosen, only, num_pairs, Numbers(tokens, is_bfloat16),
         pairs_of_token, Numbers(bias, is_bfloat16), bias_step, Numbers(out, is_bfloat16),
     )  # fmt: skip
 
 
 @jit
 def _add_up_experts(
-    parallel, team, threads, up, down, chosen, num_pairs, tokens, choices, is_bfloat16,
+    team, up, down, chosen, num_pairs, tokens, choices, is_bfloat16,
     router_weights, has_bfloat16_router_weights, up_bias, down_bias, out,
 ):  # fmt: skip
     call = ExpertCall(
@@ -345,7 +345,7 @@ def _add_up_experts(
         down_bias=down_bias,
         out=out,
     )
-    return _add_up(parallel, team, threads, _weights_at(up), _weights_at(down), call)
+    return _add_up(team, _weights_at(up), _weights_at(down), call)
 
 
 def panel_product_kernels() -> list[Needed]:

@@ -114,7 +114,7 @@ def quantize_panels(weight: np.ndarray, layout: PanelLayout, factor: float, out:
         factor: of the weight, see `factor_of`.
         out: uint8 `[layout.num_bytes]`, written.
     """
-    _encode(*team_of_kernels(), _call(weight, layout, factor, out))
+    _encode(team_of_kernels().address, _call(weight, layout, factor, out))
 
 
 def dequantize_panels(panels: np.ndarray, layout: PanelLayout, factor: float, out: np.ndarray) -> None:
@@ -129,7 +129,7 @@ def dequantize_panels(panels: np.ndarray, layout: PanelLayout, factor: float, ou
     """
     assert out.shape[0] == layout.rows
     assert out.shape[1] >= layout.columns
-    _decode(*team_of_kernels(), _call(out, layout, factor, panels))
+    _decode(team_of_kernels().address, _call(out, layout, factor, panels))
 
 
 def dequantize_row(panels: np.ndarray, layout: PanelLayout, factor: float, row: int, out: np.ndarray) -> None:
@@ -155,13 +155,13 @@ def _call(numbers: np.ndarray, layout: PanelLayout, factor: float, panels: np.nd
 
 
 @jit
-def _encode(parallel, team, threads, call):
-    split_work(parallel, team, threads, call.words.shape[0], _quantize_panel, call)
+def _encode(team, call):
+    split_work(team, call.words.shape[0], _quantize_panel, call)
 
 
 @jit
-def _decode(parallel, team, threads, call):
-    split_work(parallel, team, threads, call.words.shape[0], _dequantize_panel, call)
+def _decode(team, call):
+    split_work(team, call.words.shape[0], _dequantize_panel, call)
 
 
 @jit_function

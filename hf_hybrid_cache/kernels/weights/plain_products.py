@@ -12,7 +12,7 @@ import numpy as np
 
 from ..vector.compiled import Needed, jit, jit_function, taking_numbers
 from ..vector.numbers_at import Numbers, address_of, load_numbers, store_numbers
-from ..vector.parallel import split_work, team_of_kernels
+from ..vector.parallel import split_work, team_of_kernels, threads_of
 from .column_tiles import COLUMNS, add_columns
 from .experts import ExpertCall, adding_up_experts
 from .routing import Routing, multiplying_chosen, parts_of
@@ -96,7 +96,7 @@ def multiply_plain(
         The number of pairs with an invalid id; zeros are written for them, too.
     """
     wrong = _multiply(
-        *team_of_kernels(),
+        team_of_kernels().address,
         **weights._asdict(),
         chosen=chosen,
         num_pairs=num_pairs,
@@ -122,7 +122,7 @@ def add_up_plain_experts(up: PlainWeights, down: PlainWeights, call: ExpertCall)
         The number of pairs with an invalid id; they add nothing.
     """
     wrong = _add_up_experts(
-        *team_of_kernels(),
+        team_of_kernels().address,
         up=up.address,
         matrices=up.matrices,
         up_rows=up.rows,
@@ -138,13 +138,14 @@ def add_up_plain_experts(up: PlainWeights, down: PlainWeights, call: ExpertCall)
 
 
 @jit_function
-def _write_products(parallel, team, threads, weights, routing, sources, tokens, targets, bias, bias_step, out):
+def _write_products(team, weights, routing, sources, tokens, targets, bias, bias_step, out):
     """Write the products of the tokens `sources`, in the places of a routing, to the rows `targets` of `out`."""
     operand = np.empty((sources.size, weights.columns), np.float32)
     for place in range(sources.size):
         load_numbers(tokens, sources[place] * weights.columns, weights.columns, operand[place])
     num_bytes = weights.rows * weights.columns * (2 if weights.numbers.is_bfloat16 else 4)
     matrices = routing.matrices.size
+    threads = threads_of(team)
     parts = parts_of(num_bytes, matrices, threads)
     if weights.is_transposed:
         needed = (threads + matrices - 1) // max(matrices, 1)
@@ -162,9 +163,9 @@ def _write_products(parallel, team, threads, weights, routing, sources, tokens, 
         parts=parts,
     )
     if weights.is_transposed:
-        split_work(parallel, team, threads, parts * matrices, _multiply_columns, given)
+        split_work(team, parts * matrices, _multiply_columns, given)
     else:
-        split_work(parallel, team, threads, parts * matrices, _multiply_rows, given)
+        split_work(team, parts * matrices, _multiply_rows, given)
 
 
 @jit_function
@@ -259,7 +260,7 @@ _multiply_chosen, _add_up = multiplying_chosen(_write_products), adding_up_exper
 
 @jit
 def _multiply(
-    parallel, team, threads, address, matrices, rows, columns, is_transposed,
+    team, address, matrices, rows, columns, is_transposed,
     chosen, num_pairs, tokens, pairs_of_token, is_bfloat16, bias, out,
 ):  # fmt: skip
     weights = Weights(
@@ -270,14 +271,14 @@ def _multiply(
         is_transposed=is_transposed,
     )
     return _multiply_chosen(
-        parallel, team, threads, weights, chosen, 0, num_pairs, Numbers(tokens, is_bfloat16),
+        team, weights, chosen, 0, num_pairs, Numbers(tokens, is_bfloat16),
         pairs_of_token, Numbers(bias, is_bfloat16), rows, Numbers(out, is_bfloat16),
     )  # fmt: skip
 
 
 @jit
 def _add_up_experts(
-    parallel, team, threads, up, matrices, up_rows, up_columns, is_up_transposed,
+    team, up, matrices, up_rows, up_columns, is_up_transposed,
     down, down_rows, down_columns, is_down_transposed,
     chosen, num_pairs, tokens, choices, is_bfloat16,
     router_weights, has_bfloat16_router_weights, up_bias, down_bias, out,
@@ -308,7 +309,7 @@ def _add_up_experts(
         columns=down_columns,
         is_transposed=is_down_transposed,
     )
-    return _add_up(parallel, team, threads, of_up, of_down, call)
+    return _add_up(team, of_up, of_down, call)
 
 
 def plain_product_kernels() -> list[Needed]:

@@ -83,16 +83,14 @@ def multiplying_chosen(write_products):
     """
 
     @jit_function
-    def multiply_chosen(
-        parallel, team, threads, weights, chosen, only, num_pairs, tokens, pairs_of_token, bias, bias_step, out
-    ):
+    def multiply_chosen(team, weights, chosen, only, num_pairs, tokens, pairs_of_token, bias, bias_step, out):
         """Write the products, and zeros for pairs without a weight; returns the number of pairs with an invalid id."""
         routing = routed(chosen, num_pairs, weights.matrices, only)
         places = routing.starts[-1]
         if places < num_pairs:
             clear_numbers(out, num_pairs * weights.rows)
         sources = routing.pairs[:places] // pairs_of_token
-        write_products(parallel, team, threads, weights, routing, sources, tokens, routing.pairs, bias, bias_step, out)
+        write_products(team, weights, routing, sources, tokens, routing.pairs, bias, bias_step, out)
         return routing.wrong
 
     return multiply_chosen
